@@ -1,0 +1,39 @@
+"""Errors that users see, and the exit codes they lead to."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `advisor` exits with, where the script's own exit code does not apply."""
+
+    OK = 0
+    FINDINGS = 1
+    USAGE = 2
+    OWN_FAULT = 3
+    INCONCLUSIVE = 4
+    GPU_REQUIRED = 5
+
+
+class AdvisorError(Exception):
+    """A problem told in one line: what was found, what was expected, what to do.
+
+    Args:
+        found: what is wrong, as a clause without a full stop.
+        expected: what would have been right; may be empty.
+        fix: what the user can do next; may be empty.
+        exit_code: the process's exit code when this error ends it.
+    """
+
+    def __init__(self, found: str, *, expected: str = "", fix: str = "", exit_code: ExitCode = ExitCode.USAGE) -> None:
+        self.found, self.expected, self.fix, self.exit_code = found, expected, fix, exit_code
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = self.found
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.fix:
+            text += f". {self.fix}"
+        return text

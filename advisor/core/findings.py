@@ -1,0 +1,88 @@
+"""What the rules said, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Semantics(str, Enum):
+    """What a change does to the numbers of the training run."""
+
+    EXACT = "exact"  # bit-equal
+    REASSOCIATED = "reassociated"  # same maths, other order of operations
+    PRECISION = "precision"  # fewer mantissa bits somewhere
+    TRAINING = "training"  # another recipe; only ever advice
+
+
+class Outcome(str, Enum):
+    """A rule's result. `UNKNOWN` is neither yes nor no: a metric it needs is missing."""
+
+    FIRED = "fired"
+    QUIET = "quiet"
+    UNKNOWN = "not evaluated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One metric that a rule read."""
+
+    metric: str
+    value: float | str | bool | None
+    unit: str
+    provenance: str
+    threshold: str = ""  # the condition as written, "> 0.05"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A share of the step's time, 0 to 1. `basis` says what it was computed from."""
+
+    low: float
+    high: float
+    basis: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One rule's verdict on one run."""
+
+    rule: str
+    title: str
+    area: str
+    severity: str  # info, low, medium, high
+    outcome: Outcome
+    message: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    sites: tuple[str, ...] = ()  # source lines, modules or kernels
+    gain: Interval | None = None  # upper bounds on the share of the step that can be saved
+    transform: str = ""  # id of the transform it asks for; "" when the advice is for a person
+    parameters: dict[str, str] = field(default_factory=dict)
+    semantics: Semantics = Semantics.EXACT
+    missing: tuple[str, ...] = ()  # "dram_frac: needs hardware counters or NVML GPM"
+    rationale: str = ""
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """A transform worth trying, with what it is predicted to give. Built from one or more fired findings."""
+
+    transform: str
+    parameters: dict[str, str] = field(default_factory=dict)
+    title: str = ""
+    rules: tuple[str, ...] = ()
+    semantics: Semantics = Semantics.EXACT
+    predicted: Interval | None = None  # share of step time saved
+    after: tuple[str, ...] = ()  # transforms to be tried before this one
+    conflicts: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All rule outcomes of a run, fired first, and the ordered recommendations."""
+
+    run: str
+    findings: tuple[Finding, ...]
+    recommendations: tuple[Recommendation, ...]

@@ -1,0 +1,309 @@
+"""The vocabulary that analysis writes and rules read: every metric, its type, unit and meaning, in one list.
+
+A metric without a value is missing with a reason; it is never guessed and never zero by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from advisor.core.provenance import Provenance
+
+Scalar = float | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """`kind` is number, text or flag. `unit` is frac, us, bytes, gbps, count, percent_c, watt, mhz, tflops or ""."""
+
+    name: str
+    kind: str
+    unit: str
+    doc: str
+    needs: str = ""  # what a machine must offer for it to be known
+
+
+def _n(name: str, unit: str, doc: str, needs: str = "") -> MetricSpec:
+    return MetricSpec(name, "number", unit, doc, needs)
+
+
+def _t(name: str, doc: str) -> MetricSpec:
+    return MetricSpec(name, "text", "", doc)
+
+
+def _f(name: str, doc: str) -> MetricSpec:
+    return MetricSpec(name, "flag", "", doc)
+
+
+_GPU, _GPM, _DRAM = "a CUDA GPU", "NVML GPM (Hopper or newer)", "hardware counters or NVML GPM"
+
+SPECS: tuple[MetricSpec, ...] = (
+    # the machine
+    _f("on_gpu", "the training step ran on a CUDA GPU"),
+    _n("arch", "count", "compute capability times ten (90 for sm_90)", _GPU),
+    _n("gpu_count", "count", "GPUs visible to the script"),
+    _n("cpu_count", "count", "CPU cores available"),
+    _f("bf16_supported", "this device computes bf16 products faster than fp32 ones (measured)"),
+    _f("torch_compile_available", "a backend compiler for torch.compile is present"),
+    _f("cupy_available", "CuPy is installed, so bundled kernels can run"),
+    _n("copy_gbps", "gbps", "measured copy bandwidth, read plus written"),
+    _f("gpu_shared", "another process used this GPU during the run"),
+    _n("gpu_temperature", "percent_c", "median GPU temperature in degrees Celsius", _GPU),
+    _n("throttled_frac", "frac", "share of samples with a thermal or power-brake throttle reason", _GPU),
+    _n("power_capped_frac", "frac", "share of samples in which the software power cap held clocks down", _GPU),
+    _n("clock_frac", "frac", "median SM clock over the maximum SM clock", _GPU),
+    _n("clock_drift_frac", "frac", "SM clock, first to last quarter of the run, relative change", _GPU),
+    _n("power_w", "watt", "median board power", _GPU),
+    _n("power_frac", "frac", "median board power over its limit", _GPU),
+    _n("host_swap_frac", "frac", "swap in use over host memory"),
+    # the step
+    _n("step_us", "us", "median step time, no profiler on"),
+    _n("step_spread_frac", "frac", "(p90 - p10) / median of step time"),
+    _n("steps_measured", "count", "steps that entered the median"),
+    _n("step_outlier_frac", "frac", "share of steps longer than 1.5 medians"),
+    _n("first_step_ratio", "count", "first step over median step"),
+    _n("samples_per_s", "count", "samples per second"),
+    _n("batch_size", "count", "samples per step on this rank"),
+    _n("limit_us", "us", "speed of light of the step: the least time this machine needs"),
+    _n("limit_frac", "frac", "limit_us over step_us: 1 is the limit"),
+    _n("coverage_frac", "frac", "kernel launches with a device record in the trace", _GPU),
+    _n("traced_overhead_frac", "frac", "how much slower traced steps were"),
+    # where the time goes; shares of the untraced step
+    _n("busy_frac", "frac", "share of the step with any device work running", _GPU),
+    _n("idle_frac", "frac", "share of the step with the device idle", _GPU),
+    _n("idle_data_frac", "frac", "idle while the host waited in the loader", _GPU),
+    _n("idle_launch_frac", "frac", "idle while the host prepared launches", _GPU),
+    _n("idle_copy_frac", "frac", "idle of compute during host/device copies", _GPU),
+    _n("idle_sync_frac", "frac", "idle after the host had waited for the device", _GPU),
+    _n("idle_other_frac", "frac", "idle of no known cause", _GPU),
+    _n("forward_frac", "frac", "share of device time in forward"),
+    _n("backward_frac", "frac", "share of device time in backward"),
+    _n("optimizer_frac", "frac", "share of device time in the optimizer"),
+    *(
+        _n(f"{kind}_frac", "frac", f"share of device time (operator time on a CPU) in {what}")
+        for kind, what in (
+            ("conv", "convolutions"),
+            ("depthwise", "depthwise convolutions"),
+            ("grouped_conv", "grouped, not depthwise, convolutions"),
+            ("large_conv", "convolutions with a kernel of 7 or more at stride 1"),
+            ("first_conv", "convolutions with at most 4 input channels"),
+            ("conv3x3_fp32", "3x3 stride-1 convolutions in strict fp32"),
+            ("gemm", "matrix products that are no convolutions"),
+            ("norm", "normalisation"),
+            ("batchnorm", "batch normalisation"),
+            ("groupnorm", "group or instance normalisation"),
+            ("layernorm", "layer normalisation"),
+            ("activation", "activations"),
+            ("elementwise", "elementwise operations, activations included"),
+            ("pool", "pooling"),
+            ("reduce", "reductions"),
+            ("layout", "layout conversion and transposition"),
+            ("cast", "dtype conversion"),
+            ("device_copy", "device-to-device copies"),
+            ("memset", "fills and memsets"),
+            ("upsample", "upsampling"),
+            ("concat", "concatenation"),
+            ("dropout", "dropout and random numbers"),
+            ("loss", "the loss"),
+            ("se", "squeeze-and-excite blocks"),
+            ("comm", "communication"),
+            ("memory_bound", "kernels whose bytes, not flops, set their limit"),
+            ("bn_act", "batch normalisation with the add and activation that follow it"),
+            ("bias_act", "convolution bias with the activation that follows it"),
+            ("index", "indexing, gather and scatter"),
+        )
+    ),
+    # launches
+    _n("kernels_per_step", "count", "kernels per step"),
+    _n("launch_us", "us", "host time in launch calls per step", _GPU),
+    _n("mean_kernel_us", "us", "mean kernel duration", _GPU),
+    _n("short_kernel_frac", "frac", "share of kernels shorter than 10 us", _GPU),
+    _n("short_kernel_time_frac", "frac", "share of device time in kernels shorter than 10 us", _GPU),
+    _n("small_grid_frac", "frac", "share of device time in kernels with fewer blocks than SMs", _GPU),
+    _n("tail_wave_frac", "frac", "device time lost in last, partly filled waves (modelled)", _GPU),
+    _n("odd_block_frac", "frac", "share of device time in kernels whose block is no multiple of 32", _GPU),
+    _n("streams", "count", "streams with kernels", _GPU),
+    _n("kernel_overlap_frac", "frac", "share of device time with two kernels at once", _GPU),
+    _n("host_frac", "frac", "host time of the training thread outside waits, over the step"),
+    _n("foreach_gap_frac", "frac", "optimizer launches per parameter tensor, over 1"),
+    # memory traffic and rates
+    _n("dram_gb_per_step", "bytes", "DRAM bytes per step", _DRAM),
+    _n("dram_frac", "frac", "DRAM bandwidth over measured copy bandwidth, whole step", _DRAM),
+    _n("dram_excess_ratio", "count", "DRAM bytes over modelled minimum bytes", _DRAM),
+    _n("memory_bound_efficiency", "frac", "limit over time of memory-bound kernels"),
+    _n("conv_efficiency", "frac", "limit over time of convolutions"),
+    _n("conv_worst_efficiency", "frac", "limit over time of the worst convolution with 2 % of the step or more"),
+    _n("norm_efficiency", "frac", "limit over time of normalisation"),
+    _n("depthwise_efficiency", "frac", "limit over time of depthwise convolutions"),
+    _n("grouped_efficiency", "frac", "limit over time of grouped convolutions"),
+    _n("pool_efficiency", "frac", "limit over time of pooling"),
+    _n("upsample_efficiency", "frac", "limit over time of upsampling"),
+    _n("l2_fit_frac", "frac", "share of memory-bound time on tensors that fit in L2"),
+    _n("sm_active_frac", "frac", "SM activity", _GPM),
+    _n("sm_occupancy_frac", "frac", "SM occupancy", _GPM),
+    _n("tensor_active_frac", "frac", "tensor-core activity", _GPM),
+    _n("dram_active_frac", "frac", "DRAM bandwidth utilisation", _GPM),
+    _n("pcie_rx_gbps", "gbps", "PCIe bytes received per second", _GPU),
+    _n("pcie_tx_gbps", "gbps", "PCIe bytes sent per second", _GPU),
+    _n("gpu_busy_nvml_frac", "frac", "NVML 'utilization': share of time with any kernel running", _GPU),
+    _n("cpu_util_frac", "frac", "CPU time of the script's processes over wall time and cores"),
+    # precision and layout
+    _n("tensor_core_frac", "frac", "share of conv and gemm time in tensor-core kernels", _GPU),
+    _n("tensor_eligible_frac", "frac", "share of device time in conv and gemm"),
+    _n("fp32_conv_frac", "frac", "share of device time in fp32 convolutions and products"),
+    _n("fp64_frac", "frac", "share of device time in fp64 kernels"),
+    _n("half_frac", "frac", "share of conv and gemm time in fp16 or bf16"),
+    _n(
+        "unaligned_channel_frac", "frac", "share of half-precision conv and gemm time with channels not a multiple of 8"
+    ),
+    _t("autocast", "dtype of the script's own autocast, empty if none"),
+    _f("grad_scaler", "the script uses a GradScaler"),
+    _t("parameter_dtype", "dtype of most parameters"),
+    _f("tf32_conv", "cuDNN may use TF32"),
+    _f("tf32_matmul", "cuBLAS may use TF32"),
+    _f("channels_last", "convolution inputs are channels_last"),
+    _f("amp_capable_loss", "no operation was seen that autocast refuses"),
+    # convolutions
+    _n("conv_count", "count", "convolutions in a step"),
+    _n("conv_bias_bn_count", "count", "convolutions with a bias directly before a batch norm"),
+    _n("grouped_conv_share", "frac", "share of convolution modules that are grouped or depthwise"),
+    _n("max_conv_kernel", "count", "largest convolution kernel extent"),
+    _n("transposed_conv_frac", "frac", "share of device time in transposed convolutions"),
+    _f("cudnn_benchmark", "torch.backends.cudnn.benchmark"),
+    _f("cudnn_deterministic", "torch.backends.cudnn.deterministic"),
+    _f("fixed_shapes", "input shapes did not change between measured steps"),
+    _n("winograd_eligible_frac", "frac", "share of device time in strict-fp32 3x3 stride-1 dense convolutions"),
+    _n("fft_eligible_frac", "frac", "share of device time in dense fp32 convolutions with a kernel of 9 or more"),
+    # model graph
+    _n("bn_count", "count", "batch-norm modules"),
+    _n("bn_act_count", "count", "batch norms directly followed by (an add and) an activation"),
+    _n("sync_bn_count", "count", "SyncBatchNorm modules"),
+    _n("se_count", "count", "squeeze-and-excite blocks"),
+    _f("dropout", "dropout is active"),
+    _f("compiled", "the script uses torch.compile"),
+    _f("graphed", "the script replays CUDA graphs"),
+    _f("anomaly_mode", "autograd anomaly detection is on"),
+    _f("deterministic_algorithms", "torch.use_deterministic_algorithms is on"),
+    _f("checkpointing", "activation checkpointing re-runs forward work in backward"),
+    _n("graph_breaks", "count", "Dynamo graph breaks per compiled frame"),
+    _n("recompiles", "count", "Dynamo recompilations after warm-up"),
+    # optimizer
+    _t("optimizer", "class name of the optimizer with most parameters"),
+    _f("optimizer_fused", "fused=True"),
+    _f("optimizer_foreach", "multi-tensor implementation in use"),
+    _f("zero_grad_to_none", "gradients are set to None, not zeroed"),
+    _f("grad_clipping", "gradients are clipped"),
+    _f("ema", "a moving average of the weights is kept"),
+    _n("accumulation", "count", "backward passes per optimizer step"),
+    _n("optimizer_kernels", "count", "optimizer kernels per step"),
+    # input
+    _t("loader", "class of the data loader, empty if none"),
+    _n("loader_frac", "frac", "time in the loader's next() over the step"),
+    _n("loader_us", "us", "time in the loader's next() per step"),
+    _n("workers", "count", "DataLoader workers"),
+    _f("pin_memory", "batches are pinned"),
+    _f("persistent_workers", "workers persist over epochs"),
+    _n("prefetch_factor", "count", "batches prefetched per worker"),
+    _n("h2d_frac", "frac", "host-to-device copy time over the step", _GPU),
+    _n("h2d_overlap_frac", "frac", "share of host-to-device copy time beside kernels", _GPU),
+    _n("h2d_pageable_frac", "frac", "share of host-to-device bytes from pageable memory", _GPU),
+    _n("h2d_gbps", "gbps", "host-to-device bandwidth while copying", _GPU),
+    _n("h2d_copies", "count", "host-to-device copies per step", _GPU),
+    _n("d2h_copies", "count", "device-to-host copies per step", _GPU),
+    _f("moved_unchanged", "batches are moved to the GPU as the loader yields them"),
+    _n("input_fp32_bytes", "bytes", "bytes per batch copied as fp32"),
+    # synchronisation
+    _n("syncs_per_step", "count", "host waits for the device per step", _GPU),
+    _n("sync_wait_frac", "frac", "host time waiting for the device over the step", _GPU),
+    _n("item_syncs", "count", "`.item()` and other scalar reads per step", _GPU),
+    _n("pageable_syncs", "count", "pageable copies that block the host, per step", _GPU),
+    _n("explicit_syncs", "count", "torch.cuda.synchronize calls per step", _GPU),
+    _n("nonzero_syncs", "count", "data-dependent shapes (nonzero, masks) per step", _GPU),
+    _f("launch_blocking", "CUDA_LAUNCH_BLOCKING is set"),
+    # memory
+    _n("peak_memory_frac", "frac", "peak reserved memory over the device's memory", _GPU),
+    _n("peak_allocated_bytes", "bytes", "peak allocated memory"),
+    _n("reserved_ratio", "count", "peak reserved over peak allocated", _GPU),
+    _n("device_allocs", "count", "cudaMalloc calls per step after warm-up", _GPU),
+    _n("allocs_per_step", "count", "allocator requests per step"),
+    _n("memory_growth_bytes", "bytes", "growth of allocated memory per step"),
+    _n("alloc_retries", "count", "allocator retries (cache flushed to make room)", _GPU),
+    _n("empty_cache_calls", "count", "torch.cuda.empty_cache calls per step", _GPU),
+    # many GPUs
+    _n("world_size", "count", "processes in the job"),
+    _f("data_parallel", "nn.DataParallel is used"),
+    _t("distributed", "ddp, fsdp or empty"),
+    _t("dist_backend", "process-group backend"),
+    _n("comm_exposed_frac", "frac", "communication not hidden behind kernels, over the step", _GPU),
+    _n("parameter_bytes", "bytes", "bytes of parameters"),
+    _n("state_bytes", "bytes", "parameters, gradients and optimizer state"),
+    _n("activation_bytes", "bytes", "peak allocated minus state"),
+    _f("find_unused_parameters", "DDP searches for unused parameters"),
+    # CuPy and custom kernels
+    _f("uses_cupy", "the script imports CuPy"),
+    _n("cupy_kernel_frac", "frac", "share of device time in CuPy kernels", _GPU),
+    _n("custom_kernel_frac", "frac", "share of device time in kernels that belong to no torch operator", _GPU),
+    _n("advisor_kernel_frac", "frac", "share of device time in advisor's own kernels", _GPU),
+)
+
+BY_NAME: dict[str, MetricSpec] = {spec.name: spec for spec in SPECS}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value with its provenance, or None with the reason it is missing."""
+
+    value: Scalar | None
+    provenance: Provenance
+    reason: str = ""
+
+
+class MetricTable:
+    """Metric name → Metric. Names outside `BY_NAME` and values of the wrong kind are refused."""
+
+    __slots__ = ("_metrics",)
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def set(self, name: str, value: Scalar, provenance: Provenance = Provenance.MEASURED, reason: str = "") -> None:
+        """Record a value. NaN and infinities count as missing.
+
+        Raises:
+            KeyError: when `name` is not in the registry.
+            TypeError: when the value's kind is not the registry's.
+        """
+        kind = BY_NAME[name].kind
+        fits = (
+            isinstance(value, bool)
+            if kind == "flag"
+            else isinstance(value, str)
+            if kind == "text"
+            else isinstance(value, (int, float)) and not isinstance(value, bool)
+        )
+        if not fits:
+            raise TypeError(f"metric {name} is a {kind}, got {type(value).__name__}")
+        if kind == "number" and not abs(float(value)) < float("inf"):
+            self.miss(name, reason or "the measurement gave no finite number")
+            return
+        self._metrics[name] = Metric(float(value) if kind == "number" else value, provenance, reason)
+
+    def miss(self, name: str, reason: str) -> None:
+        """Record that a metric could not be had, and why."""
+        BY_NAME[name]
+        self._metrics[name] = Metric(None, Provenance.UNAVAILABLE, reason)
+
+    def __getitem__(self, name: str) -> Metric:
+        spec = BY_NAME[name]
+        missing = f"needs {spec.needs}" if spec.needs else "was not gathered"
+        return self._metrics.get(name) or Metric(None, Provenance.UNAVAILABLE, missing)
+
+    def number(self, name: str) -> float | None:
+        """The value of a number metric, or None."""
+        value = self[name].value
+        return value if isinstance(value, float) else None
+
+    def __iter__(self) -> Iterator[tuple[str, Metric]]:
+        for spec in SPECS:
+            yield spec.name, self[spec.name]

@@ -1,0 +1,225 @@
+"""The StepProfile: everything measured about one training step, as plain data. Everything downstream reads only this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from advisor.core.environment import Environment
+from advisor.core.provenance import Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A repeated measurement. `raw` is kept so that later statistics need no re-run."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+    raw: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """One number with where it comes from. `reason` says why it is missing or how it was modelled."""
+
+    value: float | None
+    provenance: Provenance
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """One kernel × op × module × phase × source line, summed over a step (means over the traced steps).
+
+    On a CPU the rows are leaf operators and `name` is the operator's name.
+
+    kind: conv, gemm, norm, activation, elementwise, pool, reduce, layout, copy, memset, optimizer, loss, upsample,
+    concat, dropout, comm, other. phase: forward, backward, optimizer, other.
+    """
+
+    name: str
+    kind: str
+    op: str = ""
+    module: str = ""
+    module_type: str = ""
+    phase: str = "other"
+    source: str = ""  # "path/train.py:42"
+    calls: float = 1.0
+    time_us: float = 0.0
+    grid: str = ""
+    block: str = ""
+    stream: int = 0
+    dtype: str = ""  # "bf16", "fp32", …
+    layout: str = ""  # "nchw", "nhwc", ""
+    shapes: str = ""  # inputs of the op, JSON text
+    flops: float = 0.0
+    dram_bytes: float | None = None  # read + written, per step
+    dram_provenance: Provenance = Provenance.UNAVAILABLE
+    modelled_bytes: float = 0.0  # from shapes: each input read once, each output written once
+    limit_us: float = 0.0  # the least this machine needs for the row's bytes and flops
+    tensor_core: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place in the user's source that costs something."""
+
+    source: str  # "path/train.py:42", or "" when not known
+    what: str  # "cudaStreamSynchronize from aten::item"
+    calls: float  # per step
+    time_us: float  # per step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleCause:
+    """GPU idle time of a step by cause: data, launch, copy, sync, other. On CPU: data and other."""
+
+    cause: str
+    time_us: float
+    sites: tuple[Site, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRow:
+    """Host/device copies per step. kind: h2d, d2h, d2d."""
+
+    kind: str
+    bytes: float
+    time_us: float
+    calls: float
+    pageable: bool = False
+    overlapped_frac: float = 0.0  # share of the copy's time that ran beside a kernel
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """Device memory over the measured steps (host RSS on a CPU)."""
+
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    total_bytes: int = 0
+    allocations: float = 0.0  # allocator requests per step
+    device_allocations: float = 0.0  # cudaMalloc calls per step after warm-up
+    growth_bytes: float = 0.0  # change of allocated bytes per step after warm-up
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStats:
+    """The input pipeline. `next_us` is the time the training thread spends in the loader's `next()` per step."""
+
+    loader: str = ""  # class name; "" when no DataLoader was used
+    next_us: float = 0.0
+    workers: int = 0
+    batch_size: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int = 0
+    batch_bytes: int = 0
+    batch_dtype: str = ""
+    moved_unchanged: bool = False  # batches go to the GPU as the loader yields them
+    non_blocking: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvFact:
+    """One convolution module or functional call seen in the step."""
+
+    module: str
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    bias: bool
+    transposed: bool = False
+    followed_by_bn: bool = False
+    input_shape: tuple[int, ...] = ()
+    dtype: str = ""
+    layout: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the script trains and how, read from live objects without changing them."""
+
+    roots: tuple[str, ...] = ()  # class names of the modules the script calls itself and that own parameters
+    parameters: int = 0
+    module_counts: dict[str, int] = field(default_factory=dict)  # class name → how many
+    convs: tuple[ConvFact, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    optimizer_foreach: bool | None = None
+    optimizer_fused: bool = False
+    zero_grad_to_none: bool = True
+    autocast: str = ""  # dtype the script's own autocast uses, "" if none
+    grad_scaler: bool = False
+    parameter_dtype: str = "fp32"
+    channels_last: bool = False
+    fixed_shapes: bool = True
+    batch_size: int = 0
+    accumulation: int = 1  # backward passes per step
+    backwards: int = 1
+    grad_clipping: bool = False
+    data_parallel: bool = False
+    distributed: str = ""  # "", "ddp", "fsdp"
+    world_size: int = 1
+    backend: str = ""  # process-group backend
+    sync_batchnorm: int = 0
+    compiled: bool = False
+    graphed: bool = False
+    dropout: bool = False
+    ema: bool = False
+    flags: dict[str, bool] = field(
+        default_factory=dict
+    )  # cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly
+    env: dict[str, str] = field(default_factory=dict)  # performance-relevant variables that are set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerCost:
+    """What measuring cost."""
+
+    traced_step_us: float = 0.0
+    overhead_frac: float = 0.0  # traced step over untraced step, minus one
+    coverage_frac: float = 1.0  # launches that have a device record
+    traced_steps: int = 0
+    events: int = 0
+    analyse_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """One recorded run. `step_us` was taken with no profiler on; everything per kernel is from the traced window."""
+
+    script: str
+    argv: tuple[str, ...]
+    created: str  # ISO 8601, UTC
+    environment: Environment
+    step_kind: str  # optimizer, marker, period, none
+    step_us: Spread | None  # CUDA events on a GPU, wall clock on a CPU
+    wall_us: Spread | None
+    steps_seen: int = 0
+    excluded: dict[str, int] = field(default_factory=dict)  # reason → steps left out
+    kernels: tuple[KernelRow, ...] = ()
+    busy_us: float = 0.0  # union of device activity per traced step
+    idle: tuple[IdleCause, ...] = ()
+    syncs: tuple[Site, ...] = ()
+    copies: tuple[CopyRow, ...] = ()
+    launches: float = 0.0  # kernel launches per step
+    launch_us: float = 0.0  # host time in launch calls per step
+    limit_us: float = 0.0  # speed of light of the whole step
+    phase_us: dict[str, float] = field(default_factory=dict)
+    memory: MemoryStats = field(default_factory=MemoryStats)
+    input: InputStats = field(default_factory=InputStats)
+    model: ModelFacts = field(default_factory=ModelFacts)
+    utilization: dict[str, Quantity] = field(default_factory=dict)  # metric name → value; see core.metrics
+    losses: tuple[float, ...] = ()
+    cost: ProfilerCost = field(default_factory=ProfilerCost)
+    exit_code: int | None = None
+    complete: bool = True
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,142 @@
+"""Plain-data dataclasses to versioned JSON and back; files written so that a crash leaves the old or the new one."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from advisor.core.errors import AdvisorError
+
+SCHEMA_VERSION = 1
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """A JSON-ready copy of a dataclass tree. NaN and infinities become None: JSON has no word for them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def from_plain(cls: type[T], data: Any, where: str = "$") -> T:
+    """Rebuild `cls` from `to_plain` output, checking every type.
+
+    Raises:
+        AdvisorError: naming the JSON path of the first value that does not fit. Unknown keys are ignored, so that a
+            file written by a newer minor version still loads.
+    """
+    return typing.cast(T, _convert(cls, data, where))
+
+
+def _convert(kind: Any, data: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (Union, types.UnionType):
+        if data is None and type(None) in args:
+            return None
+        options = [a for a in args if a is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _convert(option, data, where)
+            except AdvisorError:
+                continue
+        return _convert(options[-1], data, where)
+    if origin is tuple and isinstance(data, list):
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(data))
+        if len(args) == len(data):
+            return tuple(_convert(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
+    if origin is list and isinstance(data, list):
+        return [_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(data)]
+    if origin is dict and isinstance(data, dict):
+        return {k: _convert(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = typing.get_type_hints(kind)
+        values = {}
+        for field in dataclasses.fields(kind):
+            if field.name in data:
+                values[field.name] = _convert(hints[field.name], data[field.name], f"{where}.{field.name}")
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise AdvisorError(f"{where}.{field.name} is missing", expected="a file written by advisor")
+        return typing.cast(Any, kind)(**values)
+    if isinstance(kind, type):
+        if issubclass(kind, enum.Enum):
+            try:
+                return kind(data)
+            except ValueError:
+                raise AdvisorError(
+                    f"{where} is {data!r}", expected="one of " + ", ".join(str(m.value) for m in kind)
+                ) from None
+        if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
+            return float(data)
+        if kind is float and data is None:
+            return math.nan
+        if isinstance(data, kind) and not (kind is int and isinstance(data, bool)):
+            return data
+    name = getattr(kind, "__name__", str(kind))
+    raise AdvisorError(f"{where} is {type(data).__name__} {str(data)[:60]!r}", expected=name)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` through a temporary file in the same folder, flushed to disk, then renamed over it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def save(path: Path, value: Any) -> None:
+    """Write a dataclass tree as JSON with `schema_version` first."""
+    plain = to_plain(value)
+    document = {"schema_version": SCHEMA_VERSION, "type": type(value).__name__, **plain}
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def load(path: Path, cls: type[T]) -> T:
+    """Read what `save` wrote.
+
+    Raises:
+        AdvisorError: when the file is missing, unreadable, not JSON, of another schema version or of another shape.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise AdvisorError(f"no {path.name} in {path.parent}", fix="Run `advisor profile` first.") from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise AdvisorError(f"{path} cannot be read ({error})", expected="JSON written by advisor") from None
+    if not isinstance(document, dict):
+        raise AdvisorError(f"{path} holds {type(document).__name__}", expected="a JSON object written by advisor")
+    version = document.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise AdvisorError(
+            f"{path} has schema_version {version!r}",
+            expected=str(SCHEMA_VERSION),
+            fix="Record the run again with this version of advisor.",
+        )
+    return from_plain(cls, document, path.name)

@@ -1,0 +1,52 @@
+"""Numbers as people read them. Pure formatting, no arithmetic on measurements."""
+
+from __future__ import annotations
+
+import math
+
+
+def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
+    if not math.isfinite(value):
+        return "–"
+    magnitude, index = abs(value), 0
+    while magnitude >= base * 0.9995 and index + 1 < len(suffixes):
+        magnitude /= base
+        value /= base
+        index += 1
+    digits = 0 if magnitude >= 100 or (index == 0 and value == int(value)) else 1 if magnitude >= 10 else 2
+    return f"{value:.{digits}f} {suffixes[index]}"
+
+
+def bytes_text(value: float) -> str:
+    """`1536` → `1.50 KiB`."""
+    return _scaled(value, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def time_text(value_us: float) -> str:
+    """Microseconds → `870 ns`, `12.3 µs`, `54.8 ms`, `1.20 s`."""
+    if 0 < abs(value_us) < 1:
+        return f"{value_us * 1e3:.0f} ns"
+    return _scaled(value_us, 1000.0, ("µs", "ms", "s"))
+
+
+def flops_text(value: float) -> str:
+    """Floating-point operations → `3.1 TFLOP`."""
+    return _scaled(value, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def rate_text(value_gbps: float) -> str:
+    """GB/s (10^9 bytes per second) → `4.24 TB/s`."""
+    return _scaled(value_gbps, 1000.0, ("GB/s", "TB/s"))
+
+
+def percent_text(fraction: float) -> str:
+    """`0.3141` → `31 %`; below ten per cent one digit is kept."""
+    if not math.isfinite(fraction):
+        return "–"
+    value = fraction * 100
+    return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %"
+
+
+def count_text(value: float) -> str:
+    """`1234567` → `1,234,567`; fractions keep one digit."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"

@@ -1,0 +1,84 @@
+"""The outcome of trying one change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from advisor.core.findings import Interval, Semantics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One of the three checks. `passed` is None when it could not be made; then `detail` says why."""
+
+    passed: bool | None
+    detail: str
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Raw ABBA block medians, microseconds a step; pair i is (off_us[i], on_us[i])."""
+
+    off_us: tuple[float, ...] = ()
+    on_us: tuple[float, ...] = ()
+    steps_per_block: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """status: kept, reverted, inconclusive, not applicable, failed (the change raised), skipped.
+
+    `gain` is the share of the step's time saved, as an interval at `confidence`, from the paired blocks.
+    """
+
+    transform: str
+    status: str
+    reason: str
+    parameters: dict[str, str] = field(default_factory=dict)
+    title: str = ""
+    semantics: Semantics = Semantics.EXACT
+    predicted: Interval | None = None
+    gain: Interval | None = None
+    confidence: float = 0.99
+    effect: Check | None = None
+    numerics: Check | None = None
+    timing: Check | None = None
+    blocks: Blocks = field(default_factory=Blocks)
+    first_step_us: float = 0.0  # extra time of the first step with the change (compile, capture, tuning)
+    break_even_steps: float | None = None
+    memory_delta_bytes: int = 0
+    matched: tuple[str, ...] = ()  # module paths or kernels it took effect on
+    unmatched: tuple[str, ...] = ()  # "path: why not"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackVerdict:
+    """The kept changes together against the plain script, in fresh processes."""
+
+    passed: bool | None
+    detail: str
+    plain_us: tuple[float, ...] = ()  # median step of each fresh plain run
+    stack_us: tuple[float, ...] = ()
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    samples_per_s_plain: float | None = None
+    samples_per_s_stack: float | None = None
+    losses_plain: tuple[float, ...] = ()
+    losses_stack: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLog:
+    """Everything `apply` did: the verdicts in the order of trial, the stack's verdict, and files the script wrote."""
+
+    script: str
+    argv: tuple[str, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    stack: StackVerdict | None = None
+    files_written: tuple[str, ...] = ()
+    seconds: float = 0.0
+    complete: bool = True
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,73 @@
+"""What the supervisor asks of the child process, and what the child tells back: files in the run folder only.
+
+The supervisor writes `session.json` and names it in `ADVISOR_SESSION`. The child appends one JSON object a line to
+`progress.jsonl` and writes its results beside it, each atomically, so a killed child leaves what it had gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from advisor.core import storage
+from advisor.core.findings import Recommendation
+from advisor.core.plan import PlanItem
+
+SESSION_VARIABLE = "ADVISOR_SESSION"
+DISABLE_VARIABLE = "ADVISOR_DISABLE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One child process's orders.
+
+    mode:
+        profile  measure, trace, then stop the script (or let it run with `keep_running`)
+        search   apply `kept`, then try `candidates` live, one after the other, then stop
+        measure  apply `kept`, take `steps` step times and losses, then stop: one arm of a fresh-process comparison
+        run      apply `kept` and train to the end
+    """
+
+    mode: str
+    run_dir: str
+    script: str
+    argv: tuple[str, ...] = ()
+    warmup: int = 10
+    steps: int = 20
+    detail_steps: int = 3
+    keep_running: bool = False
+    counters: bool = True  # hardware counters wanted
+    candidates: tuple[Recommendation, ...] = ()
+    kept: tuple[PlanItem, ...] = ()
+    min_gain: float = 0.01
+    max_pairs: int = 20
+    trial_timeout_s: float = 120.0
+    deadline_unix_s: float = 0.0  # 0: none
+    protect_files: bool = False  # search and measure: divert torch.save, keep what the script overwrites
+    seed: int | None = None  # measure: seed every generator at import, so that two arms see the same data
+    strict: bool = False  # run: a plan item that does not fit is an error
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run_dir)
+
+
+def from_environment() -> Session | None:
+    """The session this process was started under, or None when there is none or `ADVISOR_DISABLE` is set."""
+    path = os.environ.get(SESSION_VARIABLE)
+    if not path or os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
+        return None
+    return storage.load(Path(path), Session)
+
+
+def tell(session: Session, event: str, **fields: object) -> None:
+    """Append one line to `progress.jsonl`. Never raises: a full disk must not stop the training."""
+    line = json.dumps({"t": time.time(), "event": event, **fields}, default=str) + "\n"
+    try:
+        with open(session.folder / "progress.jsonl", "a", encoding="utf-8") as stream:
+            stream.write(line)
+    except OSError:
+        pass

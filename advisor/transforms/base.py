@@ -1,0 +1,81 @@
+"""What every transform is: matches, applies, undoes, and says what effect to expect.
+
+A transform never replaces a parameter, a buffer or a module object, and after `undo` the process is as it was.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Whether a transform applies to this training, where, and where not (`"path: why not"`)."""
+
+    applies: bool
+    reason: str = ""
+    sites: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Undo:
+    """A LIFO stack of steps back. `run` is safe to call twice and goes on after a step that raises."""
+
+    steps: list[object] = field(default_factory=list)
+
+    def push(self, step: object) -> None:
+        """Add a callable without arguments that takes one change back."""
+        self.steps.append(step)
+
+    def run(self) -> None:
+        """Take everything back, last change first.
+
+        Raises:
+            The first error of a step, after all steps were tried.
+        """
+        first: BaseException | None = None
+        while self.steps:
+            step = self.steps.pop()
+            try:
+                step()  # type: ignore[operator]
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class Transform(ABC):
+    """One optimisation. Instances hold no state between `apply` and `undo`; the returned `Undo` does."""
+
+    id: ClassVar[str]
+    title: ClassVar[str]
+    semantics: ClassVar[Semantics]
+    live: ClassVar[bool] = True  # can be switched between two steps of a running loop
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    after: ClassVar[tuple[str, ...]] = ()  # transforms to be settled first
+    order: ClassVar[int] = 50  # lower is tried earlier among equals
+
+    @abstractmethod
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        """Say whether and where this applies. Changes nothing."""
+
+    @abstractmethod
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        """Switch it on, between two steps. On an exception everything already done is taken back first."""
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        """Show from live state, or from short traces before and after, that the change is there.
+
+        `before` and `after` hold at least `kernels`, `launches` and `model` of a one-step trace; they are None where no
+        trace could be taken.
+        """
+        return Check(passed=None, detail="this transform states no effect to look for")

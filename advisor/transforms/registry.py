@@ -1,0 +1,42 @@
+"""All transforms by id. One line each; the import happens when a transform is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from advisor.core.errors import AdvisorError
+from advisor.transforms.base import Transform
+
+# id → "module:class" under advisor.transforms
+TRANSFORMS: dict[str, str] = {
+    "amp_bf16": "autocast:AutocastBf16",
+    "amp_fp16": "autocast:AutocastFp16",
+    "tf32": "tf32:Tf32",
+    "channels_last": "channels_last:ChannelsLast",
+    "cudnn_benchmark": "cudnn_benchmark:CudnnBenchmark",
+    "fused_optimizer": "fused_optimizer:FusedOptimizer",
+    "set_to_none": "set_to_none:SetToNone",
+    "conv_bias": "conv_bias:ConvBiasBeforeNorm",
+    "prefetch": "prefetch:DevicePrefetch",
+    "loader_workers": "loader_workers:LoaderWorkers",
+    "defer_sync": "defer_sync:DeferSync",
+    "fused_bn_act": "fused_bn_act:FusedBatchNormAct",
+    "compile": "compile:Compile",
+    "compile_max_autotune": "compile:CompileMaxAutotune",
+    "cuda_graphs": "cuda_graphs:CudaGraphs",
+}
+
+
+def get(identifier: str) -> Transform:
+    """The transform with this id.
+
+    Raises:
+        AdvisorError: when there is none.
+    """
+    try:
+        module, name = TRANSFORMS[identifier].split(":")
+    except KeyError:
+        raise AdvisorError(f"no transform {identifier!r}", expected="one of " + ", ".join(TRANSFORMS)) from None
+    transform = getattr(import_module(f"advisor.transforms.{module}"), name)()
+    assert isinstance(transform, Transform)  # a line above names a class that is none
+    return transform
