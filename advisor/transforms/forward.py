@@ -1,0 +1,221 @@
+"""Layers around a root module's forward that can be switched one by one between two steps.
+
+Each layer has a rank; a higher rank is further out, and the module's own forward is innermost. What is composed is
+remembered, so a layer that is switched off and on again finds the same callables: nothing compiles or captures twice.
+
+The composition is installed as the instance attribute `forward`, so hooks, `state_dict`, parameters and the class stay as
+they are. Copies and pickles of the module are those of the plain module: a second instance attribute, `__reduce_ex__`, leaves
+both attributes out of the copied state.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+
+Layer = Callable[[Callable[..., Any], torch.nn.Module], Callable[..., Any]]
+"""`wrap(inner, module)` returns the callable that stands for `inner`; called once for each different `inner`."""
+
+INPUT_LAYOUT = 10
+AUTOCAST = 20
+CAPTURE = 30
+GRAPH = 40
+
+_Key = tuple[tuple[int, Layer], ...]
+
+
+class InstalledForward:
+    """What stands in `module.forward` while a stack has layers: calls the current composition.
+
+    With no layers left it calls the module's own forward, so a reference that someone kept stays right.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.composed = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.composed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Reached only when the module's class copies its own __dict__; the copy is in `memo` by then if it is made rightly.
+        owner = getattr(self.original, "__self__", None)
+        function = getattr(self.original, "__func__", None)
+        if owner is None or function is None or id(owner) not in memo:
+            return self.original
+        return function.__get__(memo[id(owner)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Reached only when the module's class pickles its own __dict__: stands for the plain forward, in builtins only.
+        return operator.itemgetter(0), ((self.original,),)
+
+
+class _PlainReduce:
+    """`module.__reduce_ex__` while layers are installed: the state without them."""
+
+    def __init__(self, stack: ForwardStack) -> None:
+        self.stack = stack
+
+    def __call__(self, protocol: Any) -> Any:
+        module = self.stack.module
+        reduced = type(module).__reduce_ex__(module, protocol)
+        if isinstance(reduced, str) or len(reduced) < 3:
+            return reduced
+        state = reduced[2]
+        if isinstance(state, dict):
+            state = self.stack.plain_state(state)
+        elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):
+            state = (self.stack.plain_state(state[0]), state[1])
+        return (*reduced[:2], state, *reduced[3:])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo.get(id(self.stack.module), self.stack.module)
+        return type(twin).__reduce_ex__.__get__(twin)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.stack.module, "__reduce_ex__")
+
+
+class ForwardStack:
+    """The layers around one root module's forward. There is one stack for a module, as long as the module lives."""
+
+    _stacks: ClassVar[WeakKeyDictionary[torch.nn.Module, ForwardStack]] = WeakKeyDictionary()
+    _installed: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = ref(module)
+        self._layers: dict[int, Layer] = {}
+        self._composed: dict[_Key, Callable[..., Any]] = {}
+        self._forward: InstalledForward | None = None
+        self._own: Callable[..., Any] | None = None  # a forward that the user had set on the instance
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> ForwardStack:
+        """The stack of this module, made at the first call."""
+        stack = cls._stacks.get(module)
+        if stack is None:
+            stack = cls._stacks[module] = cls(module)
+        return stack
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that this stack belongs to.
+
+        Raises:
+            ReferenceError: when the module is gone.
+        """
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward stack no longer exists")
+        return module
+
+    def get(self, rank: int) -> Layer | None:
+        """The layer at this rank, or None."""
+        return self._layers.get(rank)
+
+    def set(self, rank: int, layer: Layer) -> None:
+        """Put `layer` at `rank` in place of what was there. On an exception from the layer nothing has changed."""
+        layers = {**self._layers, rank: layer}
+        composed = self._compose(tuple(sorted(layers.items(), key=lambda item: item[0])))
+        self._layers = layers
+        self._install(composed)
+
+    def clear(self, rank: int) -> None:
+        """Take the layer at `rank` away; no error when there is none. With no layers left the module is as it was."""
+        layers = {other: layer for other, layer in self._layers.items() if other != rank}
+        composed = self._compose(tuple(sorted(layers.items(), key=lambda item: item[0])))
+        self._layers = layers
+        if layers:
+            self._install(composed)
+        else:
+            self._remove()
+
+    def composed_below(self, rank: int) -> Callable[..., Any]:
+        """The callable that a layer at `rank` wraps: the module's own forward inside all layers of a lower rank."""
+        return self._compose(
+            tuple(sorted(((r, layer) for r, layer in self._layers.items() if r < rank), key=lambda item: item[0]))
+        )
+
+    def forget(self, layer: Layer) -> None:
+        """Drop every remembered composition with `layer`, so that what it compiled or captured can be freed."""
+        self._composed = {
+            key: value for key, value in self._composed.items() if all(member is not layer for _, member in key)
+        }
+
+    def plain_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`state`, an instance dictionary of the module, as it would be without layers."""
+        plain = {
+            name: value for name, value in state.items() if not isinstance(value, (InstalledForward, _PlainReduce))
+        }
+        if self._own is not None and "forward" in state and "forward" not in plain:
+            plain["forward"] = self._own
+        return plain
+
+    def _original(self) -> Callable[..., Any]:
+        if self._forward is not None:
+            return self._forward.original
+        module = self.module
+        own = module.__dict__.get("forward")
+        if own is not None:
+            return own  # type: ignore[no-any-return]
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+
+    def _compose(self, key: _Key) -> Callable[..., Any]:
+        if not key:
+            return self._original()
+        if key not in self._composed:
+            self._composed[key] = key[-1][1](self._compose(key[:-1]), self.module)
+        return self._composed[key]
+
+    def _install(self, composed: Callable[..., Any]) -> None:
+        module = self.module
+        if self._forward is None:
+            self._own = module.__dict__.get("forward")
+            self._forward = InstalledForward(self._original())
+            module.__dict__["forward"] = self._forward
+            module.__dict__["__reduce_ex__"] = _PlainReduce(self)
+            self._installed.add(module)
+            _watch_replicas(self._installed)
+        self._forward.composed = composed
+
+    def _remove(self) -> None:
+        module, forward = self.module, self._forward
+        if forward is None:
+            return
+        forward.composed = forward.original
+        attributes = module.__dict__
+        if attributes.get("forward") is forward:  # else the script has set its own since: leave that alone
+            if self._own is not None:
+                attributes["forward"] = self._own
+            else:
+                del attributes["forward"]
+        if isinstance(attributes.get("__reduce_ex__"), _PlainReduce):
+            del attributes["__reduce_ex__"]
+        self._forward = self._own = None
+        self._installed.discard(module)
+        _watch_replicas(self._installed)
+
+
+_replicate = torch.nn.Module._replicate_for_data_parallel
+
+
+def _plain_replica(module: torch.nn.Module) -> torch.nn.Module:
+    """A DataParallel replica copies the instance dictionary; a layered forward in it would use the original's parameters."""
+    replica: torch.nn.Module = _replicate(module)  # type: ignore[no-untyped-call]
+    if isinstance(module.__dict__.get("forward"), InstalledForward):
+        replica.__dict__ = ForwardStack.of(module).plain_state(replica.__dict__)
+    return replica
+
+
+def _watch_replicas(installed: WeakSet[torch.nn.Module]) -> None:
+    current = torch.nn.Module._replicate_for_data_parallel
+    if installed and current is _replicate:
+        torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign,assignment]
+    elif not installed and current is _plain_replica:
+        torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]
