@@ -54,7 +54,10 @@ class Undo:
 
 
 class Transform(ABC):
-    """One optimisation. Instances hold no state between `apply` and `undo`; the returned `Undo` does."""
+    """One optimisation. Instances hold no state; the returned `Undo` does.
+
+    Switching off and on again is cheap: what is costly to make (compiled code, graphs) outlives `undo` until `release`.
+    """
 
     id: ClassVar[str]
     title: ClassVar[str]
@@ -71,6 +74,9 @@ class Transform(ABC):
     @abstractmethod
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         """Switch it on, between two steps. On an exception everything already done is taken back first."""
+
+    def release(self, training: Training) -> None:
+        """Free what is kept for switching on again quickly (compiled code, captured graphs). Called after a revert."""
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         """Show from live state, or from short traces before and after, that the change is there.

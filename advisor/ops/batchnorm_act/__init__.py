@@ -1,0 +1,1 @@
+"""BatchNorm(+add)+activation, NHWC, training: `api` is the only public module."""

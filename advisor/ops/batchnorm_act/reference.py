@@ -1,0 +1,49 @@
+"""BatchNorm(+add)+activation in plain torch: the definition that tests hold the kernels to, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+}
+
+
+def activate(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
+    """`activation` of z, any shape and dtype."""
+    if activation == "none":
+        return z
+    if activation == "leaky_relu":
+        return F.leaky_relu(z, slope)
+    if activation == "gelu":
+        return F.gelu(z)
+    result: torch.Tensor = _ACTIVATIONS[activation](z)
+    return result
+
+
+def batchnorm_act(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str = "none",
+    slope: float = 0.01,
+) -> torch.Tensor:
+    """act(batch_norm(x) + residual) in training mode.
+
+    Args:
+        x: [N, C, H, W], any float dtype. residual: the same shape, or None.
+        running_mean, running_var: [C], updated in place. weight, bias: [C].
+    """
+    z = F.batch_norm(x, running_mean, running_var, weight, bias, training=True, momentum=momentum, eps=eps)
+    return activate(z if residual is None else z + residual, activation, slope)

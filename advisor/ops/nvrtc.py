@@ -1,0 +1,99 @@
+"""Compiles kernel sources with NVRTC through CuPy and launches them on torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from advisor.core.errors import AdvisorError
+from advisor.ops import sources
+
+
+@lru_cache(maxsize=1)
+def unavailable() -> str:
+    """Why kernels cannot be compiled here; empty when they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80"
+    try:
+        import cupy
+    except Exception as error:
+        major = (torch.version.cuda or "13").split(".")[0]
+        return f"CuPy cannot be imported ({error}); install cnn-advisor[cuda{major}]"
+    built, used = cupy.cuda.runtime.runtimeGetVersion() // 1000, int((torch.version.cuda or "0").split(".")[0])
+    if built != used:
+        return f"CuPy is built for CUDA {built}, torch for CUDA {used}; install cnn-advisor[cuda{used}]"
+    return ""
+
+
+def options(defines: Mapping[str, int]) -> tuple[str, ...]:
+    """Compiler options for a variant. `defines` are the macros that the source documents."""
+    return ("-std=c++17", *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+
+
+@cache
+def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(code=sources.source(name), options=options(dict(defines)), backend="nvrtc")
+
+
+@cache
+def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
+    """The compiled kernel `entry` of `kernels/<name>`: call as `f(grid, block, arguments, 0, stream(device))`.
+
+    Raises:
+        AdvisorError: when the compiler refuses the source; the compiler's own message is shown.
+    """
+    import cupy
+
+    try:
+        with cupy.cuda.Device(device):
+            return _module(name, defines, device).get_function(entry).kernel
+    except cupy.cuda.compiler.CompileException as error:
+        raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None
+
+
+_streams: dict[int, Any] = {}
+
+
+def stream(device: int) -> Any:
+    """Torch's current stream on `device`, as CuPy's type. One object a raw stream, made once: it costs 1 µs after."""
+    raw = torch._C._cuda_getCurrentRawStream(device)
+    found = _streams.get(raw)
+    if found is None:
+        import cupy
+
+        found = _streams[raw] = cupy.cuda.ExternalStream(raw)
+    return found
+
+
+_TICKETS_PER_STREAM = 1024
+_STREAMS = 64  # torch hands out 32 pooled streams a priority; the default stream and a few external ones come on top
+_tickets: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}
+
+
+def tickets(device: torch.device) -> int:
+    """Address of 1024 zeroed 32-bit counters that belong to this device and torch's current stream alone.
+
+    Kernels leave them zeroed. They are allocated for all streams at the first call, which must not be inside a stream
+    capture (a capture would only record the zeroing, and its pool would own the memory).
+
+    Raises:
+        AdvisorError: when the first call is captured, or when more streams than foreseen launch kernels.
+    """
+    index = device.index or 0
+    if index not in _tickets:
+        if torch.cuda.is_current_stream_capturing():
+            raise AdvisorError("a kernel's first launch is inside a CUDA graph capture", fix="Run one step before it.")
+        _tickets[index] = (torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device), {})
+    counters, slots = _tickets[index]
+    slot = slots.setdefault(torch._C._cuda_getCurrentRawStream(index), len(slots))
+    if slot >= _STREAMS:
+        raise AdvisorError(f"kernels were launched on more than {_STREAMS} streams")
+    return counters.data_ptr() + slot * _TICKETS_PER_STREAM * 4

@@ -1,0 +1,55 @@
+"""Kernel sources as one string each, with a hash that covers every included file. Needs neither torch nor CuPy."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+from advisor.core.errors import AdvisorError
+from advisor.resources import kernels_dir
+
+_INCLUDE = re.compile(r'^\s*#include "([\w./]+)"\s*$', re.MULTILINE)
+
+
+@cache
+def source(name: str) -> str:
+    """The text of `kernels/<name>` with every `#include "x.cuh"` replaced, once, by `kernels/include/x.cuh`.
+
+    CuPy's cache key covers the source string but not the files it includes; inlining closes that hole.
+
+    Raises:
+        AdvisorError: when the file or an include is missing.
+    """
+    seen: set[str] = set()
+
+    def read(path: Path) -> str:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError:
+            raise AdvisorError(
+                f"kernel source {path} is missing", expected="a complete installation", fix="Reinstall cnn-advisor."
+            ) from None
+
+        def insert(match: re.Match[str]) -> str:
+            include = match.group(1)
+            if include in seen:
+                return ""
+            seen.add(include)
+            return read(kernels_dir() / "include" / include)
+
+        return _INCLUDE.sub(insert, text)
+
+    return read(kernels_dir() / name)
+
+
+def sha256(name: str) -> str:
+    """Hash of `source(name)`: what benchmark results and plans are tied to."""
+    return hashlib.sha256(source(name).encode()).hexdigest()
+
+
+def all_names() -> tuple[str, ...]:
+    """Every kernel source, as `<family>/<file>.cu`, sorted."""
+    root = kernels_dir()
+    return tuple(sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.cu")))

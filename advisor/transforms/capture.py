@@ -1,0 +1,110 @@
+"""One Dynamo capture a root module, shared by the transforms that want one: fused kernels, torch.compile, or both.
+
+The two sit in the same layer because Inductor must see the rewritten graph; switching either exchanges the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from advisor.ops import match
+from advisor.transforms.base import Undo
+from advisor.transforms.forward import CAPTURE, ForwardStack
+
+# Dynamo keeps at most this many versions of one code object before it silently runs eagerly. Trials switch layers below
+# the capture, each combination a version of the same code, and torch's default of 8 is soon used up.
+_RECOMPILE_LIMIT = 64
+
+
+@dataclass(slots=True, eq=False)
+class CaptureLayer:
+    """A layer for ForwardStack: captured in training, the inner forward as it is in evaluation."""
+
+    fuse: bool
+    mode: str | None  # torch.compile's mode, None for eager
+    report: match.MatchReport = field(default_factory=match.MatchReport)
+
+    def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+        backend = match.backend(self.report, fuse=self.fuse, mode=self.mode)
+        captured = torch.compile(inner, backend=backend, dynamic=False)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module.training and torch.is_grad_enabled():
+                return captured(*args, **kwargs)
+            return inner(*args, **kwargs)
+
+        return forward
+
+
+_layers: WeakKeyDictionary[torch.nn.Module, dict[tuple[bool, str | None], CaptureLayer]] = WeakKeyDictionary()
+
+
+def _layer(module: torch.nn.Module, fuse: bool, mode: str | None) -> CaptureLayer:
+    """The same object for the same settings, so that what was compiled is found again after switching off and on."""
+    known = _layers.setdefault(module, {})
+    return known.setdefault((fuse, mode), CaptureLayer(fuse, mode))
+
+
+def current(module: torch.nn.Module) -> CaptureLayer | None:
+    """The capture in force on this module."""
+    layer = ForwardStack.of(module).get(CAPTURE)
+    return layer if isinstance(layer, CaptureLayer) else None
+
+
+def _install(module: torch.nn.Module, fuse: bool, mode: str | None) -> None:
+    stack = ForwardStack.of(module)
+    if fuse or mode is not None:
+        stack.set(CAPTURE, _layer(module, fuse, mode))
+    else:
+        stack.clear(CAPTURE)
+
+
+def set_fuse(modules: Iterable[torch.nn.Module]) -> Undo:
+    """Have advisor's kernels put into these modules' graphs, whatever else captures them."""
+    return _set(modules, lambda fuse, mode: (True, mode), lambda fuse, mode: (False, mode))
+
+
+def set_mode(modules: Iterable[torch.nn.Module], mode: str) -> Undo:
+    """Have these modules compiled by Inductor in `mode`."""
+    return _set(modules, lambda fuse, _: (fuse, mode), lambda fuse, _: (fuse, None))
+
+
+_Change = Callable[[bool, "str | None"], "tuple[bool, str | None]"]
+
+
+def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
+    import torch._dynamo
+
+    undo = Undo()
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
+    undo.push(lambda: setattr(torch._dynamo.config, "recompile_limit", limit))
+
+    def change(module: torch.nn.Module, how: _Change) -> None:
+        layer = current(module)
+        _install(module, *how(*((layer.fuse, layer.mode) if layer else (False, None))))
+
+    try:
+        for module in modules:
+            change(module, on)
+            undo.push(lambda module=module: change(module, off))
+    except BaseException:
+        undo.run()
+        raise
+    return undo
+
+
+def release(modules: Iterable[torch.nn.Module]) -> None:
+    """Drop what was compiled for settings that are not in force, so that its memory can be freed."""
+    for module in modules:
+        keep = current(module)
+        stack, known = ForwardStack.of(module), _layers.get(module, {})
+        for settings, layer in list(known.items()):
+            if layer is not keep:
+                stack.forget(layer)
+                del known[settings]

@@ -1,0 +1,88 @@
+"""torch.compile on the root modules, in place: names in `state_dict` stay the plain ones.
+
+A candidate like the others: measured, kept where it wins. It pays a long first step (tens of seconds), so the break-even
+step is reported. With fused_bn_act in force Inductor gets the graph with advisor's kernels in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Mapping
+from typing import ClassVar
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms import capture
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.targets import targets
+
+
+class Compile(Transform):
+    """torch.compile, mode default."""
+
+    id = "compile"
+    title = "torch.compile"
+    semantics = Semantics.REASSOCIATED
+    after: ClassVar[tuple[str, ...]] = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act")
+    conflicts: ClassVar[tuple[str, ...]] = ("compile_max_autotune",)
+    order = 60
+    mode: ClassVar[str] = "default"
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        modules = targets(training)
+        if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
+            return Match(applies=False, reason="the script compiles the model itself")
+        if not modules:
+            return Match(applies=False, reason="no module was seen")
+        if not training.fixed_shapes:
+            return Match(applies=False, reason="input shapes change from step to step: each would compile anew")
+        if training.device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+            return Match(applies=False, reason="no C++ compiler on this machine")
+        if training.device.type == "cuda":
+            if importlib.util.find_spec("triton") is None:
+                return Match(applies=False, reason="Triton is not installed")
+        return Match(applies=True, sites=tuple(root.name for root in training.roots))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        return capture.set_mode(targets(training), self.mode)
+
+    def release(self, training: Training) -> None:
+        capture.release(targets(training))
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        graphs = sum(
+            layer.report.graphs if layer.fuse else 1
+            for module in targets(training)
+            if (layer := capture.current(module)) is not None and layer.mode is not None
+        )
+        if not graphs:
+            return Check(passed=False, detail="nothing was captured")
+        if before is not None and after is not None and before.launches and after.launches:
+            return Check(
+                passed=after.launches < before.launches,
+                detail=f"launches a step {before.launches:.0f} → {after.launches:.0f}",
+                numbers={"before": before.launches, "after": after.launches},
+            )
+        from torch._dynamo.utils import counters
+
+        unique = int(counters["stats"].get("unique_graphs", 0))
+        return Check(passed=unique > 0, detail=f"{unique} graphs compiled", numbers={"graphs": unique})
+
+
+class CompileMaxAutotune(Compile):
+    """torch.compile, mode max-autotune without its own CUDA graphs (cuda_graphs is a candidate of its own)."""
+
+    id = "compile_max_autotune"
+    title = "torch.compile, max-autotune"
+    after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "compile")
+    conflicts = ("compile",)
+    order = 65
+    mode = "max-autotune-no-cudagraphs"
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        if training.device.type != "cuda":
+            return Match(applies=False, reason="autotuning is worth its time on a GPU only")
+        return super().match(training, parameters)

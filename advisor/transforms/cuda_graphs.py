@@ -1,0 +1,269 @@
+"""CUDA graphs around each root's forward and backward: two launches a step in place of hundreds.
+
+Wins when the host cannot launch as fast as the device runs (small images, small batches); at large batches it gains a few
+per cent. Loss, optimizer and everything else stay eager. Forward and backward are captured once for each input
+signature; any call that the graph does not fit (evaluation, no gradients, another shape, a second forward before the
+backward of the first) runs eagerly.
+
+What is guarded, because published implementations go wrong there: gradients that alias the graph's static buffers are
+cloned before they would be accumulated into (pytorch#181723); outputs are cloned, so a kept output never changes later;
+parameters that moved in memory invalidate the capture; modules with hooks are refused, since replays run no Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch.utils import _pytree as pytree
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.forward import GRAPH, ForwardStack
+from advisor.transforms.targets import targets
+
+# Eager calls of a signature before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
+_WARM_CALLS = 3
+# A loop with more input signatures than this gains nothing from graphs and would fill the memory with their pools.
+_MAX_SIGNATURES = 4
+
+
+class _InFlight:
+    """Alive from a replayed forward until its backward has run or its autograd graph is dropped."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class _Captured:
+    """One captured forward and backward, with the static tensors that they read and write."""
+
+    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.addresses = [p.data_ptr() for p in module.parameters()]
+        self.inputs = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in args)
+        device = self.inputs[0].device
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a cast cached before the capture would be frozen into the graph
+        try:
+            torch.cuda.synchronize(device)
+            # thread_local: a loader's pinning thread may allocate while we capture
+            with torch.cuda.graph(self.forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                output = inner(*self.inputs)
+            self.outputs, self.structure = pytree.tree_flatten(output)
+            if not all(isinstance(o, torch.Tensor) for o in self.outputs):
+                raise TypeError("the module returns values that are no tensors")
+            self.wanted = [o for o in self.outputs if o.requires_grad]
+            self.output_grads = [torch.empty_like(o) for o in self.wanted]
+            self.sources = [t for t in (*self.inputs, *self.parameters) if t.requires_grad]
+            with torch.cuda.graph(self.backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                gradients = torch.autograd.grad(
+                    self.wanted, self.sources, self.output_grads, only_inputs=True, allow_unused=True
+                )
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        self.gradients = gradients
+        self.outputs = [o.detach() for o in self.outputs]
+        self.differentiable = [any(o is w for w in self.wanted) for o in pytree.tree_leaves(output)]
+        self.in_flight: ReferenceType[_InFlight] | None = None
+        self.replays = 0
+
+    def busy(self) -> bool:
+        """True while an earlier forward waits for its backward: its activations must not be overwritten."""
+        token = self.in_flight() if self.in_flight is not None else None
+        return token is not None and not token.done
+
+    def moved(self, module: torch.nn.Module) -> bool:
+        """True when a parameter lies elsewhere in memory than at the capture."""
+        return [p.data_ptr() for p in module.parameters()] != self.addresses
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, captured: _Captured, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for static, real in zip(captured.inputs, tensors, strict=False):
+            static.data.copy_(real)
+        captured.forward.replay()
+        captured.replays += 1
+        token = _InFlight()
+        captured.in_flight = ref(token)
+        ctx.captured, ctx.token = captured, token
+        outputs = tuple(o.clone() for o in captured.outputs)
+        ctx.mark_non_differentiable(
+            *(o for o, wanted in zip(outputs, captured.differentiable, strict=True) if not wanted)
+        )
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        captured: _Captured = ctx.captured
+        arrived = [g for g, wanted in zip(gradients, captured.differentiable, strict=True) if wanted]
+        for static, real in zip(captured.output_grads, arrived, strict=True):
+            if real is None:
+                static.zero_()
+            else:
+                static.copy_(real)
+        by_source = dict(zip(map(id, captured.sources), captured.gradients, strict=True))
+        for parameter in captured.parameters:
+            static_grad = by_source[id(parameter)]
+            if (
+                static_grad is not None
+                and parameter.grad is not None
+                and parameter.grad.data_ptr() == static_grad.data_ptr()
+            ):
+                parameter.grad = parameter.grad.clone()  # it is to be accumulated into: the replay would overwrite it
+        captured.backward.replay()
+        ctx.token.done = True
+        results: list[torch.Tensor | None] = [None]
+        for tensor in (*captured.inputs, *captured.parameters):
+            gradient = by_source.get(id(tensor))
+            results.append(None if gradient is None else gradient.detach())
+        return tuple(results)
+
+
+class GraphLayer:
+    """A layer for ForwardStack. `replays` counts graph replays over all signatures: the effect check reads it."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Any, _Captured] = {}
+        self.failed: dict[Any, str] = {}
+
+    @property
+    def replays(self) -> int:
+        """Forward replays so far."""
+        return sum(captured.replays for captured in self.captured.values())
+
+    def free(self) -> None:
+        """Give the graphs' memory back. A gradient that lies in a graph's pool is moved out first."""
+        for captured in self.captured.values():
+            for parameter in captured.parameters:
+                if parameter.grad is not None and any(
+                    g is not None and g.data_ptr() == parameter.grad.data_ptr() for g in captured.gradients
+                ):
+                    parameter.grad = parameter.grad.clone()
+        self.captured.clear()
+
+    def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+        calls: dict[Any, int] = {}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if (
+                kwargs
+                or not module.training
+                or not torch.is_grad_enabled()
+                or not args
+                or not all(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+                or torch.cuda.is_current_stream_capturing()
+            ):
+                return inner(*args, **kwargs)
+            key = (
+                id(inner),
+                torch.is_autocast_enabled("cuda"),
+                *((a.shape, a.dtype, a.stride(), a.requires_grad) for a in args),
+            )
+            captured = self.captured.get(key)
+            if captured is not None and captured.moved(module):
+                del self.captured[key]
+                captured = None
+            if captured is None:
+                calls[key] = calls.get(key, 0) + 1
+                if key in self.failed or calls[key] <= _WARM_CALLS or len(self.captured) >= _MAX_SIGNATURES:
+                    return inner(*args)
+                try:
+                    captured = self.captured[key] = _Captured(inner, module, args)
+                except Exception as error:
+                    self.failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    torch.cuda.synchronize()
+                    return inner(*args)
+            if captured.busy():
+                return inner(*args)
+            outputs = _Replay.apply(captured, *args, *captured.parameters)  # type: ignore[no-untyped-call]
+            return pytree.tree_unflatten(list(outputs), captured.structure)
+
+        return forward
+
+
+_layers: WeakKeyDictionary[torch.nn.Module, GraphLayer] = WeakKeyDictionary()
+
+
+class CudaGraphs(Transform):
+    """Graphed forward and backward of every root."""
+
+    id = "cuda_graphs"
+    title = "CUDA graphs for forward and backward"
+    semantics = Semantics.REASSOCIATED
+    after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "compile", "cudnn_benchmark")
+    order = 70
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        if training.device.type != "cuda":
+            return Match(applies=False, reason="CUDA graphs need a CUDA GPU")
+        if not training.fixed_shapes:
+            return Match(applies=False, reason="input shapes change from step to step")
+        fits, unfit = [], []
+        for module in targets(training):
+            reason = _unfit(module)
+            (unfit.append(f"{type(module).__name__}: {reason}") if reason else fits.append(type(module).__name__))
+        if not fits:
+            return Match(applies=False, reason="; ".join(unfit) or "no module was seen", unmatched=tuple(unfit))
+        return Match(applies=True, sites=tuple(fits), unmatched=tuple(unfit))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        undo = Undo()
+        try:
+            for module in targets(training):
+                if _unfit(module):
+                    continue
+                stack = ForwardStack.of(module)
+                stack.set(GRAPH, _layers.setdefault(module, GraphLayer()))
+                undo.push(lambda stack=stack: stack.clear(GRAPH))
+        except BaseException:
+            undo.run()
+            raise
+        return undo
+
+    def release(self, training: Training) -> None:
+        for module in targets(training):
+            stack = ForwardStack.of(module)
+            layer = _layers.get(module)
+            if layer is not None and stack.get(GRAPH) is not layer:
+                del _layers[module]
+                stack.forget(layer)
+                layer.free()
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        replays, failed = 0, []
+        for module in targets(training):
+            layer = ForwardStack.of(module).get(GRAPH)
+            if isinstance(layer, GraphLayer):
+                replays += layer.replays
+                failed += list(layer.failed.values())
+        if replays:
+            return Check(passed=True, detail=f"graphs replayed {replays} times", numbers={"replays": replays})
+        return Check(passed=False, detail="no graph was replayed" + (f" ({failed[0]})" if failed else ""))
+
+
+def _unfit(module: torch.nn.Module) -> str:
+    """Why this module cannot be graphed; empty when it can."""
+    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        return f"{type(module).__name__} does work of its own around the forward"
+    for path, child in module.named_modules():
+        if path and (
+            child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
+        ):
+            return f"{path} has hooks, which a replay would not run"
+    if not any(p.requires_grad for p in module.parameters()):
+        return "no parameter needs a gradient"
+    return ""
