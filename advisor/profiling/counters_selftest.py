@@ -1,0 +1,156 @@
+"""Proof of the DRAM counters on the GPU at hand: known traffic against counted traffic, clocks, and what counting costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.trace import DramSamples
+from advisor.profiling.counters import DramCounters
+
+COPY_BYTES = 4 << 30
+TOLERANCE = 0.05  # counted against expected bytes; refresh and page tables stay well below
+ALIGNED = 0.95  # share of the copy's traffic that must fall inside Kineto's interval for it
+
+
+def run(device_index: int) -> int:
+    """Print each comparison; returns 0 when bytes and clocks agree, 5 without counters, 4 when they disagree."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA GPU")
+        return int(ExitCode.GPU_REQUIRED)
+    torch.cuda.set_device(device_index)
+    free, _ = torch.cuda.mem_get_info()
+    size = min(COPY_BYTES, free // 4)
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    try:
+        counters = DramCounters(device_index)
+    except AdvisorError as error:
+        print(f"unavailable: {error}")
+        return int(ExitCode.GPU_REQUIRED)
+    library = counters.library
+    print(f"libcupti {library.version} at {library.path}; enabled in {time.perf_counter() - began:.2f} s")
+    with counters:
+        agree = _known_copy(counters, lambda: target.copy_(source), size)
+        agree &= _aligned_with_kineto(counters, lambda: target.copy_(source))
+        _cost(counters)
+    with DramCounters(device_index, window_s=3.0) as long:
+        samples, seconds = _window(long, lambda: [target.copy_(source) for _ in range(200)])
+        print(
+            f"long window: {len(samples.start_ns)} samples at {long.interval_ns} ns over {seconds:.2f} s, "
+            f"{_total(samples) / (2 * size * 200):.4f} of the expected bytes {long.note}"
+        )
+    print("PASS" if agree else "FAIL")
+    return int(ExitCode.OK if agree else ExitCode.INCONCLUSIVE)
+
+
+def _total(samples: DramSamples) -> float:
+    return sum(samples.read_bytes) + sum(samples.write_bytes)
+
+
+def _window(counters: DramCounters, work: Callable[[], object]) -> tuple[DramSamples, float]:
+    """Samples over `work` with a little idle time on both sides, and the seconds it took."""
+    import torch
+
+    torch.cuda.synchronize()
+    counters.start()
+    began = time.perf_counter()
+    time.sleep(0.005)
+    work()
+    torch.cuda.synchronize()
+    time.sleep(0.005)
+    seconds = time.perf_counter() - began
+    return counters.stop(), seconds
+
+
+def _known_copy(counters: DramCounters, copy: Callable[[], object], size: int) -> bool:
+    agree = True
+    for attempt in range(3):
+        samples, seconds = _window(counters, copy)
+        read, write = sum(samples.read_bytes) / size, sum(samples.write_bytes) / size
+        good = abs(read - 1) < TOLERANCE and abs(write - 1) < TOLERANCE
+        agree &= good
+        print(
+            f"copy {attempt}: {size / 2**30:.2f} GiB expected each way, read x{read:.4f}, written x{write:.4f}, "
+            f"{len(samples.start_ns)} samples in {seconds * 1e3:.1f} ms {'ok' if good else 'WRONG'} {counters.note}"
+        )
+    return agree
+
+
+def _aligned_with_kineto(counters: DramCounters, copy: Callable[[], object]) -> bool:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        samples, _ = _window(counters, copy)
+    spans = [
+        (event.start_ns(), event.end_ns())
+        for event in prof.profiler.kineto_results.events()
+        if "CUDA" in str(event.device_type()) and event.duration_ns() > 100_000
+    ]
+    if len(spans) != 1:
+        print(f"Kineto: {len(spans)} device events for one copy; clocks not compared")
+        return False
+    begin, end = spans[0]
+    inside = 0.0
+    for start, stop, read, write in zip(
+        samples.start_ns, samples.end_ns, samples.read_bytes, samples.write_bytes, strict=True
+    ):
+        overlap = max(0, min(stop, end) - max(start, begin))
+        inside += (read + write) * overlap / (stop - start)
+    busy = [
+        t for t, read in zip(samples.start_ns, samples.read_bytes, strict=True) if read > max(samples.read_bytes) / 2
+    ]
+    if not busy:
+        print("clocks: no traffic sampled")
+        return False
+    share = inside / _total(samples)
+    print(
+        f"clocks: {share:.4f} of the traffic lies inside Kineto's interval ({(end - begin) / 1e3:.0f} us); "
+        f"first busy sample {(busy[0] - begin) / 1e3:+.1f} us from its start"
+    )
+    return share > ALIGNED
+
+
+def _cost(counters: DramCounters) -> None:
+    """Median step of a small convolutional net with sampling off and on, alternating."""
+    import torch
+
+    net = torch.nn.Sequential(
+        *(
+            layer
+            for _ in range(8)
+            for layer in (torch.nn.Conv2d(64, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU())
+        )
+    ).cuda()
+    images = torch.randn(64, 64, 56, 56, device="cuda")
+
+    def step() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        net(images).sum().backward()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    for _ in range(10):
+        step()
+    off, on, decode = [], [], []
+    for _ in range(5):
+        off += [step() for _ in range(10)]
+        counters.start()
+        on += [step() for _ in range(10)]
+        began = time.perf_counter()
+        samples = counters.stop()
+        decode.append((time.perf_counter() - began) / max(len(samples.start_ns), 1))
+    ratio = statistics.median(on) / statistics.median(off)
+    print(
+        f"cost: step {statistics.median(off):.3f} ms off, {statistics.median(on):.3f} ms on (x{ratio:.4f}, n={len(on)}); "
+        f"reading {statistics.median(decode) * 1e6:.1f} us a sample"
+    )

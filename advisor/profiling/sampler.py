@@ -1,0 +1,291 @@
+"""The GPU and the host, sampled from outside the training process while the script runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from advisor.core import storage
+from advisor.core.profile import Quantity
+from advisor.core.provenance import Provenance
+from advisor.profiling import hostload, nvml
+
+INTERVAL_S = 0.1
+FLUSH_S = 2.0  # what a killed supervisor loses at most
+MAX_SAMPLES = 20_000  # half an hour at 0.1 s; then every second sample goes and the interval doubles
+TREE_REFRESH_S = 1.0  # looking for new child processes reads all of /proc
+FOREIGN_MEMORY_BYTES = 1 << 30  # held before the script started by processes that a container does not show
+STOP_TIMEOUT_S = 2.0  # a driver call that hangs must not hold up the report
+DRIFT_SAMPLES = 8  # fewer have no quarters worth comparing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Samples in columns; a value that could not be read is NaN. Times are CLOCK_REALTIME and monotonic nanoseconds.
+
+    Columns: those of `nvml.GpuReader`, and cpu_s (CPU seconds so far of the script's processes), resident_bytes,
+    swap_frac, foreign_processes (0 or more on the GPU that are not the script's). `constants` are the reader's, and
+    cpu_count. `missing` tells for a column or constant why it has no (or fewer) values.
+    """
+
+    time_ns: list[int] = field(default_factory=list)
+    monotonic_ns: list[int] = field(default_factory=list)
+    columns: dict[str, list[float]] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Samples in a thread of the supervisor, from before the script starts until it has ended.
+
+    Args:
+        interval_s: time between samples. GPM needs more than 0.1 s and is then read every second time.
+        gpu: UUID, PCI bus id or NVML index; by default the first GPU that this environment shows to CUDA.
+        path: where the recording is written, every two seconds and at the end.
+        root_pid: process whose descendants are the script's; this process by default.
+    """
+
+    def __init__(
+        self,
+        interval_s: float = INTERVAL_S,
+        *,
+        gpu: str | None = None,
+        path: Path | None = None,
+        root_pid: int | None = None,
+    ) -> None:
+        self._interval_s = max(0.01, interval_s)
+        self._gpu, self._path = gpu, path
+        self._root = os.getpid() if root_pid is None else root_pid
+        self._recording = Recording()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pids: set[int] = set()
+        self._pids_time = -math.inf
+        self._here_before: set[int] | None = None
+
+    def start(self) -> None:
+        """Sampling goes on in the background from now on; never raises for want of a GPU."""
+        self._thread = threading.Thread(target=self._run, name="advisor-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> Recording:
+        """Sampling has ended, the file is complete; returns everything recorded. May be called twice."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+            self._thread = None
+            self._write()
+        return self.recording()
+
+    def recording(self) -> Recording:
+        """A copy of what has been recorded so far."""
+        with self._lock:
+            now = self._recording
+            return Recording(
+                time_ns=list(now.time_ns),
+                monotonic_ns=list(now.monotonic_ns),
+                columns={name: list(values) for name, values in now.columns.items()},
+                constants=dict(now.constants),
+                missing=dict(now.missing),
+            )
+
+    def _run(self) -> None:
+        reader = self._open()
+        flushed = next_at = time.monotonic()
+        flush_s = FLUSH_S
+        while not self._ended.is_set():
+            self._sample(reader)
+            if time.monotonic() - flushed >= flush_s:
+                began = time.monotonic()
+                self._write()
+                flushed = time.monotonic()
+                flush_s = max(FLUSH_S, 20 * (flushed - began))  # a slow disk must not become the load we measure
+            next_at = max(next_at + self._interval_s, time.monotonic())
+            self._ended.wait(next_at - time.monotonic())
+        if reader is not None:
+            reader.close()
+
+    def _open(self) -> nvml.GpuReader | None:
+        missing, constants = self._recording.missing, self._recording.constants
+        constants["cpu_count"] = float(hostload.cpu_count())
+        if not hostload.supported():
+            missing.update(dict.fromkeys(("cpu_s", "resident_bytes", "swap_frac"), "this system has no Linux /proc"))
+        try:
+            reader = nvml.GpuReader(self._gpu)
+        except Exception as error:
+            missing["gpu"] = str(error)
+            return None
+        constants.update(reader.constants)
+        self._here_before = reader.processes()
+        return reader
+
+    def _sample(self, reader: nvml.GpuReader | None) -> None:
+        values: dict[str, float] = {}
+        moment, monotonic = time.time_ns(), time.monotonic_ns()
+        missing: dict[str, str] = {}
+        for part in (self._host, *((lambda: self._of_gpu(reader),) if reader else ())):
+            try:
+                values.update(part())
+            except Exception as error:  # one bad reading must not end the recording
+                missing["sampler"] = f"{type(error).__name__}: {error}"
+        with self._lock:
+            now = self._recording
+            count = len(now.time_ns)
+            now.time_ns.append(moment)
+            now.monotonic_ns.append(monotonic)
+            for name in values.keys() | now.columns.keys():
+                now.columns.setdefault(name, [math.nan] * count).append(values.get(name, math.nan))
+            now.missing.update(missing)
+            if reader:
+                now.missing.update(reader.missing)
+            if count + 1 >= MAX_SAMPLES:
+                del now.time_ns[1::2], now.monotonic_ns[1::2]
+                for values_so_far in now.columns.values():
+                    del values_so_far[1::2]
+                self._interval_s *= 2
+
+    def _host(self) -> dict[str, float]:
+        if not hostload.supported():
+            return {}
+        if time.monotonic() - self._pids_time >= TREE_REFRESH_S:
+            self._pids, self._pids_time = hostload.descendants(self._root), time.monotonic()
+        values = {
+            "cpu_s": hostload.cpu_seconds(self._pids),
+            "resident_bytes": float(hostload.resident_bytes(self._pids)),
+        }
+        swap = hostload.swap_frac()
+        if swap is not None:
+            values["swap_frac"] = swap
+        return values
+
+    def _of_gpu(self, reader: nvml.GpuReader) -> dict[str, float]:
+        values = reader.read()
+        here = reader.processes()
+        if here is not None:
+            before = (self._here_before or set()) & here
+            ours = self._pids | {self._root}
+            # Ids that /proc does not know come from another namespace: most likely our own script seen by its host id.
+            others = {pid for pid in here - ours if pid in before or (hostload.PROC / str(pid)).exists()}
+            if others - before:  # perhaps a child younger than the last look
+                self._pids, self._pids_time = hostload.descendants(self._root), time.monotonic()
+                others -= self._pids
+            held = values.get("memory_bytes", 0.0) if not self._recording.time_ns and not here else 0.0
+            values["foreign_processes"] = float(len(others) + (held >= FOREIGN_MEMORY_BYTES))
+        return values
+
+    def _write(self) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                storage.save(self._path, self.recording())
+
+
+def load(path: Path) -> Recording:
+    """The recording that a sampler wrote.
+
+    Raises:
+        AdvisorError: the file is missing or not one.
+    """
+    return storage.load(path, Recording)
+
+
+def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | None = None) -> dict[str, Quantity]:
+    """Metrics of core.metrics over the samples taken in [start_ns, end_ns] (CLOCK_REALTIME; the whole run by default).
+
+    Every metric this module knows is in the result: measured, or unavailable with the reason.
+    """
+    begin = -math.inf if start_ns is None else start_ns
+    end = math.inf if end_ns is None else end_ns
+    inside = [i for i, moment in enumerate(recording.time_ns) if begin <= moment <= end]
+    view = _View(recording, inside)
+    result = {name: view.reduce(column, statistics.fmean) for name, column in _MEANS.items()}
+    result |= {name: view.reduce(column, statistics.median) for name, column in _MEDIANS.items()}
+    for name, column in (("pcie_rx_gbps", "pcie_rx_bytes_per_s"), ("pcie_tx_gbps", "pcie_tx_bytes_per_s")):
+        result[name] = view.reduce(column, lambda values: statistics.fmean(values) / 1e9)
+    for name, column, constant in (
+        ("power_frac", "power_w", "power_limit_w"),
+        ("clock_frac", "sm_clock_mhz", "sm_clock_max_mhz"),
+    ):
+        result[name] = view.over(column, constant)
+    for name, mask in (("throttled_frac", nvml.THROTTLED), ("power_capped_frac", nvml.POWER_CAP)):
+        result[name] = view.reduce("clock_reasons", _share_with(mask))
+    result["clock_drift_frac"] = view.reduce("sm_clock_mhz", _drift, at_least=DRIFT_SAMPLES)
+    result["cpu_util_frac"] = view.cpu_utilisation()
+    everything = _View(recording, list(range(len(recording.time_ns))))
+    result["gpu_shared"] = everything.reduce("foreign_processes", lambda values: float(max(values) > 0))
+    return result
+
+
+_MEANS = {
+    "gpu_busy_nvml_frac": "busy",
+    "sm_active_frac": "gpm_sm",
+    "sm_occupancy_frac": "gpm_occupancy",
+    "tensor_active_frac": "gpm_tensor",
+    "dram_active_frac": "gpm_dram",
+}
+_MEDIANS = {"power_w": "power_w", "gpu_temperature": "temperature_c", "host_swap_frac": "swap_frac"}
+
+
+def _share_with(mask: int) -> Callable[[list[float]], float]:
+    return lambda values: statistics.fmean(bool(int(value) & mask) for value in values)
+
+
+def _drift(values: list[float]) -> float:
+    """Relative change from the first to the last quarter."""
+    quarter = len(values) // 4
+    first, last = statistics.fmean(values[:quarter]), statistics.fmean(values[-quarter:])
+    return (last - first) / first if first else 0.0
+
+
+class _View:
+    """Some samples of a recording."""
+
+    def __init__(self, recording: Recording, inside: list[int]) -> None:
+        self._recording, self._inside = recording, inside
+
+    def reduce(self, column: str, reduction: Callable[[list[float]], float], at_least: int = 1) -> Quantity:
+        recorded = self._recording.columns.get(column, [])
+        values = [recorded[i] for i in self._inside if i < len(recorded) and math.isfinite(recorded[i])]
+        if len(values) < at_least:
+            return _missing(self._why(column, len(values), any(map(math.isfinite, recorded))))
+        return Quantity(value=reduction(values), provenance=Provenance.MEASURED, reason=f"{len(values)} samples")
+
+    def over(self, column: str, constant: str) -> Quantity:
+        """The column's median over a constant."""
+        whole = self._recording.constants.get(constant, 0.0)
+        if whole <= 0:
+            return _missing(self._recording.missing.get(constant) or self._why(column, 0, False))
+        return self.reduce(column, lambda values: statistics.median(values) / whole)
+
+    def cpu_utilisation(self) -> Quantity:
+        recorded = self._recording.columns.get("cpu_s", [])
+        known = [i for i in self._inside if i < len(recorded) and math.isfinite(recorded[i])]
+        if len(known) < 2:
+            return _missing(self._why("cpu_s", len(known), any(map(math.isfinite, recorded))))
+        # The sum falls when the script's processes are gone; what follows its highest value is not the script's time.
+        clock, first, last = self._recording.monotonic_ns, known[0], max(known, key=lambda i: recorded[i])
+        seconds = (clock[last] - clock[first]) / 1e9
+        cores = max(1.0, self._recording.constants.get("cpu_count", 1.0))
+        if seconds <= 0:
+            return _missing("the samples lie too close together")
+        used = max(0.0, recorded[last] - recorded[first])
+        return Quantity(value=used / seconds / cores, provenance=Provenance.MEASURED, reason=f"{len(known)} samples")
+
+    def _why(self, column: str, count: int, elsewhere: bool) -> str:
+        missing = self._recording.missing
+        if elsewhere:
+            return f"{count or 'no'} sample{'' if count == 1 else 's'} fell into the measured window"
+        if not self._recording.time_ns:
+            return "nothing was sampled"
+        return missing.get(column) or missing.get("gpu") or missing.get("sampler") or "not sampled"
+
+
+def _missing(why: str) -> Quantity:
+    return Quantity(value=None, provenance=Provenance.UNAVAILABLE, reason=why)
