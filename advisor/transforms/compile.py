@@ -41,9 +41,8 @@ class Compile(Transform):
             return Match(applies=False, reason="input shapes change from step to step: each would compile anew")
         if training.device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
             return Match(applies=False, reason="no C++ compiler on this machine")
-        if training.device.type == "cuda":
-            if importlib.util.find_spec("triton") is None:
-                return Match(applies=False, reason="Triton is not installed")
+        if training.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            return Match(applies=False, reason="Triton is not installed")
         return Match(applies=True, sites=tuple(root.name for root in training.roots))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:

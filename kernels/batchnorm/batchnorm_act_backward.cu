@@ -16,7 +16,9 @@
 #include "activation.cuh"
 #include "channel_reduce.cuh"
 
+#ifndef UNROLL
 #define UNROLL 2  // two tensors are read: 4 loads in flight a thread
+#endif
 
 struct Channel {
   float mean[VEC], scale[VEC], offset[VEC];

@@ -19,7 +19,9 @@
 #include "activation.cuh"
 #include "channel_reduce.cuh"
 
+#ifndef UNROLL
 #define UNROLL 4  // independent 16-byte loads in flight per thread; 4 x 1024 threads cover DRAM latency on an SM
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
     const Vec16* __restrict__ x, float* __restrict__ partial, unsigned int* __restrict__ ticket,

@@ -1,0 +1,186 @@
+"""The BatchNorm(+add)+activation kernels against their fp64 reference, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from advisor.ops.batchnorm_act import api, cuda, reference, spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Relative L2 error against fp64 that rounding each output once allows (half an ulp of the mantissa), times two.
+OUTPUT_BOUND = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
+SHAPES = [
+    (2, 8, 1, 1),
+    (3, 16, 5, 7),
+    (4, 24, 14, 14),
+    (2, 64, 56, 56),
+    (1, 72, 9, 9),
+    (5, 200, 7, 7),
+    (8, 960, 7, 7),
+    (2, 1016, 3, 3),  # 127 vectors: a prime number
+    (16, 2048, 7, 7),
+    (32, 64, 112, 112),
+]
+VARIANTS = [(a, False) for a in spec.ACTIVATIONS] + [(a, True) for a in sorted(spec.RESIDUAL_ACTIVATIONS)]
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+def case(shape: tuple[int, ...], dtype: torch.dtype, residual: bool, seed: int, offset: float = 0.5):
+    g = torch.Generator("cuda").manual_seed(seed)
+    n, c, h, w = shape
+
+    def tensor() -> torch.Tensor:
+        t = torch.randn(n, h, w, c, device="cuda", generator=g) * 1.5 + offset
+        return t.to(dtype).permute(0, 3, 1, 2)
+
+    weight = torch.rand(c, device="cuda", generator=g) + 0.5
+    bias = torch.randn(c, device="cuda", generator=g)
+    running = [torch.zeros(c, device="cuda"), torch.ones(c, device="cuda")]
+    dy = (torch.randn(n, h, w, c, device="cuda", generator=g)).to(dtype).permute(0, 3, 1, 2)
+    return tensor(), tensor() if residual else None, running, weight, bias, dy
+
+
+def poison() -> None:
+    """Fill the allocator's free blocks with NaN, so that an element that a kernel leaves out is seen."""
+    blocks = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(24)]
+    del blocks
+
+
+def expected(x, residual, running, weight, bias, dy, activation):
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    r = residual.detach().double().requires_grad_() if residual is not None else None
+    buffers = [b.double().clone() for b in running]
+    y = reference.batchnorm_act(leaves[0], r, *buffers, leaves[1], leaves[2], 0.1, 1e-5, activation, 0.01)
+    grads = torch.autograd.grad(y, [*leaves, *([r] if r is not None else [])], dy.double())
+    return y.detach(), buffers, grads
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "residual"), VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_fp64(shape, activation, residual, dtype):
+    x, r, running, weight, bias, dy = case(shape, dtype, residual, seed=sum(shape))
+    want_y, want_running, want_grads = expected(x, r, running, weight, bias, dy, activation)
+    poison()
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    rr = r.detach().requires_grad_() if r is not None else None
+    before = sum(api.engaged.values())
+    y = api.batchnorm_act(leaves[0], rr, *running, leaves[1], leaves[2], 0.1, 1e-5, activation, 0.01)
+    assert sum(api.engaged.values()) == before + 1, api.fell_back
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    poison()
+    got = torch.autograd.grad(y, [*leaves, *([rr] if rr is not None else [])], dy)
+    bound = OUTPUT_BOUND[dtype]
+    assert relative(y, want_y) < bound
+    for mine, want in zip(running, want_running, strict=True):
+        assert relative(mine, want) < 1e-5
+    # A mask flips where rounding moves z across zero; its share of the gradient is small but above rounding.
+    loose = 3 if activation in ("none", "silu", "gelu", "hardswish") else 8
+    for mine, want in zip(got, want_grads, strict=True):
+        assert relative(mine, want) < max(loose * bound, 1e-5), (activation, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_runs_are_bit_equal(dtype):
+    outputs = []
+    for _ in range(2):
+        x, r, running, weight, bias, dy = case((8, 128, 28, 28), dtype, True, seed=3)
+        poison()
+        y, saved, mask = cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+        outputs.append([y, saved, mask, *running, *cuda.backward(dy, x, saved, mask, weight, bias, "relu", 0.0, True)])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_mean_far_from_zero_does_not_cancel():
+    x, _, running, weight, bias, dy = case((16, 64, 28, 28), torch.float32, False, seed=5, offset=3000.0)
+    want_y, want_running, _ = expected(x, None, running, weight, bias, dy, "none")
+    y, _, _ = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "none", 0.0)
+    assert relative(y, want_y) < 1e-3
+    assert relative(running[1], want_running[1]) < 1e-4
+
+
+@pytest.mark.parametrize("poisoned", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_the_output(poisoned):
+    x, _, running, weight, bias, _ = case((2, 64, 8, 8), torch.bfloat16, False, seed=6)
+    x[0, 3, 2, 2] = poisoned
+    y, _, _ = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    assert torch.isnan(y[:, 3]).any()
+    assert torch.isfinite(y[:, :3]).all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_second_derivative_matches(activation, residual):
+    if residual and activation not in spec.RESIDUAL_ACTIVATIONS:
+        pytest.skip("not supported with a residual")
+    x, r, running, weight, bias, dy = case((2, 8, 5, 5), torch.float32, residual, seed=8)
+
+    def penalty(function, dtype):
+        leaf = x.detach().to(dtype).requires_grad_()
+        res = r.detach().to(dtype) if r is not None else None
+        y = function(
+            leaf,
+            res,
+            *[b.to(dtype).clone() for b in running],
+            weight.to(dtype),
+            bias.to(dtype),
+            0.1,
+            1e-5,
+            activation,
+            0.0,
+        )
+        (g,) = torch.autograd.grad(y, leaf, dy.to(dtype), create_graph=True)
+        return torch.autograd.grad(g.square().sum(), leaf)[0]
+
+    assert relative(penalty(api.batchnorm_act, torch.float32), penalty(reference.batchnorm_act, torch.float64)) < 1e-4
+
+
+def test_unsupported_calls_run_torch_and_say_so():
+    x = torch.randn(2, 8, 4, 4, device="cuda")  # NCHW
+    w = torch.ones(8, device="cuda")
+    api.fell_back.clear()
+    y = api.batchnorm_act(x, None, w.clone(), w.clone(), w, w, 0.1, 1e-5, "relu")
+    assert y.shape == x.shape
+    assert api.fell_back["input is not channels_last"] == 1
+
+
+def test_captured_in_a_graph_and_replayed():
+    x, r, running, weight, bias, _ = case((4, 64, 14, 14), torch.bfloat16, True, seed=9)
+    cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y, _, _ = cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    x.copy_(torch.randn_like(x))
+    for _ in range(3):
+        graph.replay()
+    want = reference.batchnorm_act(
+        x.double(), r.double(), *[b.double() for b in running], weight.double(), bias.double(), 0.1, 1e-5, "relu"
+    )
+    assert relative(y, want) < OUTPUT_BOUND[torch.bfloat16]
+
+
+def test_compiled_op_matches_the_function():
+    x, r, running, weight, bias, dy = case((4, 64, 14, 14), torch.bfloat16, True, seed=10)
+
+    def f(x, r, w, b):
+        return torch.ops.advisor.batchnorm_act(x, r, *running, w, b, 0.1, 1e-5, "relu", 0.0)[0] * 2
+
+    leaves = [t.detach().requires_grad_() for t in (x, r, weight, bias)]
+    y = torch.compile(f)(*leaves)
+    got = torch.autograd.grad(y, leaves, dy)
+    plain = api.batchnorm_act(leaves[0], leaves[1], *running, leaves[2], leaves[3], 0.1, 1e-5, "relu") * 2
+    want = torch.autograd.grad(plain, leaves, dy)
+    assert torch.equal(y, plain)
+    for mine, other in zip(got, want, strict=True):
+        assert relative(mine, other.double()) < 1e-6
