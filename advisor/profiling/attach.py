@@ -1,0 +1,54 @@
+"""Joins the parts in the child process, once torch is imported: what pipeline.attach builds each mode on.
+
+    training, watcher = attach_training(session)     every mode: steps are found, `training` fills up
+    attach_profile(session)                          the profile mode on top of it
+
+A driver for another mode appends its listener to `training.on_step`; it is called at each step boundary with a
+StepEvent, inside the user's last `Optimizer.step()` of the step, after discovery has updated `training`. From there it
+may switch transforms, call `discover.capture_next_step(training)`, read `watcher.interval` (what the finished interval
+held), write files, and end the script with `stop.stop(session, reason)`. An exception of a listener switches advisor
+off and leaves the training alone; StopTraining passes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from advisor.profiling import discover, steps
+from advisor.profiling.patches import Patches
+from advisor.profiling.session import Session, tell
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import Training
+
+
+class Attached:
+    """What is attached to this process; `watcher` serves `advisor.step()`."""
+
+    training: Training | None = None
+    watcher: StepWatcher | None = None
+    discovery: discover.Discovery | None = None
+
+
+def attach_training(session: Session) -> tuple[Training, StepWatcher]:
+    """Hook the process. `training.roots`, `.optimizers`, `.loaders`, … are filled within the first three steps.
+
+    `Attached.discovery.finished` says when; `discover.attach` has put its listener first. A fault in a hook takes all
+    hooks back and says so on stderr and in `progress.jsonl` (event `fault`).
+    """
+    patches = Patches()
+    patches.on_fault.append(lambda error: tell(session, "fault", error=f"{type(error).__name__}: {error}"))
+    training = Training(device=torch.device("cpu"))
+    try:
+        watcher = steps.attach(training, session, patches)
+        discovery = discover.attach(training, watcher, keep_inputs=session.mode != "profile")
+    except BaseException:
+        patches.restore_all()
+        raise
+    Attached.training, Attached.watcher, Attached.discovery = training, watcher, discovery
+    return training, watcher
+
+
+def mark_step() -> None:
+    """`advisor.step()`: end a step here. Does nothing when advisor is not attached."""
+    if Attached.watcher is not None:
+        Attached.watcher.mark()

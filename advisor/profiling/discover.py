@@ -1,0 +1,535 @@
+"""Finds the live objects of the training loop, in the loop, without changing them.
+
+For the first steps `nn.Module.__call__` and a few other entry points are observed (`Discovery.look`); after that only the
+classes of the root modules are, at one observed call per root and step. What was found stands in `Training`; facts.py
+turns it into plain data.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from advisor.profiling.patches import Patch
+from advisor.profiling.sources import user_line
+from advisor.profiling.steps import EPOCH, EVALUATION, StepWatcher
+from advisor.profiling.training import RootModule, StepEvent, Training
+
+# Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
+LOOK_STEPS = 3
+# Looking again after the roots have changed is cheap but not free; a script that changes them for ever is left alone.
+MAX_LOOKS = 8
+
+
+@dataclass(slots=True, eq=False)
+class ConvCall:
+    """The latest call of a convolution module, seen while looking."""
+
+    input_shape: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool
+    followed_by_bn: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class BatchSeen:
+    """The latest batch of a training loader."""
+
+    nbytes: int = 0
+    dtype: torch.dtype | None = None
+    pointers: frozenset[int] = frozenset()
+    moved_unchanged: bool = False
+    non_blocking: bool = False
+    source: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Observations:
+    """What looking at the first steps has shown beyond the objects themselves."""
+
+    convs: dict[int, ConvCall] = field(default_factory=dict)  # by id of the module
+    autocast: torch.dtype | None = None
+    zero_grad_to_none: bool | None = None
+    clipping: bool = False
+    batch: BatchSeen = field(default_factory=BatchSeen)
+    first_ns: int = 0  # perf_counter at the first batch or module call
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    thread: int
+
+
+class Discovery:
+    """Fills a Training. Registered as its first `on_step` listener, so that later listeners see the step's objects.
+
+    `finished` is True once the first look is over; `seen` holds the observations.
+    """
+
+    def __init__(self, training: Training, watcher: StepWatcher, *, keep_inputs: bool) -> None:
+        self.training, self.watcher, self.patches = training, watcher, watcher.patches
+        self.seen = Observations()
+        self.finished = False
+        self._keep_inputs = keep_inputs
+        self._steps_looked = 0
+        self._looks = 0
+        self._looking: list[Patch] = []
+        self._watching: list[Patch] = []
+        self._calls: list[_Call] = []
+        self._roots: dict[int, RootModule] = {}
+        self._trains: dict[int, bool] = {}
+        self._root_calls = 0
+        self._grads: dict[int, list[torch.Tensor | None]] = {}
+        self._depth = threading.local()
+        self._last_conv: tuple[int, torch.Tensor] | None = None
+        self._samples: Counter[int] = Counter()
+        self._iterators: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
+        self._drawn: list[DataLoader[Any]] = []
+
+    # -- boundaries -------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: StepEvent) -> None:
+        """The `Training.on_step` listener."""
+        interval = self.watcher.interval
+        if self._looking:
+            self._adopt_calls()
+            self._steps_looked += 1
+            if self._steps_looked >= LOOK_STEPS:
+                self.stop_looking()
+        elif self._root_calls == 0 and (interval.backwards or not self._roots) and self._looks < MAX_LOOKS:
+            self.look()
+        self._root_calls = 0
+        self._adopt_loaders(step.clean)
+        self._count_samples()
+        if self.training.keep_gradients:
+            # Asked for by a listener at the last boundary, after this method had run: one whole step has been recorded.
+            self.training.keep_gradients = False
+            for root in self.training.roots:
+                root.output_grads = tuple(self._grads.pop(id(root), ()))
+            self._grads.clear()
+
+    def _adopt_calls(self) -> None:
+        calls, self._calls = self._calls, []
+        latest: dict[int, _Call] = {}
+        counts: Counter[int] = Counter()
+        for call in calls:
+            if call.thread == self.watcher.thread or not self.watcher.thread:
+                latest[id(call.module)] = call
+                counts[id(call.module)] += 1
+        if not latest:
+            return
+        roots = self.training.roots
+        if self._steps_looked == 1 and self._looks > 1:
+            # A new look: modules that are no longer called are no longer roots.
+            roots[:] = [root for root in roots if id(root.module) in latest]
+        for key, call in latest.items():
+            root = next((r for r in roots if r.module is call.module), None)
+            if root is None:
+                root = RootModule(module=call.module, name=self._name(call.module))
+                roots.append(root)
+            root.calls = counts[key]
+            root.args, root.kwargs, root.output = call.args, call.kwargs, call.output
+        if self.training.device.type == "cpu":
+            parameter = next((p for r in roots for p in r.module.parameters()), None)
+            if parameter is not None:
+                self.training.device = parameter.device
+
+    def _name(self, module: torch.nn.Module) -> str:
+        name = type(inner(module)).__name__
+        taken = {root.name for root in self.training.roots}
+        numbered, count = name, 1
+        while numbered in taken:
+            count += 1
+            numbered = f"{name}#{count}"
+        return numbered
+
+    def _adopt_loaders(self, clean: bool) -> None:
+        drawn, self._drawn = self._drawn, []
+        # The batch that led to this boundary was drawn last; other loaders count in intervals without evaluation.
+        for loader in drawn if clean else drawn[-1:]:
+            if not any(loader is known for known in self.training.loaders):
+                self.training.loaders.append(loader)
+
+    def _count_samples(self) -> None:
+        interval = self.watcher.interval
+        samples = interval.samples
+        if not samples and interval.shapes:
+            firsts = [shape[0] for shape in interval.shapes if shape]
+            one_model = len(self.training.roots) == 1 and len(self.training.optimizers) <= 1
+            samples = sum(firsts) if one_model and not interval.closure else max(firsts, default=0)
+        if samples:
+            if len(self._samples) > 1000:
+                self._samples.clear()
+            self._samples[samples] += 1
+            if self._samples[samples] >= self._samples[self.training.batch_size]:
+                self.training.batch_size = samples
+
+    # -- looking closely --------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Observe every module call, `zero_grad`, clipping and host-to-device moves for the next steps."""
+        self._unwatch()
+        self._looks += 1
+        self._steps_looked = 0
+        replace = self.patches.replace
+        self._looking = [replace(torch.nn.Module, "__call__", self._module_call())]
+        self._looking += [
+            replace(owner, "zero_grad", self._zero_grad(owner.zero_grad))
+            for owner in (torch.optim.Optimizer, torch.nn.Module)
+        ]
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            clip = self._clip(getattr(torch.nn.utils, name))
+            self._looking += [replace(torch.nn.utils, name, clip), replace(torch.nn.utils.clip_grad, name, clip)]
+        if torch.version.cuda is not None:
+            self._looking += [
+                replace(torch.Tensor, name, self._move(getattr(torch.Tensor, name))) for name in ("to", "cuda")
+            ]
+
+    def stop_looking(self) -> None:
+        """Take the close look back; from here on only calls of the roots are observed."""
+        for patch in reversed(self._looking):
+            self.patches.restore(patch)
+        self._looking = []
+        self._calls, self._last_conv = [], None
+        for root in self.training.roots:
+            root.output = None  # a reference to it would keep the step's graph nodes
+            if not self._keep_inputs:
+                root.args, root.kwargs = (), {}
+        self._watch()
+        self.finished = True
+
+    def _module_call(self) -> Any:
+        plain = torch.nn.Module.__call__
+        depth = self._depth
+        observe = self.patches.guard(self._observe_call)
+
+        @wraps(plain)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.patches.active or not self._looking or torch.compiler.is_compiling():
+                return plain(module, *args, **kwargs)
+            level = getattr(depth, "level", 0)
+            if level == 0 and not self.seen.first_ns:
+                self.seen.first_ns = time.perf_counter_ns()
+            depth.level = level + 1
+            try:
+                if _compiled(module):
+                    # Dynamo is about to trace what is inside: it must see torch's own code.
+                    output = self._out_of_sight(plain, module, args, kwargs)
+                else:
+                    output = plain(module, *args, **kwargs)
+            finally:
+                depth.level = level
+            observe(module, args, kwargs, output, level == 0)
+            return output
+
+        return call
+
+    def _out_of_sight(self, plain: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = self._looking
+        for patch in reversed(hidden):
+            patch.restore()
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            if self.patches.active:
+                for patch in hidden:
+                    setattr(patch.owner, patch.name, patch.replacement)
+
+    def _observe_call(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, outermost: bool
+    ) -> None:
+        if self.watcher.in_backward:
+            return  # activation checkpointing runs forward again
+        seen = self.seen
+        if isinstance(module, torch.nn.modules.conv._ConvNd) and args and isinstance(args[0], torch.Tensor):
+            value = args[0]
+            seen.convs[id(module)] = ConvCall(
+                tuple(value.shape), _weight_dtype(module, value), _is_channels_last(value)
+            )
+            if isinstance(output, torch.Tensor):
+                self._last_conv = (id(module), output)
+        elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and self._last_conv is not None:
+            key, conv_output = self._last_conv
+            if args and args[0] is conv_output and key in seen.convs:
+                seen.convs[key].followed_by_bn = True
+        if seen.autocast is None:
+            kind = output.device.type if isinstance(output, torch.Tensor) else self.training.device.type
+            if torch.is_autocast_enabled(kind):
+                seen.autocast = torch.get_autocast_dtype(kind)
+        if not outermost:
+            return
+        self._last_conv = None
+        if not torch.is_grad_enabled():
+            if not module.training:
+                self.watcher.note(EVALUATION)
+            return
+        if next(module.parameters(), None) is None:
+            return  # a loss, or a preprocessing module
+        self.watcher.last_root = id(module)
+        self.watcher.current.shapes.extend(_shapes(args, kwargs))
+        self._trains[id(module)] = module.training
+        self._calls.append(_Call(module, args, kwargs, output, threading.get_ident()))
+        if self.training.keep_gradients:
+            known = next((root for root in self.training.roots if root.module is module), None)
+            if known is not None:
+                self._record(known, args, kwargs, output)
+
+    def _zero_grad(self, plain: Any) -> Any:
+        def observe(held: list[torch.Tensor]) -> None:
+            if held:
+                self.seen.zero_grad_to_none = held[0].grad is None
+
+        record = self.patches.guard(observe)
+
+        @wraps(plain)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            held = _with_gradient(owner) if self.patches.active else []
+            result = plain(owner, *args, **kwargs)
+            record(held)
+            return result
+
+        return zero_grad
+
+    def _clip(self, plain: Any) -> Any:
+        @wraps(plain)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            self.seen.clipping = True
+            return plain(*args, **kwargs)
+
+        return clip
+
+    def _move(self, plain: Any) -> Any:
+        observe = self.patches.guard(self._observe_move)
+
+        @wraps(plain)
+        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = plain(tensor, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                observe(tensor, result, args, kwargs)
+            return result
+
+        return move
+
+    def _observe_move(self, tensor: torch.Tensor, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(result, torch.Tensor) or result.device.type != "cuda" or tensor.device.type != "cpu":
+            return
+        batch = self.seen.batch
+        if tensor.data_ptr() in batch.pointers:
+            batch.moved_unchanged = True
+            batch.non_blocking = bool(kwargs.get("non_blocking", any(arg is True for arg in args)))
+
+    # -- the steady state -------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._roots = {id(root.module): root for root in self.training.roots}
+        for kind in {type(root.module) for root in self.training.roots}:
+            if any(patch.owner in kind.__mro__ for patch in self._watching):
+                continue
+            self._watching.append(self.patches.replace(kind, "__call__", self._root_call(kind.__call__)))
+
+    def _unwatch(self) -> None:
+        for patch in reversed(self._watching):
+            self.patches.restore(patch)
+        self._watching = []
+        self._roots = {}
+
+    def _root_call(self, plain: Any) -> Any:
+        observe = self.patches.guard(self._observe_root)
+        watcher, patches, roots = self.watcher, self.patches, self._roots
+
+        @wraps(plain)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not patches.active:
+                return plain(module, *args, **kwargs)
+            root = roots.get(id(module))
+            if root is None or watcher.in_backward:
+                return plain(module, *args, **kwargs)
+            output = plain(module, *args, **kwargs)
+            observe(root, args, kwargs, output)
+            return output
+
+        return call
+
+    def _observe_root(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        module, watcher = root.module, self.watcher
+        trains = self._trains.get(id(module), True)
+        if module.training != trains and trains:
+            watcher.note(EVALUATION)
+            return
+        if not torch.is_grad_enabled() or threading.get_ident() != watcher.thread:
+            return
+        self._root_calls += 1
+        watcher.last_root = id(module)
+        watcher.current.shapes.extend(_shapes(args, kwargs))
+        if self.training.keep_gradients:
+            self._record(root, args, kwargs, output)
+
+    def _record(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        root.args, root.kwargs, root.output = args, kwargs, output
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        grads: list[torch.Tensor | None] = [None] * len(tensors)
+        self._grads[id(root)] = grads
+        for position, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                # A copy: autograd may go on adding into the buffer it hands to the hook.
+                def keep(grad: torch.Tensor, position: int = position, into: list[Any] = grads) -> None:
+                    held = into[position]
+                    into[position] = grad.detach().clone() if held is None else held + grad.detach()
+
+                tensor.register_hook(keep)  # type: ignore[no-untyped-call]
+
+    # -- loaders ----------------------------------------------------------------------------------------------------
+
+    def hook_loaders(self) -> None:
+        """Observe new DataLoader iterators and the time spent in their `next()`, from now to the end."""
+        plain_iter, plain_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+        iterating, drawn = self.patches.guard(self._observe_iter), self.patches.guard(self._observe_batch)
+
+        @wraps(plain_iter)
+        def loader_iter(loader: Any) -> Any:
+            iterator = plain_iter(loader)
+            iterating(loader, iterator)
+            return iterator
+
+        @wraps(plain_next)
+        def loader_next(iterator: Any) -> Any:
+            if not self.patches.active:
+                return plain_next(iterator)
+            start = time.perf_counter_ns()
+            batch = plain_next(iterator)
+            drawn(iterator, batch, start, time.perf_counter_ns() - start)
+            return batch
+
+        self.patches.replace(DataLoader, "__iter__", loader_iter)
+        self.patches.replace(_BaseDataLoaderIter, "__next__", loader_next)
+
+    def _observe_iter(self, loader: DataLoader[Any], iterator: Any) -> None:
+        self._iterators[iterator] = loader
+        if self._in_training_thread():
+            self.watcher.note(EPOCH)
+
+    def _observe_batch(self, iterator: Any, batch: Any, start: int, nanoseconds: int) -> None:
+        if not self._in_training_thread():
+            return
+        if not self.seen.first_ns:
+            self.seen.first_ns = start
+        if not torch.is_grad_enabled():
+            return  # evaluation
+        loader = self._iterators.get(iterator)
+        if loader is not None and not any(loader is known for known in self._drawn):
+            self._drawn.append(loader)
+        self.watcher.batch_loaded(_first_shape(batch), nanoseconds)
+        if not self.finished:
+            self._look_at_batch(batch)
+
+    def _look_at_batch(self, batch: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            return
+        largest = max(tensors, key=lambda t: t.numel() * t.element_size())
+        seen = self.seen.batch
+        seen.nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        seen.dtype = largest.dtype
+        seen.pointers = frozenset([largest.data_ptr()])
+        seen.source = user_line()
+
+    def _in_training_thread(self) -> bool:
+        known = self.watcher.thread
+        return threading.get_ident() == known if known else threading.current_thread() is threading.main_thread()
+
+
+def attach(training: Training, watcher: StepWatcher, *, keep_inputs: bool = True) -> Discovery:
+    """Begin to look: `training` fills up within the first steps. `keep_inputs` keeps each root's latest arguments."""
+    discovery = Discovery(training, watcher, keep_inputs=keep_inputs)
+    discovery.look()
+    discovery.hook_loaders()
+    training.on_step.insert(0, discovery.on_step)
+    return discovery
+
+
+def capture_next_step(training: Training) -> None:
+    """Record the coming step: call from an `on_step` listener.
+
+    At the next boundary each root that was called has `args`, `kwargs`, `output` and `output_grads` of its latest
+    training call in that step, and `training.keep_gradients` is False again. The gradients are copies; arguments and
+    output are references. Set the roots' `output` and `output_grads` to None and () when done: they hold memory.
+    """
+    training.keep_gradients = True
+
+
+def inner(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module inside DataParallel, DistributedDataParallel and torch.compile wrappers."""
+    while True:
+        if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            wrapped = module.module
+        else:
+            wrapped = getattr(module, "_orig_mod", None)
+        if not isinstance(wrapped, torch.nn.Module):
+            return module
+        module = wrapped
+
+
+def _compiled(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _weight_dtype(module: torch.nn.Module, value: torch.Tensor) -> torch.dtype:
+    kind = value.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+
+
+def _is_channels_last(value: torch.Tensor) -> bool:
+    if value.dim() == 4:
+        strided = value.is_contiguous(memory_format=torch.channels_last)
+    elif value.dim() == 5:
+        strided = value.is_contiguous(memory_format=torch.channels_last_3d)
+    else:
+        return False
+    # One channel or one pixel is contiguous both ways: that says nothing.
+    return strided and not value.is_contiguous()
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    found = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor)]
+    found.extend(tuple(value.shape) for value in kwargs.values() if isinstance(value, torch.Tensor))
+    return found
+
+
+def _first_shape(batch: Any) -> tuple[int, ...]:
+    """The shape of the first tensor with a batch dimension in nested lists, tuples and dicts; () when there is none."""
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.shape)
+    if isinstance(batch, dict):
+        batch = tuple(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for part in batch[:8]:
+            shape = _first_shape(part)
+            if shape:
+                return shape
+    return ()
+
+
+def _with_gradient(owner: Any) -> list[torch.Tensor]:
+    """The first parameter of an optimizer or a module that has a gradient."""
+    if isinstance(owner, torch.nn.Module):
+        parameters = owner.parameters()
+    else:
+        parameters = (p for group in owner.param_groups for p in group["params"])
+    for parameter in parameters:
+        if parameter.grad is not None:
+            return [parameter]
+    return []

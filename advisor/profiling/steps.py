@@ -1,0 +1,465 @@
+"""What a training step is, found while the script runs, and the boundary at which everything else happens.
+
+A step is one period of the repeating sequence of `Optimizer.step` calls: each call for one optimizer, D and G together
+for a GAN, five D and one G for a WGAN. Gradient accumulation needs no rule of its own: backward passes are counted, not
+taken for steps. A `GradScaler` that skips an update still ends the step. Without any optimizer the period in the
+sequence of backward passes serves (hand-written updates); `advisor.step()` in the script overrides both. A loop
+without optimizer, backward or marker has no steps that advisor can see.
+
+An interval between two boundaries is `clean` when it holds one training step and nothing else. What else it may hold is
+noted as marks (a new epoch's iterator, evaluation, a compile, a skipped update); a mark that most intervals bear is part
+of the script's step (a `next(iter(loader))` each time) and does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from advisor.profiling import stop
+from advisor.profiling.patches import Patches
+from advisor.profiling.period import MAX_PERIOD, smallest_period
+from advisor.profiling.session import Session
+from advisor.profiling.training import StepEvent, Training
+
+# Marks count as unusual from the first interval on, but a mode of shapes or backward passes needs a few to compare with.
+MIN_INTERVALS = 4
+MAX_SIGNATURES = 64  # more distinct input shapes than this: shapes vary, and there is nothing to compare with
+# Backward passes without any Optimizer.step, while an optimizer exists, before they are taken for steps: accumulation
+# over more micro-batches than this has not been seen in CNN training.
+PATIENCE = 256
+# A listener that takes more of a step than this, and more than timer noise, has disturbed the next interval.
+LISTENER_FRAC, LISTENER_NS = 0.01, 200_000
+
+FIRST, PATTERN, EPOCH, EVALUATION = "first step", "step pattern changed", "new epoch", "evaluation"
+SKIPPED, SHAPES, BACKWARDS = "skipped by GradScaler", "another batch shape", "another number of backward passes"
+COMPILE, OWN = "compilation", "advisor's own work"
+
+
+@dataclass(slots=True, eq=False)
+class Interval:
+    """What was seen between two boundaries."""
+
+    backwards: int = 0
+    loader_ns: int = 0  # time of the training thread in the loader's next()
+    batches: int = 0
+    samples: int = 0  # from the loaders' batches; 0 when no loader was used
+    marks: set[str] = field(default_factory=set)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the inputs of the roots' training calls
+    loader_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    closure: bool = False  # an optimizer ran a closure: the number of backward passes is its own affair
+    replays: int = 0  # CUDA graphs replayed
+
+    @property
+    def signature(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.shapes or self.loader_shapes)
+
+
+class StepWatcher:
+    """Finds the steps and calls `training.on_step` at each boundary, from inside the user's own call.
+
+    `kind` is "optimizer", "period" (of backward passes), "marker" or "none"; `interval` is the last finished one and
+    `current` the one being filled. A listener's exception switches advisor off; StopTraining, SystemExit and
+    KeyboardInterrupt pass.
+    """
+
+    def __init__(self, training: Training, session: Session, patches: Patches) -> None:
+        self.training, self.session, self.patches = training, session, patches
+        self.kind = "none"
+        self.seen = 0  # boundaries so far
+        self.current, self.interval = Interval(), Interval()
+        self.in_backward = False
+        self.last_root: int = 0  # id of the root module called last, for the sequence of backward passes
+        self.thread = 0  # the training thread, known from the first backward or optimizer call on
+        self.closure_steps = False
+        self._loss: torch.Tensor | None = None
+        self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pattern: tuple[Hashable, ...] = ()
+        self._old_pattern: tuple[Hashable, ...] = ()
+        self._position = 0
+        self._history: deque[Hashable] = deque(maxlen=2 * MAX_PERIOD)
+        self._alive: set[int] = set()
+        self._optimizer_calls = 0
+        self._backward_calls = 0
+        self._changed = False
+        self._mark_counts: Counter[str] = Counter()
+        self._intervals = 0
+        self._signatures: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        self._usual_signature: tuple[tuple[int, ...], ...] = ()
+        self._backward_counts: Counter[int] = Counter()
+        self._previous_ns = 0
+        self._disturbed = False
+        self._compiles = 0
+
+    # -- what hooks report ------------------------------------------------------------------------------------------
+
+    def optimizer_called(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
+        """An `Optimizer.step` has run, or would have run had its GradScaler not skipped it."""
+        if _capturing():
+            return  # recorded into a CUDA graph, not run
+        self.thread = threading.get_ident()
+        self._optimizer_calls += 1
+        known = self.training.optimizers
+        if not any(optimizer is other for other in known):
+            known.append(optimizer)
+        if skipped:
+            self.current.marks.add(SKIPPED)
+        if self.kind == "marker":
+            return
+        if self.kind != "optimizer":
+            self._start("optimizer")
+            self._alive = {id(o) for o in living_optimizers()} | {id(optimizer)}
+        self._advance(id(optimizer))
+
+    def backward_starts(self, tensors: Any) -> None:
+        """A backward pass begins: remember its loss, detached and without a synchronisation."""
+        self.in_backward = True
+        tensor = tensors if isinstance(tensors, torch.Tensor) else None
+        if tensor is None and isinstance(tensors, (tuple, list)) and len(tensors) == 1:
+            tensor = tensors[0]
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
+            return
+        if self._scaled is not None and tensor is self._scaled[0]:
+            tensor = self._scaled[1]
+        self._loss = tensor.detach()
+
+    def backward_done(self, tensors: Any) -> None:
+        """A backward pass has returned."""
+        self._scaled = None
+        if _capturing():
+            return
+        self.current.backwards += 1
+        self._backward_calls += 1
+        if not self.thread:
+            self.thread = threading.get_ident()
+        if self._optimizer_calls or self.kind == "marker":
+            return
+        function = tensors.grad_fn if isinstance(tensors, torch.Tensor) else None
+        self._without_optimizer(("backward", self.last_root, type(function).__name__))
+
+    def graph_replayed(self, graph: Any) -> None:
+        """A CUDA graph was replayed by the script: the only trace of a step that was captured whole."""
+        if self.in_backward or _capturing():
+            return
+        self.current.replays += 1
+        if not self._optimizer_calls and not self._backward_calls and self.kind != "marker":
+            self.thread = threading.get_ident()
+            self._without_optimizer(("replay", id(graph)))
+
+    def loss_scaled(self, plain: Any, scaled: Any) -> None:
+        """A GradScaler has scaled a loss: the plain one is the one to remember."""
+        if isinstance(plain, torch.Tensor) and isinstance(scaled, torch.Tensor):
+            self._scaled = (scaled, plain.detach())
+
+    def batch_loaded(self, shape: tuple[int, ...], nanoseconds: int) -> None:
+        """A DataLoader has handed out a batch whose first tensor has `shape` (empty: none found)."""
+        interval = self.current
+        interval.loader_ns += nanoseconds
+        interval.batches += 1
+        if shape:
+            interval.samples += shape[0]
+            interval.loader_shapes.append(shape)
+
+    def note(self, mark: str) -> None:
+        """The running interval holds something that is no training step."""
+        self.current.marks.add(mark)
+
+    def mark(self) -> None:
+        """`advisor.step()`: a step ends here, by the script's own word. From the first call on only this counts."""
+        if not self.patches.active:
+            stop.insist()
+            return
+        self.thread = threading.get_ident()
+        if self.kind != "marker":
+            self._start("marker")
+        self._boundary()
+
+    @property
+    def usual_backwards(self) -> int:
+        """Backward passes of most steps; 0 before the first."""
+        return self._backward_counts.most_common(1)[0][0] if self._backward_counts else 0
+
+    @property
+    def pattern_length(self) -> int:
+        """Optimizer calls (or backward passes) in a step; 0 while undecided."""
+        return len(self._pattern)
+
+    def detach(self) -> None:
+        """Take all hooks back; the script goes on untouched."""
+        self.patches.restore_all()
+
+    # -- the sequence -----------------------------------------------------------------------------------------------
+
+    def _start(self, kind: str) -> None:
+        self._changed = self.kind != "none" and self.seen > 0
+        self.kind = kind
+        self._pattern, self._position = (), 0
+        self._history.clear()
+
+    def _without_optimizer(self, key: Hashable) -> None:
+        if self.kind == "period":
+            self._advance(key)
+            return
+        self._history.append(key)
+        count = self._backward_calls + self.current.replays
+        # A scan for optimizers that exist and were not called yet costs milliseconds: at 3, 6, 12, … calls only.
+        if count < 3 or (count % 3 or (count // 3) & (count // 3 - 1)):
+            return
+        if living_optimizers() and count < PATIENCE:
+            return
+        history = list(self._history)
+        self._start("period")
+        self._alive = set()
+        for entry in history[:-1]:
+            self._history.append(entry)
+        self._advance(key)
+
+    def _advance(self, key: Hashable) -> None:
+        if self._pattern:
+            if key == self._pattern[self._position]:
+                self._position += 1
+                if self._position == len(self._pattern):
+                    self._position = 0
+                    self._boundary()
+                return
+            self._old_pattern, self._pattern = self._pattern, ()
+            self._changed = True
+            self._history.clear()
+            if self.kind == "optimizer":
+                self._alive = {id(o) for o in living_optimizers()} | {id(o) for o in self.training.optimizers}
+        self._history.append(key)
+        period = self._find_period()
+        if not period:
+            return
+        self._settle(tuple(self._history)[-period:])
+        if not self._position:
+            self._boundary()
+
+    def _find_period(self) -> int:
+        if self.kind == "period":
+            return smallest_period(self._history)
+        if len(self._alive) == 1 and len(set(self._history)) == 1:
+            return 1
+        period = smallest_period(self._history, covering=self._alive)
+        if not period and len(self._history) > MAX_PERIOD:
+            # An optimizer that exists is never stepped: go by those that are.
+            period = smallest_period(self._history, covering=set(self._history))
+        return period
+
+    def _settle(self, pattern: tuple[Hashable, ...]) -> None:
+        self._position = 0
+        old = self._old_pattern
+        if len(old) == len(pattern):
+            # The same round entered elsewhere (one update was left out): keep where the step began before.
+            for shift in range(len(old)):
+                if old[shift:] + old[:shift] == pattern:
+                    pattern, self._position = old, shift
+                    break
+        self._pattern = pattern
+        if self.kind == "optimizer":
+            stepped = set(pattern)
+            self.training.optimizers[:] = [o for o in self.training.optimizers if id(o) in stepped]
+        self._history.clear()
+
+    # -- the boundary -----------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        stop.insist()
+        training = self.training
+        event = None
+        if training.device.type == "cpu" and training.optimizers:
+            training.device = _device_of(training.optimizers[0])
+        if training.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(training.device))
+        now = time.perf_counter_ns()
+        interval, self.current = self.current, Interval()
+        self.interval = interval
+        reason = self._judge(interval)
+        loss, self._loss = self._loss, None
+        step = StepEvent(index=self.seen, host_ns=now, event=event, clean=not reason, reason=reason, loss=loss)
+        self.seen += 1
+        for listener in tuple(training.on_step):
+            try:
+                listener(step)
+            except Exception as error:
+                self.patches.switch_off(error)
+                return
+        taken = time.perf_counter_ns() - now
+        self._disturbed = taken > max(LISTENER_NS, LISTENER_FRAC * (now - self._previous_ns))
+        self._previous_ns = now
+
+    def _judge(self, interval: Interval) -> str:
+        """Why the interval is not clean; "" when it is."""
+        reasons = []
+        if not self.seen:
+            reasons.append(FIRST)
+        if self._changed:
+            reasons.append(PATTERN)
+            self._changed = False
+        compiles = _compile_count()
+        if compiles != self._compiles:
+            self._compiles = compiles
+            interval.marks.add(COMPILE)
+        self._intervals += 1
+        self._mark_counts.update(interval.marks)
+        for mark in sorted(interval.marks):
+            if self._intervals < MIN_INTERVALS or 2 * self._mark_counts[mark] <= self._intervals:
+                reasons.append(mark)
+        usual = self.usual_backwards
+        self._backward_counts[interval.backwards] += 1
+        self.closure_steps |= interval.closure
+        if self._intervals > MIN_INTERVALS and interval.backwards != usual and not self.closure_steps:
+            reasons.append(BACKWARDS)
+        if self._other_shapes(interval.signature):
+            reasons.append(SHAPES)
+        if self._disturbed:
+            reasons.append(OWN)
+        return reasons[0] if reasons else ""
+
+    def _other_shapes(self, signature: tuple[tuple[int, ...], ...]) -> bool:
+        counts = self._signatures
+        if not signature or len(counts) > MAX_SIGNATURES or self.closure_steps:
+            return False
+        counts[signature] += 1
+        if counts[signature] >= counts[self._usual_signature]:
+            self._usual_signature = signature
+        usual = counts[self._usual_signature]
+        total = sum(counts.values()) if len(counts) > 1 else usual
+        other = signature != self._usual_signature
+        if other and (not _smaller_batch(signature, self._usual_signature) or 5 * (total - usual) > total > 10):
+            # Not the epoch's last, smaller batch: the shapes vary from step to step.
+            self.training.fixed_shapes = False
+        return other and 2 * usual > total
+
+
+def attach(training: Training, session: Session, patches: Patches | None = None) -> StepWatcher:
+    """Hook optimizers, backward passes, GradScalers and graph replays; boundaries are reported from now on.
+
+    Taken back by `StepWatcher.detach()`. The hooks change no random state, no argument and no result.
+    """
+    patches = patches or Patches()
+    watcher = StepWatcher(training, session, patches)
+    guard = patches.guard
+
+    optimizer_called = guard(watcher.optimizer_called)
+    backward_starts, backward_done = guard(watcher.backward_starts), guard(watcher.backward_done)
+
+    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (len(args) > 1 and callable(args[1])) or kwargs.get("closure") is not None:
+            watcher.current.closure = True
+
+    def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer_called(optimizer)
+
+    patches.undo(register_optimizer_step_pre_hook(before_step).remove)
+    patches.undo(register_optimizer_step_post_hook(after_step).remove)
+
+    # Tensor.backward and everything else ends up in these two.
+    for name in ("backward", "grad"):
+        _wrap_engine(watcher, name, backward_starts, backward_done)
+
+    scaler = torch.amp.grad_scaler.GradScaler
+    plain_step, plain_scale = scaler.step, scaler.scale
+    loss_scaled = guard(watcher.loss_scaled)
+    seen_scaler = guard(lambda found: _append_new(training.scalers, found))
+
+    @wraps(plain_step)
+    def scaler_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not patches.active or not self._enabled:
+            return plain_step(self, optimizer, *args, **kwargs)
+        seen_scaler(self)
+        calls = watcher._optimizer_calls
+        result = plain_step(self, optimizer, *args, **kwargs)
+        if watcher._optimizer_calls == calls:
+            optimizer_called(optimizer, True)
+        return result
+
+    @wraps(plain_scale)
+    def scaler_scale(self: Any, outputs: Any) -> Any:
+        result = plain_scale(self, outputs)
+        loss_scaled(outputs, result)
+        return result
+
+    patches.replace(scaler, "step", scaler_step)
+    patches.replace(scaler, "scale", scaler_scale)
+
+    graph = torch.cuda.CUDAGraph
+    plain_replay = graph.replay
+    graph_replayed = guard(watcher.graph_replayed)
+
+    @wraps(plain_replay)
+    def replay(self: Any) -> Any:
+        result = plain_replay(self)
+        graph_replayed(self)
+        return result
+
+    patches.replace(graph, "replay", replay)
+    return watcher
+
+
+def _wrap_engine(watcher: StepWatcher, name: str, starts: Any, done: Any) -> None:
+    plain = getattr(torch.autograd, name)
+
+    @wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not watcher.patches.active or kwargs.get("create_graph"):
+            return plain(*args, **kwargs)  # create_graph: a gradient penalty, part of a loss that comes later
+        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        starts(tensors)
+        try:
+            result = plain(*args, **kwargs)
+        finally:
+            watcher.in_backward = False
+        done(tensors)
+        return result
+
+    watcher.patches.replace(torch.autograd, name, run)
+
+
+def living_optimizers() -> list[torch.optim.Optimizer]:
+    """All optimizer objects in the process, stepped or not; a scan of the heap, milliseconds."""
+    base = torch.optim.Optimizer
+    # type(), not isinstance(): asking an object for its __class__ may run the user's code.
+    return [found for found in gc.get_objects() if base in type(found).__mro__ and getattr(found, "param_groups", None)]
+
+
+def _append_new(found: list[Any], value: Any) -> None:
+    if not any(value is other for other in found):
+        found.append(value)
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return parameter.device  # type: ignore[no-any-return]
+    return torch.device("cpu")
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def _compile_count() -> int:
+    """Frames that Dynamo has compiled so far; 0 when it was never loaded. Never loads it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
+
+
+def _smaller_batch(signature: tuple[tuple[int, ...], ...], usual: tuple[tuple[int, ...], ...]) -> bool:
+    """The same shapes with fewer samples in front."""
+    return len(signature) == len(usual) and all(
+        len(a) == len(b) and a[1:] == b[1:] and a[:1] <= b[:1] for a, b in zip(signature, usual, strict=True)
+    )
