@@ -1,0 +1,97 @@
+"""`advisor apply`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from advisor.cli import output
+from advisor.cli.ask import ask
+from advisor.cli.parameters import (
+    SCRIPT_CONTEXT,
+    Duration,
+    Percent,
+    format_option,
+    module_option,
+    rules_option,
+    verbosity_options,
+    words_argument,
+)
+from advisor.cli.progress import Progress
+
+
+@click.command(context_settings=SCRIPT_CONTEXT)
+@click.option("--auto", is_flag=True, help="Try every change without asking; keep what is proved.")
+@click.option("--dry-run", is_flag=True, help="Show what would be tried, in order; try nothing.")
+@click.option("--only", multiple=True, metavar="ID", help="Try only this transform (repeatable).")
+@click.option("--skip", multiple=True, metavar="ID", help="Do not try this transform (repeatable).")
+@click.option("--min-gain", type=Percent(), default="1%", show_default=True, help="Keep a change only above this gain.")
+@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End the search after this long.")
+@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
+@rules_option
+@format_option("text", "json", "md")
+@verbosity_options
+@module_option
+@words_argument
+def apply(
+    words: tuple[str, ...],
+    *,
+    module: bool,
+    auto: bool,
+    dry_run: bool,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    min_gain: float,
+    max_time: float,
+    out: Path | None,
+    rules_dirs: tuple[Path, ...],
+    form: str,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Try each change in the running loop of SCRIPT, keep what is right and faster, and write plan.yaml.
+
+    A change is kept only if it took effect, left the training right, and is faster beyond noise. The search only
+    measures: it ends when it is done and leaves your files as they were. With --auto and no SCRIPT, the last profiled
+    run in this directory says what to run. Without --auto you are asked before each change.
+
+    \b
+    Examples:
+      advisor apply --auto train.py --lr 0.1
+      advisor apply --auto                      the script that was profiled last
+      advisor apply --dry-run train.py
+      advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
+    """
+    if not words and not auto and not dry_run:
+        raise click.UsageError(
+            "no script; name one, or use --auto for the one that was profiled last", click.get_current_context()
+        )
+    if clash := set(only) & set(skip):
+        raise click.UsageError(f"{sorted(clash)[0]} is in both --only and --skip", click.get_current_context())
+    from advisor import pipeline
+
+    with Progress(live=auto, quiet=quiet, verbose=verbose) as say:
+        result = pipeline.apply(
+            words,
+            module=module,
+            auto=auto,
+            ask=None if auto or dry_run else ask,
+            dry_run=dry_run,
+            only=only,
+            skip=skip,
+            min_gain=min_gain,
+            max_time_s=max_time,
+            out=out,
+            rules_dirs=rules_dirs,
+            say=say,
+        )
+    stream = sys.stderr if form == "text" else sys.stdout
+    if form != "text" and result.profile is not None:
+        output.say(output.run_text(form, result.profile, result.findings, result.log, stream=stream), stream)
+    elif not quiet or dry_run:
+        output.say(output.apply_text(result.profile, result.findings, result.log, dry_run=dry_run, stream=stream))
+    if not quiet:
+        output.say(output.files_text(result.run_dir))
+    return int(result.exit_code)

@@ -1,0 +1,49 @@
+"""Asks a person before each change."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from advisor.core.errors import AdvisorError
+from advisor.core.findings import Recommendation
+from advisor.reporting import wording
+
+
+def terminal() -> tuple[TextIO, TextIO]:
+    """Streams to read answers from and write questions to: the controlling terminal if there is one.
+
+    stdin may be meant for the script, so it is read only where it is a terminal itself, or where there is none.
+    """
+    if not sys.stdin.isatty():
+        try:
+            return open("/dev/tty", encoding="utf-8"), open("/dev/tty", "w", encoding="utf-8")
+        except OSError:
+            pass
+    return sys.stdin, sys.stderr
+
+
+def ask(recommendation: Recommendation) -> bool:
+    """Put one recommendation to the person and return the answer.
+
+    Raises:
+        AdvisorError: when nobody is there to answer.
+    """
+    answers, questions = terminal()
+    about = [wording.SEMANTICS[recommendation.semantics]]
+    if recommendation.predicted is not None:
+        about.insert(0, f"predicted to save {wording.gain(recommendation.predicted)} of the step")
+    questions.write(f"\n{recommendation.title or recommendation.transform} ({'; '.join(about)})\n")
+    if recommendation.reason:
+        questions.write(f"  {recommendation.reason}\n")
+    while True:
+        questions.write("Try it? [y/n] ")
+        questions.flush()
+        answer = answers.readline()
+        if not answer:
+            raise AdvisorError(
+                "`apply` asks before each change, and nobody is there to answer",
+                fix="Use --auto to try them all, or --dry-run to see them.",
+            )
+        if answer.strip().lower() in ("y", "yes", "n", "no"):
+            return answer.strip().lower().startswith("y")

@@ -1,0 +1,56 @@
+"""`advisor compare`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from advisor.cli import output
+from advisor.cli.parameters import Percent, format_option
+from advisor.core.errors import ExitCode
+from advisor.core.storage import to_plain
+
+
+@click.command()
+@click.option(
+    "--fail-on-regression",
+    "tolerance",
+    type=Percent(),
+    metavar="SHARE",
+    help="Exit with 1 when B's step is slower by more than this, beyond noise; with 4 when that cannot be decided.",
+)
+@format_option("text", "json", "md")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+def compare(a: str, b: str, *, tolerance: float | None, form: str) -> int:
+    """Compare recorded run B with A: step time with an interval, kernels, launches, bytes, memory.
+
+    Times are compared only between runs of the same machine; counts and bytes always are.
+
+    \b
+    Examples:
+      advisor compare advisor-runs/base last
+      advisor compare base new --fail-on-regression 3%
+    """
+    from advisor import pipeline
+    from advisor.reporting import terminal
+    from advisor.reporting.compare import Regression, compare_markdown, compare_profiles
+
+    comparison = compare_profiles(pipeline.load_run(a).profile, pipeline.load_run(b).profile)
+    if form == "json":
+        text = output.json_text({"schema_version": 1, **to_plain(comparison)})
+    elif form == "md":
+        text = compare_markdown(comparison)
+    else:
+        text = terminal.comparison_text(comparison, width=output.width(), color=output.color(sys.stdout))
+    output.say(text, sys.stdout)
+    if tolerance is None:
+        return ExitCode.OK
+    verdict = comparison.regression(tolerance)
+    output.say(f"advisor: {verdict.detail}")
+    return {
+        Regression.NO: ExitCode.OK,
+        Regression.YES: ExitCode.FINDINGS,
+        Regression.UNDECIDED: ExitCode.INCONCLUSIVE,
+    }[verdict.outcome]

@@ -1,0 +1,55 @@
+"""`advisor kernels`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from advisor.cli import output
+from advisor.cli.parameters import format_option
+from advisor.cli.progress import Progress
+from advisor.core.errors import ExitCode
+
+
+@click.group()
+def kernels() -> None:
+    """List the bundled CUDA kernels, or check them on this GPU."""
+
+
+@kernels.command("list")
+@format_option("text", "json")
+def list_kernels(form: str) -> None:
+    """List every bundled kernel with what it takes the place of. Needs no GPU.
+
+    \b
+    Example:
+      advisor kernels list
+    """
+    from advisor import pipeline
+
+    _show(pipeline.kernels_list(), form)
+
+
+@kernels.command()
+@format_option("text", "json")
+def verify(form: str) -> int:
+    """Compile each kernel for this GPU and compare it with its reference. Exits with 1 when one is wrong, 5 without a GPU.
+
+    \b
+    Example:
+      advisor kernels verify
+    """
+    from advisor import pipeline
+
+    with Progress(live=True) as say:
+        rows = pipeline.kernels_verify(say)
+    _show(rows, form)
+    return ExitCode.OK if all(row.get("passed", False) for row in rows) else ExitCode.FINDINGS
+
+
+def _show(rows: list[dict[str, object]], form: str) -> None:
+    from advisor.reporting.terminal import records_text
+
+    text = output.json_text(rows) if form == "json" else records_text(rows, width=output.width())
+    output.say(text, sys.stdout)

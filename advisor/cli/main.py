@@ -1,0 +1,127 @@
+"""The `advisor` command: a click group whose commands are imported when they are asked for."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from advisor import __version__
+from advisor.core.errors import AdvisorError, ExitCode
+
+# name → (module under advisor.cli, attribute, one line of help). The line stands here so that `--help` imports no command.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "profile": ("profile", "profile", "Run a training script and see where a step's time goes."),
+    "recommend": ("recommend", "recommend", "Say what would make a recorded run faster, and by how much."),
+    "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
+    "run": ("run", "run", "Train with a proved plan, no search."),
+    "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
+    "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
+    "rules": ("rules_commands", "rules", "List, show, test and lint the rules."),
+    "kernels": ("kernels", "kernels", "List the bundled CUDA kernels, or check them on this GPU."),
+    "bench": ("bench", "bench", "Measure the bundled kernels, or whole models, on this machine."),
+    "doctor": ("doctor", "doctor", "Say what can be measured here, and how to get the rest."),
+}
+
+INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
+
+
+class AdvisorGroup(click.Group):
+    """Imports a command when it is called, and turns every failure into one line on stderr and the right exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command = getattr(import_module(f"advisor.cli.{module}"), attribute)
+        assert isinstance(command, click.Command)  # a line of COMMANDS names something else
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            name = args[0]
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            if name.endswith(".py"):
+                fix = f"To profile a script: `advisor profile {name}`."
+            else:
+                fix = f"Did you mean `advisor {close[0]}`?" if close else "See `advisor --help`."
+            raise AdvisorError(f"no command {name!r}", expected="one of " + ", ".join(COMMANDS), fix=fix)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        try:
+            result = super().main(args, prog_name or "advisor", complete_var, standalone_mode=False, **extra)
+            code = result if isinstance(result, int) else ExitCode.OK
+            sys.stdout.flush()
+        except AdvisorError as error:
+            code = _fail(str(error), error.exit_code)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "advisor"
+            code = _fail(f"{error.format_message().rstrip('.')}. See `{command} --help`.", ExitCode.USAGE)
+        except click.ClickException as error:
+            code = _fail(error.format_message(), ExitCode.USAGE)
+        except (click.Abort, KeyboardInterrupt):
+            code = _fail("interrupted", INTERRUPTED)
+        except SystemExit:  # click's own answer to a closed pipe (`advisor report last | head`); it has silenced stdout
+            code = CLOSED_PIPE
+        except Exception as error:  # the last line of defence: users see one line, developers ask for more
+            text = str(error).splitlines()[0] if str(error) else ""
+            line = f"internal error: {type(error).__name__}{': ' + text if text else ''}"
+            if os.environ.get("ADVISOR_LOG") == "debug":
+                traceback.print_exc()
+                code = _fail(line, ExitCode.OWN_FAULT)
+            else:
+                code = _fail(f"{line}. Set ADVISOR_LOG=debug to see the traceback.", ExitCode.OWN_FAULT)
+        sys.exit(int(code))
+
+
+def _fail(line: str, code: int) -> int:
+    click.echo(f"advisor: {line}", err=True)
+    return code
+
+
+@click.group(
+    cls=AdvisorGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: `profile` and `run` end with the script's own. Otherwise 0 done; 1 findings at --fail-on or a "
+    "regression; 2 wrong usage or bad input; 3 a fault of advisor's own; 4 inconclusive; 5 a GPU is required.",
+)
+@click.version_option(__version__, "-V", "--version", message="advisor %(version)s")
+def cli() -> None:
+    """Make the CNN training you already have run as fast as your GPU allows, and prove it.
+
+    \b
+    advisor profile train.py --lr 0.1        look: where the time goes, what would help, how much
+    advisor apply --auto train.py --lr 0.1   do it: try each change live, keep what is proved
+    advisor run train.py --lr 0.1            use it: train with the proved plan
+
+    The script is not edited. What it prints on stdout stays its own; advisor speaks on stderr.
+    Set ADVISOR_DISABLE=1 to switch advisor off altogether.
+    """
+
+
+def main() -> NoReturn:
+    """Entry point of the `advisor` command and of `python -m advisor`. Ends the process."""
+    cli.main()

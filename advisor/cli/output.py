@@ -1,0 +1,109 @@
+"""Puts a result on a stream in the format asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from advisor.cli.parameters import SEVERITIES
+from advisor.core.findings import Findings, Outcome
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import TrialLog
+
+FILES = ("report.html", "plan.yaml", "profile.json", "findings.json", "trials.json")
+
+
+def width() -> int:
+    """Columns to write for: those of the terminal (or `COLUMNS`), 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def color(stream: TextIO) -> bool:
+    """Whether to colour: on a terminal, unless `NO_COLOR` is set or the terminal is dumb."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON of plain data."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def run_text(
+    form: str,
+    profile: StepProfile,
+    findings: Findings | None,
+    trials: TrialLog | None,
+    *,
+    stream: TextIO,
+    explain: bool = False,
+) -> str:
+    """A run as `text`, `json`, `md` or `html`."""
+    if form == "html":
+        from advisor.reporting.html import report_html
+
+        return report_html(profile, findings, trials)
+    if form == "json":
+        from advisor.reporting.machine import report_json
+
+        return json_text(report_json(profile, findings, trials))
+    if form == "md":
+        from advisor.reporting.machine import markdown
+
+        return markdown(profile, findings, trials)
+    from advisor.reporting import terminal
+
+    columns, paint, command = width(), color(stream), program()
+    text = terminal.profile_text(
+        profile, findings, columns, paint, command=command, explain=explain, trials_follow=trials is not None
+    )
+    return text if trials is None else f"{text}\n\n{terminal.trials_text(trials, columns, paint, command=command)}"
+
+
+def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:
+    """Where the run's files are, those that exist."""
+    present = [name for name in names if (run_dir / name).exists()]
+    lines = [f"Run    {run_dir}"]
+    for name, label in (("report.html", "Report"), ("plan.yaml", "Plan  ")):
+        if name in present:
+            lines.append(f"{label} {run_dir / name}")
+    return "\n".join(lines)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write text and a newline to stderr, or to another stream."""
+    click.echo(text, file=stream or sys.stderr, color=True)  # colours are decided above; click must not strip them
+
+
+def program() -> str:
+    """How this command was called, for the commands that we tell people to type."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
+    return "advisor" if name != "__main__.py" else f"{Path(sys.executable).name} -m advisor"
+
+
+def apply_text(
+    profile: StepProfile | None, findings: Findings | None, trials: TrialLog | None, *, dry_run: bool, stream: TextIO
+) -> str:
+    """What `apply` says when it is done: the trials, or with `dry_run` what would be tried."""
+    from advisor.reporting import terminal
+
+    if dry_run or trials is None:
+        return terminal.recommendations_text(profile, findings, width(), color(stream), command=program())
+    return terminal.trials_text(trials, width(), color(stream), command=program())
+
+
+def reaches(findings: Findings | None, severity: str | None) -> bool:
+    """True when a rule of this severity or above has fired."""
+    if findings is None or severity is None:
+        return False
+    bar = SEVERITIES.index(severity)
+    return any(
+        f.outcome is Outcome.FIRED and f.severity in SEVERITIES and SEVERITIES.index(f.severity) >= bar
+        for f in findings.findings
+    )

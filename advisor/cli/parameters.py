@@ -1,0 +1,117 @@
+"""Option types and options that several commands share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SEVERITIES = ("info", "low", "medium", "high")
+
+_DURATION = re.compile(r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s?)?")
+
+
+class Percent(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """A share: `3%`, or the fraction `0.03`. A bare number of 1 or more is refused, since it could mean either."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the fraction, 0 to 1."""
+        if isinstance(value, float):
+            return value
+        text = str(value).strip()
+        try:
+            number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            self.fail(f"{text!r} is not a share; write 3% or 0.03", param, ctx)
+        if not text.endswith("%") and number >= 1:
+            self.fail(f"{text!r} could mean {text}% or a factor; write {text}% or a fraction below 1", param, ctx)
+        if not 0 <= number < 1 or math.isnan(number):
+            self.fail(f"{text!r} is outside 0% to 100%", param, ctx)
+        return number
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """A time span: `90s`, `10m`, `1h30m`; a bare number counts seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return seconds, above 0."""
+        if isinstance(value, float):
+            return value
+        text = str(value).strip().lower().replace(" ", "")
+        match = _DURATION.fullmatch(text)
+        seconds = (
+            sum(float(match[unit] or 0) * size for unit, size in (("h", 3600), ("m", 60), ("s", 1))) if match else 0
+        )
+        if not seconds:
+            self.fail(f"{value!r} is not a time span above zero; write 90s, 10m or 1h30m", param, ctx)
+        return float(seconds)
+
+
+class Override(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """`RULE.METRIC=VALUE`: another threshold for one condition of one rule."""
+
+    name = "rule.metric=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Return (`RULE.METRIC`, `VALUE`), both as written."""
+        key, equals, text = str(value).partition("=")
+        rule, dot, metric = key.strip().rpartition(".")
+        if not (equals and dot and rule and metric and text.strip()):
+            self.fail(f"{value!r} is not RULE.METRIC=VALUE, such as launch-bound.idle_launch_frac=0.1", param, ctx)
+        return key.strip(), text.strip()
+
+
+SCRIPT_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+# Everything after the first positional belongs to the script, untouched, options included.
+words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+# A flag, not an option with a value: with a value click would go on reading the module's own options as ours.
+module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a module to run, as in `python -m`.")
+run_argument = click.argument("run", metavar="RUN")
+
+
+def rules_option(function: F) -> F:
+    """`--rules DIR`, repeatable: more rules beside the bundled ones."""
+    return click.option(
+        "--rules",
+        "rules_dirs",
+        multiple=True,
+        type=click.Path(exists=True, path_type=Path),
+        metavar="DIR",
+        help="Load more rules from this folder (repeatable).",
+    )(function)
+
+
+def format_option(*formats: str) -> Callable[[F], F]:
+    """`--format`, of which the first in `formats` is the default."""
+    return click.option(
+        "--format", "form", type=click.Choice(formats), default=formats[0], show_default=True, help="How to show it."
+    )
+
+
+def fail_on_option(function: F) -> F:
+    """`--fail-on SEVERITY`."""
+    return click.option(
+        "--fail-on",
+        type=click.Choice(SEVERITIES),
+        metavar="SEVERITY",
+        help="Exit with 1 when a rule of this severity or above fires: info, low, medium or high.",
+    )(function)
+
+
+def verbosity_options(function: F) -> F:
+    """`-q` and `-v`, which exclude each other."""
+    function = click.option("-q", "--quiet", is_flag=True, help="No progress and no report on stderr; files only.")(
+        function
+    )
+    return click.option("-v", "--verbose", is_flag=True, help="Every progress message on a line of its own.")(function)

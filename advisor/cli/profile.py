@@ -1,0 +1,93 @@
+"""`advisor profile`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from advisor.cli import output
+from advisor.cli.parameters import (
+    SCRIPT_CONTEXT,
+    fail_on_option,
+    format_option,
+    module_option,
+    rules_option,
+    verbosity_options,
+    words_argument,
+)
+from advisor.cli.progress import Progress
+from advisor.core.errors import ExitCode
+
+
+@click.command(context_settings=SCRIPT_CONTEXT)
+@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
+@click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps to let pass first.")
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Steps to time, no profiler on.")
+@click.option("--detail-steps", type=click.IntRange(1, 50), default=3, show_default=True, help="Steps to trace.")
+@click.option(
+    "--keep-running", is_flag=True, help="Let the script train to its end; by default it is stopped once measured."
+)
+@click.option("--no-counters", is_flag=True, help="Do not read hardware counters; DRAM bytes are then modelled.")
+@rules_option
+@fail_on_option
+@format_option("text", "json", "md")
+@verbosity_options
+@module_option
+@words_argument
+def profile(
+    words: tuple[str, ...],
+    *,
+    module: bool,
+    out: Path | None,
+    warmup: int,
+    steps: int,
+    detail_steps: int,
+    keep_running: bool,
+    no_counters: bool,
+    rules_dirs: tuple[Path, ...],
+    fail_on: str | None,
+    form: str,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Run a training SCRIPT and see where a step's time goes.
+
+    The script runs unchanged, with its own interpreter, arguments and stdout. Steps are found by themselves
+    (`Optimizer.step`, or `advisor.step()` in the script). Once measured, the script is stopped cleanly. The exit code
+    is the script's own.
+
+    \b
+    Examples:
+      advisor profile train.py --lr 0.1
+      advisor profile --steps 50 -o runs/base -m mypackage.train --epochs 1
+      advisor profile -- torchrun --nproc-per-node 4 train.py
+
+    The report goes to stderr; with `--format json` or `md` it goes to stdout after the script's own output.
+    """
+    if not words:
+        raise click.UsageError("no script to profile", click.get_current_context())
+    from advisor import pipeline
+
+    with Progress(quiet=quiet, verbose=verbose) as say:
+        result = pipeline.profile(
+            words,
+            module=module,
+            out=out,
+            warmup=warmup,
+            steps=steps,
+            detail_steps=detail_steps,
+            keep_running=keep_running,
+            counters=not no_counters,
+            rules_dirs=rules_dirs,
+            say=say,
+        )
+    stream = sys.stderr if form == "text" else sys.stdout
+    if result.profile is not None and not (quiet and form == "text"):
+        output.say(output.run_text(form, result.profile, result.findings, None, stream=stream), stream)
+    if not quiet:
+        output.say(output.files_text(result.run_dir))
+    if result.exit_code == 0 and output.reaches(result.findings, fail_on):
+        return ExitCode.FINDINGS
+    return int(result.exit_code)

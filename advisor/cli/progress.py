@@ -1,0 +1,70 @@
+"""Progress on stderr while a script runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from typing import TextIO
+
+_NUMBERS = re.compile(r"\d[\d.,]*")
+REPEAT_AFTER_S = 10.0  # how long a message that only counts on stays unsaid where lines cannot be replaced
+
+
+class Progress:
+    """Call it with one line of text.
+
+    Messages that differ only in their numbers ("step 3 of 20", "step 4 of 20") are one message that counts on. With
+    `live`, and on a terminal, it is redrawn in place; elsewhere it is printed when it first comes and then at most
+    every ten seconds, so that logs stay short. Other messages get a line each. `live` is for commands that own the
+    terminal: where the script prints beside us, redrawing would run into its output.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, live: bool = False, quiet: bool = False, verbose: bool = False):
+        self._stream = stream or sys.stderr
+        self._live = live and not verbose and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._quiet, self._verbose = quiet, verbose
+        self._shape, self._said_at, self._open = "", 0.0, False
+
+    def __call__(self, text: str) -> None:
+        if self._quiet:
+            return
+        line = "[advisor] " + " ".join(text.split())
+        shape = _NUMBERS.sub("#", line)
+        try:
+            if self._live:
+                self._redraw(line, same=shape == self._shape)
+            elif self._verbose or shape != self._shape or time.monotonic() - self._said_at >= REPEAT_AFTER_S:
+                self._stream.write(line + "\n")
+                self._said_at = time.monotonic()
+            self._stream.flush()
+        except (OSError, ValueError):  # a closed or full stderr must not end a training run
+            self._quiet = True
+        self._shape = shape
+
+    def _redraw(self, line: str, *, same: bool) -> None:
+        width = shutil.get_terminal_size().columns
+        if len(line) >= width:
+            line = line[: max(width - 2, 1)] + "…"
+        if self._open and not same:
+            self._stream.write("\n")
+        self._stream.write(f"\r\x1b[2K{line}")
+        self._open = True
+
+    def close(self) -> None:
+        """End the live line, so that what follows starts on a line of its own."""
+        if self._open:
+            self._open = False
+            try:
+                self._stream.write("\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._quiet = True
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,54 @@
+"""`advisor recommend`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from advisor.cli import output
+from advisor.cli.parameters import Override, fail_on_option, format_option, rules_option, run_argument
+from advisor.core.errors import ExitCode
+
+
+@click.command()
+@rules_option
+@click.option("--select", multiple=True, metavar="RULE", help="Only these rules (repeatable).")
+@click.option("--ignore", multiple=True, metavar="RULE", help="Leave these rules out (repeatable).")
+@click.option(
+    "--set", "overrides", multiple=True, type=Override(), help="Another threshold for one condition (repeatable)."
+)
+@fail_on_option
+@click.option("--explain", is_flag=True, help="Show every condition with its value, and the rules that did not fire.")
+@format_option("text", "json", "md")
+@run_argument
+def recommend(
+    run: str,
+    *,
+    rules_dirs: tuple[Path, ...],
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    overrides: tuple[tuple[str, str], ...],
+    fail_on: str | None,
+    explain: bool,
+    form: str,
+) -> int:
+    """Say what would make a recorded run faster, and by how much. Needs no GPU.
+
+    RUN is a run's folder, or `last`.
+
+    \b
+    Examples:
+      advisor recommend last
+      advisor recommend advisor-runs/train-20261120-1 --explain
+      advisor recommend last --set launch-bound.idle_launch_frac=0.1 --fail-on high
+    """
+    from advisor import pipeline
+
+    loaded = pipeline.load_run(run)
+    profile, findings = pipeline.recommend(
+        loaded.run_dir, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=dict(overrides)
+    )
+    output.say(output.run_text(form, profile, findings, None, stream=sys.stdout, explain=explain), sys.stdout)
+    return ExitCode.FINDINGS if output.reaches(findings, fail_on) else ExitCode.OK

@@ -1,0 +1,51 @@
+"""`advisor report`."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from pathlib import Path
+
+import click
+
+from advisor.cli import output
+from advisor.cli.parameters import format_option, run_argument
+from advisor.core.storage import write_text
+
+
+@click.command()
+@click.option(
+    "--html",
+    "html_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the HTML report to FILE.",
+)
+@click.option("--open", "open_it", is_flag=True, help="Open the HTML report in a browser.")
+@click.option("--explain", is_flag=True, help="With text: every condition of each finding with its value.")
+@format_option("text", "json", "md", "html")
+@run_argument
+def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, form: str) -> None:
+    """Show a recorded run again. RUN is a run's folder, or `last`.
+
+    \b
+    Examples:
+      advisor report last
+      advisor report last --open
+      advisor report advisor-runs/train-20261120-1 --html out.html
+      advisor report last --format md >> "$GITHUB_STEP_SUMMARY"
+    """
+    from advisor import pipeline
+
+    loaded = pipeline.load_run(run)
+    if html_file or open_it:
+        path = html_file or loaded.run_dir / "report.html"
+        write_text(path, output.run_text("html", loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout))
+        output.say(f"Report {path}")
+        if open_it and not webbrowser.open(path.resolve().as_uri()):
+            output.say("No browser could be started; open the file above.")
+        return
+    text = output.run_text(form, loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout, explain=explain)
+    output.say(text, sys.stdout)
+    if form == "text":
+        output.say(output.files_text(loaded.run_dir), sys.stdout)

@@ -1,0 +1,39 @@
+"""`advisor run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from advisor.cli.parameters import SCRIPT_CONTEXT, module_option, verbosity_options, words_argument
+from advisor.cli.progress import Progress
+
+
+@click.command(context_settings=SCRIPT_CONTEXT)
+@click.option(
+    "--plan",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The plan to train with; by default the last proved one in this directory.",
+)
+@click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
+@verbosity_options
+@module_option
+@words_argument
+def run(words: tuple[str, ...], *, module: bool, plan: Path | None, strict: bool, quiet: bool, verbose: bool) -> int:
+    """Train with a proved plan, to the end, no search. The exit code is the script's own.
+
+    A plan item that no longer fits the script, the model or the machine is named and left out, unless --strict.
+
+    \b
+    Examples:
+      advisor run --plan plan.yaml train.py --lr 0.1
+      advisor run train.py --lr 0.1             the last proved plan
+    """
+    if not words and plan is None:
+        raise click.UsageError("no script to run", click.get_current_context())
+    from advisor import pipeline
+
+    with Progress(quiet=quiet, verbose=verbose) as say:
+        return int(pipeline.run(words, module=module, plan=plan, strict=strict, say=say))

@@ -1,0 +1,296 @@
+"""Two recorded runs side by side. Times are compared only where that is fair; counts and bytes always are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from enum import Enum
+
+from advisor.core.profile import Spread, StepProfile
+from advisor.core.units import percent_text
+from advisor.reporting import breakdown, wording
+
+CONFIDENCE = 0.95
+# Steps follow one another and are correlated; the medians of blocks of steps are nearly independent (cluster means).
+MAX_BLOCKS = 10
+MIN_BLOCK_STEPS = 2
+MIN_BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """One number of both runs. `comparable` is False for times of different machines."""
+
+    label: str
+    unit: str
+    a: float | None
+    b: float | None
+    comparable: bool = True
+    more_is_better: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """B over A, None where either is missing or A is zero."""
+        if self.a is None or self.b is None or not self.a > 0:
+            return None
+        return self.b / self.a
+
+    @property
+    def change_text(self) -> str:
+        """The relative change, with its sign."""
+        if self.ratio is None:
+            return "–"
+        change = self.ratio - 1
+        if abs(change) < 5e-4:
+            return "same"
+        if self.ratio >= 2:
+            return f"×{self.ratio:.3g}"
+        return ("+" if change > 0 else "−") + percent_text(abs(change))
+
+
+class Regression(str, Enum):
+    """Whether B's step is slower than A's by more than a tolerance."""
+
+    NO = "no regression"
+    YES = "regression"
+    UNDECIDED = "inconclusive"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegressionVerdict:
+    """An outcome and the sentence that goes with it."""
+
+    outcome: Regression
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Run B beside run A.
+
+    `ratio` is B's step time over A's, with `low` and `high` at `CONFIDENCE` where both runs keep raw step times.
+    `comparable` is False between machines; `differences` says what differs.
+    """
+
+    a: str
+    b: str
+    comparable: bool
+    differences: tuple[str, ...]
+    ratio: float | None
+    low: float | None
+    high: float | None
+    sentence: str
+    totals: tuple[Delta, ...]
+    kinds: tuple[Delta, ...]
+
+    def regression(self, tolerance: float) -> RegressionVerdict:
+        """Decide whether B is slower than A by more than `tolerance` (a fraction), beyond noise."""
+        limit = f"more than {percent_text(tolerance)} slower"
+        if not self.comparable:
+            return RegressionVerdict(
+                outcome=Regression.UNDECIDED, detail="the runs are from different machines; their times decide nothing"
+            )
+        if self.ratio is None or self.low is None or self.high is None:
+            return RegressionVerdict(
+                outcome=Regression.UNDECIDED, detail="too few step times were recorded to decide on a regression"
+            )
+        measured = f"B takes {_ratio_text(self.ratio, self.low, self.high)} of A's time"
+        if self.low > 1 + tolerance:
+            return RegressionVerdict(outcome=Regression.YES, detail=f"regression: {measured}, {limit} than A")
+        if self.high <= 1 + tolerance:
+            return RegressionVerdict(outcome=Regression.NO, detail=f"no regression: {measured}, not {limit} than A")
+        return RegressionVerdict(
+            outcome=Regression.UNDECIDED,
+            detail=f"inconclusive: {measured}; the noise does not say whether it is {limit}. Record more steps",
+        )
+
+
+def student_cdf(t: float, degrees: int) -> float:
+    """P(T ≤ t) of Student's t with a whole number of degrees of freedom.
+
+    Sources: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan2(t, math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term, total = (cosine, cosine) if degrees % 2 else (1.0, 1.0)
+    for k in range(3 if degrees % 2 else 2, degrees - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    if degrees % 2:
+        inner = angle + (sine * total if degrees > 1 else 0.0)
+        return 0.5 + inner / math.pi
+    return 0.5 + sine * total / 2
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """The t with P(T ≤ t) = `probability`, for probabilities from 0.5 up, by bisection."""
+    low, high = 0.0, 1.0
+    while student_cdf(high, degrees) < probability:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, degrees) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def block_logs(raw: tuple[float, ...]) -> list[float]:
+    """Logarithms of the medians of equal blocks of successive steps; empty when there are too few for an interval."""
+    times = [t for t in raw if t > 0 and math.isfinite(t)]
+    blocks = min(MAX_BLOCKS, len(times) // MIN_BLOCK_STEPS)
+    if blocks < MIN_BLOCKS:
+        return []
+    size = len(times) // blocks
+    return [math.log(statistics.median(times[i * size : (i + 1) * size])) for i in range(blocks)]
+
+
+def ratio_interval(a: Spread, b: Spread, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    """Interval of b's step time over a's: Welch's t on the log medians of blocks of steps. None with too few steps.
+
+    Sources: Welch, "The generalization of 'Student's' problem", Biometrika 34, 1947; degrees of freedom rounded down.
+    """
+    x, y = block_logs(a.raw), block_logs(b.raw)
+    if not x or not y:
+        return None
+    vx, vy = statistics.variance(x) / len(x), statistics.variance(y) / len(y)
+    centre, error = statistics.fmean(y) - statistics.fmean(x), math.sqrt(vx + vy)
+    if error == 0:
+        return math.exp(centre), math.exp(centre)
+    degrees = (vx + vy) ** 2 / (vx**2 / (len(x) - 1) + vy**2 / (len(y) - 1))
+    half = student_quantile(0.5 + confidence / 2, max(1, math.floor(degrees))) * error
+    return math.exp(centre - half), math.exp(centre + half)
+
+
+def _label(profile: StepProfile) -> str:
+    return f"{wording.script(profile)} · {wording.machine(profile)} · {profile.created}"
+
+
+def _differences(a: StepProfile, b: StepProfile) -> tuple[bool, list[str]]:
+    """Whether times may be compared, and everything that differs between the runs' conditions."""
+    x, y = a.environment, b.environment
+    hardware = [
+        ("device", x.device, y.device),
+        ("GPU", x.gpu_name, y.gpu_name),
+        ("board", x.gpu_uuid, y.gpu_uuid),
+        ("CPU", f"{x.cpu_name} ({x.cpu_count} cores)", f"{y.cpu_name} ({y.cpu_count} cores)"),
+    ]
+    conditions = [
+        ("torch", x.torch, y.torch),
+        ("CUDA", x.cuda, y.cuda),
+        ("cuDNN", x.cudnn, y.cudnn),
+        ("driver", x.driver, y.driver),
+        ("batch size", str(a.model.batch_size), str(b.model.batch_size)),
+        ("arguments", wording.script(a), wording.script(b)),
+    ]
+    other = [f"Different {what}: {p} and {q}." for what, p, q in hardware if p != q and (p and q)]
+    texts = other + [f"Different {what}: {p} and {q}." for what, p, q in conditions if p != q and (p and q)]
+    if other:
+        texts.insert(0, "The machines differ, so times are shown but not comparable.")
+    for name, profile in (("A", a), ("B", b)):
+        if profile.environment.shared_gpu:
+            texts.append(f"Another process used the GPU during run {name}.")
+        if not profile.complete:
+            texts.append(f"Run {name} is incomplete.")
+    return not other, texts
+
+
+def _ratio_text(ratio: float, low: float, high: float) -> str:
+    return f"{100 * ratio:.1f} % ({100 * low:.1f} to {100 * high:.1f}, {100 * CONFIDENCE:g} % interval)"
+
+
+def _sentence(ratio: float | None, bounds: tuple[float, float] | None, comparable: bool) -> str:
+    if ratio is None:
+        return "Step times cannot be compared: one run has none."
+    if not comparable:
+        return "Step times are from different machines and are not compared."
+    if bounds is None:
+        return f"B takes {100 * ratio:.1f} % of A's step time; too few steps were recorded for an interval."
+    measured = f"B takes {_ratio_text(ratio, *bounds)} of A's step time"
+    if bounds[1] < 1:
+        return f"B is faster, {wording.factor(1 / ratio)}: {measured}."
+    if bounds[0] > 1:
+        return f"B is slower: {measured}."
+    return f"No difference beyond noise: {measured}."
+
+
+def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
+    """Put run `b` beside run `a`."""
+    comparable, differences = _differences(a, b)
+    ratio = bounds = None
+    if a.step_us is not None and b.step_us is not None and a.step_us.median > 0:
+        ratio = b.step_us.median / a.step_us.median
+        if comparable:
+            bounds = ratio_interval(a.step_us, b.step_us)
+    kinds_a, kinds_b = ({c.key: c for c in breakdown.causes(p)} for p in (a, b))
+    kinds = [
+        Delta(
+            label=(kinds_a.get(key) or kinds_b[key]).label,
+            unit="us",
+            a=kinds_a[key].time_us if key in kinds_a else 0.0,
+            b=kinds_b[key].time_us if key in kinds_b else 0.0,
+            comparable=comparable,
+        )
+        for key in dict.fromkeys([*kinds_a, *kinds_b])
+    ]
+    return Comparison(
+        a=_label(a),
+        b=_label(b),
+        comparable=comparable,
+        differences=tuple(differences),
+        ratio=ratio,
+        low=bounds[0] if bounds else None,
+        high=bounds[1] if bounds else None,
+        sentence=_sentence(ratio, bounds, comparable),
+        totals=_totals(a, b, comparable),
+        kinds=tuple(kinds),
+    )
+
+
+def _totals(a: StepProfile, b: StepProfile, comparable: bool) -> tuple[Delta, ...]:
+    def pair(label: str, unit: str, values: tuple[float | None, float | None], *, time: bool = False) -> Delta:
+        rate = unit == "count" and time
+        comparing = comparable or not time
+        return Delta(label=label, unit=unit, a=values[0], b=values[1], comparable=comparing, more_is_better=rate)
+
+    def per_step(profile: StepProfile) -> dict[str, float | None]:
+        nbytes, _ = breakdown.dram_bytes(profile)
+        return {
+            "kernels": sum(r.calls for r in profile.kernels) if profile.kernels else None,
+            "launches": profile.launches or None,
+            "bytes": nbytes or None,
+            "syncs": sum(s.calls for s in profile.syncs) if profile.kernels else None,
+            "copied": sum(c.bytes for c in profile.copies) if profile.kernels else None,
+            "allocated": float(profile.memory.peak_allocated_bytes) or None,
+            "reserved": float(profile.memory.peak_reserved_bytes) or None,
+        }
+
+    x, y = per_step(a), per_step(b)
+    steps = tuple(p.step_us.median if p.step_us else None for p in (a, b))
+    rates = (breakdown.samples_per_s(a), breakdown.samples_per_s(b))
+    rows = [
+        pair("step time", "us", (steps[0], steps[1]), time=True),
+        pair("samples per second", "count", rates, time=True),
+        pair("kernels per step", "count", (x["kernels"], y["kernels"])),
+        pair("launches per step", "count", (x["launches"], y["launches"])),
+        pair("memory traffic per step", "bytes", (x["bytes"], y["bytes"])),
+        pair("host waits per step", "count", (x["syncs"], y["syncs"])),
+        pair("copied host/device per step", "bytes", (x["copied"], y["copied"])),
+        pair("peak memory allocated", "bytes", (x["allocated"], y["allocated"])),
+        pair("peak memory reserved", "bytes", (x["reserved"], y["reserved"])),
+    ]
+    return tuple(r for r in rows if r.a is not None or r.b is not None)
+
+
+def compare_markdown(comparison: Comparison) -> str:
+    """The comparison as Markdown, for CI summaries."""
+    from advisor.reporting.machine import cell
+    from advisor.reporting.terminal import value_text
+
+    lines = ["## advisor compare", "", f"**{cell(comparison.sentence)}**", ""]
+    lines += [f"- A: {cell(comparison.a)}", f"- B: {cell(comparison.b)}"]
+    lines += [f"- {cell(text)}" for text in comparison.differences]
+    lines += ["", "| | A | B | change |", "|---|---:|---:|---:|"]
+    for d in (*comparison.totals, *comparison.kinds):
+        change = d.change_text if d.comparable else "not comparable"
+        lines.append(f"| {cell(d.label)} | {value_text(d.a, d.unit)} | {value_text(d.b, d.unit)} | {change} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,122 @@
+"""Reports for programs: JSON with a stable schema, and Markdown for CI summaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advisor.core.findings import Findings, Outcome
+from advisor.core.profile import StepProfile
+from advisor.core.storage import to_plain
+from advisor.core.units import bytes_text, count_text, percent_text, time_text
+from advisor.core.verdict import TrialLog
+from advisor.reporting import breakdown, wording
+
+# Raised when a key is removed or changes its meaning; new keys may come at any time.
+REPORT_SCHEMA_VERSION = 1
+MARKDOWN_FINDINGS = 20
+
+
+def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> dict[str, Any]:
+    """The whole run as plain data, ready for `json.dumps`: a summary, then profile, findings and trials as recorded.
+
+    Non-finite numbers are null. Keys of `profile`, `findings` and `trials` are the fields of the types in
+    `advisor.core`.
+    """
+    nbytes, provenance = breakdown.dram_bytes(profile)
+    stack = trials.stack if trials is not None else None
+    summary = {
+        "headline": wording.headline(profile, findings, trials),
+        "script": profile.script,
+        "argv": list(profile.argv),
+        "step_us": profile.step_us.median if profile.step_us else None,
+        "step_p10_us": profile.step_us.p10 if profile.step_us else None,
+        "step_p90_us": profile.step_us.p90 if profile.step_us else None,
+        "steps_measured": profile.step_us.n if profile.step_us else 0,
+        "samples_per_s": breakdown.samples_per_s(profile),
+        "limit_us": profile.limit_us or None,
+        "limit_frac": breakdown.limit_frac(profile),
+        "dram_bytes": nbytes or None,
+        "dram_provenance": provenance.value,
+        "traced_step_us": breakdown.traced_us(profile) or None,
+        "causes": [
+            {"cause": c.key, "label": c.label, "time_us": c.time_us, "frac": c.frac, "limit_us": c.limit_us or None}
+            for c in breakdown.causes(profile)
+        ],
+        "gaps": [to_plain(g) for g in breakdown.gaps(profile, 20)],
+        "fired": [f.rule for f in wording.fired(findings)],
+        "kept": [v.transform for v in wording.kept(trials)] if trials is not None else [],
+        "speedup": stack.speedup if stack is not None else None,
+        "speedup_low": stack.speedup_low if stack is not None else None,
+        "speedup_high": stack.speedup_high if stack is not None else None,
+        "complete": profile.complete and (trials is None or trials.complete),
+    }
+    return {
+        "schema_version": REPORT_SCHEMA_VERSION,
+        "summary": to_plain(summary),
+        "profile": to_plain(profile),
+        "findings": to_plain(findings) if findings is not None else None,
+        "trials": to_plain(trials) if trials is not None else None,
+    }
+
+
+def cell(text: str) -> str:
+    """Text that stays text in Markdown and in a table's cell: one line, no HTML, no links, no emphasis."""
+    flat = " ".join(text.split())
+    for character in "\\`*_[]|~":
+        flat = flat.replace(character, "\\" + character)
+    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def markdown(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
+    """The run in Markdown: verdict, step, time by cause, findings, trials. Names are escaped."""
+    lines = [f"## advisor: {cell(wording.script(profile))}", ""]
+    lines += [f"**{cell(wording.headline(profile, findings, trials))}**", ""]
+    lines += [f"- Machine: {cell(wording.machine(profile))}", f"- Step: {wording.step_sentence(profile)}"]
+    if rate := breakdown.samples_per_s(profile):
+        lines.append(f"- Rate: {count_text(round(rate))} samples/s")
+    if profile.memory.peak_allocated_bytes:
+        lines.append(f"- Peak memory: {bytes_text(profile.memory.peak_allocated_bytes)}")
+    if not profile.complete:
+        lines.append("- This run is incomplete: it holds what was gathered before the script ended.")
+    causes = breakdown.causes(profile)
+    if causes:
+        lines += ["", "| where the time goes | time | share | of limit |", "|---|---:|---:|---:|"]
+        for c in causes:
+            reach = percent_text(min(1.0, c.limit_us / c.time_us)) if c.limit_us > 0 and c.time_us > 0 else ""
+            lines.append(f"| {cell(c.label)} | {time_text(c.time_us)} | {percent_text(c.frac)} | {reach} |")
+    if findings is not None:
+        lines += _findings(findings)
+    if trials is not None:
+        lines += _trials(trials)
+    return "\n".join(lines) + "\n"
+
+
+def _findings(findings: Findings) -> list[str]:
+    fired = wording.fired(findings)
+    lines = ["", f"### Findings ({wording.counts(findings)})"]
+    if fired:
+        lines += ["", "| finding | predicted gain | changes the result | where |", "|---|---:|---|---|"]
+    for f in fired[:MARKDOWN_FINDINGS]:
+        where = ", ".join(f.sites[:2]) + (f" and {len(f.sites) - 2} more" if len(f.sites) > 2 else "")
+        name = f"{cell(f.title)} ({cell(f.rule)})"
+        lines.append(f"| {name} | {wording.gain(f.gain)} | {wording.SEMANTICS[f.semantics]} | {cell(where)} |")
+    if len(fired) > MARKDOWN_FINDINGS:
+        lines += ["", f"{len(fired) - MARKDOWN_FINDINGS} more in findings.json."]
+    missing = [f for f in findings.findings if f.outcome is Outcome.UNKNOWN]
+    if missing:
+        lines += ["", f"<details><summary>{len(missing)} rules not evaluated</summary>", ""]
+        lines += [f"- {cell(f.rule)}: {cell('; '.join(f.missing))}" for f in missing]
+        lines += ["", "</details>"]
+    return lines
+
+
+def _trials(trials: TrialLog) -> list[str]:
+    lines = ["", "### Trials", "", "| change | predicted | measured | verdict | reason |", "|---|---:|---:|---|---|"]
+    for v in trials.verdicts:
+        gains = f"{wording.gain(v.predicted)} | {wording.gain(v.gain)}"
+        lines.append(f"| {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(v.reason)} |")
+    stack = trials.stack
+    if stack is not None:
+        word = {True: "passed", False: "**failed**", None: "undecided"}[stack.passed]
+        lines += ["", f"All kept changes together against the plain script: {word}. {cell(stack.detail)}"]
+    return lines

@@ -1,0 +1,460 @@
+"""Reports for a terminal of any width, with or without colour. Plain text in, plain text out; nothing is printed here."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from advisor.core.findings import Evidence, Finding, Findings, Outcome
+from advisor.core.metrics import BY_NAME
+from advisor.core.profile import StepProfile
+from advisor.core.units import bytes_text, count_text, percent_text, rate_text, time_text
+from advisor.core.verdict import TrialLog, Verdict
+from advisor.reporting import breakdown, wording
+from advisor.reporting.compare import Comparison, Delta, compare_profiles
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_STATUS_COLORS = {"kept": "green", "reverted": "yellow", "failed": "red", "inconclusive": "cyan"}
+_SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
+TOP_GAPS = 5
+TOP_FINDINGS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Lines no longer than `width`, coloured or not."""
+
+    width: int
+    color: bool
+
+    def paint(self, text: str, *styles: str) -> str:
+        if not self.color or not text:
+            return text
+        return f"\x1b[{';'.join(_CODES[s] for s in styles)}m{text}\x1b[0m"
+
+    def heading(self, text: str, note: str = "") -> str:
+        room = self.width - len(text) - 2
+        return self.paint(text, "bold") + ("  " + self.paint(clip(note, room), "dim") if note and room > 12 else "")
+
+    def wrap(self, text: str, indent: int, *styles: str, first: int | None = None) -> list[str]:
+        """`text` as indented lines; a word longer than a line (a kernel's name) is cut, not run over the edge."""
+        start = indent if first is None else first
+        lines = textwrap.wrap(
+            printable(text), max(self.width, indent + 20), initial_indent=" " * start, subsequent_indent=" " * indent
+        )
+        return [self.paint(line, *styles) if styles else line for line in lines]
+
+
+def printable(text: str) -> str:
+    """One line without control characters: a kernel's or file's name must not be able to drive the terminal."""
+    return "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in text)
+
+
+def clip(text: str, width: int) -> str:
+    """`text` in at most `width` columns, cut at the end."""
+    text = printable(text)
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def clip_path(text: str, width: int) -> str:
+    """`text` in at most `width` columns, cut at the front, where paths and module names say least."""
+    text = printable(text)
+    return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]
+
+
+def bar(fraction: float, width: int) -> str:
+    """A horizontal bar of exactly `width` columns in eighths of a column."""
+    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def profile_text(
+    profile: StepProfile,
+    findings: Findings | None,
+    width: int = 100,
+    color: bool = False,
+    *,
+    command: str = "advisor",
+    explain: bool = False,
+    trials_follow: bool = False,
+) -> str:
+    """What a profiled run shows: step time, how near the limit, where the time goes, largest gaps, what would help.
+
+    Args:
+        profile: the run; incomplete ones are shown as far as they go.
+        findings: rule outcomes, or None when no rules were applied.
+        width: columns to fill; at least 60 are used.
+        color: whether to use ANSI colours.
+        command: how advisor is called here, for the next command.
+        explain: show each condition with its value, and the rules that did not fire.
+        trials_follow: leave the next command out, because trials have been made.
+    """
+    page = _Page(max(width, 60), color)
+    blocks = [_summary(page, profile), _causes(page, profile), _gaps(page, profile)]
+    if findings is not None:
+        blocks.append(_findings(page, findings, explain))
+    if notes := _notes(page, profile):
+        blocks.append(notes)
+    if not trials_follow:
+        blocks.append(_next(page, profile, findings, command))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _summary(page: _Page, profile: StepProfile) -> list[str]:
+    lines = [
+        page.paint(clip(wording.script(profile), page.width), "bold"),
+        page.paint(clip(wording.machine(profile), page.width), "dim"),
+        "",
+    ]
+    if profile.step_us is None:
+        return [*lines, page.paint("  No step could be timed.", "yellow")]
+    s = profile.step_us
+    rate = breakdown.samples_per_s(profile)
+    step = f"  Step   {page.paint(wording.duration(s.median), 'bold')}"
+    lines.append(f"{step}   {wording.spread(s)}" + (f"   {count_text(round(rate))} samples/s" if rate else ""))
+    frac = breakdown.limit_frac(profile)
+    if frac is not None:
+        style = "green" if frac >= wording.ENOUGH_FRAC else "yellow" if frac >= 0.5 else "red"
+        lines.append(
+            f"  Limit  {wording.duration(profile.limit_us)}   {page.paint(wording.limit_sentence(profile), style)}"
+        )
+    else:
+        lines.append(f"  Limit  –   {wording.limit_sentence(profile)}")
+    facts = []
+    if profile.memory.peak_allocated_bytes:
+        facts.append(f"peak memory {bytes_text(profile.memory.peak_allocated_bytes)}")
+    nbytes, provenance = breakdown.dram_bytes(profile)
+    if nbytes:
+        facts.append(f"{bytes_text(nbytes)} to and from memory a step ({provenance.value})")
+    if profile.launches:
+        facts.append(f"{count_text(round(profile.launches))} launches")
+    if facts:
+        lines += page.wrap(" · ".join(facts), 9, "dim")
+    return lines
+
+
+def _causes(page: _Page, profile: StepProfile) -> list[str]:
+    causes = breakdown.causes(profile)
+    if not causes:
+        return []
+    total = breakdown.traced_us(profile)
+    note = f"shares of a traced step, {wording.duration(total)}"
+    label_width = max(len(c.label) for c in causes)
+    room = max(8, min(50, page.width - label_width - 33))
+    longest = max(c.frac for c in causes)
+    lines = [page.heading("Where the time goes", note)]
+    for cause in causes:
+        filled = page.paint(bar(cause.frac / longest, room), "yellow" if cause.idle else "blue")
+        reach = percent_text(min(1.0, cause.limit_us / cause.time_us)) if cause.limit_us > 0 and cause.time_us else ""
+        line = f"  {cause.label:<{label_width}} {filled} {time_text(cause.time_us):>8} {percent_text(cause.frac):>6}"
+        lines.append(f"{line}  {reach:>5} of limit" if reach else line)
+        for site in cause.sites[:2]:
+            lines += page.wrap(f"{site.source or 'source not known'}  {site.what}", 4, "dim")
+    return lines
+
+
+def _gaps(page: _Page, profile: StepProfile) -> list[str]:
+    gaps = breakdown.gaps(profile, TOP_GAPS)
+    if not gaps:
+        return []
+    lines = [page.heading("Largest gaps to the limit", "time above what this machine needs at least")]
+    names = [(g.module or g.op) + (f" ×{g.modules}" if g.modules > 1 else "") for g in gaps]
+    name_width = min(max(map(len, names)), max(20, (page.width - 50) // 2))
+    kind_width = max(len(breakdown.KIND_LABELS.get(g.kind, g.kind)) for g in gaps)
+    for g, full in zip(gaps, names, strict=True):
+        name, kind = clip_path(full, name_width), breakdown.KIND_LABELS.get(g.kind, g.kind)
+        head = (
+            f"  {name:<{name_width}}  {kind:<{kind_width}}  {time_text(g.time_us):>8}, limit {time_text(g.limit_us):>8}"
+        )
+        lines.append(head + "  " + page.paint(clip_path(g.source, max(0, page.width - len(head) - 2)), "dim"))
+    return [line.rstrip() for line in lines]
+
+
+def _findings(page: _Page, findings: Findings, explain: bool) -> list[str]:
+    fired = wording.fired(findings)
+    lines = [page.heading("What would help" if fired else "Findings", wording.counts(findings))]
+    if not fired:
+        lines.append("  No rule fired.")
+    shown = fired if explain else fired[:TOP_FINDINGS]
+    for finding in shown:
+        lines += _finding(page, finding, explain)
+    if len(fired) > len(shown):
+        lines.append(page.paint(f"  {len(fired) - len(shown)} more in the report.", "dim"))
+    if explain:
+        lines += _unfired(page, findings)
+    return lines
+
+
+def _finding(page: _Page, finding: Finding, explain: bool) -> list[str]:
+    mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
+    gain = (
+        f"up to {percent_text(finding.gain.high)}"
+        if finding.gain and finding.gain.low <= 0
+        else wording.gain(finding.gain)
+    )
+    about = [f"predicted to save {gain} of the step" if finding.gain else "", wording.SEMANTICS[finding.semantics]]
+    about.append(f"apply: {finding.transform}" if finding.transform else "for you to decide")
+    lines = page.wrap(f"{finding.title}  [{finding.rule}]", 4)
+    lines[0] = f"  {mark} {page.paint(lines[0].strip(), 'bold')}"
+    lines += page.wrap(" · ".join(a for a in about if a), 4, "green" if finding.gain else "dim")
+    if finding.message:
+        lines += page.wrap(finding.message, 4)
+    unnamed = [s for s in finding.sites if s not in finding.message]
+    if unnamed:
+        more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
+        lines += page.wrap("at " + ", ".join(unnamed[:3]) + more, 4, "dim")
+    if explain:
+        for evidence in finding.evidence:
+            lines += page.wrap(evidence_text(evidence), 8, "dim", first=6)
+    return lines
+
+
+def _unfired(page: _Page, findings: Findings) -> list[str]:
+    lines = []
+    for outcome, title in ((Outcome.QUIET, "Quiet"), (Outcome.UNKNOWN, "Not evaluated")):
+        group = [f for f in findings.findings if f.outcome is outcome]
+        if not group:
+            continue
+        lines += ["", page.heading(title, f"{len(group)} rules")]
+        for f in group:
+            lines += page.wrap(f"{f.rule}: {f.title}", 6, first=4)
+            for detail in (*map(evidence_text, f.evidence), *f.missing):
+                lines += page.wrap(detail, 8, "dim", first=6)
+    return lines
+
+
+def evidence_text(evidence: Evidence) -> str:
+    """`fp32_conv_frac = 53 % (condition: > 0.2; measured)`."""
+    condition = f"condition: {evidence.threshold}; " if evidence.threshold else ""
+    return f"{evidence.metric} = {value_text(evidence.value, evidence.unit)} ({condition}{evidence.provenance})"
+
+
+def value_text(value: float | str | bool | None, unit: str) -> str:
+    """A metric's value with its unit, as people read it."""
+    if value is None:
+        return "not known"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value or "none"
+    if unit == "frac":
+        return percent_text(value)
+    if unit == "us":
+        return time_text(value)
+    if unit == "bytes":
+        return bytes_text(value)
+    if unit == "gbps":
+        return rate_text(value)
+    suffix = {"watt": " W", "mhz": " MHz", "percent_c": " °C", "tflops": " TFLOP/s"}.get(unit, "")
+    return (f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}") + suffix
+
+
+def quantity_unit(metric: str) -> str:
+    """The unit of a metric in the registry, empty for others."""
+    spec = BY_NAME.get(metric)
+    return spec.unit if spec is not None else ""
+
+
+def _notes(page: _Page, profile: StepProfile) -> list[str]:
+    cost = profile.cost
+    lines = []
+    if cost.traced_steps:
+        text = f"{cost.traced_steps} steps traced, each {percent_text(cost.overhead_frac)} slower than untraced"
+        if profile.environment.device == "cuda":
+            text += f"; {100 * cost.coverage_frac:.1f} % of launches have a device record"
+        lines += page.wrap(text + ".", 2, "dim")
+    if profile.environment.shared_gpu:
+        lines += page.wrap("Another process used this GPU during the run: times are not to be trusted.", 2, "yellow")
+    if not profile.complete:
+        lines += page.wrap("This run is incomplete: it holds what was gathered before the script ended.", 2, "yellow")
+    for note in (*profile.notes, *profile.environment.notes):
+        lines += page.wrap(note, 2, "dim")
+    return [page.heading("Notes"), *lines] if lines else []
+
+
+def _next(page: _Page, profile: StepProfile, findings: Findings | None, command: str) -> list[str]:
+    if findings is None or not findings.recommendations:
+        return []
+    # Never cut or wrapped: it is there to be copied.
+    return [page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
+
+
+def trials_text(log: TrialLog, width: int = 100, color: bool = False, *, command: str = "advisor") -> str:
+    """What `apply` shows: a line for each trial, then the stack against the plain script, then files and the next command."""
+    page = _Page(max(width, 60), color)
+    blocks = [_trials(page, log), _stack(page, log), _written(page, log)]
+    if wording.kept(log) and not (log.stack is not None and log.stack.passed is False):
+        blocks.append([page.heading("Next"), "  " + page.paint(printable(wording.next_run(log, command)), "cyan")])
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _trials(page: _Page, log: TrialLog) -> list[str]:
+    kept, total = len(wording.kept(log)), len(log.verdicts)
+    lines = [page.heading("Trials", f"{kept} of {total} changes kept, {time_text(log.seconds * 1e6)} in all")]
+    if not log.verdicts:
+        return [*lines, "  Nothing was tried."]
+    names = {id(v): v.title or v.transform for v in log.verdicts}
+    name_width = min(max(map(len, names.values())), max(16, page.width - 54))
+    head = f"  {'change':<{name_width}}  {'predicted':>10}  {'measured':>14}  verdict"
+    lines.append(page.paint(head, "dim"))
+    for v in log.verdicts:
+        status = page.paint(f"{v.status:<14}", *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
+        line = f"  {clip(names[id(v)], name_width):<{name_width}}  {wording.gain(v.predicted):>10}  {wording.gain(v.gain):>14}  "
+        room = page.width - len(line) - 15
+        reason = _reason(v)
+        if room >= 40 and len(reason) <= room:
+            lines.append(line + status + " " + page.paint(printable(reason), "dim"))
+        else:
+            lines.append((line + status).rstrip())
+            lines += page.wrap(reason, 6, "dim", first=4)
+    percent = {f"{100 * v.confidence:g} %" for v in log.verdicts if v.gain is not None}
+    if percent:
+        text = f"Shares are of the step's time at that point; measured: {' / '.join(sorted(percent))} interval."
+        lines += page.wrap(text, 2, "dim")
+    return lines
+
+
+def _reason(verdict: Verdict) -> str:
+    parts = [verdict.reason]
+    if verdict.status == "kept" and verdict.break_even_steps is not None:
+        parts.append(f"pays off after {count_text(round(verdict.break_even_steps))} steps")
+    if verdict.unmatched:
+        parts.append(f"{wording.number(len(verdict.unmatched), 'place')} left as before")
+    return "; ".join(p for p in parts if p)
+
+
+def _stack(page: _Page, log: TrialLog) -> list[str]:
+    stack = log.stack
+    if stack is None:
+        return []
+    style = {True: "green", False: "red", None: "yellow"}[stack.passed]
+    lines = [page.heading("All kept changes together", "against the plain script, in fresh processes")]
+    if stack.plain_us and stack.stack_us:
+        plain, both = (sorted(t)[len(t) // 2] for t in (stack.plain_us, stack.stack_us))
+        runs = f"medians of {len(stack.plain_us)} and {len(stack.stack_us)} runs"
+        lines.append(
+            f"  Step     {wording.duration(plain)} plain, {wording.duration(both)} with the plan   {page.paint(runs, 'dim')}"
+        )
+    if stack.speedup is not None:
+        text = f"{wording.factor(stack.speedup)}"
+        if stack.speedup_low is not None and stack.speedup_high is not None:
+            text += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
+        lines.append(f"  Speed-up {page.paint(text, 'bold', style)}")
+    if stack.samples_per_s_plain and stack.samples_per_s_stack:
+        rates = (count_text(round(r)) for r in (stack.samples_per_s_plain, stack.samples_per_s_stack))
+        lines.append("  Rate     {} → {} samples/s".format(*rates))
+    word = {True: "passed", False: "FAILED", None: "undecided"}[stack.passed]
+    lines += page.wrap(f"Checks   {word}: {stack.detail}", 11, style, first=2)
+    return lines
+
+
+def _written(page: _Page, log: TrialLog) -> list[str]:
+    lines = []
+    if log.files_written:
+        lines = [page.heading("Files the script wrote during the search")]
+        for name in log.files_written[:8]:
+            lines += page.wrap(name, 4, "dim", first=2)
+        if len(log.files_written) > 8:
+            lines.append(page.paint(f"  {len(log.files_written) - 8} more in the report.", "dim"))
+    if not log.complete:
+        lines += page.wrap("The search did not finish; what was decided until then is above.", 2, "yellow")
+    for note in log.notes:
+        lines += page.wrap(note, 2, "dim")
+    return lines
+
+
+def recommendations_text(
+    profile: StepProfile | None,
+    findings: Findings | None,
+    width: int = 100,
+    color: bool = False,
+    *,
+    command: str = "advisor",
+) -> str:
+    """What `apply --dry-run` shows: the changes that would be tried, in order."""
+    page = _Page(max(width, 60), color)
+    recommendations = findings.recommendations if findings is not None else ()
+    lines = [page.heading("Would try, in this order", "nothing was changed")]
+    if not recommendations:
+        return "\n".join([*lines, "  Nothing: no rule asks for a change that can be tried."])
+    for number, r in enumerate(recommendations, 1):
+        lines += page.wrap(f"{number:>2}. {r.title or r.transform}  [{r.transform}]", 6, "bold", first=2)
+        about = [
+            f"predicted to save {wording.gain(r.predicted)} of the step" if r.predicted else "",
+            wording.SEMANTICS[r.semantics],
+        ]
+        lines += page.wrap(" · ".join(a for a in about if a), 6, "green")
+        if r.reason:
+            lines += page.wrap(r.reason, 6, "dim")
+    if profile is not None:
+        lines += ["", page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
+    return "\n".join(lines)
+
+
+def compare_text(a: StepProfile, b: StepProfile, width: int = 100, color: bool = False) -> str:
+    """Run `b` beside run `a`: step time with an interval where it can be had, then counts, bytes and kinds."""
+    return comparison_text(compare_profiles(a, b), width, color)
+
+
+def comparison_text(comparison: Comparison, width: int = 100, color: bool = False) -> str:
+    """A finished comparison as text."""
+    page = _Page(max(width, 60), color)
+    lines = [
+        *page.wrap(f"A  {comparison.a}", 3, "dim"),
+        *page.wrap(f"B  {comparison.b}", 3, "dim"),
+        "",
+        *page.wrap(comparison.sentence, 2, "bold"),
+    ]
+    for difference in comparison.differences:
+        lines += page.wrap(difference, 2, "yellow")
+    for title, deltas in (("Step", comparison.totals), ("By kind", comparison.kinds)):
+        if deltas:
+            lines += ["", page.heading(title), *_deltas(page, deltas)]
+    return "\n".join(lines)
+
+
+def _deltas(page: _Page, deltas: Sequence[Delta]) -> list[str]:
+    label_width = min(max(len(d.label) for d in deltas), page.width - 40)
+    lines = [page.paint(f"  {'':<{label_width}}  {'A':>11}  {'B':>11}  {'change':>9}", "dim")]
+    for d in deltas:
+        change = d.change_text
+        style = (
+            ()
+            if d.ratio is None or abs(d.ratio - 1) < 0.02
+            else ("red",)
+            if (d.ratio > 1) != d.more_is_better
+            else ("green",)
+        )
+        cells = f"  {clip(d.label, label_width):<{label_width}}  {value_text(d.a, d.unit):>11}  {value_text(d.b, d.unit):>11}"
+        mark = "" if d.comparable else "  not comparable"
+        lines.append(
+            f"{cells}  {page.paint(f'{change:>9}', *style) if style and d.comparable else f'{change:>9}'}{mark}"
+        )
+    return lines
+
+
+def records_text(records: Sequence[Mapping[str, object]], width: int = 100) -> str:
+    """Rows of equal keys as a table whose last column takes what is left of the width."""
+    if not records:
+        return "Nothing to list."
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    cells = [[_cell(record.get(key, "")) for key in keys] for record in records]
+    widths = [max(len(key), *(len(row[i]) for row in cells)) for i, key in enumerate(keys)]
+    last = max(10, width - sum(w + 2 for w in widths[:-1]))
+    lines = []
+    for row in (keys, *cells):
+        start = "  ".join(f"{text:<{w}}" for text, w in zip(row[:-1], widths[:-1], strict=True))
+        lines.append((start + "  " + clip(row[-1], last) if len(keys) > 1 else clip(row[-1], last)).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return ", ".join(map(str, value))
+    return printable(str(value))

@@ -1,0 +1,177 @@
+"""Sentences and words that several reports share."""
+
+from __future__ import annotations
+
+import shlex
+
+from advisor.core.findings import Finding, Findings, Interval, Outcome, Semantics
+from advisor.core.profile import Spread, StepProfile
+from advisor.core.units import percent_text
+from advisor.core.verdict import TrialLog, Verdict
+from advisor.reporting import breakdown
+
+SEMANTICS = {
+    Semantics.EXACT: "bit-equal",
+    Semantics.REASSOCIATED: "same maths, other order",
+    Semantics.PRECISION: "lower precision",
+    Semantics.TRAINING: "another recipe",
+}
+SEVERITY_ORDER = {"high": 0, "medium": 1, "low": 2, "info": 3}
+ENOUGH_FRAC = 0.8  # at this share of the limit a step without findings is called done
+
+
+def interval(low: float, high: float) -> str:
+    """Two shares as `24–58 %`; one where both read the same; a minus sign, not a dash, before a loss."""
+    first, second = (_number(100 * v) for v in (low, high))
+    if first == second:
+        return f"{first} %"
+    return f"{first} to {second} %" if "−" in first + second else f"{first}–{second} %"
+
+
+def _number(percent: float) -> str:
+    text = f"{percent:.0f}" if abs(percent) >= 10 else f"{percent:.1f}"
+    text = text.removesuffix(".0")
+    return "0" if text == "-0" else text.replace("-", "−")
+
+
+def gain(value: Interval | None) -> str:
+    """A gain interval as a share of the step, `–` where there is none."""
+    return interval(value.low, value.high) if value is not None else "–"
+
+
+def duration(value_us: float) -> str:
+    """A step time with four digits, for times whose spread stands beside them: `116.6 ms`."""
+    size, suffix = (1e6, "s") if value_us >= 1e6 else (1e3, "ms") if value_us >= 1e3 else (1.0, "µs")
+    value = value_us / size
+    return f"{value:.{1 if value >= 100 else 2 if value >= 10 else 3}f} {suffix}"
+
+
+def spread(measured: Spread) -> str:
+    """`p10–p90 116.5–117.3 ms, n = 20`."""
+    low, high = duration(measured.p10), duration(measured.p90)
+    if low.split()[1] == high.split()[1]:
+        low = low.split()[0]
+    return f"p10–p90 {low}–{high}, n = {measured.n}"
+
+
+def number(count: int, what: str) -> str:
+    """`1 place`, `2 places`."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def factor(value: float) -> str:
+    """A speed-up factor: `3.10×`."""
+    return f"{value:.2f}×"
+
+
+def fired(findings: Findings | None) -> tuple[Finding, ...]:
+    """The findings that fired, largest possible gain first, then by severity."""
+    if findings is None:
+        return ()
+    return tuple(
+        sorted(
+            (f for f in findings.findings if f.outcome is Outcome.FIRED),
+            key=lambda f: (-(f.gain.high if f.gain else 0.0), SEVERITY_ORDER.get(f.severity, 9), f.rule),
+        )
+    )
+
+
+def counts(findings: Findings) -> str:
+    """`61 rules: 9 fired, 44 quiet, 8 not evaluated`."""
+    number = {o: sum(f.outcome is o for f in findings.findings) for o in Outcome}
+    return (
+        f"{len(findings.findings)} rules: {number[Outcome.FIRED]} fired, {number[Outcome.QUIET]} quiet, "
+        f"{number[Outcome.UNKNOWN]} not evaluated"
+    )
+
+
+def machine(profile: StepProfile) -> str:
+    """The machine and the main library in a few words."""
+    env = profile.environment
+    name = env.gpu_name if env.device == "cuda" else env.cpu_name or "CPU"
+    parts = [name or env.device, f"torch {env.torch}" if env.torch else ""]
+    return " · ".join(p for p in parts if p)
+
+
+def script(profile: StepProfile) -> str:
+    """The command line of the script, quoted as a shell needs it."""
+    return shlex.join((profile.script, *profile.argv))
+
+
+def limit_sentence(profile: StepProfile) -> str:
+    """How near the step is to the limit, or why that is not known."""
+    frac = breakdown.limit_frac(profile)
+    device = "GPU" if profile.environment.device == "cuda" else "machine"
+    if frac is None:
+        return f"how near this step is to this {device}'s limit is not known"
+    return f"this step runs at {percent_text(frac)} of this {device}'s limit"
+
+
+def kept(trials: TrialLog) -> tuple[Verdict, ...]:
+    """The verdicts whose change was kept."""
+    return tuple(v for v in trials.verdicts if v.status == "kept")
+
+
+def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
+    """The run in one or two sentences: what `apply` reached, else how near the limit is and what would help most."""
+    if trials is not None:
+        return _trials_headline(trials)
+    if profile.step_us is None:
+        return "No step could be timed, so nothing can be said about speed."
+    sentence = limit_sentence(profile)
+    sentence = sentence[0].upper() + sentence[1:] + "."
+    active = [f for f in fired(findings) if f.gain is not None and f.gain.high > 0]
+    if active:
+        best = active[0]
+        return f"{sentence} Most to gain: {_clause(best.title)} ({gain(best.gain)} of the step)."
+    frac = breakdown.limit_frac(profile)
+    if findings is not None and frac is not None and frac >= ENOUGH_FRAC:
+        return f"{sentence} There is nothing to do."
+    if findings is not None:
+        return f"{sentence} No rule found a change that would help."
+    return sentence
+
+
+def _clause(title: str) -> str:
+    """A title in the middle of a sentence: lower case, unless it begins with a name (`CuPy`, `GPU`, `fp32`)."""
+    word = title.split(" ", 1)[0]
+    return title[:1].lower() + title[1:] if word[1:].islower() or len(word) == 1 else title
+
+
+def _trials_headline(trials: TrialLog) -> str:
+    count = len(kept(trials))
+    changes = f"{count} of {len(trials.verdicts)} changes kept"
+    stack = trials.stack
+    if stack is None or stack.speedup is None:
+        if not count:
+            return "No change was proved faster; the plain script stays as it is."
+        return f"{changes}; the stack was not compared with the plain script."
+    speed = f"{factor(stack.speedup)} the plain script's speed"
+    if stack.speedup_low is not None and stack.speedup_high is not None:
+        speed += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
+    if stack.passed:
+        return f"Proved: {speed}, {changes}."
+    if stack.passed is None:
+        return f"Not proved: {speed}, but the comparison did not decide. {changes[0].upper()}{changes[1:]} one by one."
+    return f"The stack failed its comparison with the plain script: {stack.detail}."
+
+
+def step_sentence(profile: StepProfile) -> str:
+    """Step time with spread and n, or why there is none."""
+    if profile.step_us is None:
+        return "no step was timed"
+    return f"{duration(profile.step_us.median)} median, {spread(profile.step_us)}"
+
+
+def next_apply(profile: StepProfile, command: str) -> str:
+    """The command that tries what was found, ready to be pasted. A module run is found again by its recorded run."""
+    if profile.script.endswith(".py"):
+        return f"{command} apply --auto {script(profile)}"
+    return f"{command} apply --auto"
+
+
+def next_run(trials: TrialLog, command: str) -> str:
+    """The command that trains with the plan."""
+    if trials.script.endswith(".py"):
+        return f"{command} run {shlex.join((trials.script, *trials.argv))}"
+    return f"{command} run -m {shlex.join((trials.script, *trials.argv))}"
