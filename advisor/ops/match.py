@@ -157,6 +157,7 @@ def fuse_batchnorm(graph_module: fx.GraphModule, report: MatchReport, *, compile
     """
     graph = graph_module.graph
     report.graphs += 1
+    running: list[tuple[fx.Node, fx.Node, int]] = []  # statistics to copy back: (buffer, op's second output, row)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
@@ -192,6 +193,8 @@ def fuse_batchnorm(graph_module: fx.GraphModule, report: MatchReport, *, compile
             if compiled:
                 call = graph.call_function(torch.ops.advisor.batchnorm_act.default, arguments)
                 fused = graph.call_function(operator.getitem, (call, 0))
+                statistics = graph.call_function(operator.getitem, (call, 1))
+                running += [(norm.running_mean, statistics, 2), (norm.running_var, statistics, 3)]
             else:
                 fused = graph.call_function(api.batchnorm_act, arguments)
         fused.meta.update(last.meta)
@@ -202,10 +205,22 @@ def fuse_batchnorm(graph_module: fx.GraphModule, report: MatchReport, *, compile
         report.matched[path] = "+".join(
             ["bn", *(["add"] if residual is not None else []), *([activation] if activation != "none" else [])]
         )
-    if not compiled:
+    if compiled:
+        _copy_back(graph, running)
+    else:
         _count_batches_at_once(graph)
     graph.lint()
     graph_module.recompile()
+
+
+def _copy_back(graph: fx.Graph, running: list[tuple[fx.Node, fx.Node, int]]) -> None:
+    """New running statistics into the module's buffers, all in one multi-tensor copy at the end of the graph."""
+    if not running:
+        return
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    with graph.inserting_before(output):
+        rows = [graph.call_function(operator.getitem, (statistics, row)) for _, statistics, row in running]
+        graph.call_function(torch._foreach_copy_, ([buffer for buffer, _, _ in running], rows))
 
 
 def _count_batches_at_once(graph: fx.Graph) -> None:

@@ -62,14 +62,30 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
 _streams: dict[int, Any] = {}
 
 
+class _RawStream:
+    """A stream by its address, as the CUDA stream protocol wants it."""
+
+    def __init__(self, raw: int) -> None:
+        self.raw = raw
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.raw
+
+
+def _external_stream(raw: int) -> Any:
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and newer
+        return cupy.cuda.Stream.from_external(_RawStream(raw))
+    return cupy.cuda.ExternalStream(raw)
+
+
 def stream(device: int) -> Any:
     """Torch's current stream on `device`, as CuPy's type. One object a raw stream, made once: it costs 1 µs after."""
     raw = torch._C._cuda_getCurrentRawStream(device)
     found = _streams.get(raw)
     if found is None:
-        import cupy
-
-        found = _streams[raw] = cupy.cuda.ExternalStream(raw)
+        found = _streams[raw] = _external_stream(raw)
     return found
 
 

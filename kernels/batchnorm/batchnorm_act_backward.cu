@@ -17,7 +17,7 @@
 #include "channel_reduce.cuh"
 
 #ifndef UNROLL
-#define UNROLL 2  // two tensors are read: 4 loads in flight a thread
+#define UNROLL 4  // two tensors are read: 8 loads of 16 bytes in flight a thread
 #endif
 
 struct Channel {

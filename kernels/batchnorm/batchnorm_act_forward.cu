@@ -5,7 +5,7 @@
 //   running_mean += momentum * (mean - running_mean);  running_var likewise with var * M / (M - 1)
 //
 // Shapes    x, residual, y: [M, C] with M = N*H*W, rows contiguous (NHWC), fp16, bf16 or fp32; C a multiple of VEC
-//           (8, or 4 for fp32). weight, bias, running_*: [C] fp32. saved: [2, C] fp32 (mean, 1/sqrt(var + eps)).
+//           (8, or 4 for fp32). weight, bias, running_*: [C] fp32 (running_*_out may be the same memory). saved: [2, C] fp32 (mean, 1/sqrt(var + eps)).
 //           mask: [M, C/VEC] bytes, one bit an element: act'(z) is not 0; only with a residual and an activation.
 // Replaces  aten::native_batch_norm + add_ + relu_ (and their intermediate tensors).
 // Bytes     stats: 1 read; apply: 1 read (+1 residual), 1 write (+1/16 mask). Flops: about 8 an element.
@@ -20,12 +20,13 @@
 #include "channel_reduce.cuh"
 
 #ifndef UNROLL
-#define UNROLL 4  // independent 16-byte loads in flight per thread; 4 x 1024 threads cover DRAM latency on an SM
+#define UNROLL 4  // independent 16-byte loads in flight a thread
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
     const Vec16* __restrict__ x, float* __restrict__ partial, unsigned int* __restrict__ ticket,
-    float* __restrict__ saved, float* __restrict__ running_mean, float* __restrict__ running_var,
+    float* __restrict__ saved, const float* running_mean, const float* running_var,
+    float* running_mean_out, float* running_var_out,
     i64 rows, int vectors, int tile, float momentum, float eps) {
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
@@ -83,8 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
     const float mean = (float)(d + (double)k);
     saved[c] = mean;
     saved[channels + c] = (float)(1.0 / sqrt(var + (double)eps));
-    running_mean[c] += momentum * (mean - running_mean[c]);
-    running_var[c] += momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - running_var[c]);
+    const float old_mean = running_mean[c], old_var = running_var[c];
+    running_mean_out[c] = old_mean + momentum * (mean - old_mean);
+    running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
   }
 }
 

@@ -39,6 +39,7 @@ __device__ __forceinline__ bool reduce_channels(
   __syncthreads();
   for (int o = threadIdx.x; o < 2 * width; o += THREADS) {
     float sum = 0.f;
+#pragma unroll 8
     for (int r = 0; r < t.rows_per_pass; ++r) sum += shared[r * 2 * width + o];
     const int stat = o / width, j = (o % width) / tile, x = o % tile;
     const int channel = first + x * VEC + j;
@@ -51,25 +52,42 @@ __device__ __forceinline__ bool reduce_channels(
   __syncthreads();
   if (!last) return false;
   __threadfence();
-  // The tile's 2 * width sums over gridDim.x partials, split over `groups` of threads when there are threads to spare.
-  const int sums = 2 * width;
-  const int groups = THREADS / sums > 0 ? THREADS / sums : 1;
-  double* scratch = (double*)shared;  // THREADS doubles: fits, since VEC >= 4 gives 2 * VEC * THREADS floats
-  for (int base = 0; base < sums; base += THREADS) {
-    const int o = base + (groups > 1 ? threadIdx.x % sums : threadIdx.x);
-    const int g = groups > 1 ? threadIdx.x / sums : 0;
-    double sum = 0.0;
-    const int stat = o / width, channel = first + o % width;
-    if (o < sums && g < groups && channel < channels) {
+  // The tile's sums over gridDim.x partials, four channels a thread: with 16-byte loads, eight in flight, one SM reads
+  // them in a few microseconds; with 4-byte loads this tail took as long as the pass itself at 2048 channels.
+  const int columns = 2 * width / 4;
+  const int groups = THREADS / columns > 0 ? THREADS / columns : 1;
+  double4* scratch = (double4*)shared;  // THREADS of them: 32 * THREADS bytes, as many as `shared` has at VEC = 4
+  for (int base = 0; base < columns; base += THREADS) {
+    const int column = base + (groups > 1 ? threadIdx.x % columns : threadIdx.x);
+    const int g = groups > 1 ? threadIdx.x / columns : 0;
+    const int stat = column * 4 / width, channel = first + column * 4 % width;
+    double4 sum = {0.0, 0.0, 0.0, 0.0};
+    if (column < columns && g < groups && channel < channels) {
+      const float4* at = (const float4*)(partial + (i64)stat * channels + channel);
+      const i64 step = 2 * (i64)channels / 4;
 #pragma unroll 8
-      for (int p = g; p < gridDim.x; p += groups)
-        sum += (double)__ldcg(partial + ((i64)p * 2 + stat) * channels + channel);
+      for (int p = g; p < gridDim.x; p += groups) {
+        const float4 v = __ldcg(at + p * step);
+        sum.x += v.x;
+        sum.y += v.y;
+        sum.z += v.z;
+        sum.w += v.w;
+      }
     }
     scratch[threadIdx.x] = sum;
     __syncthreads();
-    if (o < sums && g == 0) {
-      for (int k = 1; k < groups; ++k) sum += scratch[threadIdx.x + k * sums];
-      total[o] = sum;
+    if (column < columns && g == 0) {
+      for (int k = 1; k < groups; ++k) {
+        const double4 other = scratch[threadIdx.x + k * columns];
+        sum.x += other.x;
+        sum.y += other.y;
+        sum.z += other.z;
+        sum.w += other.w;
+      }
+      total[column * 4] = sum.x;
+      total[column * 4 + 1] = sum.y;
+      total[column * 4 + 2] = sum.z;
+      total[column * 4 + 3] = sum.w;
     }
     __syncthreads();
   }

@@ -155,7 +155,7 @@ def batchnorm_act(
     return result
 
 
-@torch.library.custom_op("advisor::batchnorm_act", mutates_args=("running_mean", "running_var"))
+@torch.library.custom_op("advisor::batchnorm_act", mutates_args=())
 def batchnorm_act_op(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -168,12 +168,18 @@ def batchnorm_act_op(
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `batchnorm_act`, for compiled graphs: returns y, saved statistics and mask. CUDA and channels_last only."""
+    """As `batchnorm_act`, for compiled graphs, without side effects. CUDA only.
+
+    Returns y, statistics [4, C] (mean, inverse standard deviation, new running mean, new running variance) and mask. The
+    caller copies the running statistics back.
+    """
     x = x.contiguous(memory_format=torch.channels_last)
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
     engaged[activation if residual is None else f"add+{activation}"] += 1
-    return cuda.forward(x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope)
+    return cuda.forward(
+        x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope, in_place=False
+    )
 
 
 @batchnorm_act_op.register_fake
@@ -193,7 +199,7 @@ def _(
     width = spec.vector_width(str(x.dtype).removeprefix("torch."))
     return (
         torch.empty_like(x, memory_format=torch.channels_last),
-        x.new_empty((2, x.shape[1]), dtype=torch.float32),
+        x.new_empty((4, x.shape[1]), dtype=torch.float32),
         x.new_empty(x.numel() // width if masked else 0, dtype=torch.uint8),
     )
 

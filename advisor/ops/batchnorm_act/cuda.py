@@ -77,16 +77,19 @@ def forward(
     eps: float,
     activation: str,
     slope: float,
+    *,
+    in_place: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns y (like x), saved [2, C] fp32 (mean, inverse standard deviation), mask (bytes; empty without a residual).
+    """Returns y (like x), saved fp32, and mask (bytes; empty without a residual or an activation).
 
-    x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32. The running statistics are updated in place.
+    saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
+    variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
     """
     plan = _plan(x, activation, residual is not None)
     device = x.device.index or 0
     y = torch.empty_like(x)
     channels = x.shape[1]
-    saved = torch.empty((2, channels), dtype=torch.float32, device=x.device)
+    saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=x.device)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     masked = residual is not None and activation != "none"
     mask = torch.empty(
@@ -103,6 +106,8 @@ def forward(
             saved.data_ptr(),
             running_mean.data_ptr(),
             running_var.data_ptr(),
+            running_mean.data_ptr() if in_place else saved.data_ptr() + 8 * channels,
+            running_var.data_ptr() if in_place else saved.data_ptr() + 12 * channels,
             plan.rows,
             plan.vectors,
             plan.tile,

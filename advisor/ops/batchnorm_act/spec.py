@@ -19,7 +19,9 @@ STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 THREADS = 512
 MAX_TILE = 64  # channel vectors a block covers: 64 x 16 bytes is 1 KiB of a row, well coalesced
-BLOCKS_PER_SM = 2  # 1024 threads, 4 loads of 16 bytes each: 64 KiB in flight an SM
+# 512 threads with 4 or 8 loads of 16 bytes each: 32 to 64 KiB in flight an SM, which covers DRAM latency. More blocks only
+# add partial sums (measured, docs/decisions/0001-batchnorm-launch.md).
+BLOCKS_PER_SM = 1
 UNROLL = 4
 MIN_ARCH = 80
 
