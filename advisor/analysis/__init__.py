@@ -1,0 +1,68 @@
+"""StepProfile → MetricTable: what the measurements say, one question a file. Pure Python, runs anywhere."""
+
+from __future__ import annotations
+
+from advisor.analysis import (
+    comm,
+    conv,
+    idle,
+    input,
+    launch,
+    layout,
+    machine,
+    memory,
+    model,
+    optimizer,
+    precision,
+    roofline,
+    sync,
+    time,
+)
+from advisor.analysis.view import View
+from advisor.core.metrics import BY_NAME, MetricTable
+from advisor.core.profile import StepProfile
+from advisor.core.provenance import Provenance
+
+QUESTIONS = (
+    machine,
+    time,
+    idle,
+    input,
+    launch,
+    layout,
+    precision,
+    memory,
+    roofline,
+    conv,
+    sync,
+    model,
+    optimizer,
+    comm,
+)
+
+
+def metrics(profile: StepProfile) -> MetricTable:
+    """Every metric of `core.metrics` that the profile allows, each with its provenance; the others with their reason.
+
+    Times are per step. Shares of device time are over the traced rows (operators on a CPU); shares of the step are over
+    the step timed without a profiler. A value that a collector took directly (`profile.utilization`) fills a metric that
+    the rows and facts leave open. On a CPU, metrics that need a GPU stay missing.
+    """
+    table, view = MetricTable(), View.of(profile)
+    for question in QUESTIONS:
+        question.fill(view, table)
+    _sampled(profile, table)
+    return table
+
+
+def _sampled(profile: StepProfile, table: MetricTable) -> None:
+    for name, quantity in profile.utilization.items():
+        spec = BY_NAME.get(name)
+        if spec is None or spec.kind == "text" or table[name].value is not None:
+            continue
+        if quantity.value is None or quantity.provenance is Provenance.UNAVAILABLE:
+            if quantity.reason:
+                table.miss(name, quantity.reason)
+            continue
+        value = bool(quantity.value) if spec.kind == "flag" else float(quantity.value)
+        table.set(name, value, quantity.provenance, quantity.reason)

@@ -1,0 +1,114 @@
+"""Which convolutions the step has, and how much time goes to the kinds that libraries do badly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from advisor.analysis.time import NO_ROWS
+from advisor.analysis.view import Geometry, View, is_strict_fp32
+from advisor.core.metrics import MetricTable
+from advisor.core.profile import KernelRow
+from advisor.core.provenance import Provenance
+
+# By the definitions of the metrics named.
+LARGE_KERNEL, FEW_CHANNELS, FFT_KERNEL = 7, 4, 9
+_POINTWISE = re.compile(r"^(void )?at::native::.*(elementwise|reduce)_kernel", re.IGNORECASE)
+
+
+def _dense_3x3(geometry: Geometry) -> bool:
+    return _unit_3x3(geometry) and geometry.groups == 1 and all(d == 1 for d in geometry.dilation)
+
+
+def _unit_3x3(geometry: Geometry) -> bool:
+    return geometry.kernel == (3, 3) and geometry.unit_stride and not geometry.transposed
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set shares of convolution time by geometry, counts, and cuDNN's settings."""
+    facts = view.profile.model
+    for flag in ("cudnn_benchmark", "cudnn_deterministic"):
+        if flag in facts.flags:
+            table.set(flag, facts.flags[flag])
+        else:
+            table.miss(flag, "the script's backend flags were not read")
+    table.set("fixed_shapes", facts.fixed_shapes)
+    _counts(view, table)
+    shares: dict[str, Callable[[KernelRow], bool]] = {
+        "depthwise_frac": view.conv(lambda g: g.depthwise),
+        "grouped_conv_frac": view.conv(lambda g: g.grouped),
+        "large_conv_frac": view.conv(lambda g: max(g.kernel, default=0) >= LARGE_KERNEL and g.unit_stride),
+        "first_conv_frac": view.conv(lambda g: g.in_channels <= FEW_CHANNELS and not g.transposed),
+        "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
+        "winograd_eligible_frac": _strict(view.conv(_dense_3x3)),
+        "fft_eligible_frac": _fp32(view.conv(lambda g: g.groups == 1 and max(g.kernel, default=0) >= FFT_KERNEL)),
+        "transposed_conv_frac": lambda row: row.kind == "conv" and _transposed(view, row),
+        "bias_act_frac": _bias_act(view),
+    }
+    convs = [row for row in view.rows if row.kind == "conv"]
+    if view.device_us <= 0:
+        for name in shares:
+            table.miss(name, NO_ROWS)
+        return
+    unknown = sum(row.time_us for row in convs if view.geometry(row) is None)
+    total = sum(row.time_us for row in convs)
+    if convs and unknown >= total:
+        for name in shares:
+            table.miss(name, "no convolution's shape is known")
+        return
+    reason = f"{unknown / total:.0%} of convolution time has no known shape" if unknown > 0 else ""
+    for name, wanted in shares.items():
+        provenance = Provenance.MODELLED if name == "bias_act_frac" else Provenance.MEASURED
+        table.set(name, view.share(wanted), provenance, reason)
+
+
+def _counts(view: View, table: MetricTable) -> None:
+    convs = view.profile.model.convs
+    forward = sum(row.calls for row in view.rows if row.kind == "conv" and row.phase == "forward")
+    if convs:
+        table.set("conv_count", len(convs))
+        table.set("conv_bias_bn_count", sum(fact.bias and fact.followed_by_bn for fact in convs))
+        table.set("grouped_conv_share", sum(fact.groups > 1 for fact in convs) / len(convs))
+        table.set("max_conv_kernel", max(max(fact.kernel, default=0) for fact in convs))
+        return
+    if forward or view.rows:
+        table.set("conv_count", forward)
+    else:
+        table.miss("conv_count", NO_ROWS)
+    for name in ("conv_bias_bn_count", "grouped_conv_share", "max_conv_kernel"):
+        table.miss(name, "no convolution module was seen")
+
+
+def _strict(wanted: Callable[[KernelRow], bool]) -> Callable[[KernelRow], bool]:
+    return lambda row: is_strict_fp32(row) and wanted(row)
+
+
+def _fp32(wanted: Callable[[KernelRow], bool]) -> Callable[[KernelRow], bool]:
+    return lambda row: row.dtype in ("fp32", "tf32") and wanted(row)
+
+
+def _transposed(view: View, row: KernelRow) -> bool:
+    geometry = view.geometry(row)
+    return geometry is not None and geometry.transposed
+
+
+def bias_row(view: View, row: KernelRow) -> bool:
+    """The separate kernel that adds a convolution's bias, or sums its gradient."""
+    fact = view.fact(row)
+    if fact is None or not fact.bias:
+        return False
+    # The kernel's name tells it apart where the row's operator is the convolution itself.
+    return row.kind in ("elementwise", "reduce") or (row.kind == "conv" and bool(_POINTWISE.search(row.name)))
+
+
+def _bias_act(view: View) -> Callable[[KernelRow], bool]:
+    biased = {fact.module for fact in view.profile.model.convs if fact.bias and not fact.followed_by_bn}
+    containers = {path.rpartition(".")[0] for path in biased} - view.normalised_containers()
+
+    def wanted(row: KernelRow) -> bool:
+        if row.module in biased:
+            return bias_row(view, row)
+        holder = row.module if row.module in containers else row.module.rpartition(".")[0]
+        return row.kind == "activation" and bool(row.module) and holder in containers
+
+    return wanted

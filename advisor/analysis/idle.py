@@ -1,0 +1,67 @@
+"""How much of the untraced step the device stands idle, and why.
+
+Busy time comes from the traced window, the step from steps without a profiler. Tracing slows the host, not the kernels, so
+traced gaps are too long: idle is what the untraced step leaves beside busy, split in the traced proportions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from advisor.analysis.time import NO_STEP
+from advisor.analysis.view import View
+from advisor.core.metrics import MetricTable
+
+CAUSES = ("data", "launch", "copy", "sync", "other")
+# Kernel times vary by a few per cent between traced and untraced steps; beyond this the two contradict each other.
+CONTRADICTION = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Microseconds of the untraced step: device busy, and idle by cause. `note` tells a contradiction, else ""."""
+
+    busy_us: float
+    by_cause: dict[str, float]
+    note: str = ""
+
+    @property
+    def total_us(self) -> float:
+        """All idle time."""
+        return sum(self.by_cause.values())
+
+
+def idle(view: View) -> Idle | None:
+    """Scale the traced idle to the untraced step; None without a timed step, a traced window or a GPU."""
+    step, busy = view.step_us, view.profile.busy_us
+    if not view.on_gpu or step <= 0 or busy <= 0:
+        return None
+    note = ""
+    if busy > CONTRADICTION * step:
+        note = (
+            f"the traced steps kept the device busy for {busy:.0f} us, longer than the untraced step of {step:.0f} us"
+        )
+    busy = min(busy, step)
+    traced = dict.fromkeys(CAUSES, 0.0)
+    for row in view.profile.idle:
+        traced[row.cause if row.cause in traced else "other"] += max(0.0, row.time_us)
+    total = sum(traced.values())
+    rest = step - busy
+    scaled = {cause: rest * time / total for cause, time in traced.items()} if total > 0 else {**traced, "other": rest}
+    return Idle(busy, scaled, note)
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set busy and idle shares of the untraced step; they add up to 1."""
+    found = idle(view)
+    names = ["busy_frac", "idle_frac", *(f"idle_{cause}_frac" for cause in CAUSES)]
+    if found is None:
+        if view.on_gpu:
+            for name in names:
+                table.miss(name, NO_STEP if view.step_us <= 0 else "no device activity was traced")
+        return
+    step = view.step_us
+    table.set("busy_frac", found.busy_us / step, reason=found.note)
+    table.set("idle_frac", found.total_us / step, reason=found.note)
+    for cause, time in found.by_cause.items():
+        table.set(f"idle_{cause}_frac", time / step, reason=found.note)

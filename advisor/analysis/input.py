@@ -1,0 +1,66 @@
+"""Does the input pipeline keep up, and how do batches reach the device."""
+
+from __future__ import annotations
+
+from advisor.analysis.time import NO_STEP
+from advisor.analysis.view import View
+from advisor.core.metrics import MetricTable
+
+NO_LOADER = "no DataLoader was used"
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set the loader's share and settings, and the host/device copies."""
+    stats = view.profile.input
+    table.set("loader", stats.loader)
+    if stats.loader:
+        table.set("loader_us", stats.next_us)
+        if view.step_us > 0:
+            table.set("loader_frac", stats.next_us / view.step_us)
+        else:
+            table.miss("loader_frac", NO_STEP)
+        table.set("workers", stats.workers)
+        table.set("pin_memory", stats.pin_memory)
+        table.set("persistent_workers", stats.persistent_workers)
+        if stats.workers:
+            table.set("prefetch_factor", stats.prefetch_factor)
+        else:
+            table.miss("prefetch_factor", "the loader has no workers")
+        table.set("moved_unchanged", stats.moved_unchanged)
+    else:
+        for name in (
+            "loader_us",
+            "loader_frac",
+            "workers",
+            "pin_memory",
+            "persistent_workers",
+            "prefetch_factor",
+            "moved_unchanged",
+        ):
+            table.miss(name, NO_LOADER)
+    if stats.batch_dtype:
+        table.set("input_fp32_bytes", stats.batch_bytes if stats.batch_dtype == "fp32" else 0)
+    else:
+        table.miss("input_fp32_bytes", "the batch's dtype was not seen")
+    if view.on_gpu:
+        _copies(view, table)
+
+
+def _copies(view: View, table: MetricTable) -> None:
+    h2d = [copy for copy in view.profile.copies if copy.kind == "h2d"]
+    time, moved = sum(c.time_us for c in h2d), sum(c.bytes for c in h2d)
+    if not view.profile.cost.traced_steps and not view.profile.copies:
+        return
+    table.set("h2d_copies", sum(c.calls for c in h2d))
+    table.set("d2h_copies", sum(c.calls for c in view.profile.copies if c.kind == "d2h"))
+    if view.step_us > 0:
+        table.set("h2d_frac", time / view.step_us)
+    else:
+        table.miss("h2d_frac", NO_STEP)
+    if time > 0 and moved > 0:
+        table.set("h2d_overlap_frac", sum(c.time_us * c.overlapped_frac for c in h2d) / time)
+        table.set("h2d_pageable_frac", sum(c.bytes for c in h2d if c.pageable) / moved)
+        table.set("h2d_gbps", moved / time / 1e3)
+    else:
+        for name in ("h2d_overlap_frac", "h2d_pageable_frac", "h2d_gbps"):
+            table.miss(name, "nothing is copied to the device in a step")

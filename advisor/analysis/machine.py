@@ -1,0 +1,40 @@
+"""What machine ran the step, and in what state."""
+
+from __future__ import annotations
+
+from advisor.analysis.view import View
+from advisor.core.metrics import MetricTable
+from advisor.core.provenance import Provenance
+
+# A matrix rate is repeatable to a few per cent: below a tenth, two rates do not differ.
+FASTER = 1.1
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set device, rates and installed parts. Clocks, power and temperature come with the samples."""
+    machine = view.profile.environment
+    table.set("on_gpu", view.on_gpu)
+    if view.on_gpu:
+        if machine.sm_arch:
+            table.set("arch", machine.sm_arch)
+        table.set("gpu_shared", machine.shared_gpu)
+    table.set("gpu_count", machine.gpu_count)
+    if machine.cpu_count:
+        table.set("cpu_count", machine.cpu_count)
+    table.set("cupy_available", bool(machine.cupy))
+    rates = machine.matrix_tflops
+    provenance = Provenance(machine.rates_provenance) if machine.rates_provenance in _KNOWN else Provenance.MEASURED
+    if provenance is Provenance.UNAVAILABLE:
+        provenance = Provenance.MODELLED  # a rate without a stated origin is not passed on as measured
+    if machine.copy_gbps > 0:
+        table.set("copy_gbps", machine.copy_gbps, provenance)
+    else:
+        table.miss("copy_gbps", "the machine's rates were not measured")
+    if rates.get("bf16", 0.0) > 0 and rates.get("fp32", 0.0) > 0:
+        table.set("bf16_supported", rates["bf16"] > FASTER * rates["fp32"], provenance)
+    else:
+        table.miss("bf16_supported", "needs measured bf16 and fp32 matrix rates")
+    table.miss("torch_compile_available", "the profile does not record whether a backend compiler is present")
+
+
+_KNOWN = {kind.value for kind in Provenance}

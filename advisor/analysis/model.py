@@ -1,0 +1,75 @@
+"""What is trained: the modules, and how the script runs them."""
+
+from __future__ import annotations
+
+from advisor.analysis import view as rows
+from advisor.analysis.time import NO_ROWS
+from advisor.analysis.view import View, parent
+from advisor.core.metrics import MetricTable
+from advisor.core.provenance import Provenance
+
+_BATCH_NORMS = (
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "LazyBatchNorm2d",
+    "SyncBatchNorm",
+    "BatchNormAct2d",
+    "FrozenBatchNorm2d",
+)
+_NOT_READ = "this flag of the script was not read"
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set module counts, capture state and kernels from outside torch."""
+    facts, counts = view.profile.model, view.profile.model.module_counts
+    if counts:
+        table.set("bn_count", sum(counts.get(name, 0) for name in _BATCH_NORMS))
+        table.set("se_count", sum(n for name, n in counts.items() if rows.is_squeeze_excite(name)))
+    else:
+        for name in ("bn_count", "se_count"):
+            table.miss(name, "no module was seen")
+    table.set("sync_bn_count", facts.sync_batchnorm)
+    table.set("dropout", facts.dropout)
+    table.set("compiled", facts.compiled)
+    table.set("graphed", facts.graphed)
+    for name, keys in {
+        "anomaly_mode": ("anomaly", "anomaly_mode"),
+        "deterministic_algorithms": ("deterministic_algorithms", "deterministic"),
+        "checkpointing": ("checkpointing",),
+        "uses_cupy": ("uses_cupy", "cupy"),
+    }.items():
+        known = [facts.flags[key] for key in keys if key in facts.flags]
+        if known:
+            table.set(name, known[0])
+        else:
+            table.miss(name, _NOT_READ)
+    for name in ("graph_breaks", "recompiles"):
+        table.miss(name, "Dynamo's counters were not read" if facts.compiled else "the script does not compile")
+    _bn_act_count(view, table)
+    if view.on_gpu and view.device_us > 0:
+        table.set("advisor_kernel_frac", view.share(lambda row: row.name.startswith("advisor")))
+        table.set("cupy_kernel_frac", view.share(lambda row: row.name.startswith("cupy_")))
+        if facts.graphed:
+            table.miss("custom_kernel_frac", "kernels of a replayed graph belong to no operator")
+        else:
+            table.set("custom_kernel_frac", view.share(lambda row: not row.op and row.kind not in ("comm", "memset")))
+
+
+def _bn_act_count(view: View, table: MetricTable) -> None:
+    if view.device_us <= 0:
+        table.miss("bn_act_count", NO_ROWS)
+        return
+    norms: dict[str, set[str]] = {}
+    activations: dict[str, float] = {}
+    for row in view.rows:
+        if row.phase == "forward" and rows.is_batchnorm(row) and row.module:
+            norms.setdefault(parent(row.module), set()).add(row.module)
+    for row in view.rows:
+        if row.phase == "forward" and row.kind == "activation" and row.module:
+            holder = row.module if row.module in norms else parent(row.module)
+            activations[holder] = activations.get(holder, 0.0) + row.calls
+    count = sum(min(float(len(found)), activations.get(holder, 0.0)) for holder, found in norms.items())
+    table.set(
+        "bn_act_count", round(count), Provenance.MODELLED, "batch norms paired with activations of the same module"
+    )

@@ -1,0 +1,38 @@
+"""How parameters are updated."""
+
+from __future__ import annotations
+
+from advisor.analysis.time import NO_ROWS
+from advisor.analysis.view import View, launches
+from advisor.core.metrics import MetricTable
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set the optimizer's class, its implementation and its kernels per step."""
+    facts = view.profile.model
+    if facts.optimizers:
+        table.set("optimizer", facts.optimizers[0])
+        table.set("optimizer_fused", facts.optimizer_fused)
+        table.set("zero_grad_to_none", facts.zero_grad_to_none)
+        table.set("grad_clipping", facts.grad_clipping)
+        table.set("ema", facts.ema)
+        table.set("accumulation", facts.accumulation)
+        if facts.optimizer_foreach is not None:
+            table.set("optimizer_foreach", facts.optimizer_foreach)
+        else:
+            table.miss("optimizer_foreach", "the optimizer does not say which implementation it uses")
+    else:
+        for name in (
+            "optimizer",
+            "optimizer_fused",
+            "zero_grad_to_none",
+            "grad_clipping",
+            "ema",
+            "accumulation",
+            "optimizer_foreach",
+        ):
+            table.miss(name, "no torch optimizer was seen")
+    if view.rows:
+        table.set("optimizer_kernels", launches(row for row in view.rows if row.phase == "optimizer"))
+    else:
+        table.miss("optimizer_kernels", NO_ROWS)

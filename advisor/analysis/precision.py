@@ -1,0 +1,75 @@
+"""In which precision the step computes, and whether tensor cores are used."""
+
+from __future__ import annotations
+
+from advisor.analysis.time import NO_ROWS
+from advisor.analysis.view import HALF, MATRIX, SINGLE, View, shapes_of
+from advisor.core.metrics import MetricTable
+from advisor.core.profile import KernelRow
+
+# Tensor cores take fp16/bf16 operands in 16-byte rows. Source: NVIDIA, "Mixed precision training" guide: multiples of 8.
+ALIGNMENT = 8
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set shares by dtype and the script's own precision settings."""
+    facts = view.profile.model
+    table.set("autocast", facts.autocast)
+    table.set("grad_scaler", facts.grad_scaler)
+    table.set("parameter_dtype", facts.parameter_dtype)
+    for flag in ("tf32_conv", "tf32_matmul"):
+        if flag in facts.flags:
+            table.set(flag, facts.flags[flag])
+        else:
+            table.miss(flag, "the script's backend flags were not read")
+    names = ("tensor_eligible_frac", "fp32_conv_frac", "half_frac", "unaligned_channel_frac")
+    if view.device_us <= 0:
+        for name in (*names, "amp_capable_loss"):
+            table.miss(name, NO_ROWS)
+        return
+    # autocast raises on binary_cross_entropy of probabilities; every other operator has a rule or runs as it is.
+    table.set("amp_capable_loss", not any(_refused(row) for row in view.rows))
+    matrix = view.time_us(lambda row: row.kind in MATRIX)
+    table.set("tensor_eligible_frac", matrix / view.device_us)
+    known = any(row.dtype for row in view.rows)
+    if known:
+        table.set("fp32_conv_frac", view.share(lambda row: row.kind in MATRIX and row.dtype in SINGLE))
+    else:
+        table.miss("fp32_conv_frac", "the trace holds no dtypes")
+    if view.on_gpu and known:
+        table.set("fp64_frac", view.share(lambda row: row.dtype == "fp64"))
+    if matrix <= 0:
+        for name in ("half_frac", "unaligned_channel_frac", *(("tensor_core_frac",) if view.on_gpu else ())):
+            table.miss(name, "the step has no convolution or matrix product")
+        return
+    if view.on_gpu:
+        table.set("tensor_core_frac", view.time_us(lambda row: row.kind in MATRIX and row.tensor_core) / matrix)
+    if not known:
+        for name in ("half_frac", "unaligned_channel_frac"):
+            table.miss(name, "the trace holds no dtypes")
+        return
+    half = [row for row in view.rows if row.kind in MATRIX and row.dtype in HALF]
+    table.set("half_frac", sum(row.time_us for row in half) / matrix)
+    sized = [(row, channels) for row in half if (channels := _channels(view, row))]
+    if sized:
+        time = sum(row.time_us for row, _ in sized)
+        odd = sum(row.time_us for row, channels in sized if any(c % ALIGNMENT for c in channels))
+        table.set("unaligned_channel_frac", odd / time)
+    else:
+        table.miss("unaligned_channel_frac", "no half-precision product with known channels")
+
+
+def _refused(row: KernelRow) -> bool:
+    operator = row.op or row.name
+    return "binary_cross_entropy" in operator and "with_logits" not in operator
+
+
+def _channels(view: View, row: KernelRow) -> tuple[int, ...]:
+    """Channels that must be aligned: of input and output; of a depthwise convolution none, as it uses no tensor cores."""
+    if row.kind == "conv":
+        geometry = view.geometry(row)
+        if geometry is None or geometry.depthwise:
+            return ()
+        return (geometry.in_channels // geometry.groups, geometry.out_channels // geometry.groups)
+    matrices = [shape for shape in shapes_of(row) if len(shape) >= 2]
+    return (matrices[0][-1], matrices[1][-1]) if len(matrices) >= 2 else ()

@@ -1,0 +1,100 @@
+"""How long a step takes, how steadily, and what it spends its device time on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from advisor.analysis import view as rows
+from advisor.analysis.view import View
+from advisor.core.metrics import MetricTable
+from advisor.core.profile import KernelRow
+from advisor.core.provenance import Provenance
+
+NO_STEP = "no step was timed"
+NO_ROWS = "no kernel or operator was traced"
+OUTLIER = 1.5  # medians; by the definition of step_outlier_frac
+
+_KINDS = ("conv", "gemm", "norm", "activation", "pool", "reduce", "upsample", "concat", "dropout", "loss", "comm")
+_BY_ROW: dict[str, Callable[[KernelRow], bool]] = {
+    "batchnorm": rows.is_batchnorm,
+    "groupnorm": rows.is_groupnorm,
+    "layernorm": rows.is_layernorm,
+    "elementwise": lambda row: row.kind in ("activation", "elementwise") and not rows.is_cast(row),
+}
+
+
+def fill(view: View, table: MetricTable) -> None:
+    """Set step time, throughput, limit and the shares by phase and kind."""
+    _step(view, table)
+    profile = view.profile
+    if view.on_gpu and profile.cost.traced_steps:
+        table.set("coverage_frac", profile.cost.coverage_frac)
+    if profile.cost.traced_steps:
+        table.set("traced_overhead_frac", profile.cost.overhead_frac)
+    else:
+        table.miss("traced_overhead_frac", "no step was traced")
+
+    names = ("forward", "backward", "optimizer", *_KINDS, *_BY_ROW, "se", "bn_act")
+    if view.device_us <= 0:
+        for name in names:
+            table.miss(f"{name}_frac", NO_ROWS)
+        return
+    for phase in ("forward", "backward", "optimizer"):
+        table.set(f"{phase}_frac", view.share(lambda row, phase=phase: row.phase == phase))  # type: ignore[misc]
+    for kind in _KINDS:
+        table.set(f"{kind}_frac", view.share(lambda row, kind=kind: row.kind == kind))  # type: ignore[misc]
+    for name, wanted in _BY_ROW.items():
+        table.set(f"{name}_frac", view.share(wanted))
+
+    blocks = {row.module for row in view.rows if row.module and rows.is_squeeze_excite(row.module_type)}
+    inside = tuple(f"{path}." for path in blocks)
+    table.set(
+        "se_frac",
+        view.share(lambda row: row.module in blocks or (bool(inside) and row.module.startswith(inside))),
+        Provenance.MODELLED,
+        "by class names; a block whose own forward runs no kernel is not seen",
+    )
+    containers = view.normalised_containers()
+    table.set(
+        "bn_act_frac",
+        view.share(lambda row: rows.is_batchnorm(row) or view.is_after_norm(row, containers)),
+        Provenance.MODELLED,
+        "adds and activations counted where a batch norm stands in the same module",
+    )
+
+
+def _step(view: View, table: MetricTable) -> None:
+    profile, spread = view.profile, view.profile.step_us
+    batch = profile.model.batch_size or profile.input.batch_size
+    if batch:
+        table.set("batch_size", batch)
+    else:
+        table.miss("batch_size", "no batch dimension was seen")
+    names = ("step_us", "step_spread_frac", "steps_measured", "step_outlier_frac", "samples_per_s", "limit_frac")
+    table.miss("first_step_ratio", "the profile keeps no time of the first step")
+    if profile.limit_us > 0:
+        table.set("limit_us", profile.limit_us, Provenance.MODELLED)
+    else:
+        table.miss("limit_us", "needs the machine's measured rates and the operators' shapes")
+    if spread is None or spread.median <= 0:
+        for name in names:
+            table.miss(name, NO_STEP)
+        return
+    table.set("step_us", spread.median)
+    table.set("steps_measured", spread.n)
+    if spread.n > 1:
+        table.set("step_spread_frac", (spread.p90 - spread.p10) / spread.median)
+    else:
+        table.miss("step_spread_frac", "one step has no spread")
+    if spread.raw:
+        table.set("step_outlier_frac", sum(t > OUTLIER * spread.median for t in spread.raw) / len(spread.raw))
+    else:
+        table.miss("step_outlier_frac", "single step times were not kept")
+    if batch:
+        table.set("samples_per_s", batch / spread.median * 1e6)
+    else:
+        table.miss("samples_per_s", "no batch dimension was seen")
+    if profile.limit_us > 0:
+        table.set("limit_frac", profile.limit_us / spread.median, Provenance.MODELLED)
+    else:
+        table.miss("limit_frac", "needs the machine's measured rates and the operators' shapes")

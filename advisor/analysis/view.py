@@ -1,0 +1,245 @@
+"""A StepProfile with what several questions need worked out once: device rows, shares, convolution geometry."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from advisor.core.profile import ConvFact, KernelRow, StepProfile
+
+# Copies between host and device are in StepProfile.copies; a row with one of these names would count them twice.
+_HOST_COPY = re.compile(r"^Memcpy (HtoD|DtoH|HtoH)", re.IGNORECASE)
+_CAST = re.compile(r"(LoadWithCast|StoreWithCast|b?float\d+to\w*\d+_copy|_to_copy)", re.IGNORECASE)
+_BATCH_NORM = re.compile(r"batch_?norm|(^|[:_])bn_(fw|bw|inf|train)", re.IGNORECASE)
+_INSTANCE_OR_GROUP = re.compile(r"(group|instance)_?norm", re.IGNORECASE)
+_LAYER_NORM = re.compile(r"layer_?norm", re.IGNORECASE)
+_INDEX = re.compile(r"aten::_?(index|gather|scatter|embedding|masked_|nonzero|take|put)")
+_SQUEEZE_EXCITE = re.compile(
+    r"^(Squeeze_?(And|&)?_?Excit\w*|Effective_?SE\w*|E?SE(Layer|Block|Module|Unit|Net)?)$", re.IGNORECASE
+)
+
+HALF = ("fp16", "bf16")
+SINGLE = ("fp32", "tf32")  # stored as fp32; a kernel that rounds its inputs to TF32 is still an fp32 operator
+MATRIX = ("conv", "gemm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """A convolution's shape. `stride` and `dilation` are empty when neither the module nor a like module tells them."""
+
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, ...]
+    groups: int
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def depthwise(self) -> bool:
+        """One input channel a group."""
+        return self.groups > 1 and self.groups == self.in_channels
+
+    @property
+    def grouped(self) -> bool:
+        """Several groups of several input channels."""
+        return 1 < self.groups < self.in_channels
+
+    @property
+    def unit_stride(self) -> bool:
+        """Known to have stride 1 in each dimension."""
+        return bool(self.stride) and all(step == 1 for step in self.stride)
+
+
+def parent(module: str) -> str:
+    """The path of the module that holds this one; "" for a root."""
+    return module.rpartition(".")[0]
+
+
+def shapes_of(row: KernelRow) -> list[list[int]]:
+    """Shapes of the operator's tensor inputs, in order; [] where an input is no tensor or nothing was recorded."""
+    try:
+        raw = json.loads(row.shapes) if row.shapes else []
+    except ValueError:
+        return []
+    if not isinstance(raw, list):
+        return []
+    return [s if isinstance(s, list) and all(isinstance(n, int) for n in s) else [] for s in raw]
+
+
+def is_cast(row: KernelRow) -> bool:
+    """A copy whose purpose is another dtype: by kind, by operator, or by the kernel's conversion functor."""
+    if row.kind == "cast":
+        return True
+    return row.kind in ("copy", "elementwise") and bool(
+        "_to_copy" in row.op or (("copy" in row.op or "aten::to" in row.op) and _CAST.search(row.name))
+    )
+
+
+def _norm_text(row: KernelRow) -> str:
+    # The module's type comes first: aten::instance_norm runs batch-norm kernels.
+    return row.module_type if "Norm" in row.module_type else f"{row.op} {row.name}"
+
+
+def is_batchnorm(row: KernelRow) -> bool:
+    """Batch normalisation, SyncBatchNorm's own kernels included."""
+    return row.kind == "norm" and bool(_BATCH_NORM.search(_norm_text(row)))
+
+
+def is_groupnorm(row: KernelRow) -> bool:
+    """Group or instance normalisation."""
+    return row.kind == "norm" and bool(_INSTANCE_OR_GROUP.search(_norm_text(row)))
+
+
+def is_layernorm(row: KernelRow) -> bool:
+    """Layer normalisation, also over channels."""
+    return row.kind == "norm" and bool(_LAYER_NORM.search(_norm_text(row)))
+
+
+def is_index(row: KernelRow) -> bool:
+    """Indexing, gather and scatter."""
+    return row.kind == "index" or bool(_INDEX.match(row.op or row.name))
+
+
+def is_squeeze_excite(class_name: str) -> bool:
+    """Whether a module class is named like the squeeze-and-excite blocks of common model libraries."""
+    return bool(_SQUEEZE_EXCITE.match(class_name))
+
+
+def is_strict_fp32(row: KernelRow) -> bool:
+    """Computed with fp32 multiplications, not on tensor cores."""
+    return row.dtype == "fp32" and not row.tensor_core
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """`rows` are device rows without host copies; `device_us` is their sum; `step_us` is 0.0 when no step was timed."""
+
+    profile: StepProfile
+    rows: tuple[KernelRow, ...]
+    device_us: float
+    step_us: float
+    _by_module: dict[str, ConvFact] = field(repr=False)
+    _by_size: dict[tuple[int, int, tuple[int, ...], int], list[ConvFact]] = field(repr=False)
+
+    @classmethod
+    def of(cls, profile: StepProfile) -> View:
+        """Index the profile. Rows without time and convolution facts without channels are left out."""
+        rows = tuple(row for row in profile.kernels if row.time_us > 0 and not _HOST_COPY.match(row.name))
+        by_size: dict[tuple[int, int, tuple[int, ...], int], list[ConvFact]] = {}
+        for fact in profile.model.convs:
+            by_size.setdefault((fact.in_channels, fact.out_channels, fact.kernel, fact.groups), []).append(fact)
+        return cls(
+            profile,
+            rows,
+            sum(row.time_us for row in rows),
+            profile.step_us.median if profile.step_us is not None else 0.0,
+            {fact.module: fact for fact in profile.model.convs if fact.module},
+            by_size,
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """The training step ran on a CUDA GPU."""
+        return self.profile.environment.device == "cuda"
+
+    def time_us(self, wanted: Callable[[KernelRow], bool]) -> float:
+        """Microseconds per step in the rows wanted."""
+        return sum(row.time_us for row in self.rows if wanted(row))
+
+    def share(self, wanted: Callable[[KernelRow], bool]) -> float:
+        """Share of device time (operator time on a CPU) in the rows wanted, 0 to 1; 0.0 without rows."""
+        return self.time_us(wanted) / self.device_us if self.device_us > 0 else 0.0
+
+    def fact(self, row: KernelRow) -> ConvFact | None:
+        """The convolution module that a row belongs to, by module path with or without its root's name."""
+        return self._by_module.get(row.module) or self._by_module.get(row.module.partition(".")[2])
+
+    def geometry(self, row: KernelRow) -> Geometry | None:
+        """The convolution that a row computes: from its module, else from its recorded shapes; None if neither tells."""
+        if row.kind != "conv":
+            return None
+        fact = self.fact(row)
+        if fact is not None:
+            return _from_fact(fact)
+        found = _from_shapes(row)
+        if found is None:
+            return None
+        like = self._by_size.get((found.in_channels, found.out_channels, found.kernel, found.groups), [])
+        strides, dilations = {f.stride for f in like}, {f.dilation for f in like}
+        return Geometry(
+            in_channels=found.in_channels,
+            out_channels=found.out_channels,
+            kernel=found.kernel,
+            groups=found.groups,
+            stride=strides.pop() if len(strides) == 1 else (),
+            dilation=dilations.pop() if len(dilations) == 1 else (),
+            transposed=found.transposed,
+        )
+
+    def conv(self, wanted: Callable[[Geometry], bool]) -> Callable[[KernelRow], bool]:
+        """A row predicate: a convolution whose geometry is known and wanted."""
+
+        def predicate(row: KernelRow) -> bool:
+            geometry = self.geometry(row)
+            return geometry is not None and wanted(geometry)
+
+        return predicate
+
+    def normalised_containers(self) -> set[str]:
+        """Paths of modules with a batch norm directly inside: where an add or activation follows one."""
+        return {parent(row.module) for row in self.rows if is_batchnorm(row) and row.module}
+
+    def is_after_norm(self, row: KernelRow, containers: set[str]) -> bool:
+        """An activation, or an add, that stands in a module beside a batch norm.
+
+        `self.relu` and `nn.Sequential` members are attributed to themselves, so their parent counts; `F.relu(...)` and
+        `out += x` are attributed to the block that calls them. An add in backward sums gradients, and stays.
+        """
+        if row.kind == "activation":
+            return bool(row.module) and (row.module in containers or parent(row.module) in containers)
+        return (
+            row.kind == "elementwise"
+            and row.phase == "forward"
+            and row.op.startswith(("aten::add", "aten::add_"))
+            and row.module in containers
+            and self.fact(row) is None
+        )
+
+
+def _from_fact(fact: ConvFact) -> Geometry:
+    return Geometry(
+        in_channels=fact.in_channels,
+        out_channels=fact.out_channels,
+        kernel=fact.kernel,
+        groups=fact.groups,
+        stride=fact.stride,
+        dilation=fact.dilation,
+        transposed=fact.transposed,
+    )
+
+
+def _from_shapes(row: KernelRow) -> Geometry | None:
+    """Input N,C,… and weight K,C/groups,… (C,K/groups,… when transposed) of an aten convolution, forward or backward."""
+    shapes = shapes_of(row)
+    if "backward" in row.op:
+        shapes = shapes[1:]  # the output's gradient comes first
+    if len(shapes) < 2 or len(shapes[0]) < 3 or len(shapes[0]) != len(shapes[1]) or 0 in shapes[1]:
+        return None
+    channels, weight = shapes[0][1], shapes[1]
+    transposed = "transpose" in row.op or "Transpose" in row.module_type
+    groups = 1 if transposed else max(1, channels // weight[1])
+    return Geometry(
+        in_channels=channels,
+        out_channels=weight[1] if transposed else weight[0],
+        kernel=tuple(weight[2:]),
+        groups=groups,
+        transposed=transposed,
+    )
+
+
+def launches(rows: Iterable[KernelRow]) -> float:
+    """Kernels per step."""
+    return sum(row.calls for row in rows)

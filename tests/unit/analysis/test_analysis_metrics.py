@@ -1,0 +1,359 @@
+"""Metrics of hand-built profiles against answers worked out by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import profiles
+import pytest
+
+from advisor.analysis import metrics
+from advisor.analysis.launch import extent
+from advisor.analysis.view import View
+from advisor.core.metrics import BY_NAME, MetricTable
+from advisor.core.profile import CopyRow, IdleCause, ModelFacts, Quantity, Site
+from advisor.core.provenance import Provenance
+
+
+def numbers(table: MetricTable, **expected: float | bool | str) -> None:
+    for name, value in expected.items():
+        got = table[name].value
+        wanted = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+        assert got == wanted, f"{name}: {got} ({table[name].reason})"
+
+
+def test_resnet50_shares_are_of_device_time() -> None:
+    table = metrics(profiles.resnet50())
+    total = 113000.0
+    numbers(
+        table,
+        conv_frac=64000 / total,
+        first_conv_frac=2000 / total,
+        norm_frac=25000 / total,
+        batchnorm_frac=25000 / total,
+        groupnorm_frac=0.0,
+        activation_frac=7500 / total,
+        elementwise_frac=10000 / total,
+        layout_frac=8000 / total,
+        pool_frac=4500 / total,
+        loss_frac=100 / total,
+        optimizer_frac=900 / total,
+        backward_frac=64500 / total,
+        bn_act_frac=35000 / total,
+        bn_act_count=1.0,
+        tensor_core_frac=64000 / 64500,
+        tensor_eligible_frac=64500 / total,
+        fp32_conv_frac=64500 / total,
+        half_frac=0.0,
+        conv3x3_fp32_frac=0.0,
+    )
+
+
+def test_resnet50_step_and_memory() -> None:
+    table = metrics(profiles.resnet50())
+    numbers(
+        table,
+        on_gpu=True,
+        step_us=116600.0,
+        step_spread_frac=0.04,
+        steps_measured=5.0,
+        step_outlier_frac=0.0,
+        batch_size=256.0,
+        samples_per_s=256 / 0.1166,
+        busy_frac=113000 / 116600,
+        idle_frac=3600 / 116600,
+        idle_launch_frac=2700 / 116600,
+        idle_sync_frac=900 / 116600,
+        idle_data_frac=0.0,
+        peak_memory_frac=0.3,
+        reserved_ratio=1.05,
+        parameter_bytes=25_557_032 * 4.0,
+        state_bytes=25_557_032 * 12.0,
+        activation_bytes=40 * 2.0**30 - 25_557_032 * 12,
+        optimizer="SGD",
+        optimizer_kernels=12.0,
+        bf16_supported=True,
+        launch_us=2500.0,
+        sm_active_frac=0.81,
+        torch_compile_available=True,
+    )
+    assert table["gpu_temperature"].reason == "NVML was refused"
+    assert table["limit_us"].provenance is Provenance.MODELLED
+    assert table["dram_frac"].reason == "needs hardware counters or NVML GPM"
+
+
+def test_shares_and_causes_of_the_step_add_up() -> None:
+    for build in (profiles.resnet50, profiles.cifar, profiles.starved):
+        table = metrics(build())
+        causes = [table.number(f"idle_{cause}_frac") for cause in ("data", "launch", "copy", "sync", "other")]
+        assert sum(value or 0.0 for value in causes) == pytest.approx(table.number("idle_frac"))
+        assert (table.number("busy_frac") or 0) + (table.number("idle_frac") or 0) == pytest.approx(1.0)
+
+
+def test_idle_is_scaled_to_the_untraced_step() -> None:
+    # 11,000 us of gaps in the traced step, 8,600 us left in the untraced one.
+    table = metrics(profiles.cifar())
+    numbers(
+        table,
+        idle_frac=8600 / 13600,
+        idle_launch_frac=8600 * 9 / 11 / 13600,
+        idle_sync_frac=8600 * 1.5 / 11 / 13600,
+        idle_copy_frac=8600 * 0.5 / 11 / 13600,
+    )
+
+
+def test_a_trace_busier_than_the_step_is_clamped_and_told() -> None:
+    table = metrics(replace(profiles.resnet50(), busy_us=140000.0))
+    numbers(table, busy_frac=1.0, idle_frac=0.0)
+    assert "longer than the untraced step" in table["idle_frac"].reason
+    assert metrics(profiles.resnet50())["idle_frac"].reason == ""
+
+
+def test_idle_without_a_traced_cause_is_other() -> None:
+    table = metrics(replace(profiles.cifar(), idle=()))
+    numbers(table, idle_other_frac=8600 / 13600, idle_launch_frac=0.0)
+    odd = replace(profiles.cifar(), idle=(IdleCause(cause="gremlins", time_us=10.0),))
+    numbers(metrics(odd), idle_other_frac=8600 / 13600)
+
+
+def test_cifar_sync_copy_and_functional_activation() -> None:
+    table = metrics(profiles.cifar())
+    numbers(
+        table,
+        syncs_per_step=6.0,
+        item_syncs=2.0,
+        nonzero_syncs=1.0,
+        explicit_syncs=1.0,
+        pageable_syncs=2.0,
+        sync_wait_frac=1000 / 13600,
+        host_frac=1 - 1500 / 13600,
+        h2d_frac=300 / 13600,
+        h2d_pageable_frac=1.0,
+        h2d_overlap_frac=0.0,
+        h2d_gbps=5.0,
+        h2d_copies=2.0,
+        d2h_copies=2.0,
+        data_parallel=True,
+        bn_act_frac=1750 / 5000,
+        workers=2.0,
+        moved_unchanged=True,
+        kernels_per_step=174.0,
+        mean_kernel_us=5000 / 174,
+        loader="DataLoader",
+        input_fp32_bytes=1_572_864.0,
+    )
+    # Foreach kernels take 6.25 us each, activations 8.8 and 11.8 us: 40 + 17 of 174 kernels are shorter than 10 us.
+    numbers(table, short_kernel_frac=57 / 174, short_kernel_time_frac=400 / 5000)
+
+
+def test_geometry_from_facts_with_and_without_the_roots_name_and_from_shapes() -> None:
+    view = View.of(profiles.cifar())  # its fact has no root name
+    found = view.geometry(view.rows[0])
+    assert found is not None
+    assert (found.kernel, found.stride, found.unit_stride) == ((3, 3), (1, 1), True)
+
+    shaped = profiles.row(
+        name="dw", kind="conv", op="aten::convolution_backward", time_us=10.0,
+        shapes="[[8, 32, 14, 14], [8, 32, 14, 14], [32, 1, 7, 7], []]",
+    )  # fmt: skip
+    grouped = replace(shaped, op="aten::convolution", shapes="[[8, 32, 14, 14], [64, 8, 3, 3], []]", time_us=30.0)
+    broken = replace(shaped, shapes="[[8, 32", time_us=60.0)
+    bare = replace(profiles.with_rows(profiles.resnet50(), shaped, grouped, broken), model=ModelFacts())
+    table = metrics(bare)
+    numbers(table, depthwise_frac=0.1, grouped_conv_frac=0.3, large_conv_frac=0.0)
+    assert "60% of convolution time" in table["depthwise_frac"].reason
+    # A module of the same size tells the stride that shapes cannot.
+    like = replace(bare, model=ModelFacts(convs=(profiles.conv("Net.a", 7, (32, 32), groups=32),)))
+    numbers(metrics(like), large_conv_frac=0.1)
+
+
+def test_strict_fp32_and_unaligned_channels() -> None:
+    base = profiles.resnet50()
+    strict = [replace(row, tensor_core=False) for row in base.kernels]
+    table = metrics(replace(base, kernels=tuple(strict)))
+    numbers(table, winograd_eligible_frac=44000 / 113000, conv3x3_fp32_frac=44000 / 113000, tensor_core_frac=0.0)
+    half = [replace(row, dtype="bf16") for row in base.kernels]
+    table = metrics(replace(base, kernels=tuple(half)))
+    # Only the first convolution has 3 input channels; the linear layer's shapes were not recorded.
+    numbers(table, half_frac=1.0, fp32_conv_frac=0.0, unaligned_channel_frac=2000 / 64000)
+
+
+def test_efficiencies_are_limit_over_time() -> None:
+    table = metrics(profiles.resnet50())
+    # conv limits: by bytes 244 us, by 400 TFLOP/s 5,000 and 10,000 us, by bytes 3,000 and 6,000 us.
+    numbers(
+        table,
+        conv_efficiency=(244 + 5000 + 10000 + 3000 + 6000) / 64000,
+        conv_worst_efficiency=10000 / 30000,
+        norm_efficiency=(5500 + 8250) / 25000,
+        pool_efficiency=(350 + 400) / 4500,
+    )
+    assert table["norm_efficiency"].provenance is Provenance.MODELLED
+    assert table["depthwise_efficiency"].reason == "the step has no such kernel"
+    # 1x1 and first convolutions are bound by bytes at the TF32 rate, 3x3 ones and the fp32 product by flops.
+    bound = 2000 + 6000 + 12000 + 25000 + 7500 + 2500 + 4500 + 100 + 900
+    numbers(table, memory_bound_frac=bound / 113000)
+
+
+def test_counted_bytes() -> None:
+    base = profiles.resnet50()
+    rows = [
+        replace(row, dram_bytes=2 * row.modelled_bytes, dram_provenance=Provenance.MEASURED) for row in base.kernels
+    ]
+    table = metrics(replace(base, kernels=tuple(rows)))
+    total = 2 * sum(row.modelled_bytes for row in base.kernels)
+    numbers(table, dram_gb_per_step=total, dram_excess_ratio=2.0, dram_frac=total / (116600 * 4e6))
+    assert table["dram_frac"].provenance is Provenance.MEASURED
+    rows[0] = replace(rows[0], dram_provenance=Provenance.MODELLED)
+    assert metrics(replace(base, kernels=tuple(rows)))["dram_frac"].provenance is Provenance.MODELLED
+
+
+def test_launch_geometry() -> None:
+    assert (extent("132x2x1"), extent(""), extent("axb")) == (264, 0, 0)
+    base = profiles.resnet50()
+    small = replace(base.kernels[0], grid="100x1x1", block="96x1x1", time_us=40.0)
+    odd = replace(small, grid="200x1x1", block="100x1x1", time_us=10.0)
+    # 8 blocks of 256 threads fit on an SM: 1,056 a wave; 1,584 blocks are 1.5 waves of 2, a quarter of the time is lost.
+    tail = replace(small, grid="1584x1x1", block="256x1x1", time_us=50.0)
+    table = metrics(profiles.with_rows(base, small, odd, tail))
+    numbers(table, small_grid_frac=0.4, odd_block_frac=0.1, tail_wave_frac=0.5 * 0.25)
+    assert table["tail_wave_frac"].provenance is Provenance.MODELLED
+
+
+def test_overlapping_kernels_and_exposed_communication() -> None:
+    base = profiles.resnet50()
+    work = replace(base.kernels[1], time_us=80.0)
+    comm = replace(work, name="ncclDevKernel_AllReduce", kind="comm", op="", time_us=40.0)
+    step = replace(base.step_us or profiles.spread(200.0), median=200.0)
+    table = metrics(replace(profiles.with_rows(base, work, comm), busy_us=90.0, step_us=step))
+    # 90 us busy, of which 80 us are work: 10 us of communication stand alone; 30 of 120 us ran beside another kernel.
+    numbers(table, comm_exposed_frac=10 / 200, kernel_overlap_frac=30 / 120)
+    copy = CopyRow(kind="h2d", bytes=1.0, time_us=5.0, calls=1.0)
+    table = metrics(replace(profiles.with_rows(base, work, comm), busy_us=95.0, step_us=step, copies=(copy,)))
+    numbers(table, comm_exposed_frac=10 / 200)
+
+
+def test_host_copies_are_no_device_rows() -> None:
+    base = profiles.resnet50()
+    copy = replace(base.kernels[0], name="Memcpy HtoD (Pinned -> Device)", kind="copy", time_us=1e6)
+    assert metrics(replace(base, kernels=(*base.kernels, copy))).number("conv_frac") == pytest.approx(64 / 113)
+
+
+def test_casts_are_told_from_copies() -> None:
+    base = profiles.resnet50()
+    copy = replace(base.kernels[0], name="direct_copy_kernel_cuda", kind="copy", op="aten::copy_", time_us=30.0)
+    cast = replace(copy, name="void at::native::bfloat16tofloat32_copy_kernel_cuda", time_us=70.0)
+    numbers(metrics(profiles.with_rows(base, copy, cast)), cast_frac=0.7, device_copy_frac=0.3)
+
+
+def test_conv_bias_before_a_norm_is_found_with_its_kernels() -> None:
+    base = profiles.resnet50()
+    fact = profiles.conv("Net.conv", 3, (8, 8), bias=True)
+    conv = replace(base.kernels[1], module="Net.conv", time_us=80.0)
+    bias = replace(conv, kind="elementwise", op="aten::add_", name="add", time_us=5.0)
+    relu = replace(conv, kind="activation", op="aten::relu", module="Net.relu", module_type="ReLU", time_us=15.0)
+    tested = replace(profiles.with_rows(base, conv, bias, relu), model=ModelFacts(convs=(fact,)))
+    numbers(metrics(tested), bias_act_frac=0.2, conv_bias_bn_count=0.0)
+    followed = replace(tested, model=ModelFacts(convs=(replace(fact, followed_by_bn=True),)))
+    numbers(metrics(followed), bias_act_frac=0.0, conv_bias_bn_count=1.0)
+
+
+def test_probability_bce_is_refused_by_autocast() -> None:
+    base = profiles.resnet50()
+    loss = replace(base.kernels[0], kind="loss", op="aten::binary_cross_entropy")
+    numbers(metrics(profiles.with_rows(base, loss)), amp_capable_loss=False)
+    logits = replace(loss, op="aten::binary_cross_entropy_with_logits")
+    numbers(metrics(profiles.with_rows(base, logits)), amp_capable_loss=True)
+
+
+def test_squeeze_excite_by_class_name() -> None:
+    base = profiles.resnet50()
+    scale = replace(
+        base.kernels[0], kind="elementwise", op="aten::mul", module="N.b.2", module_type="SqueezeExcitation"
+    )
+    inner = replace(scale, kind="conv", module="N.b.2.fc1", module_type="Conv2d")
+    other = replace(scale, module="N.b.20", module_type="Hardswish")
+    tested = replace(
+        profiles.with_rows(base, scale, inner, other),
+        model=ModelFacts(module_counts={"SqueezeExcitation": 8, "Sequential": 3, "SELayer": 1}),
+    )
+    numbers(metrics(tested), se_frac=2 / 3, se_count=9.0)
+
+
+def test_a_cpu_profile_has_operators_and_no_gpu_metrics() -> None:
+    table = metrics(profiles.laptop())
+    numbers(
+        table,
+        on_gpu=False,
+        conv_frac=100 / 140,
+        batchnorm_frac=15 / 140,
+        forward_frac=65 / 140,
+        loader_frac=5 / 150,
+        bf16_supported=False,
+        cpu_util_frac=0.9,
+        bn_act_frac=25 / 140,
+        kernels_per_step=81.0,
+    )
+    gpu = [spec.name for spec in BY_NAME.values() if spec.needs == "a CUDA GPU"]
+    assert gpu
+    for name in gpu:
+        assert table[name].value is None, name
+        assert table[name].reason == "needs a CUDA GPU", name
+
+
+def test_an_empty_profile_says_why_each_metric_is_missing() -> None:
+    base = profiles.resnet50()
+    for environment in (profiles.H200, profiles.LAPTOP):
+        empty = replace(
+            base, environment=environment, step_us=None, kernels=(), idle=(), syncs=(), copies=(), busy_us=0.0,
+            limit_us=0.0, model=ModelFacts(), utilization={}, cost=replace(base.cost, traced_steps=0), launches=0.0,
+        )  # fmt: skip
+        for name, metric in metrics(empty):
+            if metric.value is None:
+                assert metric.reason, name
+        assert metrics(empty)["step_us"].value is None
+        assert metrics(empty)["conv_frac"].value is None
+
+
+@pytest.mark.parametrize("name", profiles.ALL)
+def test_every_value_is_of_the_registrys_kind_and_every_gap_has_a_reason(name: str) -> None:
+    kinds = {"number": float, "text": str, "flag": bool}
+    for metric_name, metric in metrics(profiles.ALL[name]()):
+        spec = BY_NAME[metric_name]
+        if metric.value is None:
+            assert metric.provenance is Provenance.UNAVAILABLE
+            assert metric.reason
+        else:
+            assert type(metric.value) is kinds[spec.kind], metric_name
+            assert metric.provenance is not Provenance.UNAVAILABLE
+            if spec.unit == "frac" and isinstance(metric.value, float):
+                assert 0.0 <= metric.value <= 1.0 + 1e-9, metric_name
+
+
+def test_samples_fill_gaps_but_do_not_replace_rows() -> None:
+    base = profiles.resnet50()
+    sampled = {
+        "conv_frac": Quantity(value=0.5, provenance=Provenance.MEASURED),
+        "item_syncs": Quantity(value=9.0, provenance=Provenance.MEASURED),
+        "graph_breaks": Quantity(value=3.0, provenance=Provenance.MEASURED),
+        "no_such_metric": Quantity(value=1.0, provenance=Provenance.MEASURED),
+    }
+    table = metrics(replace(base, utilization=sampled))
+    numbers(table, conv_frac=64 / 113, item_syncs=1.0, graph_breaks=3.0)
+
+
+def test_a_wait_named_after_no_operator_is_the_scripts_own() -> None:
+    base = profiles.cifar()
+    sites = (
+        Site(source="", what="cudaDeviceSynchronize", calls=1.0, time_us=1.0),
+        Site(source="", what="cudaStreamSynchronize from aten::copy_", calls=4.0, time_us=1.0),
+        Site(source="", what="cudaStreamSynchronize from aten::is_nonzero", calls=2.0, time_us=1.0),
+    )
+    numbers(metrics(replace(base, syncs=sites)), explicit_syncs=1.0, item_syncs=2.0, nonzero_syncs=0.0)
+
+
+def test_analysis_imports_without_torch() -> None:
+    code = "import sys, advisor.analysis; sys.exit('torch' in sys.modules or 'cupy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
