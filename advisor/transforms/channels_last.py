@@ -1,0 +1,191 @@
+"""channels_last: convolution weights and the model's image inputs in NHWC, the layout tensor cores work in.
+
+The values, parameter objects and optimizer stay the same; only strides change. Loses where convolutions are grouped and on
+networks of few channels, and in fp32 without TF32; so it is measured like everything else.
+
+`x.view(n, -1)` on an NHWC feature map raises where the same call on NCHW works. While this is applied, such a view becomes the
+copy that `reshape` makes; every other view is untouched.
+Sources: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.forward import CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack
+from advisor.transforms.patch import all_or_nothing, map_tensors, replace_attribute, tensors_in
+
+_CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
+
+# Convolution module → whether its input was NHWC in the first step after `apply`.
+_seen: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+
+class ChannelsLast(Transform):
+    """Put convolution weights, what belongs to them, and 4-D inputs in NHWC."""
+
+    id = "channels_last"
+    title = "channels_last (NHWC) memory layout"
+    semantics = Semantics.REASSOCIATED
+    after = ("amp_bf16", "amp_fp16", "tf32")
+    order = 20
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        sites, unmatched = [], []
+        for root in training.roots:
+            for name, module in root.module.named_modules():
+                if isinstance(module, _CONVOLUTIONS):
+                    path, why_not = f"{root.name}.{name}" if name else root.name, _why_not(module)
+                    if why_not:
+                        unmatched.append(f"{path}: {why_not}")
+                    else:
+                        sites.append(path)
+        if not sites:
+            reason = "; ".join(unmatched[:3]) or "no 2-D convolution modules"
+            return Match(applies=False, reason=reason, unmatched=tuple(unmatched))
+        if not any(_is_image(tensor) for root in training.roots for tensor in tensors_in((root.args, root.kwargs))):
+            return Match(applies=False, reason="no 4-D floating input was seen", unmatched=tuple(unmatched))
+        return Match(applies=True, sites=tuple(sites), unmatched=tuple(unmatched))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        with all_or_nothing() as undo:
+            for weight in _weights(training):
+                plain = weight.stride()
+                nhwc = weight.data.contiguous(memory_format=torch.channels_last).stride()
+                undo.push(functools.partial(_relayout, training, weight, None, plain))
+                _relayout(training, weight, plain, nhwc)
+            replace_attribute(undo, torch.Tensor, "view", _tolerant_view(torch.Tensor.view))
+            for root in training.roots:
+                convolutions = [module for module in root.module.modules() if isinstance(module, _CONVOLUTIONS)]
+                if convolutions:
+                    stack = ForwardStack.of(root.module)
+                    undo.push(functools.partial(stack.clear, INPUT_LAYOUT))
+                    stack.set(INPUT_LAYOUT, _nhwc_inputs)
+                    if stack.get(CAPTURE) is None and stack.get(GRAPH) is None:  # hooks would be compiled in
+                        _watch(convolutions, undo)
+        return undo
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        weights = _weights(training, converted=True)
+        if not weights:
+            return Check(passed=False, detail="no convolution weight is NHWC")
+        if after is not None and any(row.kind == "conv" and row.layout for row in after.kernels):
+            rows = [row for row in after.kernels if row.kind == "conv" and row.layout]
+            total = sum(row.time_us for row in rows)
+            nhwc = sum(row.time_us for row in rows if row.layout == "nhwc")
+            share = nhwc / total if total else 0.0
+            return Check(
+                passed=share > 0.5,
+                detail=f"{share:.0%} of convolution time is on NHWC tensors",
+                numbers={"nhwc_frac": share},
+            )
+        convolutions = [m for root in training.roots for m in root.module.modules() if m in _seen]
+        if not convolutions:
+            return Check(passed=None, detail="no step has run since, or the model is compiled and no trace was taken")
+        hits = sum(_seen[module] for module in convolutions)
+        return Check(
+            passed=hits * 2 > len(convolutions),
+            detail=f"{hits} of {len(convolutions)} convolutions had an NHWC input",
+            numbers={"nhwc_inputs": float(hits), "convolutions": float(len(convolutions))},
+        )
+
+
+def _is_nhwc(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_image(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_floating_point()
+
+
+def _why_not(module: torch.nn.Module) -> str:
+    weight = module.weight
+    if not isinstance(weight, torch.nn.Parameter):
+        return "its weight is computed (parametrization or weight norm)"
+    if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
+        return "its weight is a view of a larger buffer"
+    # Strides of 1x1 and depthwise weights mean both layouts at once: those convert with their input.
+    return "already channels_last" if _is_nhwc(weight) and not weight.is_contiguous() else ""
+
+
+def _weights(training: Training, *, converted: bool = False) -> list[torch.nn.Parameter]:
+    found: dict[int, torch.nn.Parameter] = {}
+    for root in training.roots:
+        for module in root.module.modules():
+            if not isinstance(module, _CONVOLUTIONS) or not isinstance(module.weight, torch.nn.Parameter):
+                continue
+            if _is_nhwc(module.weight) if converted else not _why_not(module):
+                found[id(module.weight)] = module.weight
+    return list(found.values())
+
+
+def _relayout(
+    training: Training, weight: torch.nn.Parameter, old: tuple[int, ...] | None, new: tuple[int, ...]
+) -> None:
+    """Give `weight`, its gradient and its optimizer state the strides `new`, where they have the strides `old` (None: any).
+
+    They must agree: the multi-tensor and fused optimizers take their fast path only then.
+    """
+    tensors = [weight, weight.grad]
+    for optimizer in training.optimizers:
+        if weight in optimizer.state:
+            tensors += [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        if (
+            tensor is not None
+            and tensor.shape == weight.shape
+            and old in (None, tensor.stride())
+            and tensor.stride() != new
+        ):
+            data = torch.empty_strided(tensor.shape, new, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = data.copy_(tensor.data)
+
+
+def _nhwc_inputs(inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    def to_nhwc(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous(memory_format=torch.channels_last) if _is_image(tensor) else tensor
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return inner(*map_tensors(args, to_nhwc), **map_tensors(kwargs, to_nhwc))
+
+    return forward
+
+
+def _tolerant_view(plain_view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain_view)
+    def view(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            return plain_view(self, *args, **kwargs)
+        except RuntimeError:
+            if self.dim() == 4 and _is_nhwc(self) and not self.is_contiguous():
+                return plain_view(self.contiguous(), *args, **kwargs)
+            raise
+
+    return view
+
+
+def _watch(convolutions: Sequence[torch.nn.Module], undo: Undo) -> None:
+    """Note once, at each convolution's next training call, whether its input is NHWC."""
+
+    def attach(module: torch.nn.Module) -> None:
+        def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if module.training and torch.is_grad_enabled() and args and isinstance(args[0], torch.Tensor):
+                _seen[module] = _is_nhwc(args[0])
+                handle.remove()
+
+        handle = module.register_forward_pre_hook(note)
+        undo.push(functools.partial(_seen.pop, module, None))
+        undo.push(handle.remove)
+
+    for module in convolutions:
+        attach(module)

@@ -1,0 +1,216 @@
+"""Fused optimizer: one kernel for many parameters, in place of several for each.
+
+Takes SGD, Adam, AdamW and Adagrad to `fused=True`; any other optimizer that was told `foreach=False` on a GPU to the multi-tensor
+implementation. Loses at times with few, large parameters. Fused kernels round in another order.
+
+`optimizer.state_dict()` stays as the plain script's: its flags, and Adam's step counters on the host, so a checkpoint does not
+turn the fused implementation on in a script that did not ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.patch import all_or_nothing
+from advisor.transforms.skip import lacks_momentum, skip_step_hooks
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_FLAGS = ("fused", "foreach")
+_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+class FusedOptimizer(Transform):
+    """Switch optimizers to their fused, else multi-tensor, implementation."""
+
+    id = "fused_optimizer"
+    title = "fused optimizer"
+    semantics = Semantics.REASSOCIATED
+    after = ("channels_last",)
+    order = 40
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        sites, unmatched = [], []
+        for optimizer in training.optimizers:
+            name, why_not = type(optimizer).__name__, _why_not(optimizer)
+            if why_not:
+                unmatched.append(f"{name}: {why_not}")
+            else:
+                sites.append(f"{name} ({_implementation(optimizer)})")
+        reason = "" if sites else "; ".join(unmatched) or "no optimizer"
+        return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        with all_or_nothing() as undo:
+            for optimizer in training.optimizers:
+                if not _why_not(optimizer):
+                    _switch(optimizer, _implementation(optimizer), undo)
+        return undo
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        on = [
+            o
+            for o in training.optimizers
+            if any(group.get("fused") or group.get("foreach") for group in o.param_groups)
+        ]
+        if not on:
+            return Check(passed=False, detail="no optimizer has the fused or multi-tensor flag")
+        names = ", ".join(type(optimizer).__name__ for optimizer in on)
+        if before is None or after is None:
+            return Check(passed=True, detail=f"{names}: flag set")
+        calls = [sum(row.calls for row in p.kernels if row.phase == "optimizer") for p in (before, after)]
+        numbers = {"optimizer_kernels_before": calls[0], "optimizer_kernels_after": calls[1]}
+        if calls[1] >= calls[0] and {r.name for r in before.kernels if r.phase == "optimizer"} == {
+            r.name for r in after.kernels if r.phase == "optimizer"
+        }:
+            return Check(passed=False, detail="the optimizer runs the same kernels as before", numbers=numbers)
+        return Check(
+            passed=True, detail=f"{names}: optimizer kernels {calls[0]:g} → {calls[1]:g} a step", numbers=numbers
+        )
+
+
+def _implementation(optimizer: torch.optim.Optimizer) -> str:
+    return "fused" if type(optimizer) in _FUSED else "foreach"
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    parameters = _parameters(optimizer)
+    groups = optimizer.param_groups
+    kind = _implementation(optimizer)
+    if not parameters:
+        return "has no parameters"
+    if any(group.get("fused") for group in groups):
+        return "is fused already"
+    if any(group.get("differentiable") for group in groups):
+        return "is differentiable"
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        return "has parameters that are not real floating point"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "has parameters on several devices"
+    if any(parameter.grad is not None and parameter.grad.layout != torch.strided for parameter in parameters):
+        return "has sparse gradients"
+    if any(isinstance(value, torch.Tensor) for group in groups for value in (group.get("betas") or ())):
+        return "has tensors as betas"
+    if kind == "foreach":
+        if "foreach" not in groups[0]:
+            return "has neither a fused nor a multi-tensor implementation"
+        if any(group["foreach"] is not False for group in groups) or parameters[0].device.type != "cuda":
+            return "uses the multi-tensor implementation where it helps already"
+    elif not _fused_works(type(optimizer), parameters[0].device, parameters[0].dtype):
+        return f"has no fused implementation on {parameters[0].device.type} in torch {torch.__version__}"
+    return ""
+
+
+def _fused_works(cls: type[Any], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one fused step on a throw-away parameter succeeds: support differs by class, device and torch release."""
+    parameter = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        cls([parameter], lr=0.1, fused=True).step()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _switch(optimizer: torch.optim.Optimizer, kind: str, undo: Undo) -> None:
+    flags = {"fused": kind == "fused", "foreach": kind == "foreach"}
+    original = {name: optimizer.defaults[name] for name in _FLAGS if name in optimizer.defaults}
+    groups = [{name: group[name] for name in _FLAGS if name in group} for group in optimizer.param_groups]
+    attributes = {name: vars(optimizer)[name] for name in _ATTRIBUTES if name in vars(optimizer)}
+
+    def plain_flags(index: int) -> dict[str, Any]:
+        return groups[index] if index < len(groups) else original  # a group added meanwhile has the defaults
+
+    def put_back() -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            group.update(plain_flags(index))
+        optimizer.defaults.update(original)
+        for name in _ATTRIBUTES:
+            if name in attributes:
+                setattr(optimizer, name, attributes[name])
+            else:
+                vars(optimizer).pop(name, None)
+        _move_steps(optimizer, to_host=True)
+
+    def switch_on(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group.update({name: value for name, value in flags.items() if name in group})
+        if kind == "fused":
+            _move_steps(optimizer, to_host=False)
+
+    def plain_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for index, group in enumerate(state_dict["param_groups"]):
+            group.update(plain_flags(index))
+        return {**state_dict, "state": _state_with_host_steps(optimizer, state_dict["state"])}
+
+    undo.push(put_back)
+    optimizer.defaults.update({name: value for name, value in flags.items() if name in original})
+    if kind == "fused":
+        # What the constructor sets with fused=True: GradScaler then hands the scale to the kernel and does not wait for it.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    switch_on(optimizer)
+    undo.push(optimizer.register_state_dict_post_hook(plain_state_dict).remove)
+    undo.push(optimizer.register_load_state_dict_post_hook(switch_on).remove)
+    if isinstance(optimizer, torch.optim.SGD) and kind == "fused":
+        skip_step_hooks(undo, optimizer, _first_fused_step_overflowed)
+
+
+def _first_fused_step_overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Fused SGD allocates its momentum in the first step and, when that step overflowed, leaves it uninitialised."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return False
+    return lacks_momentum(optimizer) and bool(found_inf)
+
+
+def _hosted_steps(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """State dictionaries whose step counter lives on the host unless the optimizer is fused."""
+    return [
+        (optimizer.state[parameter], parameter)
+        for group in optimizer.param_groups
+        if not group.get("capturable")
+        for parameter in group["params"]
+        if parameter in optimizer.state and isinstance(optimizer.state[parameter].get("step"), torch.Tensor)
+    ]
+
+
+def _to_host(steps: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Zero-dimensional copies on the host, in one transfer for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, step in enumerate(steps):
+        groups.setdefault((step.device, step.dtype), []).append(index)
+    copies = list(steps)
+    for (device, _), indices in groups.items():
+        if device.type != "cpu":
+            for index, value in zip(indices, torch.stack([steps[i] for i in indices]).cpu(), strict=True):
+                copies[index] = value.clone()
+    return copies
+
+
+def _move_steps(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    hosted = _hosted_steps(optimizer)
+    if to_host:
+        for (state, _), step in zip(hosted, _to_host([state["step"] for state, _ in hosted]), strict=True):
+            state["step"] = step
+    else:
+        for state, parameter in hosted:
+            state["step"] = state["step"].to(parameter.device)
+
+
+def _state_with_host_steps(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    hosted = {id(entry) for entry, _ in _hosted_steps(optimizer)}
+    keys = [key for key, entry in state.items() if id(entry) in hosted and entry["step"].device.type != "cpu"]
+    steps = _to_host([state[key]["step"] for key in keys])
+    return {**state, **{key: {**state[key], "step": step} for key, step in zip(keys, steps, strict=True)}}

@@ -1,0 +1,91 @@
+"""Steps that several transforms take: undo on failure, replaced attributes, nested tensors, the parameters of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from advisor.profiling.training import Training
+from advisor.transforms.base import Undo
+
+_MISSING = object()
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[Undo]:
+    """An `Undo` to push to; when the block raises, what was pushed is taken back before the exception goes on."""
+    undo = Undo()
+    try:
+        yield undo
+    except BaseException:
+        undo.run()
+        raise
+
+
+def replace_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
+    """Set `owner.name`; undo puts back what was in the owner's own dictionary, or removes the attribute.
+
+    When someone else has replaced the attribute since, undo leaves theirs in place, so `value` must do nothing harmful once
+    its transform is undone.
+    """
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+
+    def put_back() -> None:
+        if vars(owner).get(name, _MISSING) is not value:
+            return
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    undo.push(put_back)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `function` applied to each tensor in it. Tuples, named tuples, lists and dictionaries are searched.
+
+    Containers in which nothing changed are returned as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        mapped = [map_tensors(item, function) for item in value]
+        if all(new is old for new, old in zip(mapped, value, strict=True)):
+            return value
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)  # type: ignore[call-arg]
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, function) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        if type(value) is dict:
+            return changed
+        twin = value.copy()
+        for key, item in changed.items():
+            twin[key] = item
+        return twin
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a nested value, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
+
+
+def parameters_of(training: Training) -> list[torch.nn.Parameter]:
+    """The parameters of all roots, each once, in order."""
+    unique: dict[int, torch.nn.Parameter] = {}
+    for root in training.roots:
+        for parameter in root.module.parameters():
+            unique.setdefault(id(parameter), parameter)
+    return list(unique.values())

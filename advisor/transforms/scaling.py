@@ -1,0 +1,146 @@
+"""Loss scaling for fp16 without the script's help.
+
+Every `backward` starts from a loss multiplied by the scale, and gradients are divided by it again before `backward` returns. So
+the script sees true gradients at all times: clipping, inspection, accumulation, several losses and several optimizers stay right.
+A step whose gradients overflowed is skipped, and the scale follows the rule of `torch.amp.GradScaler`.
+
+The scale is a power of two, so scaling and unscaling are exact as long as nothing overflows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from advisor.profiling.training import Training
+from advisor.transforms.base import Undo
+from advisor.transforms.patch import replace_attribute
+from advisor.transforms.skip import lacks_momentum, skip_step_hooks
+
+# The defaults of torch.amp.GradScaler.
+_INITIAL_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+class LossScale:
+    """The scale, and what the last backward pass found. All tensors are fp32 scalars on the training's device."""
+
+    def __init__(self, device: torch.device, undo: Undo) -> None:
+        self.scale = torch.full((), _INITIAL_SCALE, dtype=torch.float32, device=device)
+        self.inverse = self.scale.reciprocal()  # of the scale at the last backward
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.found_inf: dict[int, torch.Tensor] = {}  # id(optimizer) → above 0 when its gradients overflowed
+        self.undo = undo
+        self.active = True
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look after this optimizer's gradients from now on."""
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = optimizer
+            skip_step_hooks(self.undo, optimizer, self.overflowed)
+            self.undo.push(optimizer.register_step_post_hook(_drop_flag).remove)
+
+    def adopt_late(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook before any optimizer's step: one that nobody knew of yet still holds scaled gradients."""
+        if self.active and id(optimizer) not in self.optimizers:
+            self.adopt(optimizer)
+            self._unscale(optimizer)
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        """Bring gradients of earlier backward passes up to the scale of the one that is about to add to them."""
+        for optimizer in self.optimizers.values():
+            gradients = _gradients(optimizer)
+            if gradients:
+                torch._foreach_mul_(gradients, self.scale)
+
+    def unscale(self) -> None:
+        """Divide all gradients by the scale and note overflow for each optimizer."""
+        self.inverse = self.scale.double().reciprocal().float()
+        for optimizer in self.optimizers.values():
+            self._unscale(optimizer)
+
+    @torch.no_grad()
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        # Gradients hold what earlier backward passes left, overflow included, so the latest check is the whole answer.
+        found = self.found_inf[id(optimizer)] = torch.zeros((), device=self.scale.device)
+        gradients = _gradients(optimizer)
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.inverse)
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer's step must be skipped from outside. Moves the scale on.
+
+        A fused optimizer is given the device's own flag and skips without the host; any other makes the host wait for it.
+        """
+        found = self.found_inf.pop(id(optimizer), None)
+        if found is None:  # no backward since its last step
+            return False
+        torch._amp_update_scale_(self.scale, self.growth_tracker, found, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not lacks_momentum(optimizer):
+            optimizer.found_inf = found  # type: ignore[attr-defined]
+            return False
+        return bool(found.item())
+
+
+def scale_losses(training: Training, undo: Undo) -> None:
+    """Scale every loss from here on, until undo."""
+    state = LossScale(training.device, undo)
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        # A graph of gradients, or gradients of chosen leaves: true as they are, only without protection from underflow.
+        scaling = state.active and not create_graph and inputs is None and grad_variables is None
+        if scaling:
+            state.rescale()
+            grad_tensors = _scaled(tensors, grad_tensors, state.scale)
+        try:
+            plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        finally:
+            if scaling:
+                state.unscale()
+
+    def stop() -> None:
+        state.active = False
+
+    undo.push(stop)
+    for optimizer in training.optimizers:
+        state.adopt(optimizer)
+    undo.push(register_optimizer_step_pre_hook(state.adopt_late).remove)
+    replace_attribute(undo, torch.autograd, "backward", backward)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _drop_flag(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    vars(optimizer).pop("found_inf", None)
+
+
+def _scaled(tensors: Any, grad_tensors: Any, scale: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients to start from, times the scale; for a scalar without one, the scale itself."""
+    outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if grad_tensors is None:
+        starts: list[Any] = [None] * len(outputs)
+    else:
+        starts = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
+
+    def scaled(output: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor | None:
+        if start is None:
+            # Not a scalar: plain backward raises its own error.
+            return torch.ones_like(output) * scale.to(output.dtype) if output.numel() == 1 else None
+        return start * scale.to(start.dtype)
+
+    return [scaled(output, start) for output, start in zip(outputs, starts, strict=True)]

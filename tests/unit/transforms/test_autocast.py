@@ -1,0 +1,217 @@
+"""Mixed precision around the roots, and fp16's loss scaling. On a CPU it is slow but true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import ConvNet, assert_equal, check_undo_is_exact, make_loop, twins, values
+from torch import nn
+
+from advisor.core.profile import KernelRow
+from advisor.transforms.autocast import AutocastBf16, AutocastFp16
+from advisor.transforms.fused_optimizer import FusedOptimizer
+
+ANYWAY = {"cpu": "always"}
+BOTH = pytest.mark.parametrize("transform", [AutocastBf16(), AutocastFp16()], ids=["bf16", "fp16"])
+
+
+@BOTH
+def test_training_is_close_and_outputs_stay_fp32(transform) -> None:
+    loop, plain = twins()
+    assert transform.match(loop.training, ANYWAY).applies
+    expected = plain.run(4)
+    transform.apply(loop.training, ANYWAY)
+    seen = []
+    loop.model.conv1.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    losses = loop.run(4)
+    assert set(seen) == {transform.dtype}
+    assert loop.training.roots[0].output.dtype == torch.float32
+    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.02)
+    assert losses != expected
+    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in loop.model.parameters())
+    assert transform.effect(loop.training, None, None).passed
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_undo_is_exact(transform, optimizer) -> None:
+    loop, plain = twins(optimizer=optimizer)
+    check_undo_is_exact(transform, loop, plain, ANYWAY)
+    assert transform.effect(loop.training, None, None).passed is False
+
+
+class ScriptAutocast(ConvNet):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+@BOTH
+def test_it_refuses_what_has_mixed_precision_already(transform) -> None:
+    assert "casts its weights already" in transform.match(make_loop(model=ScriptAutocast).training, ANYWAY).reason
+    loop = make_loop(model=lambda: ConvNet().bfloat16(), steps=0)
+    assert "bfloat16" in transform.match(loop.training, ANYWAY).reason
+    loop = make_loop()
+    loop.training.scalers.append(object())
+    assert "GradScaler" in transform.match(loop.training, ANYWAY).reason
+
+
+def test_a_script_that_enters_autocast_itself_keeps_its_own() -> None:
+    loop = make_loop()
+    AutocastBf16().apply(loop.training, {})
+    x = next(loop.batches)[0]
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert loop.model(x).dtype == torch.float16
+
+
+def test_it_refuses_bce_and_slow_cpus(monkeypatch) -> None:
+    class Bad(ConvNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = nn.BCELoss()
+
+    assert "BCELoss" in AutocastBf16().match(make_loop(model=Bad).training, ANYWAY).reason
+    monkeypatch.setattr("advisor.transforms.autocast._cpu_has_bf16", lambda: False)
+    assert "bf16 instructions" in AutocastBf16().match(make_loop().training, {}).reason
+    assert "GPUs" in AutocastFp16().match(make_loop().training, {}).reason
+
+
+def test_nested_outputs_come_back_as_fp32() -> None:
+    class Dictionary(ConvNet):
+        def forward(self, x):
+            out = super().forward(x)
+            return {"out": out, "aux": (out * 2, [out.argmax(1)])}
+
+    model = Dictionary()
+    loop = make_loop(steps=0)
+    loop.training.roots[0].module = model
+    AutocastBf16().apply(loop.training, {})
+    result = model(next(loop.batches)[0])
+    assert result["out"].dtype == result["aux"][0].dtype == torch.float32
+    assert result["aux"][1][0].dtype == torch.int64
+
+
+def test_effect_reads_the_trace(profile) -> None:
+    loop = make_loop()
+    transform = AutocastBf16()
+    transform.apply(loop.training, {})
+    fp32 = profile(KernelRow(name="k", kind="conv", dtype="fp32", time_us=5))
+    bf16 = profile(KernelRow(name="k", kind="conv", dtype="bf16", time_us=5))
+    assert transform.effect(loop.training, fp32, fp32).passed is False
+    assert transform.effect(loop.training, fp32, bf16).passed is True
+
+
+# ---- loss scaling: planted on fp32 models, where scaling must be invisible bit for bit
+
+
+def scaled_only(monkeypatch) -> AutocastFp16:
+    monkeypatch.setattr(AutocastFp16, "dtype", torch.float32)
+    monkeypatch.setattr("advisor.transforms.autocast._layer", lambda *a: lambda inner, module: inner)
+    return AutocastFp16()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaling_is_bit_exact_in_fp32(monkeypatch, fused) -> None:
+    loop, plain = twins()
+    if fused:
+        FusedOptimizer().apply(loop.training, {})
+        FusedOptimizer().apply(plain.training, {})
+    expected = plain.run(3)
+    scaled_only(monkeypatch).apply(loop.training, {})
+    seen: list[float] = []
+    loop.model.register_forward_hook(
+        lambda m, a, out: out.register_hook(lambda g: seen.append(g.abs().max().item())) and None
+    )
+    assert loop.run(3) == expected
+    assert min(seen) > 100  # the gradient at the output is scaled
+    assert_equal(values(loop), values(plain))
+    for ours, theirs in zip(loop.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert not hasattr(loop.optimizer, "found_inf")
+
+
+def test_accumulation_clipping_and_inspection_see_true_gradients(monkeypatch) -> None:
+    def accumulate(loop) -> list[torch.Tensor]:
+        seen = []
+        loop.optimizer.zero_grad()
+        for _ in range(3):
+            x, y = next(loop.batches)
+            (nn.functional.cross_entropy(loop.model(x), y) / 3).backward()
+            seen.append(loop.model.conv1.weight.grad.clone())
+        seen.append(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+        loop.optimizer.step()
+        return seen
+
+    loop, plain = twins()
+    expected = accumulate(plain)
+    scaled_only(monkeypatch).apply(loop.training, {})
+    for ours, theirs in zip(accumulate(loop), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_equal(values(loop), values(plain))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflowing_step_is_skipped_and_the_scale_halves(fused) -> None:
+    loop = make_loop()
+    if fused:
+        FusedOptimizer().apply(loop.training, {})
+    AutocastFp16().apply(loop.training, ANYWAY)
+    loop.run(1)
+    before = values(loop)
+    x, y = next(loop.batches)
+    loop.optimizer.zero_grad()
+    (nn.functional.cross_entropy(loop.model(x), y) * 1e30).backward()
+    assert not all(torch.isfinite(parameter.grad).all() for parameter in loop.model.parameters())
+    loop.optimizer.step()
+    after = values(loop)
+    assert_equal(
+        {k: v for k, v in before.items() if "running" not in k and "num_batches" not in k},
+        {k: v for k, v in after.items() if "running" not in k and "num_batches" not in k},
+    )
+    losses = loop.run(3)
+    assert all(torch.isfinite(value).all() for value in values(loop).values() if value.is_floating_point())
+    assert all(loss < 10 for loss in losses)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_two_optimizers_and_explicit_start_gradients(monkeypatch, late) -> None:
+    loop, plain = twins()
+    seconds = {}
+    for each in (loop, plain):
+        extra = nn.Linear(5, 1)
+        torch.manual_seed(3)
+        nn.init.normal_(extra.weight)
+        nn.init.zeros_(extra.bias)
+        seconds[id(each)] = torch.optim.Adam(extra.parameters())
+        each.training.optimizers.append(seconds[id(each)])
+        each.training.roots.append(type(each.training.roots[0])(module=extra, name="Linear"))
+    for each in (plain, loop):
+        if each is loop:
+            if late:  # the script's second optimizer has not stepped yet, so nobody knows of it
+                loop.training.optimizers.pop()
+            scaled_only(monkeypatch).apply(loop.training, {})
+        extra, second = each.training.roots[1].module, seconds[id(each)]
+        for _ in range(3):
+            x, _ = next(each.batches)
+            out = each.model(x)
+            torch.autograd.backward([extra(out), out], [torch.ones(4, 1), torch.full((4, 5), 0.5)])
+            each.optimizer.step()
+            second.step()
+    assert_equal(values(loop), values(plain))
+    for ours, theirs in zip(
+        loop.training.roots[1].module.parameters(), plain.training.roots[1].module.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_scaling_refuses_gradient_hooks_foreign_parameters_and_input_gradients() -> None:
+    transform = AutocastFp16()
+    loop = make_loop()
+    handle = loop.model.conv1.weight.register_hook(lambda g: g)
+    assert "gradient hooks" in transform.match(loop.training, ANYWAY).reason
+    handle.remove()
+    loop.training.optimizers = [torch.optim.SGD(loop.model.head.parameters(), lr=0.1)]
+    assert "no known optimizer" in transform.match(loop.training, ANYWAY).reason
+    loop = make_loop()
+    loop.training.roots[0].args = (torch.zeros(1, 3, 8, 8, requires_grad=True),)
+    assert "requires a gradient" in transform.match(loop.training, ANYWAY).reason

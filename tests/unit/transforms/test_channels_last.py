@@ -1,0 +1,111 @@
+"""channels_last: same values, other strides, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import ConvNet, ViewNet, assert_close, batches, check_undo_is_exact, make_loop, set_values, twins, values
+from torch import nn
+
+from advisor.core.profile import KernelRow
+from advisor.transforms.channels_last import ChannelsLast
+from advisor.transforms.forward import CAPTURE, ForwardStack
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("model", [ConvNet, ViewNet])
+def test_training_goes_on_in_nhwc_with_the_same_values(optimizer, model) -> None:
+    loop, plain = twins(optimizer=optimizer, model=model)
+    transform = ChannelsLast()
+    assert transform.match(loop.training, {}).applies
+    parameters = list(loop.model.parameters())
+    transform.apply(loop.training, {})
+    assert transform.effect(loop.training, None, None).passed is None
+    losses, expected = loop.run(3), plain.run(3)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert_close(values(loop), values(plain), 1e-3)
+    assert all(a is b for a, b in zip(loop.model.parameters(), parameters, strict=True))
+    check = transform.effect(loop.training, None, None)
+    assert check.passed, check.detail
+    weight = next(p for p in loop.model.parameters() if p.dim() == 4)
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+    for tensor in [weight.grad, *loop.optimizer.state[weight].values()]:
+        if tensor.shape == weight.shape:
+            assert tensor.stride() == weight.stride()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_undo_puts_strides_back(optimizer) -> None:
+    loop, plain = twins(optimizer=optimizer)
+    check_undo_is_exact(ChannelsLast(), loop, plain)
+
+
+def test_undo_also_straightens_state_that_appeared_meanwhile() -> None:
+    loop, plain = twins(optimizer=torch.optim.Adam, steps=0)
+    undo = ChannelsLast().apply(loop.training, {})
+    loop.run(1)
+    undo.run()
+    plain.run(1)
+    for ours, theirs in zip(loop.optimizer.state.values(), plain.optimizer.state.values(), strict=True):
+        assert ours["exp_avg"].stride() == theirs["exp_avg"].stride()
+    set_values(plain, values(loop))
+    loop.batches, plain.batches = batches(torch.device("cpu"), 3), batches(torch.device("cpu"), 3)
+    assert loop.run(1) == plain.run(1)
+
+
+def test_a_view_that_is_wrong_anyway_still_raises() -> None:
+    loop = make_loop(model=ViewNet)
+    undo = ChannelsLast().apply(loop.training, {})
+    with pytest.raises(RuntimeError):
+        torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).view(7, -1)
+    with pytest.raises(RuntimeError):
+        torch.zeros(4, 6).t().view(-1)
+    assert torch.zeros(2, 3).view(dtype=torch.int32).dtype == torch.int32
+    undo.run()
+    with pytest.raises(RuntimeError):
+        torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).view(2, -1)
+
+
+def test_it_says_where_it_does_not_apply() -> None:
+    loop = make_loop(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 5)))
+    assert "no 2-D convolution" in ChannelsLast().match(loop.training, {}).reason
+    loop = make_loop()
+    loop.model.conv1.weight.data = loop.model.conv1.weight.data.contiguous(memory_format=torch.channels_last)
+    buffer = torch.zeros(loop.model.conv2.weight.numel() + 1)
+    loop.model.conv2.weight.data = buffer[1:].view_as(loop.model.conv2.weight)
+    match = ChannelsLast().match(loop.training, {})
+    assert match.applies
+    assert [line.partition(": ")[2] for line in match.unmatched] == [
+        "already channels_last",
+        "its weight is a view of a larger buffer",
+    ]
+    view = loop.model.conv2.weight.data_ptr()
+    undo = ChannelsLast().apply(loop.training, {})
+    assert loop.model.conv2.weight.data_ptr() == view
+    undo.run()
+    assert loop.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_no_effect_is_seen_as_such(profile) -> None:
+    loop = make_loop()
+    transform = ChannelsLast()
+    assert transform.effect(loop.training, None, None).passed is not True
+    undo = transform.apply(loop.training, {})
+    ForwardStack.of(loop.model).clear(10)  # planted fault: the input stays NCHW
+    loop.model.conv1.weight.data = loop.model.conv1.weight.data.contiguous()
+    loop.run(1)
+    assert transform.effect(loop.training, None, None).passed is False
+    nchw = profile(
+        KernelRow(name="k", kind="conv", layout="nchw", time_us=9),
+        KernelRow(name="k", kind="conv", layout="nhwc", time_us=1),
+    )
+    assert transform.effect(loop.training, nchw, nchw).passed is False
+    undo.run()
+
+
+def test_no_hooks_are_left_for_a_compiler_to_see() -> None:
+    loop = make_loop()
+    ForwardStack.of(loop.model).set(CAPTURE, lambda inner, module: inner)
+    ChannelsLast().apply(loop.training, {})
+    assert not any(module._forward_pre_hooks for module in loop.model.modules())

@@ -1,0 +1,119 @@
+"""Fused optimizers: switched live, exactly undone, checkpoints as the plain script's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from loops import assert_close, assert_equal, check_undo_is_exact, make_loop, twins, values
+
+from advisor.core.profile import KernelRow
+from advisor.transforms.fused_optimizer import FusedOptimizer
+
+FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_fused_training_is_close_and_flags_are_on(optimizer) -> None:
+    loop, plain = twins(optimizer=optimizer)
+    transform = FusedOptimizer()
+    assert transform.match(loop.training, {}).applies
+    transform.apply(loop.training, {})
+    assert all(group["fused"] for group in loop.optimizer.param_groups)
+    assert transform.effect(loop.training, None, None).passed
+    loop.run(3)
+    plain.run(3)
+    assert_close(values(loop), values(plain), 1e-4)
+    assert not transform.match(loop.training, {}).applies
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_undo_is_exact(optimizer) -> None:
+    loop, plain = twins(optimizer=optimizer)
+    check_undo_is_exact(FusedOptimizer(), loop, plain)
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_checkpoints_look_like_the_plain_scripts_and_load_both_ways(optimizer) -> None:
+    loop, plain = twins(optimizer=optimizer)
+    FusedOptimizer().apply(loop.training, {})
+    ours, theirs = loop.optimizer.state_dict(), plain.optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours.keys() == theirs.keys()
+    assert all(group["fused"] for group in loop.optimizer.param_groups)
+    fresh = make_loop(optimizer=optimizer, steps=0)
+    fresh.optimizer.load_state_dict(copy.deepcopy(ours))
+    assert not any(group["fused"] for group in fresh.optimizer.param_groups)
+    loop.optimizer.load_state_dict(copy.deepcopy(theirs))
+    assert all(group["fused"] for group in loop.optimizer.param_groups)
+    assert loop.optimizer.defaults["fused"]
+    loop.run(1)
+
+
+def test_steps_are_written_to_the_host_in_checkpoints() -> None:
+    from advisor.transforms.fused_optimizer import _to_host
+
+    steps = _to_host([torch.tensor(3.0), torch.tensor(4.0)])
+    assert [step.item() for step in steps] == [3.0, 4.0]
+    assert all(step.dim() == 0 for step in steps)
+
+
+def test_what_it_refuses() -> None:
+    transform = FusedOptimizer()
+
+    class Own(torch.optim.SGD):
+        pass
+
+    for optimizer, options, reason in (
+        (torch.optim.SGD, {"fused": True}, "fused already"),
+        (torch.optim.RMSprop, {}, "where it helps already"),
+        (torch.optim.LBFGS, {"steps": 0}, "neither"),
+        (Own, {}, "where it helps already"),
+    ):
+        match = transform.match(make_loop(optimizer=optimizer, **options).training, {})
+        assert not match.applies
+        assert reason in match.reason, match.reason
+    loop = make_loop()
+    weight = next(loop.model.parameters())
+    weight.grad = torch.zeros_like(weight).to_sparse()
+    assert "sparse" in transform.match(loop.training, {}).reason
+
+
+def test_a_group_added_meanwhile_gets_the_scripts_own_flags_back() -> None:
+    loop = make_loop(optimizer=torch.optim.Adam)
+    undo = FusedOptimizer().apply(loop.training, {})
+    loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert loop.optimizer.param_groups[1]["fused"]
+    undo.run()
+    assert loop.optimizer.param_groups[1]["fused"] is None
+    assert loop.optimizer.param_groups[1]["foreach"] is None
+
+
+def test_a_first_step_that_overflows_leaves_no_uninitialised_momentum() -> None:
+    loop, plain = twins(steps=0)
+    FusedOptimizer().apply(loop.training, {})
+    before = values(loop)
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    loop.optimizer.grad_scale, loop.optimizer.found_inf = None, torch.ones(())  # as GradScaler does
+    loop.optimizer.step()
+    del loop.optimizer.grad_scale, loop.optimizer.found_inf
+    assert not any("momentum_buffer" in state for state in loop.optimizer.state.values())
+    assert_equal(values(loop), before)
+    assert all(torch.isinf(parameter.grad).all() for parameter in loop.model.parameters())
+    loop.run(2)
+    plain.run(2)
+    assert_close(values(loop), values(plain), 1e-4)
+
+
+def test_no_change_of_kernels_is_no_effect(profile) -> None:
+    loop = make_loop()
+    transform = FusedOptimizer()
+    assert transform.effect(loop.training, None, None).passed is False
+    undo = transform.apply(loop.training, {})
+    same = profile(KernelRow(name="add", kind="optimizer", phase="optimizer", calls=8))
+    fewer = profile(KernelRow(name="fused_sgd", kind="optimizer", phase="optimizer", calls=1))
+    assert transform.effect(loop.training, same, same).passed is False
+    assert transform.effect(loop.training, same, fewer).passed is True
+    undo.run()

@@ -1,0 +1,85 @@
+"""Dropped instead of zeroed gradients: bit-equal training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import Loop, assert_equal, check_undo_is_exact, make_loop, twins, values
+from torch import nn
+
+from advisor.transforms import set_to_none
+from advisor.transforms.set_to_none import SetToNone
+
+FILE = __file__
+
+
+@pytest.fixture(autouse=True)
+def _the_script_reads_no_gradients(monkeypatch) -> None:
+    monkeypatch.setattr(set_to_none, "_grad_readers", lambda training: [])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_training_is_bit_equal(optimizer) -> None:
+    loop, plain = twins(optimizer=optimizer, zero_to_none=False, steps=5)
+    transform = SetToNone()
+    assert transform.match(loop.training, {}).applies
+    expected = plain.run(3)
+    undo = transform.apply(loop.training, {})
+    assert transform.effect(loop.training, None, None).passed is False
+    assert loop.run(3) == expected
+    assert_equal(values(loop), values(plain))
+    assert transform.effect(loop.training, None, None).passed
+    loop.optimizer.zero_grad(set_to_none=False)
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    undo.run()
+    assert all(parameter.grad is not None for parameter in loop.model.parameters())
+
+
+def test_undo_is_exact() -> None:
+    loop, plain = twins(zero_to_none=False, steps=5)
+    check_undo_is_exact(SetToNone(), loop, plain)
+
+
+class Alternating(nn.Module):
+    """One of two branches a step: the other's parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(3 * 64, 5), nn.Linear(3 * 64, 5)])
+        self.turn = 0
+
+    def forward(self, x):
+        self.turn ^= 1
+        return self.branches[self.turn](x.flatten(1))
+
+
+def test_parameters_without_a_gradient_still_decay() -> None:
+    loop, plain = twins(model=Alternating, zero_to_none=False, steps=6)
+    plain.run(3)
+    SetToNone().apply(loop.training, {})
+    loop.run(3)
+    assert_equal(values(loop), values(plain))
+
+
+def test_module_zero_grad_counts_too() -> None:
+    loop = make_loop(zero_to_none=False, steps=5)
+    SetToNone().apply(loop.training, {}).push(lambda: None)
+    loop.model.zero_grad(set_to_none=False)
+    assert next(loop.model.parameters()).grad is None
+
+
+def test_it_refuses_scripts_that_drop_already() -> None:
+    assert "not zeroed" in SetToNone().match(make_loop(steps=5).training, {}).reason
+
+
+def test_it_refuses_scripts_that_read_gradients(monkeypatch) -> None:
+    monkeypatch.undo()
+    loop: Loop = make_loop(model=Reader, zero_to_none=False, steps=12)
+    match = SetToNone().match(loop.training, {})
+    assert not match.applies
+    assert any(line.startswith(FILE) for line in match.unmatched)
+
+
+class Reader(Alternating):
+    def norm(self):
+        return sum(parameter.grad.norm() for parameter in self.parameters())
