@@ -48,6 +48,15 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     return training, watcher
 
 
+def attach_profile(session: Session) -> None:
+    """The profile mode: measure, write the run folder, stop the script (or go on without hooks)."""
+    from advisor.profiling.driver import ProfileDriver
+
+    training, watcher = attach_training(session)
+    assert Attached.discovery is not None
+    ProfileDriver(training, session, watcher, Attached.discovery).attach()
+
+
 def mark_step() -> None:
     """`advisor.step()`: end a step here. Does nothing when advisor is not attached."""
     if Attached.watcher is not None:

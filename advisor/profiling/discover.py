@@ -339,7 +339,7 @@ class Discovery:
         for kind in {type(root.module) for root in self.training.roots}:
             if any(patch.owner in kind.__mro__ for patch in self._watching):
                 continue
-            self._watching.append(self.patches.replace(kind, "__call__", self._root_call(kind.__call__)))
+            self._watching.append(self.patches.replace(kind, "__call__", self._root_call(kind)))
 
     def _unwatch(self) -> None:
         for patch in reversed(self._watching):
@@ -347,12 +347,15 @@ class Discovery:
         self._watching = []
         self._roots = {}
 
-    def _root_call(self, plain: Any) -> Any:
+    def _root_call(self, kind: type[torch.nn.Module]) -> Any:
         observe = self.patches.guard(self._observe_root)
         watcher, patches, roots = self.watcher, self.patches, self._roots
+        own = kind.__call__ if kind.__call__ is not torch.nn.Module.__call__ else None
 
-        @wraps(plain)
+        @wraps(kind.__call__)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # Looked up at each call: the annotations of the traced window are put on nn.Module after this.
+            plain = own or torch.nn.Module.__call__
             if torch.compiler.is_compiling() or not patches.active:
                 return plain(module, *args, **kwargs)
             root = roots.get(id(module))

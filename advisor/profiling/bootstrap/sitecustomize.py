@@ -1,0 +1,157 @@
+"""Loaded by Python itself at the start of the user's script, through PYTHONPATH: attaches advisor once torch is there.
+
+This file runs in every Python process below the supervisor, so it imports nothing but what the interpreter has loaded
+already, does nothing where it is not wanted (DataLoader workers, helper processes), and never lets a fault of its own
+reach the user.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))  # the folder of the advisor package
+# What the command line of a multiprocessing helper holds: it is a worker of a process that is attached already.
+_HELPERS = (
+    "--multiprocessing-fork",
+    "multiprocessing.spawn",
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+)
+# Programs that start training processes and do not train themselves.
+_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "pip", "uv")
+
+
+def _say(text: str) -> None:
+    try:  # noqa: SIM105: contextlib is not loaded yet
+        sys.stderr.write(f"[advisor] {text}\n")
+    except Exception:
+        pass
+
+
+def _step_aside() -> None:
+    """Take this folder off the import path and run the user's own sitecustomize, as if this one were not there."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        # The import system expects to find the module it is loading.
+        if own is not None:
+            sys.modules.setdefault("sitecustomize", own)
+
+
+def _wanted() -> bool:
+    """Whether this process is the one that trains, or one of its ranks."""
+    if not os.environ.get("ADVISOR_SESSION") or os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
+        return False
+    if "ADVISOR_ATTACHED" in os.environ:
+        return False  # a subprocess of the script: a compile worker, a tool
+    words = sys.orig_argv
+    if any(helper in word for word in words for helper in _HELPERS):
+        return False
+    if "LOCAL_RANK" in os.environ:
+        return True
+    if any(os.path.basename(word) in _AGENTS for word in words[:4]):
+        return False
+    supervisor = os.environ.get("ADVISOR_SUPERVISOR", "")
+    return supervisor == "0" or supervisor == str(os.getppid())
+
+
+class _AfterTorch:
+    """A finder that finds nothing itself: it sees to it that `attach` runs right after torch's own module body."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec = find(name, path, target)
+            if spec is not None:
+                self._extend(spec.loader)
+                return spec
+        return None
+
+    def _extend(self, loader: Any) -> None:
+        # On this loader object only: the module's `__loader__` stays what it always is.
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            if "exec_module" in vars(loader):
+                del loader.exec_module
+            _attach(self)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            _say("switched off: torch is loaded in a way that leaves no room for hooks")
+
+
+def _attach(finder: Any = None) -> None:
+    """Hand over to advisor proper, once."""
+    if finder is not None and finder in sys.meta_path:
+        sys.meta_path.remove(finder)
+    try:
+        _make_importable()
+        from advisor.profiling.session import from_environment
+
+        session = from_environment()
+        if session is not None:
+            from advisor.profiling.attach import attach_profile
+
+            attach_profile(session)
+    except Exception as error:
+        _say(f"switched off, the script goes on: {type(error).__name__}: {error}")
+
+
+def _make_importable() -> None:
+    """`import advisor` finds the advisor that started this process, without a change to the user's sys.path.
+
+    Raises:
+        ImportError: when the script has a module of that name itself: the script goes first.
+    """
+    from importlib import util
+
+    loaded = sys.modules.get("advisor")
+    spec = getattr(loaded, "__spec__", None) if loaded is not None else util.find_spec("advisor")
+    if spec is None:
+        sys.meta_path.append(_OwnPackage())
+        return
+    origin = os.path.dirname(os.path.realpath(spec.origin or ""))
+    if origin != os.path.realpath(_PACKAGE):
+        raise ImportError(f"the script has a module named advisor of its own ({spec.origin})")
+
+
+class _OwnPackage:
+    """Finds the advisor package, and only that, where nothing else does."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "advisor":
+            return None
+        from importlib import util
+
+        return util.spec_from_file_location(
+            "advisor", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
+        )
+
+
+_step_aside()
+try:
+    if _wanted():
+        os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
+        if "torch" in sys.modules:
+            _attach()
+        else:
+            sys.meta_path.insert(0, _AfterTorch())
+except Exception as _error:
+    _say(f"switched off, the script goes on: {type(_error).__name__}: {_error}")

@@ -1,0 +1,348 @@
+"""The profile mode: warm-up, steps timed with no profiler on, a short traced window, then the end of the script.
+
+What is known is on disk at any time: `steps.json` and `facts.json` are written early, renewed, and written a last time
+when the script ends, crashes or is stopped. Under torchrun every rank counts the same boundaries, so that all stop at
+the same one and no collective waits for a rank that has gone; rank 0 alone records.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from advisor.core import storage
+from advisor.core.profile import MemoryStats
+from advisor.core.trace import Trace
+from advisor.profiling.discover import LOOK_STEPS, Discovery
+from advisor.profiling.facts import input_stats, model_facts
+from advisor.profiling.memory import MemoryProbe
+from advisor.profiling.patches import say
+from advisor.profiling.records import (
+    FACTS_FILE,
+    MAX_LOSSES,
+    STEPS_FILE,
+    TRACE_FILE,
+    FactsRecord,
+    StepsRecord,
+    Window,
+    save_trace,
+)
+from advisor.profiling.session import Session, tell
+from advisor.profiling.steps import OWN, PATTERN, StepWatcher
+from advisor.profiling.stop import stop
+from advisor.profiling.timing import StepTimes, spread, step_times
+from advisor.profiling.training import StepEvent, Training
+
+# Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
+WARMUP_S, TIMED_S = 20.0, 60.0
+MIN_WARMUP, MIN_TIMED = LOOK_STEPS + 1, 3
+# Of this many times the wanted steps none need be clean before the search for clean ones is given up.
+PATIENCE = 4
+MAX_RESTARTS = 3  # of the traced window, when an epoch ends inside it
+SAVE_EVERY_S = 5.0
+TELL_EVERY_S = 0.25
+KEPT_WARMUP = 256  # warm-up boundaries remembered, for scripts that end before the timed window
+
+
+class ProfileDriver:
+    """A `Training.on_step` listener. `phase` goes warm-up, timed, traced, done."""
+
+    def __init__(self, training: Training, session: Session, watcher: StepWatcher, discovery: Discovery) -> None:
+        self.training, self.session, self.watcher, self.discovery = training, session, watcher, discovery
+        self.phase = "warm-up"
+        self.records = os.environ.get("RANK", "0") == "0"
+        # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
+        self.in_step = _world_size() > 1
+        self._notes: list[str] = []
+        self._process = os.getpid()
+        self._warm_boundaries: list[StepEvent] = []
+        self._warm = 0
+        self._warm_since_ns = 0
+        self._timed_boundaries: list[StepEvent] = []
+        self._loader_us: list[float] = []
+        self._backwards: list[int] = []
+        self._timed: Window | None = None
+        self._times: StepTimes | None = None
+        self._losses: tuple[float, ...] = ()
+        self._memory = MemoryStats()
+        self._probe: MemoryProbe | None = None
+        self._collector: Any = None
+        self._bounds: list[StepEvent] = []
+        self._restarts = 0
+        self._traced: Window | None = None
+        self._facts: FactsRecord | None = None
+        self._saved_ns = self._told_ns = 0
+
+    def attach(self) -> None:
+        """Listen to the steps, and write what there is when the script ends in any way that runs `atexit`."""
+        self.training.on_step.append(self.on_step)
+        self.watcher.patches.on_fault.append(self._on_fault)
+        if self.records:
+            atexit.register(self.at_exit)
+            self._tell_phase(0, self.session.warmup, always=True)
+
+    def on_step(self, step: StepEvent) -> None:
+        """One boundary.
+
+        Raises:
+            StopTraining: when everything is measured and the script is not to run on.
+        """
+        if self.phase == "warm-up":
+            self._warm_up(step)
+        elif self.phase == "timed":
+            self._time(step)
+        elif self.phase == "traced":
+            self._trace(step)
+
+    # -- warm-up ----------------------------------------------------------------------------------------------------
+
+    def _warm_up(self, step: StepEvent) -> None:
+        if step.reason == PATTERN:
+            self._warm, self._warm_since_ns = 0, 0  # what was taken for a step was none
+        self._warm += 1
+        if self._warm == 2:
+            self._warm_since_ns = step.host_ns
+        if len(self._warm_boundaries) < KEPT_WARMUP:
+            self._warm_boundaries.append(step)
+        if self._warm == LOOK_STEPS:
+            self._read_facts()
+        wanted = max(self.session.warmup, MIN_WARMUP)
+        slow = not self.in_step and self._warm > MIN_WARMUP and step.host_ns - self._warm_since_ns > WARMUP_S * 1e9
+        if self._over() or self._warm >= wanted or slow:
+            self._begin_timed(step)
+            return
+        self._tell_phase(self._warm, wanted)
+        if self._warm & (self._warm - 1) == 0:  # 1, 2, 4, 8: early enough for a script that ends with os._exit
+            self._save_steps()
+
+    # -- timed ------------------------------------------------------------------------------------------------------
+
+    def _begin_timed(self, step: StepEvent) -> None:
+        self.phase = "timed"
+        if self.records:
+            self._probe = MemoryProbe(self.training.device)
+        self._timed_boundaries = [step]
+        self._timed = _window(step)
+        self._tell_phase(0, self.session.steps, always=True)
+
+    def _time(self, step: StepEvent) -> None:
+        interval = self.watcher.interval
+        self._timed_boundaries.append(step)
+        if step.clean:
+            self._loader_us.append(interval.loader_ns / 1e3)
+            self._backwards.append(interval.backwards)
+        clean, total = len(self._backwards), len(self._timed_boundaries) - 1
+        wanted = max(self.session.steps, 1)
+        if self.in_step:
+            done = total >= wanted
+        else:
+            seconds = (step.host_ns - self._timed_boundaries[0].host_ns) / 1e9
+            done = clean >= wanted or total >= PATIENCE * wanted or (clean >= MIN_TIMED and seconds > TIMED_S)
+        if done or self._over():
+            self._begin_trace(step)
+            return
+        self._tell_phase(clean, wanted)
+        if step.host_ns - self._saved_ns > SAVE_EVERY_S * 1e9:
+            self._save_steps()
+
+    def _begin_trace(self, step: StepEvent) -> None:
+        self._timed = _window(step, self._timed)
+        self.phase = "traced"
+        if not self.records:
+            return
+        self._times = step_times(self._timed_boundaries)
+        self._losses = _values(self._clean_losses(self._timed_boundaries, self._times))
+        if self._probe is not None:
+            self._memory = self._probe.stats(len(self._timed_boundaries) - 1)
+        self._read_facts()
+        self._save_steps()
+        self._tell_phase(0, self.session.detail_steps, always=True)
+        if self.session.detail_steps < 1:
+            self._finish()
+            return
+        try:
+            from advisor.profiling.collector import TraceCollector
+
+            self._collector = TraceCollector(self.training.device, self.session, self.training)
+            self._collector.start()
+        except Exception as error:
+            self._collector = None
+            self._notes.append(f"no trace: {type(error).__name__}: {error}")
+
+    # -- traced -----------------------------------------------------------------------------------------------------
+
+    def _trace(self, step: StepEvent) -> None:
+        # The first boundary ends the step that the profiler's start has disturbed; it only opens the window.
+        disturbed = not step.clean and step.reason != OWN and not self.in_step
+        if not self._bounds or (disturbed and self._restarts < MAX_RESTARTS):
+            self._restarts += bool(self._bounds)
+            self._bounds = [step]
+            self._traced = _window(step)
+        else:
+            self._bounds.append(step)
+            self._traced = _window(step, self._traced)
+        if len(self._bounds) > self.session.detail_steps or self._over():
+            self._finish()
+        else:
+            self._tell_phase(len(self._bounds) - 1, self.session.detail_steps, always=True)
+
+    def _finish(self) -> None:
+        self._take_trace()
+        self.phase = "done"
+        if self.records:
+            self._save_steps()
+            tell(self.session, "measured", steps=len(self._backwards))
+        if self.session.keep_running:
+            self.watcher.detach()
+            return
+        stop(self.session, "measured")
+
+    def _take_trace(self) -> None:
+        collector, self._collector = self._collector, None
+        if collector is None:
+            return
+        if self.records:
+            tell(self.session, "phase", phase="reading the trace", done=0, total=1)
+        try:
+            trace: Trace = collector.stop([bound.host_ns for bound in self._bounds])
+            save_trace(self.session.folder / TRACE_FILE, trace)
+        except Exception as error:
+            self._notes.append(f"no trace: {type(error).__name__}: {error}")
+
+    # -- ends that come early ---------------------------------------------------------------------------------------
+
+    def at_exit(self) -> None:
+        """Write what there is. A process that has seen no step leaves a record that another has written alone."""
+        if os.getpid() != self._process or self.phase == "done":
+            return
+        self.watcher.patches.active = False
+        try:
+            if not self.watcher.seen and (self.session.folder / STEPS_FILE).exists():
+                return
+            self._close()
+        except Exception as error:
+            say(f"could not write what was measured: {type(error).__name__}: {error}")
+
+    def _on_fault(self, error: BaseException) -> None:
+        self._notes.append(f"advisor switched itself off: {type(error).__name__}: {error}")
+        if self.records and self.phase != "done":
+            self._close()
+            self.phase = "done"
+
+    def _close(self) -> None:
+        if self.phase == "timed":
+            self._times = step_times(self._timed_boundaries)
+            self._losses = _values(self._clean_losses(self._timed_boundaries, self._times))
+            if self._probe is not None:
+                self._memory = self._probe.stats(len(self._timed_boundaries) - 1)
+        elif self.phase == "warm-up" and len(self._warm_boundaries) > 1:
+            self._times = step_times(self._warm_boundaries)
+            self._losses = _values(self._clean_losses(self._warm_boundaries, self._times))
+            self._memory = MemoryProbe(self.training.device).stats(0)
+        self._take_trace()
+        self._read_facts()
+        self._save_steps()
+        tell(self.session, "ended", phase=self.phase, steps=self.watcher.seen)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _read_facts(self) -> None:
+        if not self.records:
+            return
+        loader = sorted(self._loader_us)
+        self._facts = FactsRecord(
+            model=model_facts(self.training, self.discovery, self.watcher),
+            input=input_stats(self.training, self.discovery, loader[len(loader) // 2] if loader else 0.0),
+            memory=self._memory,
+        )
+        storage.save(self.session.folder / FACTS_FILE, self._facts)
+
+    def _save_steps(self) -> None:
+        if not self.records:
+            return
+        self._saved_ns = time.perf_counter_ns()
+        storage.save(self.session.folder / STEPS_FILE, self.record())
+
+    def record(self) -> StepsRecord:
+        """Everything about the steps so far. Event times appear once a phase is over: reading them waits for the GPU."""
+        provisional = self.phase == "warm-up" or len(self._timed_boundaries) < 2
+        times = self._times
+        if times is None:
+            boundaries = self._warm_boundaries if provisional else self._timed_boundaries
+            times = step_times([_without_event(step) for step in boundaries])
+        notes = list(self._notes)
+        if provisional and self.watcher.seen:
+            notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
+        first_ns = self.discovery.seen.first_ns
+        first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
+        bounds = [bound.host_ns for bound in self._bounds]
+        return StepsRecord(
+            kind=self.watcher.kind,
+            device=self.training.device.type,
+            step_us=spread(times.step_us),
+            wall_us=spread(times.wall_us),
+            steps_seen=self.watcher.seen,
+            warmup=self._warm,
+            first_step_us=(first - first_ns) / 1e3 if first_ns and first else None,
+            excluded=times.excluded,
+            loader_us=tuple(self._loader_us),
+            losses=self._losses,
+            backwards=tuple(self._backwards),
+            timed=self._timed,
+            traced=self._traced,
+            traced_wall_us=tuple((b - a) / 1e3 for a, b in itertools.pairwise(bounds)),
+            phase=self.phase,
+            complete=self.phase == "done" and self.watcher.patches.fault is None,
+            provisional=provisional,
+            notes=tuple(notes),
+        )
+
+    @staticmethod
+    def _clean_losses(boundaries: Sequence[StepEvent], times: StepTimes) -> list[Any]:
+        return [boundaries[position].loss for position in times.positions[:MAX_LOSSES]]
+
+    # -- progress ---------------------------------------------------------------------------------------------------
+
+    def _over(self) -> bool:
+        deadline = self.session.deadline_unix_s
+        return not self.in_step and 0 < deadline < time.time()
+
+    def _tell_phase(self, done: int, total: int, *, always: bool = False) -> None:
+        now = time.perf_counter_ns()
+        if self.records and (always or now - self._told_ns > TELL_EVERY_S * 1e9):
+            self._told_ns = now
+            tell(self.session, "phase", phase=self.phase, done=done, total=total)
+
+
+def _without_event(step: StepEvent) -> StepEvent:
+    """The boundary without its CUDA event, for times that must not wait for the device."""
+    return replace(step, event=None)
+
+
+def _values(losses: list[Any]) -> tuple[float, ...]:
+    """Losses as numbers, waiting for the device; a missing one is NaN."""
+    return tuple(float(loss) if loss is not None else float("nan") for loss in losses)
+
+
+def _window(step: StepEvent, begun: Window | None = None) -> Window:
+    """A window that ends at this boundary and begins at `begun`'s beginning, or here."""
+    behind_ns = time.perf_counter_ns() - step.host_ns
+    unix, monotonic = time.time_ns() - behind_ns, time.monotonic_ns() - behind_ns
+    return Window(
+        start_unix_ns=begun.start_unix_ns if begun else unix,
+        end_unix_ns=unix,
+        start_monotonic_ns=begun.start_monotonic_ns if begun else monotonic,
+        end_monotonic_ns=monotonic,
+    )
+
+
+def _world_size() -> int:
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 1

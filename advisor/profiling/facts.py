@@ -1,0 +1,243 @@
+"""Plain facts read from live objects: the model, its optimizer, its flags, its input pipeline. Changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from advisor.core.profile import ConvFact, InputStats, ModelFacts
+from advisor.profiling.discover import Discovery, Observations, inner
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import Training
+
+DTYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+# Variables that change how fast a training runs; shown when set.
+ENVIRONMENT = (
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDNN_LOGLEVEL_DBG",
+    "KMP_AFFINITY",
+    "MALLOC_CONF",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_CUDNN_V8_API_DISABLED",
+    "TORCH_LOGS",
+)
+
+_AVERAGED = re.compile(r"(^|[a-z_])(EMA|Ema)|^AveragedModel$|^ExponentialMovingAverage$")
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """ "fp32", "bf16", …; torch's own name for others, "" for None."""
+    return "" if dtype is None else DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def model_facts(
+    training: Training, discovery: Discovery | None = None, watcher: StepWatcher | None = None
+) -> ModelFacts:
+    """What is trained and how. Without `discovery` and `watcher` what only they have seen keeps its default."""
+    seen = discovery.seen if discovery is not None else Observations()
+    modules = [root.module for root in training.roots]
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    if not parameters:
+        parameters = [p for o in training.optimizers for group in o.param_groups for p in group["params"]]
+    everything = list({id(m): m for module in modules for m in module.modules()}.values())
+    sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        sizes[dtype_name(parameter.dtype)] += parameter.numel()
+    convs = tuple(_convs(modules, seen))
+    backwards = (watcher.usual_backwards if watcher is not None else 0) or 1
+    called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.closure_steps)
+    world = _world()
+    return ModelFacts(
+        roots=tuple(type(inner(module)).__name__ for module in modules),
+        parameters=sum(p.numel() for p in parameters),
+        module_counts=dict(Counter(type(m).__name__ for m in everything)),
+        convs=convs,
+        optimizers=tuple(type(o).__name__ for o in training.optimizers),
+        optimizer_foreach=_option(training, "foreach"),
+        optimizer_fused=bool(_option(training, "fused")),
+        zero_grad_to_none=seen.zero_grad_to_none is not False,
+        autocast=dtype_name(seen.autocast),
+        grad_scaler=any(scaler.is_enabled() for scaler in training.scalers),
+        parameter_dtype=sizes.most_common(1)[0][0] if sizes else "fp32",
+        channels_last=_mostly_channels_last(convs, everything),
+        fixed_shapes=training.fixed_shapes,
+        batch_size=training.batch_size,
+        accumulation=backwards if called_once and _batches_drawn(watcher) != 1 else 1,
+        backwards=backwards,
+        grad_clipping=seen.clipping,
+        data_parallel=any(isinstance(m, nn.DataParallel) for m in everything),
+        distributed=_distributed(everything),
+        world_size=world[0],
+        backend=world[1],
+        sync_batchnorm=sum(isinstance(m, nn.SyncBatchNorm) for m in everything),
+        compiled=any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in everything),
+        graphed=bool(discovery is not None and discovery.watcher.interval.replays) or _graphed(modules),
+        dropout=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in everything),
+        ema=_has_average(),
+        flags=_flags(),
+        env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+    )
+
+
+def input_stats(training: Training, discovery: Discovery | None = None, next_us: float = 0.0) -> InputStats:
+    """The first training loader's settings and what its batches are; `next_us` is measured by the caller."""
+    batch = (discovery.seen if discovery is not None else Observations()).batch
+    if not training.loaders:
+        return InputStats(batch_size=training.batch_size)
+    loader = training.loaders[0]
+    return InputStats(
+        loader=type(loader).__name__,
+        next_us=next_us,
+        workers=loader.num_workers,
+        batch_size=loader.batch_size or training.batch_size,
+        pin_memory=bool(loader.pin_memory),
+        persistent_workers=bool(loader.persistent_workers),
+        prefetch_factor=loader.prefetch_factor or 0,
+        batch_bytes=batch.nbytes,
+        batch_dtype=dtype_name(batch.dtype),
+        moved_unchanged=batch.moved_unchanged,
+        non_blocking=batch.non_blocking,
+        source=batch.source,
+    )
+
+
+def _convs(modules: list[nn.Module], seen: Observations) -> Iterator[ConvFact]:
+    done: set[int] = set()
+    for root in modules:
+        leaves = [(path, m) for path, m in inner(root).named_modules() if next(m.children(), None) is None]
+        for position, (path, module) in enumerate(leaves):
+            if not isinstance(module, nn.modules.conv._ConvNd) or id(module) in done:
+                continue
+            done.add(id(module))
+            call = seen.convs.get(id(module))
+            if call is not None:
+                normed = call.followed_by_bn
+            else:
+                # Not seen running (compiled, or out of this step): the order of registration is the order of most forwards.
+                following = leaves[position + 1][1] if position + 1 < len(leaves) else None
+                normed = (
+                    isinstance(following, nn.modules.batchnorm._BatchNorm)
+                    and following.num_features == module.out_channels
+                )
+            yield ConvFact(
+                module=path or type(module).__name__,
+                in_channels=module.in_channels,
+                out_channels=module.out_channels,
+                kernel=tuple(module.kernel_size),
+                stride=tuple(module.stride),
+                padding=_padding(module),
+                dilation=tuple(module.dilation),
+                groups=module.groups,
+                bias=module.bias is not None,
+                transposed=bool(module.transposed),
+                followed_by_bn=normed,
+                input_shape=call.input_shape if call is not None else (),
+                dtype=dtype_name(call.dtype) if call is not None else dtype_name(module.weight.dtype),
+                layout="" if call is None else "nhwc" if call.channels_last else "nchw",
+            )
+
+
+def _padding(module: Any) -> tuple[int, ...]:
+    if module.padding == "same":
+        return tuple(d * (k - 1) // 2 for d, k in zip(module.dilation, module.kernel_size, strict=True))
+    if module.padding == "valid":
+        return (0,) * len(module.kernel_size)
+    return tuple(module.padding)
+
+
+def _option(training: Training, name: str) -> bool | None:
+    values = [group.get(name) for optimizer in training.optimizers for group in optimizer.param_groups]
+    known = [bool(value) for value in values if value is not None]
+    return all(known) if known and len(known) == len(values) else None
+
+
+def _mostly_channels_last(convs: tuple[ConvFact, ...], everything: list[nn.Module]) -> bool:
+    layouts = [conv.layout for conv in convs if conv.layout and len(conv.input_shape) > 3]
+    if layouts:
+        return 2 * layouts.count("nhwc") > len(layouts)
+    weights = [
+        m.weight for m in everything if isinstance(m, nn.Conv2d) and max(m.kernel_size) > 1 and m.in_channels > 1
+    ]
+    strided = [w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights]
+    return 2 * sum(strided) > len(strided)
+
+
+def _batches_drawn(watcher: StepWatcher | None) -> int:
+    return watcher.interval.batches if watcher is not None else 0
+
+
+def _distributed(everything: list[nn.Module]) -> str:
+    names = {type(m).__name__ for m in everything}
+    if any(name.startswith(("FullyShardedDataParallel", "FSDP")) for name in names):
+        return "fsdp"
+    return "ddp" if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in everything) else ""
+
+
+def _world() -> tuple[int, str]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size(), str(distributed.get_backend())
+    return 1, ""
+
+
+def _graphed(modules: list[nn.Module]) -> bool:
+    # `make_graphed_callables` puts a closure of its own in place of the module's forward.
+    return any("make_graphed" in getattr(m.__dict__.get("forward"), "__qualname__", "") for m in modules)
+
+
+def _has_average() -> bool:
+    """Whether an averaged copy of the weights is kept; by class name, as most people write their own."""
+    return any(_AVERAGED.search(kind.__name__) for kind in {type(found) for found in gc.get_objects()})
+
+
+def _flags() -> dict[str, bool]:
+    flags = {
+        "cudnn_enabled": torch.backends.cudnn.enabled,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+    # The two ways of asking refuse to be mixed: a script that has used one makes the other raise.
+    with suppress(RuntimeError, AttributeError):
+        flags["tf32_matmul"] = bool(torch.backends.cuda.matmul.allow_tf32)
+    with suppress(RuntimeError, AttributeError):
+        flags["tf32_conv"] = bool(torch.backends.cudnn.allow_tf32)
+    with suppress(RuntimeError, AttributeError):
+        flags.setdefault("tf32_matmul", torch.backends.cuda.matmul.fp32_precision == "tf32")
+    with suppress(RuntimeError, AttributeError):
+        flags.setdefault("tf32_conv", torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+    return flags

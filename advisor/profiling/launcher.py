@@ -1,0 +1,354 @@
+"""Starts the user's script as a child process and waits for it, without getting in its way. Never imports torch.
+
+The child is in the terminal's own process group, with the supervisor's working directory, standard streams and
+interpreter; only the environment carries something new: `PYTHONPATH` begins with the bootstrap folder, and
+`ADVISOR_SESSION` names the orders.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
+from advisor.profiling.session import DISABLE_VARIABLE, SESSION_VARIABLE, Session
+
+BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
+SUPERVISOR_VARIABLE = "ADVISOR_SUPERVISOR"  # the pid whose direct child is the script; "0": any descendant may be it
+ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: what it starts is left alone
+POLL_S = 0.1
+GRACE_S = 5.0  # between asking a process tree to end and ending it
+
+
+class BrokenScript(AdvisorError):
+    """The script cannot be compiled. Its text is Python's own message, and the exit code is Python's: 1."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=ExitCode.FINDINGS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptCommand:
+    """What to run. `name` is the script as the user wrote it; `literal` says that `argv` is a command of the user's own
+    (torchrun, a shell script), in which some descendant trains."""
+
+    argv: tuple[str, ...]
+    name: str
+    arguments: tuple[str, ...] = ()
+    literal: bool = False
+
+    @classmethod
+    def parse(cls, words: Sequence[str], module: bool = False) -> ScriptCommand:
+        """Make a command of `train.py args`, `pkg.mod args` (with `module`) or `torchrun … train.py`.
+
+        The script is compiled, not run, so that a broken one is told at once.
+
+        Raises:
+            BrokenScript: with Python's own message, for a script with a syntax error.
+            AdvisorError: when there is nothing to run, or it is missing, a folder, or unreadable.
+        """
+        if not words:
+            raise AdvisorError("no script given", expected="a Python script, -m with a module, or a command")
+        first, arguments = words[0], tuple(words[1:])
+        if module:
+            source = _module_file(first)
+            if source is not None:
+                _compile(source)
+            return cls(argv=(sys.executable, "-m", first, *arguments), name=first, arguments=arguments)
+        path = Path(first)
+        if path.is_dir() and not (path / "__main__.py").is_file():
+            raise AdvisorError(f"{first} is a folder", expected="a Python script", fix=_scripts_in(path))
+        if path.suffix.lower() in (".py", ".pyw") or path.is_dir() or _is_python(path):
+            if not path.exists():
+                raise AdvisorError(f"no script {first}", expected="a file that exists", fix=_nearest(path))
+            _compile(path / "__main__.py" if path.is_dir() else path)
+            return cls(argv=(sys.executable, first, *arguments), name=first, arguments=arguments)
+        program = shutil.which(first)
+        if program is None:
+            raise AdvisorError(
+                f"neither a script nor a command: {first}", expected="a Python script or a program", fix=_nearest(path)
+            )
+        script = next((word for word in arguments if word.endswith(".py")), first)
+        return cls(argv=(first, *arguments), name=script, arguments=arguments, literal=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How the child ended. `code` is what a shell would show (128 + n for signal n); `signal` is n, or 0."""
+
+    code: int
+    signal: int = 0
+    stopped_by_advisor: bool = False
+    timed_out: bool = False
+    seconds: float = 0.0
+    files_written: tuple[str, ...] = ()  # told by the child in `file` events
+
+
+def launch(
+    command: ScriptCommand,
+    session: Session,
+    *,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    output: Path | None = None,
+) -> Exit:
+    """Write the session's orders, run the command to its end, and pass on what it tells.
+
+    Args:
+        on_progress: called in this thread with each event that the child appends to `progress.jsonl`.
+        timeout_s: end the child and all its descendants after this time.
+        environment: variables to set beside the inherited ones.
+        output: append the child's stdout and stderr to this file; None leaves both untouched.
+
+    Returns:
+        How the child ended. On an exception, of `on_progress` too, the child's tree is ended first.
+
+    Raises:
+        AdvisorError: when the run folder cannot be written or the command cannot be started.
+    """
+    folder = session.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.save(folder / SESSION_FILE, session)
+        stream = open(output, "ab") if output is not None else None  # noqa: SIM115
+    except OSError as error:
+        raise AdvisorError(f"cannot write to {folder} ({error.strerror})", fix="Name another folder with -o.") from None
+    progress = _Progress(folder / PROGRESS_FILE)
+    started = time.monotonic()
+    try:
+        child = subprocess.Popen(
+            command.argv,
+            env=child_environment(command, session, environment or {}),
+            stdout=stream,
+            stderr=subprocess.STDOUT if stream is not None else None,
+        )
+    except OSError as error:
+        raise AdvisorError(f"cannot start {command.argv[0]} ({error.strerror})") from None
+    finally:
+        if stream is not None:
+            stream.close()
+    timed_out = stopped = False
+    files: list[str] = []
+
+    def pass_on() -> None:
+        nonlocal stopped
+        for event in progress.read():
+            stopped = stopped or event.get("event") == "stopped"
+            if event.get("event") == "file" and "path" in event:
+                files.append(str(event["path"]))
+            if on_progress is not None:
+                on_progress(event)
+
+    try:
+        with _forwarding(child):
+            while True:
+                try:
+                    code = child.wait(timeout=POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    pass
+                pass_on()
+                if timeout_s is not None and time.monotonic() - started > timeout_s and not timed_out:
+                    timed_out = True
+                    end_tree(child)
+        pass_on()
+    except BaseException:
+        end_tree(child)
+        raise
+    number = -code if code < 0 else 0
+    return Exit(
+        code=128 + number if number else code,
+        signal=number,
+        stopped_by_advisor=stopped,
+        timed_out=timed_out,
+        seconds=time.monotonic() - started,
+        files_written=tuple(dict.fromkeys(files)),
+    )
+
+
+def child_environment(command: ScriptCommand, session: Session, extra: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: this process's, the orders, and the bootstrap folder in front of `PYTHONPATH`."""
+    variables = {**os.environ, **extra}
+    if variables.get(DISABLE_VARIABLE, "") not in ("", "0"):
+        return variables  # a true no-op
+    old = variables.get("PYTHONPATH", "")
+    # An empty entry would put the working directory on the child's path: no trailing separator.
+    variables["PYTHONPATH"] = os.pathsep.join(part for part in (str(BOOTSTRAP), old) if part)
+    variables[SESSION_VARIABLE] = str((session.folder / SESSION_FILE).resolve())
+    variables[SUPERVISOR_VARIABLE] = "0" if command.literal else str(os.getpid())
+    variables.pop(ATTACHED_VARIABLE, None)
+    return variables
+
+
+def end_tree(child: subprocess.Popen[Any]) -> None:
+    """End a child and all its descendants: asked first, killed after five seconds. Returns when the child is gone."""
+    if child.poll() is not None:
+        return
+    tree = [child.pid, *_descendants(child.pid)]
+    with suppress(OSError):
+        child.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=GRACE_S)
+    # Descendants outlive a killed parent, so they are taken from the list made before.
+    for pid in [*_descendants(child.pid), *tree[1:]]:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    if child.poll() is None:
+        child.kill()
+        child.wait()
+
+
+class _Progress:
+    """Reads `progress.jsonl` as it grows; a line that is not whole yet is left for the next time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rest = path, b""
+        try:
+            self._offset = path.stat().st_size  # what an earlier child told is not this child's
+        except OSError:
+            self._offset = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except OSError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a line cut off by a kill
+            if isinstance(event, dict):
+                yield event
+
+
+@contextmanager
+def _forwarding(child: subprocess.Popen[Any]) -> Iterator[None]:
+    """Signals that are meant for the script reach it once. A second Ctrl-C kills it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    interrupts = 0
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
+            child.kill()
+        elif not _terminal_sends_to_group():
+            child.send_signal(number)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    handlers: dict[int, Any] = {signal.SIGINT: interrupt, signal.SIGTERM: forward}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays nohup
+        handlers[signal.SIGHUP] = forward
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminal_sends_to_group() -> bool:
+    """True when this process is in the foreground of a terminal: its Ctrl-C has then reached the child as well."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes below `pid`, by /proc; none where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = entry.read_text()
+        except OSError:
+            continue
+        # "pid (command) state ppid …": the command may hold spaces and parentheses.
+        children.setdefault(int(text[text.rindex(")") + 1 :].split()[1]), []).append(int(entry.parent.name))
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def _compile(path: Path) -> None:
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise AdvisorError(f"{path} cannot be read ({error.strerror})", expected="a readable script") from None
+    if source[:4] == b"PK\x03\x04":
+        return  # a zip application
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the script will show its own
+        try:
+            compile(source, str(path), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BrokenScript("".join(traceback.format_exception_only(type(error), error)).rstrip()) from None
+
+
+def _module_file(name: str) -> Path | None:
+    """The file that `-m name` would run, when it lies below the working directory; else Python itself shall say."""
+    base = Path(*name.split("."))
+    for candidate in (base / "__main__.py", base.with_suffix(".py") if base.suffix == "" else base):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _is_python(path: Path) -> bool:
+    """A file without suffix that says it is Python's in its first line."""
+    try:
+        with open(path, "rb") as stream:
+            line = stream.readline(200)
+    except OSError:
+        return False
+    return line.startswith(b"#!") and b"python" in line
+
+
+def _nearest(path: Path) -> str:
+    try:
+        names = [entry.name for entry in (path.parent if path.parent.name else Path()).iterdir()]
+    except OSError:
+        return f"There is no folder {path.parent}."
+    near = difflib.get_close_matches(path.name, [name for name in names if name.endswith(".py")], n=1, cutoff=0.5)
+    return f"Did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _scripts_in(path: Path) -> str:
+    names = sorted(entry.name for entry in path.glob("*.py"))[:3]
+    return f"It holds {', '.join(names)}." if names else ""

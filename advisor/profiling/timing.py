@@ -1,0 +1,64 @@
+"""Step times from step boundaries: only intervals that hold one training step and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from advisor.core.profile import Spread
+from advisor.profiling.training import StepEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Times of the clean intervals in order, µs, with their positions in the sequence, and why others were left out."""
+
+    wall_us: tuple[float, ...] = ()
+    event_us: tuple[float, ...] = ()  # by CUDA events; empty on a CPU
+    positions: tuple[int, ...] = ()  # index of the interval's closing boundary in the sequence given
+    excluded: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step_us(self) -> tuple[float, ...]:
+        """The times that stand for the step: by CUDA events where there are any."""
+        return self.event_us or self.wall_us
+
+
+def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
+    """Intervals between neighbours of `boundaries`; the first one only opens the first interval.
+
+    Waits for the device when there are CUDA events: call it outside the timed stretch.
+    """
+    wall, events, positions, excluded = [], [], [], Counter[str]()
+    if boundaries and boundaries[-1].event is not None:
+        boundaries[-1].event.synchronize()
+    for position in range(1, len(boundaries)):
+        before, after = boundaries[position - 1], boundaries[position]
+        if not after.clean:
+            excluded[after.reason] += 1
+            continue
+        if after.event is not None and before.event is not None:
+            events.append(before.event.elapsed_time(after.event) * 1e3)
+        wall.append((after.host_ns - before.host_ns) / 1e3)
+        positions.append(position)
+    if len(events) != len(wall):
+        events = []  # the device became known in between: two kinds of time do not mix
+    return StepTimes(wall_us=tuple(wall), event_us=tuple(events), positions=tuple(positions), excluded=dict(excluded))
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Median, 10th and 90th percentile (linear between ranks), and the values; None for none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+
+    def quantile(share: float) -> float:
+        at = share * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+    return Spread(
+        median=quantile(0.5), p10=quantile(0.1), p90=quantile(0.9), n=len(ordered), raw=tuple(float(v) for v in values)
+    )
