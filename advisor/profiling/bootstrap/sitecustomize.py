@@ -25,7 +25,7 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "acc
 
 
 def _say(text: str) -> None:
-    try:  # noqa: SIM105: contextlib is not loaded yet
+    try:  # noqa: SIM105
         sys.stderr.write(f"[advisor] {text}\n")
     except Exception:
         pass
@@ -36,7 +36,7 @@ def _step_aside() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     own = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
