@@ -14,8 +14,9 @@ class OpTable:
     """Operators and annotations on host threads, ordered by start.
 
     `annotation` holds "" for an operator; "module:<path>|<type>" for a module's forward; "line:<file>:<line>" for the
-    user's source line that called into torch; "step:<n>" for a step. `sequence` is autograd's sequence number (-1 if
-    none); `forward_thread` is the thread of the forward op when the event is its backward (0 otherwise).
+    user's source line that called into torch; "step:<n>" for a step boundary; "user:<name>" for a `record_function` of
+    torch itself or of the script. `sequence` is autograd's sequence number (-1 if none); `forward_thread` is the thread
+    of the forward op when the event is its backward (0 otherwise).
     """
 
     name: list[str] = field(default_factory=list)
@@ -30,6 +31,7 @@ class OpTable:
     dtypes: list[str] = field(default_factory=list)
     strides: list[str] = field(default_factory=list)
     flops: list[int] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)  # JSON list of the arguments that are no tensors; "" if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,207 @@
+"""Names in the trace for what the profiler cannot know: which module and which of the user's lines an operator is for.
+
+Only inside the traced window: `torch.nn.Module.__call__` opens a range `advisor:module:<path>|<type>` around each forward,
+and a `TorchFunctionMode` opens `advisor:line:<file>:<line>` around each call from Python into torch. Both are undone
+exactly by `stop`. A fault in here ends the annotation, never the training.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._profiler import _RecordFunctionFast
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from advisor.profiling.training import RootModule
+
+MODULE, LINE, STEP = "advisor:module:", "advisor:line:", "advisor:step:"
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_ADVISOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+_PACKAGES = tuple({os.path.abspath(sysconfig.get_paths()[k]) + os.sep for k in ("purelib", "platlib")})
+_UNSEEN = object()
+
+
+def step_marker(index: int) -> None:
+    """Leave the mark `advisor:step:<index>` in the trace, so that a step's bounds are on the trace's own clock."""
+    with _RecordFunctionFast(f"{STEP}{index}"):
+        pass
+
+
+def compiled_code_in_use() -> bool:
+    """True when Dynamo has compiled something: it guards on the function modes, so that ours would make it compile anew."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)
+    if not counters:
+        return False
+    return bool(counters.get("stats", {}).get("unique_graphs")) or bool(counters.get("frames", {}).get("ok"))
+
+
+def module_names(roots: Sequence[RootModule]) -> dict[int, str]:
+    """`id(module)` → "<path>|<type>" for every module under the roots, the path beginning with the root's name.
+
+    A module that is reachable by two paths gets the first.
+    """
+    names: dict[int, str] = {}
+    for root in roots:
+        for path, module in root.module.named_modules():
+            full = f"{root.name}.{path}" if path else root.name
+            names.setdefault(id(module), f"{full}|{type(module).__name__}")
+    return names
+
+
+def own_frame(filename: str) -> bool:
+    """False for frames of torch, advisor and the standard library: what remains is the user's code or a model library's."""
+    if filename.startswith((_TORCH, _ADVISOR, "<frozen")):
+        return False
+    return not filename.startswith(_STDLIB) or filename.startswith(_PACKAGES)
+
+
+class Annotator:
+    """Annotations around modules and source lines between `start` and `stop`; `failure` says why they ended early."""
+
+    def __init__(self, roots: Sequence[RootModule] = ()) -> None:
+        self.failure = ""
+        self.lines = False  # source lines are annotated
+        self._names = module_names(roots)
+        self._active = False
+        self._process = os.getpid()
+        self._directory = os.getcwd() + os.sep
+        self._files: dict[str, Any] = {}  # co_filename → path to show, or None when frames of the file are passed over
+        self._original: Callable[..., Any] | None = None
+        self._patched: Callable[..., Any] | None = None
+        self._mode: _LineMode | None = None
+
+    def start(self) -> None:
+        """Modules are annotated from now on, and source lines unless compiled code is in use."""
+        self._active = True
+        self._patch_modules()
+        if not compiled_code_in_use():
+            self._mode = _LineMode(self)
+            _insert_below(self._mode)
+            self.lines = True
+
+    def stop(self) -> None:
+        """Everything is as before `start`. May be called twice."""
+        self._active = False
+        if self._mode is not None:
+            _remove(self._mode)
+            self._mode = None
+        # When someone else wrapped the call after us it cannot be put back; our wrapper then only passes calls on.
+        if self._patched is not None and torch.nn.Module.__call__ is self._patched:
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign, assignment]
+        self._patched = None
+
+    def open_module(self, module: torch.nn.Module) -> _RecordFunctionFast | None:
+        """An open range named after the module, or None. Never raises."""
+        if not self._active:
+            return None
+        try:
+            if os.getpid() != self._process:  # a DataLoader worker forked inside the window
+                return None
+            name = self._names.get(id(module))
+            if name is None:
+                kind = type(module).__name__
+                name = f"{kind}|{kind}"
+            return _open(MODULE + name)
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    def open_line(self) -> _RecordFunctionFast | None:
+        """An open range named after the innermost line outside torch, or None. Never raises."""
+        if not self._active:
+            return None
+        try:
+            if os.getpid() != self._process:
+                return None
+            frame: FrameType | None = sys._getframe(2)
+            while frame is not None:
+                shown = self._files.get(frame.f_code.co_filename, _UNSEEN)
+                if shown is _UNSEEN:
+                    shown = self._show(frame.f_code.co_filename)
+                if shown is not None:
+                    return _open(f"{LINE}{shown}:{frame.f_lineno}")
+                frame = frame.f_back
+        except Exception as error:
+            self._fail(error)
+        return None
+
+    def _show(self, filename: str) -> str | None:
+        path = os.path.abspath(filename) if not filename.startswith("<") else filename
+        shown = path.removeprefix(self._directory) if own_frame(path) else None
+        self._files[filename] = shown
+        return shown
+
+    def _fail(self, error: Exception) -> None:
+        self._active = False
+        self.failure = f"annotation stopped: {type(error).__name__}: {error}"
+
+    def _patch_modules(self) -> None:
+        original = self._original = torch.nn.Module.__call__
+        opening = self.open_module
+
+        def annotated_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            scope = opening(module)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                if scope is not None:
+                    scope.__exit__(None, None, None)
+
+        self._patched = annotated_call
+        torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign, assignment]
+
+
+class _LineMode(TorchFunctionMode):
+    """Opens a source-line range around every call from Python into torch; calls that torch makes itself are not seen."""
+
+    def __init__(self, annotator: Annotator) -> None:
+        super().__init__()
+        self._annotator = annotator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reading an attribute (`x.shape`) starts no operator: no range for it.
+        scope = None if getattr(func, "__name__", "") == "__get__" else self._annotator.open_line()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            if scope is not None:
+                scope.__exit__(None, None, None)
+
+
+def _open(name: str) -> _RecordFunctionFast:
+    scope = _RecordFunctionFast(name)
+    scope.__enter__()
+    return scope
+
+
+def _insert_below(mode: TorchFunctionMode) -> None:
+    # Below the modes of the user's own `with` blocks, since each takes the topmost mode off when it ends; but above the
+    # DeviceContext of `torch.set_default_device`, which insists on being at the bottom when it ends.
+    modes = _take_all()
+    devices = [other for other in modes if isinstance(other, DeviceContext)]
+    for other in (*devices, mode, *(other for other in modes if other not in devices)):
+        torch._C._push_on_torch_function_stack(other)
+
+
+def _remove(mode: TorchFunctionMode) -> None:
+    if mode not in _get_current_function_mode_stack():
+        return
+    for other in _take_all():
+        if other is not mode:
+            torch._C._push_on_torch_function_stack(other)
+
+
+def _take_all() -> list[Any]:
+    """Pop every function mode of this thread; returns them bottom first."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    return modes[::-1]

@@ -1,0 +1,423 @@
+"""The traced window: a Kineto session with annotations and DRAM counters, read as raw events into a `Trace`.
+
+Raw Kineto events only: `prof.events()` builds Python objects and a tree for each event and takes seconds for tens of
+thousands. What a version of torch does not offer on its events is left empty, with a note where a reader would miss it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
+from torch.autograd import _disable_profiler, _profiler_enabled
+from torch.autograd import profiler as autograd_profiler
+
+from advisor.core.trace import DeviceTable, DramSamples, OpTable, RuntimeTable, Trace
+from advisor.profiling.annotate import Annotator
+from advisor.profiling.hostcalls import is_launch
+from advisor.profiling.kinds import VIEWS
+from advisor.profiling.session import Session
+from advisor.profiling.training import Training
+
+CLOCK = "advisor:clock"  # a range whose host time is known on every clock: ties the trace's clock to the host's
+# Above this many events the slow sources (a chrome trace for launch geometry, the event tree for strides) are left out.
+DETAIL_LIMIT = 200_000
+USER_SCOPE = 7  # at::RecordScope::USER_SCOPE: `record_function`
+
+_GRID = re.compile(r'"grid": ?\[(\d+), ?(\d+), ?(\d+)\]')
+_BLOCK = re.compile(r'"block": ?\[(\d+), ?(\d+), ?(\d+)\]')
+_MOVED = re.compile(r'"bytes": ?(\d+)')
+_DEVICE_ACTIVITIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_HOST_ACTIVITIES = frozenset({"cpu_op", "user_annotation"})
+_RUNTIME_ACTIVITIES = frozenset({"cuda_runtime", "cuda_driver"})
+_RUNTIME_NAME = re.compile(r"^cu(da)?[A-Z]\w+$")
+_ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg)")
+
+
+class TraceCollector:
+    """Traces from `start` to `stop`. Neither ever raises for want of a GPU, of counters, or of a free profiler.
+
+    Args:
+        device: where the training step runs.
+        session: `counters` says whether DRAM counters are wanted.
+        training: its roots give the modules their paths; None leaves modules named by their class.
+    """
+
+    def __init__(self, device: torch.device, session: Session, training: Training | None = None) -> None:
+        self.notes: list[str] = []
+        self._cuda = device.type == "cuda" and torch.cuda.is_available()
+        self._annotator = Annotator(training.roots if training is not None else ())
+        self._profile: autograd_profiler.profile | None = None
+        self._anchors: list[tuple[int, int]] = []  # (CLOCK_REALTIME, perf_counter) at the mark of `start`, in ns
+        self._counters: Any = None
+        if self._cuda and session.counters:
+            # Made here and not in `start`: enabling the counters takes a moment that belongs to no step.
+            self._counters = self._open_counters(device)
+
+    def start(self) -> None:
+        """Tracing is on, the device's queue is empty, and `notes` says what could not be had."""
+        if _profiler_enabled():
+            self.notes.append("no trace: the script has a torch profiler of its own running")
+            return
+        try:
+            profile = autograd_profiler.profile(
+                use_device="cuda" if self._cuda else None,
+                record_shapes=True,
+                use_kineto=True,
+                experimental_config=_experimental_config(),
+            )
+            if self._cuda:
+                torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
+            profile._prepare_trace()
+            profile._start_trace()
+        except Exception as error:
+            self.notes.append(f"no trace: the profiler did not start ({type(error).__name__}: {error})")
+            return
+        self._profile = profile
+        if self._counters is not None:
+            try:
+                self._counters.start()
+            except Exception as error:
+                self.notes.append(f"DRAM counters unavailable: {error}")
+                self._close_counters()
+        self._annotator.start()
+        with _RecordFunctionFast(CLOCK):
+            self._anchors.append((time.time_ns(), time.perf_counter_ns()))
+
+    def stop(self, step_bounds_ns: Iterable[int] = ()) -> Trace:
+        """End the window and return what was seen in it.
+
+        Args:
+            step_bounds_ns: the n+1 boundaries of the n traced steps on a host clock (`time.time_ns` or
+                `time.perf_counter_ns`). `annotate.step_marker` marks found in the trace take their place, being on the
+                trace's own clock.
+
+        Returns:
+            A Trace with step bounds on its own clock; empty tables and a note when there was no profiler.
+        """
+        bounds = sorted(step_bounds_ns)
+        self._annotator.stop()
+        if self._annotator.failure:
+            self.notes.append(self._annotator.failure)
+        device = "cuda" if self._cuda else "cpu"
+        if self._profile is None:
+            self._close_counters()
+            return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
+        if self._cuda:
+            torch.cuda.synchronize()  # records of kernels that have not finished would be missing
+        dram = self._read_counters()
+        profile, self._profile = self._profile, None
+        try:
+            results = _disable_profiler()
+            with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
+                autograd_profiler._run_on_profiler_stop()
+            trace = read_events(results, device, dram=dram, notes=self.notes)
+        except Exception as error:
+            self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
+            return Trace(device=device, step_bounds_ns=bounds, dram=dram, notes=self.notes)
+        finally:
+            del profile
+        _set_bounds(trace, bounds, self._anchors)
+        if not self._annotator.lines:
+            trace.notes.append("source lines not annotated: the script runs compiled code, which guards against it")
+        return trace
+
+    def _open_counters(self, device: torch.device) -> Any:
+        try:
+            from advisor.profiling.counters import DramCounters
+
+            return DramCounters(device.index if device.index is not None else torch.cuda.current_device())
+        except Exception as error:
+            self.notes.append(f"DRAM counters unavailable: {error}")
+            return None
+
+    def _read_counters(self) -> DramSamples:
+        if self._counters is None:
+            return DramSamples()
+        try:
+            samples: DramSamples = self._counters.stop()
+            if getattr(self._counters, "note", ""):
+                self.notes.append(f"DRAM counters: {self._counters.note}")
+            return samples
+        except Exception as error:
+            self.notes.append(f"DRAM counters unavailable: {error}")
+            return DramSamples()
+        finally:
+            self._close_counters()
+
+    def _close_counters(self) -> None:
+        counters, self._counters = self._counters, None
+        close = getattr(counters, "close", None)
+        if close is not None:
+            with contextlib.suppress(Exception):
+                close()
+
+
+def _experimental_config() -> Any:
+    wanted: dict[str, Any] = {"expose_kineto_event_metadata": True}  # launch geometry and copied bytes; torch >= 2.10
+    try:
+        return _ExperimentalConfig(**wanted)
+    except TypeError:
+        return _ExperimentalConfig()
+
+
+def _set_bounds(trace: Trace, given: list[int], anchors: list[tuple[int, int]]) -> None:
+    """Step bounds from the marks in the trace; else from host times, moved to the trace's clock; else the whole window."""
+    ops, bounds = trace.ops, trace.step_bounds_ns
+    marks = [start for start, text in zip(ops.start_ns, ops.annotation, strict=True) if text.startswith("step:")]
+    clock = next((i for i, name in enumerate(ops.name) if name == CLOCK), None)
+    if len(marks) >= 2:
+        bounds[:] = marks
+    elif len(given) >= 2 and clock is not None and anchors:
+        offset = min(
+            (ops.start_ns[clock] - anchor for anchor in anchors[0]),
+            key=lambda o: abs(given[0] + o - ops.start_ns[clock]),
+        )
+        bounds[:] = [b + offset for b in given]
+    if len(bounds) < 2 and ops.start_ns:
+        bounds[:] = [ops.start_ns[0], max(ops.end_ns)]
+        trace.notes.append("step bounds unknown: the whole traced window counts as one step")
+
+
+def read_events(results: Any, device: str, *, dram: DramSamples | None = None, notes: list[str] | None = None) -> Trace:
+    """A Trace from Kineto's raw events (`_ProfilerResult` of torch), with empty step bounds.
+
+    Records whose start or duration is zero where it cannot be are dropped and counted in a note
+    (CUPTI of CUDA 12.6 to 13.0 loses time stamps so: pytorch#192021).
+    """
+    notes = notes if notes is not None else []
+    events = results.events()
+    reader = _Reader(events)
+    for event in events:
+        reader.take(event)
+    detail = len(events) <= DETAIL_LIMIT
+    if detail and not reader.has_strides:
+        with contextlib.suppress(Exception):
+            _strides_from_tree(results, reader.ops)
+    if detail and reader.device.name and not any(reader.device.grid):
+        _geometry_from_export(results, reader.device)
+    if reader.dropped:
+        notes.append(f"{reader.dropped} trace records without a time stamp were dropped")
+    launches, matched = _coverage(reader.runtime, reader.device)
+    if device == "cuda" and not reader.device.name:
+        notes.append(
+            "the profiler delivered no device records although the step runs on a GPU: another profiler or the "
+            "driver holds CUPTI; kernels and idle time are unknown"
+        )
+    return Trace(
+        device=device,
+        step_bounds_ns=[],
+        ops=reader.ops,
+        runtime=reader.runtime,
+        kernels=reader.device,
+        dram=dram or DramSamples(),
+        launches=launches,
+        launches_matched=matched,
+        notes=notes,
+    )
+
+
+def _coverage(runtime: RuntimeTable, device: DeviceTable) -> tuple[int, int]:
+    seen = set(device.correlation)
+    launched = [c for name, c in zip(runtime.name, runtime.correlation, strict=True) if is_launch(name)]
+    return len(launched), sum(c in seen for c in launched)
+
+
+class _Reader:
+    """Sorts raw events into the three tables. Texts are shared: a million events have a few thousand different ones."""
+
+    def __init__(self, events: list[Any]) -> None:
+        kind: type = type(events[0]) if events else object
+        self.ops, self.runtime, self.device = OpTable(), RuntimeTable(), DeviceTable()
+        self.dropped = 0
+        self.has_strides = hasattr(kind, "structured_input_strides")
+        self._has_metadata = hasattr(kind, "metadata_json")
+        self._shapes: Callable[[Any], Any] = (
+            kind.structured_input_shapes if hasattr(kind, "structured_input_shapes") else kind.shapes  # type: ignore[attr-defined]
+        ) if events else repr  # fmt: skip
+        self._activity: Callable[[Any], str] = _activity_of(kind)
+        self._texts: dict[str, str] = {}
+        self._threads: dict[int, int] = {}  # operating system's thread id → torch's
+
+    def take(self, event: Any) -> None:
+        activity = self._activity(event)
+        if activity in _HOST_ACTIVITIES:
+            self._take_host(event, activity)
+        elif activity in _DEVICE_ACTIVITIES:
+            self._take_device(event)
+        elif activity in _RUNTIME_ACTIVITIES:
+            self._take_runtime(event)
+
+    def _share(self, text: str) -> str:
+        return self._texts.setdefault(text, text)
+
+    def _take_host(self, event: Any, activity: str) -> None:
+        start, end = event.start_ns(), event.end_ns()
+        if start <= 0 or end < start:
+            self.dropped += 1
+            return
+        name, thread, ops = event.name(), event.start_thread_id(), self.ops
+        self._threads.setdefault(event.device_resource_id(), thread)
+        annotation = ""
+        if name.startswith("advisor:"):
+            annotation = name[len("advisor:") :]
+        elif activity == "user_annotation":
+            annotation = f"user:{name}"
+        shapes = dtypes = strides = arguments = ""
+        if not annotation and "::" in name and name not in VIEWS:
+            given = self._shapes(event)
+            if given:
+                shapes, dtypes = str(given), ",".join(event.dtypes())
+                if self.has_strides:
+                    strides = str(event.structured_input_strides())
+                if _ARGUMENTS_OF.search(name):
+                    arguments = _arguments(event)
+        share = self._share
+        ops.name.append(share(name))
+        ops.start_ns.append(start)
+        ops.end_ns.append(end)
+        ops.thread.append(thread)
+        ops.correlation.append(event.correlation_id())
+        ops.sequence.append(event.sequence_nr())
+        ops.forward_thread.append(event.fwd_thread_id())
+        ops.annotation.append(share(annotation))
+        ops.shapes.append(share(shapes))
+        ops.dtypes.append(share(dtypes))
+        ops.strides.append(share(strides))
+        ops.flops.append(0)  # modelled later, from the shapes
+        ops.arguments.append(share(arguments))
+
+    def _take_runtime(self, event: Any) -> None:
+        start, end = event.start_ns(), event.end_ns()
+        if start <= 0 or end < start:
+            self.dropped += 1
+            return
+        runtime = self.runtime
+        # Torch gives a call that belongs to no operator the thread that stopped the profiler; the system's thread id,
+        # where an operator has been seen on that thread, knows better.
+        thread = event.start_thread_id()
+        if not event.linked_correlation_id():
+            thread = self._threads.get(event.device_resource_id(), thread)
+        runtime.name.append(self._share(event.name()))
+        runtime.start_ns.append(start)
+        runtime.end_ns.append(end)
+        runtime.thread.append(thread)
+        runtime.correlation.append(event.correlation_id())
+
+    def _take_device(self, event: Any) -> None:
+        start, end = event.start_ns(), event.end_ns()
+        if start <= 0 or end <= start:
+            self.dropped += 1
+            return
+        device = self.device
+        grid = block = ""
+        nbytes = 0
+        if self._has_metadata:
+            metadata = event.metadata_json()
+            grid, block = _triple(_GRID, metadata), _triple(_BLOCK, metadata)
+            moved = _MOVED.search(metadata)
+            nbytes = int(moved.group(1)) if moved else 0
+        device.name.append(self._share(event.name()))
+        device.start_ns.append(start)
+        device.end_ns.append(end)
+        device.stream.append(event.device_resource_id())
+        device.correlation.append(event.correlation_id())
+        device.op.append(event.linked_correlation_id())
+        device.grid.append(self._share(grid))
+        device.block.append(self._share(block))
+        device.nbytes.append(nbytes)
+
+
+def _triple(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return "x".join(found.groups()) if found else ""
+
+
+def _arguments(event: Any) -> str:
+    try:
+        return json.dumps(
+            [v if isinstance(v, (int, float, bool, list, type(None))) else None for v in event.concrete_inputs()]
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return ""
+
+
+def _activity_of(kind: type) -> Callable[[Any], str]:
+    """How an event's activity is told: by itself, or in versions of torch without that, by device, scope and name."""
+    own = getattr(kind, "activity_type", None)
+    if own is not None:
+        return lambda event: str(own(event))
+    cpu = torch.autograd.DeviceType.CPU
+
+    def guess(event: Any) -> str:
+        name = event.name()
+        if event.device_type() != cpu:
+            annotated = getattr(event, "is_user_annotation", lambda: False)()
+            if annotated:
+                return "gpu_user_annotation"
+            return (
+                "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
+            )
+        if _RUNTIME_NAME.match(name):
+            return "cuda_runtime"
+        if name.startswith("["):
+            return "cpu_instant_event"  # "[memory]"
+        return "user_annotation" if event.scope() == USER_SCOPE else "cpu_op"
+
+    return guess
+
+
+def _strides_from_tree(results: Any, ops: OpTable) -> None:
+    """Fill strides, and the shapes of lists of tensors, from the profiler's event tree (torch before 2.12)."""
+    rows = {c: i for i, c in enumerate(ops.correlation) if ops.shapes[i]}
+    stack = list(results.experimental_event_tree())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children)
+        index = rows.get(node.correlation_id)
+        inputs = getattr(node.extra_fields, "inputs", None) if index is not None else None
+        if index is None or inputs is None or node.name != ops.name[index]:
+            continue
+        ops.shapes[index] = str([_of_tensors(value, "sizes") for value in inputs])
+        ops.strides[index] = str([_of_tensors(value, "strides") for value in inputs])
+
+
+def _of_tensors(value: Any, attribute: str) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [list(getattr(v, attribute)) for v in value if hasattr(v, attribute)]
+    return list(getattr(value, attribute, ()))
+
+
+def _geometry_from_export(results: Any, device: DeviceTable) -> None:
+    """Fill grid, block and copied bytes from a chrome trace (torch before 2.10, whose events do not carry them)."""
+    handle, path = tempfile.mkstemp(suffix=".json")
+    os.close(handle)
+    try:
+        results.save(path)
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            exported = json.load(stream).get("traceEvents", [])
+    except (OSError, ValueError, RuntimeError):
+        return  # launch geometry stays unknown
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    rows: dict[int, list[int]] = {}
+    for i, correlation in enumerate(device.correlation):
+        rows.setdefault(correlation, []).append(i)
+    for event in exported:
+        if event.get("cat") not in _DEVICE_ACTIVITIES:
+            continue
+        fields = event.get("args", {})
+        for i in rows.get(fields.get("correlation", -1), ()):
+            if device.name[i] == event.get("name"):
+                device.grid[i] = "x".join(map(str, fields.get("grid", ())))
+                device.block[i] = "x".join(map(str, fields.get("block", ())))
+                device.nbytes[i] = int(fields.get("bytes", 0))
