@@ -206,7 +206,9 @@ class StepProfile:
     steps_seen: int = 0
     excluded: dict[str, int] = field(default_factory=dict)  # reason → steps left out
     kernels: tuple[KernelRow, ...] = ()
-    busy_us: float = 0.0  # union of device activity per traced step
+    # Union over streams of kernels, memsets and device-to-device copies per traced step (operators on a CPU). Host/device
+    # copies beside no kernel are in `idle` under "copy": busy_us and idle make up the traced step.
+    busy_us: float = 0.0
     idle: tuple[IdleCause, ...] = ()
     syncs: tuple[Site, ...] = ()
     copies: tuple[CopyRow, ...] = ()

@@ -306,7 +306,10 @@ def _unit(tree: HostTree, op: int) -> int:
     """The operator instance whose modelled cost covers work started from `op`; -1 if none."""
     if op < 0 or not tree.is_operator(op):
         return -1
-    return tree.whole[op] if tree.whole[op] >= 0 else tree.owner[op]
+    if tree.whole[op] >= 0:
+        return tree.whole[op]
+    owner = tree.owner[op]
+    return -1 if tree.composite[owner] else owner
 
 
 def _cost_of(trace: Trace, op: int) -> shapes.Cost:

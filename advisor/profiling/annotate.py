@@ -8,6 +8,7 @@ exactly by `stop`. A fault in here ends the annotation, never the training.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ _ADVISOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _PACKAGES = tuple({os.path.abspath(sysconfig.get_paths()[k]) + os.sep for k in ("purelib", "platlib")})
 _UNSEEN = object()
+_WRAPPERS = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 
 def step_marker(index: int) -> None:
@@ -48,11 +50,13 @@ def compiled_code_in_use() -> bool:
 def module_names(roots: Sequence[RootModule]) -> dict[int, str]:
     """`id(module)` → "<path>|<type>" for every module under the roots, the path beginning with the root's name.
 
-    A module that is reachable by two paths gets the first.
+    A module that is reachable by two paths gets the first. Wrappers (DataParallel, a compiled module) are left out of the
+    path, so that a module has the same one with and without them.
     """
     names: dict[int, str] = {}
     for root in roots:
         for path, module in root.module.named_modules():
+            path = _WRAPPERS.sub("", path)
             full = f"{root.name}.{path}" if path else root.name
             names.setdefault(id(module), f"{full}|{type(module).__name__}")
     return names
@@ -194,7 +198,7 @@ def _insert_below(mode: TorchFunctionMode) -> None:
 
 
 def _remove(mode: TorchFunctionMode) -> None:
-    if mode not in _get_current_function_mode_stack():
+    if mode not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
         return
     for other in _take_all():
         if other is not mode:

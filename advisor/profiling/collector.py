@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType, _disable_profiler, _profiler_enabled
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
-from torch.autograd import _disable_profiler, _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 
 from advisor.core.trace import DeviceTable, DramSamples, OpTable, RuntimeTable, Trace
@@ -76,8 +76,8 @@ class TraceCollector:
             )
             if self._cuda:
                 torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
-            profile._prepare_trace()
-            profile._start_trace()
+            profile._prepare_trace()  # type: ignore[no-untyped-call]
+            profile._start_trace()  # type: ignore[no-untyped-call]
         except Exception as error:
             self.notes.append(f"no trace: the profiler did not start ({type(error).__name__}: {error})")
             return
@@ -118,7 +118,7 @@ class TraceCollector:
         try:
             results = _disable_profiler()
             with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
-                autograd_profiler._run_on_profiler_stop()
+                autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
             trace = read_events(results, device, dram=dram, notes=self.notes)
         except Exception as error:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
@@ -355,7 +355,7 @@ def _activity_of(kind: type) -> Callable[[Any], str]:
     own = getattr(kind, "activity_type", None)
     if own is not None:
         return lambda event: str(own(event))
-    cpu = torch.autograd.DeviceType.CPU
+    cpu = DeviceType.CPU
 
     def guess(event: Any) -> str:
         name = event.name()

@@ -4,7 +4,32 @@ from __future__ import annotations
 
 # Calls that return only when the device has done something (CUDA Runtime API, "API synchronization behavior").
 _WAITS = frozenset(
-    ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D", "cudaMemcpy3D", "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol", "cudaFree", "cudaFreeHost", "cudaHostAlloc", "cudaMallocHost", "cudaHostUnregister", "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemFree", "cuMemFree_v2", "cuMemcpyDtoH", "cuMemcpyDtoH_v2", "cuMemcpyHtoD", "cuMemcpyHtoD_v2", "hipStreamSynchronize", "hipDeviceSynchronize"]
+    [
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaEventSynchronize",
+        "cudaMemcpy",
+        "cudaMemcpy2D",
+        "cudaMemcpy3D",
+        "cudaMemcpyToSymbol",
+        "cudaMemcpyFromSymbol",
+        "cudaFree",
+        "cudaFreeHost",
+        "cudaHostAlloc",
+        "cudaMallocHost",
+        "cudaHostUnregister",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+        "cuEventSynchronize",
+        "cuMemFree",
+        "cuMemFree_v2",
+        "cuMemcpyDtoH",
+        "cuMemcpyDtoH_v2",
+        "cuMemcpyHtoD",
+        "cuMemcpyHtoD_v2",
+        "hipStreamSynchronize",
+        "hipDeviceSynchronize",
+    ]
 )
 # The operators that people know a wait by, told before the outermost operator around it.
 _KNOWN_BY = (

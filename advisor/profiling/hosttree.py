@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from advisor.core.trace import OpTable, RuntimeTable
+from advisor.profiling.kinds import kind_of_op
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other"
 
@@ -45,7 +46,6 @@ _PART_OF: dict[str, frozenset[str]] = {
         "aten::slow_conv3d_forward": "slow_conv3d _convolution convolution",
         "aten::_slow_conv2d_backward": "convolution_backward",
         "aten::mkldnn_convolution_backward": "convolution_backward",
-        "aten::native_batch_norm": "_batch_norm_impl_index",
     }.items()
 }
 # Operators whose modelled cost covers everything that runs inside them.
@@ -57,7 +57,8 @@ class HostTree:
     """Columns beside OpTable, one entry an operator: -1 or "" where there is nothing.
 
     parent: enclosing event. module: "<path>|<type>". line: "<file>:<line>". owner: the operator under whose name its work
-    is told. whole: the operator whose modelled cost covers it. top: the outermost operator around it.
+    is told. whole: the operator whose modelled cost covers it. composite: it only passes on to an operator of its own kind
+    (batch_norm to native_batch_norm), which has the cost. top: the outermost operator around it.
     """
 
     ops: OpTable
@@ -66,6 +67,7 @@ class HostTree:
     line: list[str] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
+    composite: list[bool] = field(default_factory=list)
     top: list[int] = field(default_factory=list)
     loading: list[bool] = field(default_factory=list)  # inside a DataLoader's next()
     call_op: list[int] = field(default_factory=list)  # per runtime call: the innermost event around it
@@ -99,7 +101,7 @@ def build(ops: OpTable, runtime: RuntimeTable) -> HostTree:
     count = len(ops.name)
     start, end, thread, annotation = ops.start_ns, ops.end_ns, ops.thread, ops.annotation
     tree = HostTree(ops=ops, parent=[-1] * count, module=[""] * count, line=[""] * count, owner=[-1] * count,
-                    whole=[-1] * count, top=[-1] * count, loading=[False] * count, call_op=[-1] * len(runtime.name),
+                    whole=[-1] * count, composite=[False] * count, top=[-1] * count, loading=[False] * count, call_op=[-1] * len(runtime.name),
                     order=sorted(range(count), key=lambda i: (start[i], -end[i])), _phase=[OTHER] * count)  # fmt: skip
     calls = sorted(range(len(runtime.name)), key=runtime.start_ns.__getitem__)
     forward: dict[tuple[int, int], int] = {}
@@ -169,6 +171,8 @@ def _enter_operator(tree: HostTree, i: int, parent: int, forward: dict[tuple[int
     inside = parent if parent >= 0 and tree.top[parent] >= 0 else -1
     tree.top[i] = tree.top[inside] if inside >= 0 else i
     tree.owner[i] = tree.owner[inside] if inside >= 0 and _is_part(name, ops.name[inside]) else i
+    if inside >= 0 and tree.owner[i] == i and kind_of_op(name) and kind_of_op(name) == kind_of_op(ops.name[inside]):
+        tree.composite[inside] = True
     if inside >= 0 and tree.whole[inside] >= 0:
         tree.whole[i] = tree.whole[inside]
     elif name in _WHOLE:
@@ -176,4 +180,5 @@ def _enter_operator(tree: HostTree, i: int, parent: int, forward: dict[tuple[int
 
 
 def _is_part(name: str, outer: str) -> bool:
-    return outer in _PART_OF.get(name, ())
+    # A CPU runs a multi-tensor operator as one call a tensor.
+    return outer in _PART_OF.get(name, ()) or outer.startswith(("aten::_foreach_", "aten::_fused_"))

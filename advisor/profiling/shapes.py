@@ -261,13 +261,99 @@ def _to_copy(call: _Call) -> Cost | None:
     return _reads_and_writes(call.nbytes(0), call.elements(0) * size, 0.0)
 
 
-_REDUCTIONS = frozenset(["sum", "mean", "amax", "amin", "prod", "norm", "linalg_vector_norm", "var", "std", "all", "any", "max", "min", "logsumexp"])
-_COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite", "isinf"])
+_REDUCTIONS = frozenset(
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "prod",
+        "norm",
+        "linalg_vector_norm",
+        "var",
+        "std",
+        "all",
+        "any",
+        "max",
+        "min",
+        "logsumexp",
+    ]
+)
+_COMPARISONS = frozenset(
+    ["eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite", "isinf"]
+)
 _SAME_OUTPUT = frozenset(
-    ["add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "pow", "exp", "log", "sqrt", "rsqrt", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where", "lerp", "addcmul", "addcdiv", "square", "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "hardtanh", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward", "hardtanh_backward", "masked_fill", "clone", "contiguous", "softmax", "_softmax", "_softmax_backward_data", "log_softmax", "_log_softmax", "_log_softmax_backward_data", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "native_layer_norm", "native_group_norm", "mse_loss_backward"]
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "reciprocal",
+        "pow",
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "abs",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "maximum",
+        "minimum",
+        "where",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "square",
+        "relu",
+        "gelu",
+        "silu",
+        "sigmoid",
+        "tanh",
+        "hardswish",
+        "hardsigmoid",
+        "leaky_relu",
+        "elu",
+        "softplus",
+        "mish",
+        "hardtanh",
+        "threshold_backward",
+        "gelu_backward",
+        "silu_backward",
+        "sigmoid_backward",
+        "tanh_backward",
+        "hardswish_backward",
+        "hardsigmoid_backward",
+        "leaky_relu_backward",
+        "hardtanh_backward",
+        "masked_fill",
+        "clone",
+        "contiguous",
+        "softmax",
+        "_softmax",
+        "_softmax_backward_data",
+        "log_softmax",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "native_layer_norm",
+        "native_group_norm",
+        "mse_loss_backward",
+    ]
 )
 _NORM_BACKWARD = frozenset(
-    ["native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward"]
+    [
+        "native_batch_norm_backward",
+        "cudnn_batch_norm_backward",
+        "batch_norm_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+    ]
 )
 
 

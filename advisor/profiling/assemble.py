@@ -1,0 +1,155 @@
+"""The StepProfile of a run folder: joins what the child and the sampler left, also when a killed child left only a part."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypeVar
+
+from advisor.core import storage
+from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
+from advisor.core.profile import ProfilerCost, Quantity, StepProfile
+from advisor.core.provenance import Provenance
+from advisor.profiling import sampler
+from advisor.profiling.aggregate import Aggregate, Precision, aggregate
+from advisor.profiling.records import (
+    FACTS_FILE,
+    SAMPLES_FILE,
+    SESSION_FILE,
+    STEPS_FILE,
+    TRACE_FILE,
+    FactsRecord,
+    StepsRecord,
+    load_trace,
+)
+from advisor.profiling.session import Session
+
+T = TypeVar("T")
+
+
+def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | None = None) -> StepProfile:
+    """Everything known about the run in `run_dir`.
+
+    `complete` is False, with a note for each gap, when a file is missing or cannot be read or the child did not finish.
+
+    Args:
+        run_dir: folder with `session.json` and whatever of the other raw files exists.
+        environment: the machine, with its measured rates.
+        exit_code: the script's, where it has ended.
+
+    Raises:
+        AdvisorError: when `session.json` is missing or unreadable: then this is no run folder.
+    """
+    began = time.perf_counter()
+    folder = Path(run_dir)
+    session = storage.load(folder / SESSION_FILE, Session)
+    gaps: list[str] = []
+    steps = _read(folder / STEPS_FILE, StepsRecord, gaps) or StepsRecord(kind="none")
+    facts = _read(folder / FACTS_FILE, FactsRecord, gaps) or FactsRecord()
+    flags = facts.model.flags
+    precision = Precision(tf32_conv=flags.get("tf32_conv", False), tf32_matmul=flags.get("tf32_matmul", False))
+    found = _aggregate(folder / TRACE_FILE, environment, precision, gaps)
+    utilization = {**_from_trace(found), **_sampled(folder / SAMPLES_FILE, steps)}
+    shared = utilization.get("gpu_shared")
+    if shared is not None and shared.value:
+        environment = replace(environment, shared_gpu=True)
+    if not steps.complete:
+        gaps.append(f"the run ended in phase '{steps.phase}', before the measurement was complete")
+    step = steps.step_us or steps.wall_us
+    overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
+    return StepProfile(
+        script=session.script,
+        argv=session.argv,
+        created=_created(folder / SESSION_FILE),
+        environment=environment,
+        step_kind=steps.kind,
+        step_us=steps.step_us,
+        wall_us=steps.wall_us,
+        steps_seen=steps.steps_seen,
+        excluded=steps.excluded,
+        kernels=found.kernels,
+        busy_us=found.busy_us,
+        idle=found.idle,
+        syncs=found.syncs,
+        copies=found.copies,
+        launches=found.launches,
+        launch_us=found.launch_us,
+        limit_us=found.limit_us,
+        phase_us=found.phase_us,
+        memory=facts.memory,
+        input=facts.input,
+        model=facts.model,
+        utilization=utilization,
+        losses=steps.losses,
+        cost=ProfilerCost(
+            traced_step_us=found.step_us,
+            overhead_frac=overhead,
+            coverage_frac=1.0 if found.coverage_frac is None else found.coverage_frac,
+            traced_steps=found.steps,
+            events=found.events,
+            analyse_s=time.perf_counter() - began,
+        ),
+        exit_code=exit_code,
+        complete=not gaps,
+        notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *gaps))),
+    )
+
+
+def _read(path: Path, kind: type[T], gaps: list[str]) -> T | None:
+    try:
+        return storage.load(path, kind)
+    except AdvisorError as error:
+        gaps.append(f"{path.name} was not used: {error.found}")
+        return None
+
+
+def _aggregate(path: Path, environment: Environment, precision: Precision, gaps: list[str]) -> Aggregate:
+    try:
+        return aggregate(load_trace(path), environment, precision=precision)
+    except AdvisorError as error:
+        gaps.append(f"{path.name} was not used: {error.found}")
+    except (TypeError, ValueError, LookupError) as error:
+        gaps.append(f"{path.name} was not used: its values are not those of a trace ({type(error).__name__}: {error})")
+    return Aggregate()
+
+
+def _sampled(path: Path, steps: StepsRecord) -> dict[str, Quantity]:
+    """Samples over the timed steps; over the whole run when no steps were timed. Sampling is not vital: never a gap."""
+    try:
+        recording = sampler.load(path)
+    except AdvisorError:
+        return {}
+    window = steps.timed
+    return sampler.summarise(
+        recording,
+        window.start_unix_ns if window is not None else None,
+        window.end_unix_ns if window is not None else None,
+    )
+
+
+def _from_trace(found: Aggregate) -> dict[str, Quantity]:
+    """Metrics that only the trace can tell and that StepProfile has no field for."""
+    if not found.kernels or found.coverage_frac is None:
+        return {}
+    traced = f"over {found.steps} traced steps"
+    device_us = sum(row.time_us for row in found.kernels)
+    values = {
+        "kernel_overlap_frac": found.overlap_us / device_us if device_us > 0 else None,
+        "streams": float(found.streams),
+        "host_frac": found.host_us / found.step_us if found.step_us > 0 else None,
+        "comm_exposed_frac": found.comm_exposed_us / found.step_us if found.step_us > 0 else None,
+        "dram_gb_per_step": found.dram_bytes,
+    }
+    return {
+        name: Quantity(value=value, provenance=Provenance.MEASURED, reason=traced)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _created(path: Path) -> str:
+    moment = datetime.fromtimestamp(path.stat().st_mtime, tz=timezone.utc)
+    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
