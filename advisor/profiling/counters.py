@@ -19,6 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import DramSamples
 from advisor.profiling import cupti
 from advisor.profiling.cupti import CountersUnavailable, Cupti
+from advisor.profiling.ownprocess import last_words, run_module
 
 METRICS = (b"dram__bytes_read.sum", b"dram__bytes_write.sum")
 INTERVAL_NS = 20_000  # finer than most kernels of interest; 50,000 samples/s cost 0.2 % of a ResNet-50 step on an H200
@@ -234,21 +235,16 @@ def preflight(device_index: int = 0, *, timeout_s: float = 60.0) -> tuple[bool, 
 
     The process is this interpreter's, with this environment. Never raises.
     """
-    words = [sys.executable, "-m", "advisor.profiling.counters", "--check", "--device", str(device_index)]
     try:
-        child = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+        child = run_module("advisor.profiling.counters", "--check", "--device", str(device_index), timeout_s=timeout_s)
+        answer = json.loads(child.stdout.splitlines()[-1])
+        return bool(answer["available"]), str(answer["reason"])
     except subprocess.TimeoutExpired:
         return False, f"trying the hardware counters took more than {timeout_s:.0f} s"
     except OSError as error:
         return False, f"trying the hardware counters failed ({error})"
-    if child.returncode < 0:
-        return False, f"trying the hardware counters crashed (signal {-child.returncode})"
-    try:
-        answer = json.loads(child.stdout.splitlines()[-1])
-        return bool(answer["available"]), str(answer["reason"])
     except (IndexError, KeyError, TypeError, ValueError):
-        tail = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
-        return False, f"trying the hardware counters failed ({tail[0]})"
+        return False, f"trying the hardware counters failed ({last_words(child)})"
 
 
 def main() -> int:

@@ -21,15 +21,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.core import storage
 from advisor.core.environment import Environment
-from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.errors import AdvisorError
 from advisor.profiling import hostload, nvml
+from advisor.profiling.ownprocess import last_words, run_module
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,10 @@ CPU_COPY_BYTES = 256 << 20  # far above any last-level cache
 GPU_MATRIX = 8192
 CPU_MATRIX = 1024
 REPEATS = 7
+BUSY_LOAD = 0.75  # runnable processes per core above which a CPU's rates are not its own
 BUDGET_S = 0.4  # per rate; a slow device gets fewer repeats
 MEASURED = "measured"
+BUSY_NOTE = "other processes were busy on the CPU while its rates were measured"
 # fp32 lanes per SM by compute capability (CUDA C++ programming guide, "Arithmetic Instructions"); 128 elsewhere.
 _FP32_LANES = {60: 64, 70: 64, 72: 64, 75: 64, 80: 64}
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -53,7 +56,7 @@ def probe(*, python: str = sys.executable, use_cache: bool = True, timeout_s: fl
     """The environment as a script started with `python` and these environment variables sees it.
 
     Takes a few seconds the first time on a machine and milliseconds after that. Rates measured while another process
-    held the GPU are marked in `notes` and not kept.
+    held the GPU, or kept the CPU busy, are marked in `notes` and not kept.
 
     Raises:
         AdvisorError: torch cannot be imported there, or the probe did not end in time.
@@ -63,24 +66,23 @@ def probe(*, python: str = sys.executable, use_cache: bool = True, timeout_s: fl
     if use_cache and cacheable:
         with contextlib.suppress(AdvisorError):
             return storage.load(kept, Environment)
-    words = [python, "-m", "advisor.profiling.environment", "--json"]
     try:
-        child = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=_child_env())
+        child = run_module("advisor.profiling.environment", "--json", timeout_s=timeout_s, python=python)
+        found = storage.from_plain(Environment, json.loads(child.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         raise AdvisorError(
             f"measuring this machine took more than {timeout_s:.0f} s",
             fix="Run `advisor doctor` to see where it hangs.",
         ) from None
     except OSError as error:
-        raise AdvisorError(f"{python} does not start ({error})", exit_code=ExitCode.USAGE) from None
-    try:
-        found = storage.from_plain(Environment, json.loads(child.stdout.splitlines()[-1]))
+        raise AdvisorError(f"{python} does not start ({error})") from None
     except (IndexError, ValueError):
-        tail = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
         raise AdvisorError(
-            f"measuring this machine failed ({tail[0]})", fix=f"Check that `{python} -c 'import torch'` works."
+            f"measuring this machine failed ({last_words(child)})",
+            fix=f"Check that `{python} -c 'import torch'` works.",
         ) from None
-    if cacheable and not found.shared_gpu and found.rates_provenance == MEASURED:
+    quiet = not found.shared_gpu and BUSY_NOTE not in found.notes
+    if cacheable and quiet and found.rates_provenance == MEASURED:
         with contextlib.suppress(OSError):
             storage.save(kept, found)
     return found
@@ -160,6 +162,11 @@ def _measure_gpu(facts: Environment) -> Environment:
 def _measure_cpu(facts: Environment) -> Environment:
     import torch
 
+    notes = []
+    if torch.version.cuda is not None:
+        notes.append("torch is a CUDA build, but no GPU is usable here")
+    if _load_per_core() > BUSY_LOAD:
+        notes.append(BUSY_NOTE)
     rates = {
         name: _matrix_tflops(dtype, torch.device("cpu"), _wall)
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -170,7 +177,7 @@ def _measure_cpu(facts: Environment) -> Environment:
         copy_gbps=_copy_gbps(CPU_COPY_BYTES, torch.device("cpu"), _wall),
         matrix_tflops=rates,
         rates_provenance=MEASURED,
-        notes=() if torch.version.cuda is None else ("torch is a CUDA build, but no GPU is usable here",),
+        notes=tuple(notes),
     )
 
 
@@ -223,6 +230,14 @@ def _median_seconds(work: Callable[[], object], clock: Clock, budget_s: float = 
     while not times or (len(times) < REPEATS and sum(times) < budget_s):
         times.append(clock(work))
     return max(statistics.median(times), 1e-9)
+
+
+def _load_per_core() -> float:
+    """Runnable processes per core over the last minute; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def _wall(work: Callable[[], object]) -> float:
@@ -285,13 +300,6 @@ def _gpu_identity() -> dict[str, str]:
     identity = reader.identity() | {name: str(value) for name, value in reader.constants.items()}
     reader.close()
     return identity
-
-
-def _child_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """This environment, with the checkout or installation that runs now importable and advisor's own hooks off."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (environ.get("PYTHONPATH", ""), package_root)))
-    return {**environ, "PYTHONPATH": path, "ADVISOR_DISABLE": "1"}
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ INIT_TIMEOUT_S = 5.0  # nvmlInit waits without end on a driver that hangs
 GPM_INTERVAL_S = 0.11  # two GPM samples must lie more than 100 ms apart (NVML reference, nvmlGpmMetricsGet)
 
 # clocks-event reasons (nvml.h, nvmlClocksEventReasons)
+LOCKED = 0x2  # application clocks setting
 POWER_CAP = 0x4
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
 
@@ -194,6 +195,14 @@ class GpuReader:
             except nv.NVMLError as error:
                 self.missing[key] = reason(error)
         return found
+
+    def driver_cuda(self) -> tuple[int, int] | None:
+        """The newest CUDA version that the installed driver runs."""
+        try:
+            version = int(self._nv.nvmlSystemGetCudaDriverVersion_v2())
+        except (AttributeError, self._nv.NVMLError):
+            return None
+        return version // 1000, version % 1000 // 10
 
     @property
     def mig(self) -> bool:

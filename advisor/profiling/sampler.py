@@ -169,7 +169,9 @@ class Sampler:
     def _of_gpu(self, reader: nvml.GpuReader) -> dict[str, float]:
         values = reader.read()
         here = reader.processes()
-        if here is not None:
+        if here is None:
+            reader.missing["foreign_processes"] = reader.missing["processes"]
+        else:
             before = (self._here_before or set()) & here
             ours = self._pids | {self._root}
             # Ids that /proc does not know come from another namespace: most likely our own script seen by its host id.
@@ -270,7 +272,7 @@ class _View:
         if len(known) < 2:
             return _missing(self._why("cpu_s", len(known), any(map(math.isfinite, recorded))))
         # The sum falls when the script's processes are gone; what follows its highest value is not the script's time.
-        clock, first, last = self._recording.monotonic_ns, known[0], max(known, key=lambda i: recorded[i])
+        clock, first, last = self._recording.monotonic_ns, known[0], max(known, key=lambda i: (recorded[i], i))
         seconds = (clock[last] - clock[first]) / 1e9
         cores = max(1.0, self._recording.constants.get("cpu_count", 1.0))
         if seconds <= 0:

@@ -1,0 +1,245 @@
+"""The supervisor's sampler: what it records, whose processes are foreign, what remains after a kill, how windows reduce."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_nvml import GPU_IS_LOST, FakeNvml
+
+from advisor.core.metrics import BY_NAME
+from advisor.core.provenance import Provenance
+from advisor.profiling import hostload, nvml, sampler
+from advisor.profiling.sampler import Recording, Sampler, summarise
+
+linux = pytest.mark.skipif(not hostload.supported(), reason="needs /proc")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    monkeypatch.setattr(nvml, "GPM_INTERVAL_S", 0.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return FakeNvml().use(monkeypatch)
+
+
+def record(**options: object) -> Recording:
+    """A recording of at least five samples."""
+    taken = Sampler(0.01, **options)  # type: ignore[arg-type]
+    taken.start()
+    until = time.monotonic() + 10
+    while len(taken.recording().time_ns) < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    return taken.stop()
+
+
+@pytest.fixture
+def busy_child() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_every_metric_is_in_the_vocabulary_and_measured(fake: FakeNvml) -> None:
+    summary = summarise(record())
+    assert set(summary) <= set(BY_NAME)
+    unmeasured = {name: q.reason for name, q in summary.items() if q.provenance is not Provenance.MEASURED}
+    assert set(unmeasured) <= {"clock_drift_frac"}  # needs more samples
+    assert summary["gpu_busy_nvml_frac"].value == pytest.approx(0.87)
+    assert summary["power_frac"].value == pytest.approx(650 / 700)
+    assert summary["clock_frac"].value == pytest.approx(1900 / 1980)
+    assert summary["sm_active_frac"].value == pytest.approx(0.8)
+    assert summary["pcie_rx_gbps"].value == pytest.approx(200 * 2**20 / 1e9)
+    assert summary["gpu_shared"].value == 0
+
+
+def test_without_nvml_the_host_is_still_sampled(fake: FakeNvml) -> None:
+    fake.faults["nvmlInit"] = 12
+    summary = summarise(record())
+    assert summary["power_w"].value is None
+    assert summary["power_w"].provenance is Provenance.UNAVAILABLE
+    assert "not found" in summary["power_w"].reason
+    assert summary["power_frac"].reason == summary["power_w"].reason
+    if hostload.supported():
+        assert summary["cpu_util_frac"].value is not None
+
+
+def test_a_gpu_lost_in_mid_run_keeps_what_was_read_before(fake: FakeNvml) -> None:
+    taken = Sampler(0.01)
+    taken.start()
+    until = time.monotonic() + 10
+    while len(taken.recording().time_ns) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    fake.faults["nvmlDeviceGetUtilizationRates"] = GPU_IS_LOST
+    before = len(taken.recording().time_ns)
+    while len(taken.recording().time_ns) < before + 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    recording = taken.stop()
+    assert recording.columns["power_w"][0] == 650
+    assert math.isnan(recording.columns["power_w"][-1])
+    assert recording.missing["power_w"] == "the GPU has fallen off the bus"
+    assert summarise(recording)["power_w"].value == 650
+    late = summarise(recording, recording.time_ns[-1])
+    assert late["power_w"].value is None
+
+
+@linux
+def test_our_own_children_are_not_foreign(fake: FakeNvml, busy_child: subprocess.Popen[bytes]) -> None:
+    fake.gpus[0].pids = [os.getpid(), busy_child.pid]
+    # A child that was there before sampling began is looked up in the process tree, not taken for a stranger.
+    assert summarise(record())["gpu_shared"].value == 0
+
+
+@linux
+def test_a_stranger_on_the_gpu_is_seen(fake: FakeNvml) -> None:
+    fake.gpus[0].pids = [os.getppid()]
+    assert summarise(record())["gpu_shared"].value == 1
+
+
+@linux
+def test_a_process_of_another_namespace_is_foreign_only_if_it_was_there_first(fake: FakeNvml) -> None:
+    unknown = 2**22 + 1  # above the kernel's largest process id
+    taken = Sampler(0.01)
+    taken.start()
+    while not taken.recording().time_ns:
+        time.sleep(0.01)
+    fake.gpus[0].pids = [unknown]
+    count = len(taken.recording().time_ns)
+    while len(taken.recording().time_ns) < count + 2:
+        time.sleep(0.01)
+    assert summarise(taken.stop())["gpu_shared"].value == 0
+    assert summarise(record())["gpu_shared"].value == 1
+
+
+def test_memory_held_by_processes_that_nvml_does_not_list(fake: FakeNvml) -> None:
+    fake.gpus[0].used = 20 << 30
+    assert summarise(record())["gpu_shared"].value == 1
+
+
+def test_processes_that_cannot_be_listed_leave_sharing_unknown(fake: FakeNvml) -> None:
+    fake.faults["nvmlDeviceGetComputeRunningProcesses"] = 4
+    shared = summarise(record())["gpu_shared"]
+    assert shared.value is None
+    assert "not permitted" in shared.reason
+
+
+@linux
+def test_cpu_time_of_the_tree(busy_child: subprocess.Popen[bytes]) -> None:
+    taken = Sampler(0.05)
+    taken.start()
+    time.sleep(1.0)
+    summary = summarise(taken.stop())
+    used = summary["cpu_util_frac"].value
+    assert used is not None
+    assert 0.15 / hostload.cpu_count() < used <= 1.1  # one of the cores, less on a machine under load
+
+
+@linux
+def test_cpu_time_does_not_fall_when_the_script_ends(busy_child: subprocess.Popen[bytes]) -> None:
+    recording = Recording(
+        time_ns=[0, 10**9, 2 * 10**9, 3 * 10**9],
+        monotonic_ns=[0, 10**9, 2 * 10**9, 3 * 10**9],
+        columns={"cpu_s": [5.0, 6.0, 7.0, 0.0]},
+        constants={"cpu_count": 2.0},
+    )
+    assert summarise(recording)["cpu_util_frac"].value == pytest.approx(0.5)
+
+
+def test_the_file_is_complete_after_stop(fake: FakeNvml, tmp_path: Path) -> None:
+    path = tmp_path / "samples.json"
+    recording = record(path=path)
+    assert sampler.load(path).time_ns == recording.time_ns
+    assert json.loads(path.read_text())["schema_version"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["samples.json"]
+
+
+def test_a_killed_supervisor_leaves_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.json"
+    code = (
+        "import sys, time; from pathlib import Path; from advisor.profiling import sampler;"
+        "sampler.FLUSH_S = 0.05; sampler.Sampler(0.01, path=Path(sys.argv[1])).start(); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    until = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    assert sampler.load(path).time_ns
+
+
+def test_an_unwritable_folder_does_not_end_the_run(fake: FakeNvml, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert len(record(path=tmp_path / "file" / "samples.json").time_ns) >= 5
+
+
+def test_a_reading_that_raises_does_not_end_the_recording(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostload, "cpu_seconds", lambda pids: 1 / 0)
+    recording = record()
+    assert "ZeroDivisionError" in recording.missing["sampler"]
+    assert summarise(recording)["power_w"].value == 650
+
+
+def test_a_driver_that_hangs_does_not_hold_up_stop(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(fake, "nvmlDeviceGetPowerUsage", lambda gpu: time.sleep(3))
+    taken = Sampler(0.01)
+    taken.start()
+    time.sleep(0.05)
+    began = time.monotonic()
+    taken.stop()
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_long_recording_is_thinned(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "MAX_SAMPLES", 4)
+    recording = record_for(0.3)
+    assert len(recording.time_ns) <= 4
+    assert {len(values) for values in recording.columns.values()} == {len(recording.time_ns)}
+
+
+def record_for(seconds: float) -> Recording:
+    taken = Sampler(0.01)
+    taken.start()
+    time.sleep(seconds)
+    return taken.stop()
+
+
+def made(**columns: list[float]) -> Recording:
+    count = len(next(iter(columns.values())))
+    times = [i * 10**8 for i in range(count)]
+    constants = {"power_limit_w": 700.0, "sm_clock_max_mhz": 2000.0}
+    return Recording(time_ns=times, monotonic_ns=list(times), columns=columns, constants=constants)
+
+
+def test_only_samples_in_the_window_count() -> None:
+    recording = made(busy=[0.0, 0.2, 0.4, 1.0])
+    assert summarise(recording, 10**8, 2 * 10**8)["gpu_busy_nvml_frac"].value == pytest.approx(0.3)
+    outside = summarise(recording, 10**12)["gpu_busy_nvml_frac"]
+    assert outside.value is None
+    assert outside.reason == "no samples fell into the measured window"
+
+
+def test_throttling_and_power_cap_are_told_apart() -> None:
+    summary = summarise(made(clock_reasons=[0x0, 0x4, 0x4, 0x20, 0x1, 0x40, 0x80, 0x8]))
+    assert summary["throttled_frac"].value == pytest.approx(4 / 8)
+    assert summary["power_capped_frac"].value == pytest.approx(2 / 8)
+
+
+def test_clock_drift_compares_quarters() -> None:
+    falling = summarise(made(sm_clock_mhz=[2000.0, 2000.0, 1900.0, 1900.0, 1900.0, 1900.0, 1500.0, 1500.0]))
+    assert falling["clock_drift_frac"].value == pytest.approx(-0.25)
+    short = summarise(made(sm_clock_mhz=[2000.0] * 7))["clock_drift_frac"]
+    assert short.value is None
+    assert short.reason == "7 samples fell into the measured window"
+
+
+def test_an_empty_recording_says_so() -> None:
+    assert summarise(Recording())["power_w"].reason == "nothing was sampled"
