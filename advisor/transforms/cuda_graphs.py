@@ -12,7 +12,9 @@ parameters that moved in memory invalidate the capture; modules with hooks are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -42,6 +44,36 @@ class _InFlight:
         self.done = False
 
 
+@contextmanager
+def _aliased_parameters(module: torch.nn.Module) -> Iterator[dict[int, torch.nn.Parameter]]:
+    """The module's parameters replaced, for a while, by new leaves on the same memory; yields id(original) → leaf.
+
+    The autograd engine joins a leaf's own stream at the end of a backward. That stream is the script's as long as an earlier
+    loss is alive, and joining it would break the capture. New leaves belong to the capturing stream.
+    """
+    leaves: dict[int, torch.nn.Parameter] = {}
+    slots: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                leaves.setdefault(id(parameter), torch.nn.Parameter(parameter.detach()))
+                slots.append((child._parameters, name, parameter))
+    try:
+        for owner, name, parameter in slots:
+            owner[name] = leaves[id(parameter)]
+        yield leaves
+    finally:
+        for owner, name, parameter in slots:
+            owner[name] = parameter
+
+
+def _leave_capture(device: torch.device) -> None:
+    """After a capture that failed: the random generator still believes in it. An empty capture that succeeds tells it."""
+    with contextlib.suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.empty(1, device=device).zero_()
+    torch.cuda.synchronize(device)
+
+
 class _Captured:
     """One captured forward and backward, with the static tensors that they read and write."""
 
@@ -49,6 +81,8 @@ class _Captured:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.addresses = [p.data_ptr() for p in module.parameters()]
         self.inputs = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in args)
+        self.in_flight: ReferenceType[_InFlight] | None = None
+        self.replays = 0
         device = self.inputs[0].device
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -58,31 +92,41 @@ class _Captured:
         torch.set_autocast_cache_enabled(False)  # a cast cached before the capture would be frozen into the graph
         try:
             torch.cuda.synchronize(device)
-            # thread_local: a loader's pinning thread may allocate while we capture
-            with torch.cuda.graph(self.forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                output = inner(*self.inputs)
-            self.outputs, self.structure = pytree.tree_flatten(output)
-            if not all(isinstance(o, torch.Tensor) for o in self.outputs):
-                raise TypeError("the module returns values that are no tensors")
-            self.wanted = [o for o in self.outputs if o.requires_grad]
-            self.output_grads = [torch.empty_like(o) for o in self.wanted]
-            self.sources = [t for t in (*self.inputs, *self.parameters) if t.requires_grad]
-            with torch.cuda.graph(self.backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                gradients = torch.autograd.grad(
-                    self.wanted, self.sources, self.output_grads, only_inputs=True, allow_unused=True
-                )
+            with _aliased_parameters(module) as leaves:
+                # thread_local: a loader's pinning thread may allocate while we capture
+                with torch.cuda.graph(self.forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    output = inner(*self.inputs)
+                flat, self.structure = pytree.tree_flatten(output)
+                if not all(isinstance(o, torch.Tensor) for o in flat):
+                    raise TypeError("the module returns values that are no tensors")
+                self.differentiable = [o.requires_grad for o in flat]
+                wanted = [o for o in flat if o.requires_grad]
+                self.output_grads = [torch.empty_like(o) for o in wanted]
+                sources = [*(a for a in self.inputs if a.requires_grad), *(leaves[id(p)] for p in self.parameters)]
+                with torch.cuda.graph(self.backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    gradients = torch.autograd.grad(
+                        wanted, sources, self.output_grads, only_inputs=True, allow_unused=True
+                    )
+        except BaseException:
+            _leave_capture(device)
+            raise
         finally:
             torch.set_autocast_cache_enabled(cached)
-        self.gradients = gradients
-        self.outputs = [o.detach() for o in self.outputs]
-        self.differentiable = [any(o is w for w in self.wanted) for o in pytree.tree_leaves(output)]
-        self.in_flight: ReferenceType[_InFlight] | None = None
-        self.replays = 0
+        self.outputs = [o.detach() for o in flat]  # the autograd graph itself may go: the replay is the backward now
+        arrived = iter(gradients)
+        self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]
+        self.parameter_grads = list(arrived)
 
     def busy(self) -> bool:
         """True while an earlier forward waits for its backward: its activations must not be overwritten."""
         token = self.in_flight() if self.in_flight is not None else None
         return token is not None and not token.done
+
+    def keep_gradients(self) -> None:
+        """Move every `.grad` that lies in the graph's memory out of it."""
+        for parameter, static in zip(self.parameters, self.parameter_grads, strict=True):
+            if static is not None and parameter.grad is not None and parameter.grad.data_ptr() == static.data_ptr():
+                parameter.grad = parameter.grad.clone()
 
     def moved(self, module: torch.nn.Module) -> bool:
         """True when a parameter lies elsewhere in memory than at the capture."""
@@ -115,22 +159,13 @@ class _Replay(torch.autograd.Function):
                 static.zero_()
             else:
                 static.copy_(real)
-        by_source = dict(zip(map(id, captured.sources), captured.gradients, strict=True))
-        for parameter in captured.parameters:
-            static_grad = by_source[id(parameter)]
-            if (
-                static_grad is not None
-                and parameter.grad is not None
-                and parameter.grad.data_ptr() == static_grad.data_ptr()
-            ):
-                parameter.grad = parameter.grad.clone()  # it is to be accumulated into: the replay would overwrite it
+        captured.keep_gradients()  # they are about to be accumulated into: the replay would overwrite them
         captured.backward.replay()
         ctx.token.done = True
-        results: list[torch.Tensor | None] = [None]
-        for tensor in (*captured.inputs, *captured.parameters):
-            gradient = by_source.get(id(tensor))
-            results.append(None if gradient is None else gradient.detach())
-        return tuple(results)
+        return (
+            None,
+            *(None if g is None else g.detach() for g in (*captured.input_grads, *captured.parameter_grads)),
+        )
 
 
 class GraphLayer:
@@ -148,11 +183,7 @@ class GraphLayer:
     def free(self) -> None:
         """Give the graphs' memory back. A gradient that lies in a graph's pool is moved out first."""
         for captured in self.captured.values():
-            for parameter in captured.parameters:
-                if parameter.grad is not None and any(
-                    g is not None and g.data_ptr() == parameter.grad.data_ptr() for g in captured.gradients
-                ):
-                    parameter.grad = parameter.grad.clone()
+            captured.keep_gradients()
         self.captured.clear()
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
@@ -185,7 +216,6 @@ class GraphLayer:
                     captured = self.captured[key] = _Captured(inner, module, args)
                 except Exception as error:
                     self.failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    torch.cuda.synchronize()
                     return inner(*args)
             if captured.busy():
                 return inner(*args)

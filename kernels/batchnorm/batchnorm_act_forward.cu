@@ -38,13 +38,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
   if (t.vector >= 0) {
     widen(load(x + t.vector), shift);
     const i64 stride = (i64)gridDim.x * t.rows_per_pass;
-    i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty;
-    for (; row + (UNROLL - 1) * stride < rows; row += UNROLL * stride) {
+    for (i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty; row < rows; row += UNROLL * stride) {
       Vec16 v[UNROLL];
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) v[u] = load(x + (row + u * stride) * vectors + t.vector);
+      for (int u = 0; u < UNROLL; ++u)
+        if (row + u * stride < rows) v[u] = load(x + (row + u * stride) * vectors + t.vector);
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
+        if (row + u * stride >= rows) continue;  // no loop for the rest: each turn would wait for memory once more
         float f[VEC];
         widen(v[u], f);
 #pragma unroll
@@ -53,16 +54,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
           sum[j] += d;
           square[j] += d * d;
         }
-      }
-    }
-    for (; row < rows; row += stride) {
-      float f[VEC];
-      widen(load(x + row * vectors + t.vector), f);
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float d = f[j] - shift[j];
-        sum[j] += d;
-        square[j] += d * d;
       }
     }
   }

@@ -30,9 +30,9 @@ SHAPES = [
 VARIANTS = [(a, False) for a in spec.ACTIVATIONS] + [(a, True) for a in sorted(spec.RESIDUAL_ACTIVATIONS)]
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+def relative(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-30) -> float:
     assert torch.isfinite(got).all()
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+    return ((got.double() - want).norm() / want.norm().clamp_min(floor)).item()
 
 
 def case(shape: tuple[int, ...], dtype: torch.dtype, residual: bool, seed: int, offset: float = 0.5):
@@ -60,6 +60,11 @@ def expected(x, residual, running, weight, bias, dy, activation):
     leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     r = residual.detach().double().requires_grad_() if residual is not None else None
     buffers = [b.double().clone() for b in running]
+    z = reference.batchnorm_act(
+        leaves[0], r, *[b.clone() for b in buffers], leaves[1], leaves[2], 0.1, 1e-5, "none"
+    ).detach()
+    for kink in (-3.0, 0.0, 3.0, 6.0):  # where the slope jumps, fp32 rounding of z decides: no gradient there
+        dy[(z - kink).abs() < 1e-3] = 0
     y = reference.batchnorm_act(leaves[0], r, *buffers, leaves[1], leaves[2], 0.1, 1e-5, activation, 0.01)
     grads = torch.autograd.grad(y, [*leaves, *([r] if r is not None else [])], dy.double())
     return y.detach(), buffers, grads
@@ -84,10 +89,10 @@ def test_matches_fp64(shape, activation, residual, dtype):
     assert relative(y, want_y) < bound
     for mine, want in zip(running, want_running, strict=True):
         assert relative(mine, want) < 1e-5
-    # A mask flips where rounding moves z across zero; its share of the gradient is small but above rounding.
-    loose = 3 if activation in ("none", "silu", "gelu", "hardswish") else 8
+    # With few rows a channel dx is what cancellation leaves of dy: judge it against dy's size then.
+    floor = 0.05 * dy.double().norm().item()
     for mine, want in zip(got, want_grads, strict=True):
-        assert relative(mine, want) < max(loose * bound, 1e-5), (activation, residual)
+        assert relative(mine, want, floor) < max(3 * bound, 1e-5), (activation, residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
