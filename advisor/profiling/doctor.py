@@ -80,13 +80,13 @@ class Facts:
     cache_error: str = ""
 
 
-def run(*, measure: bool = True) -> tuple[Check, ...]:
-    """All checks of this machine, in the order to read them. With `measure` False, kept rates are used if there are any."""
+def checks(*, measure: bool = False) -> tuple[Check, ...]:
+    """All checks of this machine, in the order to read them. With `measure`, rates that were kept are taken anew."""
     return judge(gather(measure=measure))
 
 
-def gather(*, measure: bool = True) -> Facts:
-    """Ask the machine. Takes up to some ten seconds on a GPU when rates are measured; never raises."""
+def gather(*, measure: bool = False) -> Facts:
+    """Ask the machine. Takes some ten seconds on a GPU when rates are measured, two when they were kept; never raises."""
     found: dict[str, object] = {}
     found.update(_nvml_facts())
     try:

@@ -43,6 +43,7 @@ CPU_COPY_BYTES = 256 << 20  # far above any last-level cache
 GPU_MATRIX = 8192
 CPU_MATRIX = 1024
 REPEATS = 7
+LEAST_S = 0.02  # per rate: short runs are repeated for this long, so that clocks have settled
 BUSY_LOAD = 0.75  # runnable processes per core above which a CPU's rates are not its own
 BUDGET_S = 0.4  # per rate; a slow device gets fewer repeats
 MEASURED = "measured"
@@ -186,7 +187,6 @@ def _gpu_rates(device: torch.device, arch: int) -> tuple[float, dict[str, float]
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
-    copy_gbps = _copy_gbps(min(GPU_COPY_BYTES, free // 4), device, _events)
     kinds = [("fp32", torch.float32, "highest")]
     if arch >= 70:
         kinds.append(("fp16", torch.float16, "highest"))
@@ -196,7 +196,7 @@ def _gpu_rates(device: torch.device, arch: int) -> tuple[float, dict[str, float]
     for name, dtype, precision in kinds:
         torch.set_float32_matmul_precision(precision)
         rates[name] = _matrix_tflops(dtype, device, _events)
-    return copy_gbps, rates
+    return _copy_gbps(min(GPU_COPY_BYTES, free // 4), device, _events), rates
 
 
 def _copy_gbps(nbytes: int, device: torch.device, clock: Clock) -> float:
@@ -224,10 +224,10 @@ def _matrix_tflops(dtype: torch.dtype, device: torch.device, clock: Clock) -> fl
 
 
 def _median_seconds(work: Callable[[], object], clock: Clock, budget_s: float = BUDGET_S) -> float:
-    """Median time of `work` after one warm-up: REPEATS runs, or fewer (at least one) when they exceed the budget."""
+    """Median time of `work` after one warm-up: at least REPEATS runs over LEAST_S, but no more once over the budget."""
     work()
-    times: list[float] = []
-    while not times or (len(times) < REPEATS and sum(times) < budget_s):
+    times: list[float] = [clock(work)]
+    while sum(times) < budget_s and (len(times) < REPEATS or sum(times) < LEAST_S):
         times.append(clock(work))
     return max(statistics.median(times), 1e-9)
 

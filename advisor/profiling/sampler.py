@@ -17,13 +17,14 @@ from advisor.core.profile import Quantity
 from advisor.core.provenance import Provenance
 from advisor.profiling import hostload, nvml
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.12  # GPM needs more than 0.1 s between two readings (see nvml.GPM_INTERVAL_S)
 FLUSH_S = 2.0  # what a killed supervisor loses at most
-MAX_SAMPLES = 20_000  # half an hour at 0.1 s; then every second sample goes and the interval doubles
+MAX_SAMPLES = 20_000  # forty minutes; then every second sample goes and the interval doubles
 TREE_REFRESH_S = 1.0  # looking for new child processes reads all of /proc
 FOREIGN_MEMORY_BYTES = 1 << 30  # held before the script started by processes that a container does not show
 STOP_TIMEOUT_S = 2.0  # a driver call that hangs must not hold up the report
 DRIFT_SAMPLES = 8  # fewer have no quarters worth comparing
+NEAR_NS = 300_000_000  # a window too short to hold a sample is told by the nearest one within this distance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Sampler:
     """Samples in a thread of the supervisor, from before the script starts until it has ended.
 
     Args:
-        interval_s: time between samples. GPM needs more than 0.1 s and is then read every second time.
+        interval_s: time between samples. When it is too short for GPM, GPM is read less often.
         gpu: UUID, PCI bus id or NVML index; by default the first GPU that this environment shows to CUDA.
         path: where the recording is written, every two seconds and at the end.
         root_pid: process whose descendants are the script's; this process by default.
@@ -70,6 +71,7 @@ class Sampler:
         self._pids: set[int] = set()
         self._pids_time = -math.inf
         self._here_before: set[int] | None = None
+        self._strangers: set[int] = set()
 
     def start(self) -> None:
         """Sampling goes on in the background from now on; never raises for want of a GPU."""
@@ -176,9 +178,10 @@ class Sampler:
             ours = self._pids | {self._root}
             # Ids that /proc does not know come from another namespace: most likely our own script seen by its host id.
             others = {pid for pid in here - ours if pid in before or (hostload.PROC / str(pid)).exists()}
-            if others - before:  # perhaps a child younger than the last look
+            if others - before - self._strangers:  # perhaps a child younger than the last look
                 self._pids, self._pids_time = hostload.descendants(self._root), time.monotonic()
                 others -= self._pids
+                self._strangers |= others
             held = values.get("memory_bytes", 0.0) if not self._recording.time_ns and not here else 0.0
             values["foreign_processes"] = float(len(others) + (held >= FOREIGN_MEMORY_BYTES))
         return values
@@ -201,12 +204,10 @@ def load(path: Path) -> Recording:
 def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | None = None) -> dict[str, Quantity]:
     """Metrics of core.metrics over the samples taken in [start_ns, end_ns] (CLOCK_REALTIME; the whole run by default).
 
-    Every metric this module knows is in the result: measured, or unavailable with the reason.
+    A window too short to hold a sample of a quantity is told by the nearest one, and `reason` says so. Every metric this
+    module knows is in the result: measured, or unavailable with the reason.
     """
-    begin = -math.inf if start_ns is None else start_ns
-    end = math.inf if end_ns is None else end_ns
-    inside = [i for i, moment in enumerate(recording.time_ns) if begin <= moment <= end]
-    view = _View(recording, inside)
+    view = _View(recording, -math.inf if start_ns is None else start_ns, math.inf if end_ns is None else end_ns)
     result = {name: view.reduce(column, statistics.fmean) for name, column in _MEANS.items()}
     result |= {name: view.reduce(column, statistics.median) for name, column in _MEDIANS.items()}
     for name, column in (("pcie_rx_gbps", "pcie_rx_bytes_per_s"), ("pcie_tx_gbps", "pcie_tx_bytes_per_s")):
@@ -220,7 +221,7 @@ def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | N
         result[name] = view.reduce("clock_reasons", _share_with(mask))
     result["clock_drift_frac"] = view.reduce("sm_clock_mhz", _drift, at_least=DRIFT_SAMPLES)
     result["cpu_util_frac"] = view.cpu_utilisation()
-    everything = _View(recording, list(range(len(recording.time_ns))))
+    everything = _View(recording, -math.inf, math.inf)
     result["gpu_shared"] = everything.reduce("foreign_processes", lambda values: float(max(values) > 0))
     return result
 
@@ -247,46 +248,70 @@ def _drift(values: list[float]) -> float:
 
 
 class _View:
-    """Some samples of a recording."""
+    """The samples of a recording in a window."""
 
-    def __init__(self, recording: Recording, inside: list[int]) -> None:
-        self._recording, self._inside = recording, inside
+    def __init__(self, recording: Recording, begin: float, end: float) -> None:
+        self._recording, self._begin, self._end = recording, begin, end
 
     def reduce(self, column: str, reduction: Callable[[list[float]], float], at_least: int = 1) -> Quantity:
-        recorded = self._recording.columns.get(column, [])
-        values = [recorded[i] for i in self._inside if i < len(recorded) and math.isfinite(recorded[i])]
-        if len(values) < at_least:
-            return _missing(self._why(column, len(values), any(map(math.isfinite, recorded))))
-        return Quantity(value=reduction(values), provenance=Provenance.MEASURED, reason=f"{len(values)} samples")
+        known = self._known(column)
+        inside = [i for i in known if self._distance(i) == 0]
+        how = f"{len(inside)} samples"
+        if known and not inside and at_least == 1:
+            nearest = min(known, key=self._distance)
+            if self._distance(nearest) <= NEAR_NS:
+                inside, how = [nearest], f"one sample {self._distance(nearest) / 1e6:.0f} ms beside the short window"
+        if len(inside) < at_least:
+            return _missing(self._why(column, known, inside))
+        values = self._recording.columns[column]
+        return _measured(reduction([values[i] for i in inside]), how)
 
     def over(self, column: str, constant: str) -> Quantity:
         """The column's median over a constant."""
         whole = self._recording.constants.get(constant, 0.0)
         if whole <= 0:
-            return _missing(self._recording.missing.get(constant) or self._why(column, 0, False))
+            return _missing(self._recording.missing.get(constant) or self._why(column, [], []))
         return self.reduce(column, lambda values: statistics.median(values) / whole)
 
     def cpu_utilisation(self) -> Quantity:
-        recorded = self._recording.columns.get("cpu_s", [])
-        known = [i for i in self._inside if i < len(recorded) and math.isfinite(recorded[i])]
-        if len(known) < 2:
-            return _missing(self._why("cpu_s", len(known), any(map(math.isfinite, recorded))))
+        """CPU time gained over wall time and cores, between the window's samples or else those around it."""
+        known = self._known("cpu_s")
+        inside = [i for i in known if self._distance(i) == 0]
+        if len(inside) < 2:
+            near = [i for i in known if self._distance(i) <= NEAR_NS]
+            before = [i for i in near if self._recording.time_ns[i] < self._begin]
+            after = [i for i in near if self._recording.time_ns[i] > self._end]
+            inside = [*before[-1:], *inside, *after[:1]]
+        if len(inside) < 2:
+            return _missing(self._why("cpu_s", known, inside))
+        used, clock = self._recording.columns["cpu_s"], self._recording.monotonic_ns
         # The sum falls when the script's processes are gone; what follows its highest value is not the script's time.
-        clock, first, last = self._recording.monotonic_ns, known[0], max(known, key=lambda i: (recorded[i], i))
+        first, last = inside[0], max(inside, key=lambda i: (used[i], i))
         seconds = (clock[last] - clock[first]) / 1e9
-        cores = max(1.0, self._recording.constants.get("cpu_count", 1.0))
         if seconds <= 0:
-            return _missing("the samples lie too close together")
-        used = max(0.0, recorded[last] - recorded[first])
-        return Quantity(value=used / seconds / cores, provenance=Provenance.MEASURED, reason=f"{len(known)} samples")
+            return _missing("the script's processes had ended")
+        cores = max(1.0, self._recording.constants.get("cpu_count", 1.0))
+        return _measured((used[last] - used[first]) / seconds / cores, f"{len(inside)} samples")
 
-    def _why(self, column: str, count: int, elsewhere: bool) -> str:
+    def _known(self, column: str) -> list[int]:
+        return [i for i, value in enumerate(self._recording.columns.get(column, ())) if math.isfinite(value)]
+
+    def _distance(self, index: int) -> float:
+        """How far outside the window a sample lies, ns; 0 inside."""
+        moment = self._recording.time_ns[index]
+        return max(self._begin - moment, moment - self._end, 0)
+
+    def _why(self, column: str, known: list[int], inside: list[int]) -> str:
         missing = self._recording.missing
-        if elsewhere:
-            return f"{count or 'no'} sample{'' if count == 1 else 's'} fell into the measured window"
+        if known:
+            return f"{len(inside) or 'no'} sample{'' if len(inside) == 1 else 's'} fell into the measured window"
         if not self._recording.time_ns:
             return "nothing was sampled"
         return missing.get(column) or missing.get("gpu") or missing.get("sampler") or "not sampled"
+
+
+def _measured(value: float, how: str) -> Quantity:
+    return Quantity(value=value, provenance=Provenance.MEASURED, reason=how)
 
 
 def _missing(why: str) -> Quantity:

@@ -86,7 +86,7 @@ def test_a_gpu_lost_in_mid_run_keeps_what_was_read_before(fake: FakeNvml) -> Non
     assert math.isnan(recording.columns["power_w"][-1])
     assert recording.missing["power_w"] == "the GPU has fallen off the bus"
     assert summarise(recording)["power_w"].value == 650
-    late = summarise(recording, recording.time_ns[-1])
+    late = summarise(recording, recording.time_ns[-1] + sampler.NEAR_NS)
     assert late["power_w"].value is None
 
 
@@ -225,6 +225,16 @@ def test_only_samples_in_the_window_count() -> None:
     outside = summarise(recording, 10**12)["gpu_busy_nvml_frac"]
     assert outside.value is None
     assert outside.reason == "no samples fell into the measured window"
+
+
+def test_a_window_between_two_samples_is_told_by_the_nearest() -> None:
+    recording = made(busy=[0.0, 0.2, 0.9, 1.0], gpm_sm=[0.1, 0.2, math.nan, 0.4], cpu_s=[1.0, 1.1, 1.2, 1.2])
+    summary = summarise(recording, 17 * 10**7, 19 * 10**7)
+    assert summary["gpu_busy_nvml_frac"].value == 0.9
+    assert summary["gpu_busy_nvml_frac"].reason == "one sample 10 ms beside the short window"
+    assert summary["sm_active_frac"].value == 0.2  # the nearest that has a value
+    assert summary["cpu_util_frac"].value == pytest.approx(1.0)  # over the samples around the window
+    assert summary["clock_drift_frac"].value is None
 
 
 def test_throttling_and_power_cap_are_told_apart() -> None:
