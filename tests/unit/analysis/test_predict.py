@@ -1,0 +1,339 @@
+"""What-if predictions against answers worked out by hand, and against Amdahl's bound on random steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import profiles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.analysis.predict import predict
+from advisor.analysis.view import View
+from advisor.analysis.whatif import Change, Saving, Step
+from advisor.core.findings import Interval
+from advisor.core.profile import CopyRow, IdleCause, KernelRow, ModelFacts, ProfilerCost, Site, StepProfile
+from advisor.transforms.registry import TRANSFORMS
+
+BUILDS = profiles.ALL
+
+
+def gain(profile: StepProfile, transform: str, **parameters: str) -> Interval:
+    found = predict(profile, transform, parameters)
+    assert found is not None
+    assert found.basis
+    return found
+
+
+def between(found: Interval, low: float, high: float) -> None:
+    assert found.low == pytest.approx(low, abs=1e-6), found
+    assert found.high == pytest.approx(high, abs=1e-6), found
+
+
+# -- the step model ----------------------------------------------------------------------------------------------------
+
+
+def test_no_change_leaves_the_step_as_it_is() -> None:
+    for build in BUILDS.values():
+        profile = build()
+        step = Step.of(View.of(profile))
+        assert step is not None
+        for optimistic in (True, False):
+            assert step.after(Saving(), optimistic=optimistic) == pytest.approx(step.step_us)
+
+
+def test_a_host_bound_step_gains_nothing_from_faster_kernels_at_worst() -> None:
+    step = Step.of(View.of(profiles.cifar()))
+    assert step is not None
+    faster = Saving(device_us=4000.0)
+    assert step.after(faster, optimistic=False) == pytest.approx(13600.0)
+    # At best the host needs only the idle it caused and its launch calls: 8,209 us and 3,000 us less the tracer's tenth.
+    idle = 8600 * 10.5 / 11
+    assert step.after(faster, optimistic=True) == pytest.approx(8600 * 0.5 / 11 + idle + 3000 / 1.1)
+
+
+def test_a_device_bound_step_gains_what_its_kernels_gain() -> None:
+    step = Step.of(View.of(profiles.resnet50()))
+    assert step is not None
+    found = step.gain(Change(worst=Saving(device_us=10000.0), best=Saving(device_us=20000.0), basis="x"))
+    between(found, 10000 / 116600, 20000 / 116600)
+
+
+def test_added_work_is_a_loss() -> None:
+    step = Step.of(View.of(profiles.resnet50()))
+    assert step is not None
+    between(step.gain(Change(worst=Saving(device_us=-1166.0), best=Saving(), basis="x")), -0.01, 0.0)
+
+
+def test_traced_rows_are_scaled_to_the_untraced_step() -> None:
+    base = profiles.resnet50()
+    slow = replace(base, kernels=tuple(replace(row, time_us=2 * row.time_us) for row in base.kernels), busy_us=226000.0)
+    step = Step.of(View.of(slow))
+    assert step is not None
+    assert step.scale == pytest.approx(116600 / 226000)
+    assert gain(slow, "channels_last").high <= 1.0
+
+
+# -- single transforms, by hand ------------------------------------------------------------------------------------------
+
+
+def test_loader_workers_share_one_workers_time() -> None:
+    # Two starved workers make a batch in 100,000 us of one; 16 cores at best, 8 at worst: 6,250 and 12,500 us a batch.
+    between(gain(profiles.starved(), "loader_workers"), 0.75, 0.76)
+    between(gain(profiles.starved(), "loader_workers", workers="4"), 0.0, 0.5)
+    without = replace(profiles.starved(), input=replace(profiles.starved().input, workers=0))
+    # All of the loading is seen then: 38,500 us for one worker, hidden by two already up to the other 12,000 us.
+    between(gain(without, "loader_workers", workers="2"), (50000 - 38500) / 50000, (50000 - 38500 / 2) / 50000)
+
+
+def test_prefetch_hides_copies_that_run_alone() -> None:
+    base = profiles.starved()
+    between(gain(base, "prefetch"), 0.03, 0.03)
+    pageable = replace(base, copies=(replace(base.copies[0], pageable=True),))
+    between(gain(pageable, "prefetch"), 0.0, 0.03)
+    changed = replace(base, input=replace(base.input, moved_unchanged=False))
+    between(gain(changed, "prefetch"), 0.0, 0.0)
+
+
+def test_tf32_at_the_measured_rate() -> None:
+    # 10,000 us become 250/0.9 us at best and 250/0.35 + 500 us at worst; then the host is the limit.
+    waits = 38000 + 1500
+    best = waits + 500 + 1500 / 1.1
+    worst = waits + 300 * 19.0
+    between(gain(profiles.starved(), "tf32"), 1 - worst / 50000, 1 - best / 50000)
+    assert gain(profiles.cifar(), "tf32").basis == "no convolution or product computes in strict fp32"
+
+
+def test_cuda_graphs_remove_launch_gaps() -> None:
+    found = gain(profiles.cifar(), "cuda_graphs")
+    gaps, sync, copy = (8600 * part / 11 for part in (9.0, 1.5, 0.5))
+    # 134 of 174 kernels are the model's.
+    worst = copy + 5000 + gaps - (gaps * 134 / 174 - 134 * 2.0) + sync
+    between(found, 1 - worst / 13600, (gaps + sync) / 13600)
+    assert gain(profiles.starved(), "cuda_graphs").high < 0.02
+    moving = replace(profiles.cifar(), model=replace(profiles.cifar().model, fixed_shapes=False))
+    between(gain(moving, "cuda_graphs"), 0.0, 0.0)
+
+
+def test_defer_sync_only_where_scalars_are_read() -> None:
+    between(gain(profiles.resnet50(), "defer_sync"), 900 / 116600, 3600 / 116600)
+    other = Site(source="", what="cudaDeviceSynchronize", calls=1.0, time_us=90000.0)
+    between(gain(replace(profiles.resnet50(), syncs=(other,)), "defer_sync"), 0.0, 0.0)
+
+
+def test_fused_optimizer_keeps_five_passes_of_sgd() -> None:
+    left = 25_557_032 * 4 * 5 / 4e6 / 0.9
+    found = gain(profiles.resnet50(), "fused_optimizer")
+    between(found, 0.0, (900 - left + 10 * 9.3) / 116600)
+    facts = profiles.resnet50().model
+    between(gain(replace(profiles.resnet50(), model=replace(facts, optimizer_fused=True)), "fused_optimizer"), 0.0, 0.0)
+    rms = gain(replace(profiles.resnet50(), model=replace(facts, optimizers=("RMSprop",))), "fused_optimizer")
+    assert (rms.high, rms.basis) == (0.0, "torch has no fused RMSprop")
+
+
+def test_set_to_none_removes_the_zeroing() -> None:
+    base = profiles.resnet50()
+    zero = replace(
+        base.kernels[-1], name="fill", op="aten::_foreach_zero_", phase="other", kind="memset", time_us=300.0
+    )
+    tested = replace(base, kernels=(*base.kernels, zero), busy_us=113300.0)
+    between(gain(tested, "set_to_none"), 0.0, 0.0)
+    zeroed = replace(tested, model=replace(base.model, zero_grad_to_none=False))
+    found = gain(zeroed, "set_to_none")
+    assert found.low == pytest.approx(300 / 116600)
+    assert found.high > found.low
+
+
+def test_conv_bias_counts_forward_surely_and_backward_at_best() -> None:
+    base = profiles.resnet50()
+    fact = profiles.conv("ResNet.layer1.0.conv2", 3, (64, 64), bias=True, followed_by_bn=True)
+    add = replace(base.kernels[1], kind="elementwise", op="aten::add_", name="add", time_us=400.0, calls=0.0)
+    reduce = replace(add, kind="reduce", op="aten::sum", phase="backward", time_us=600.0)
+    tested = replace(
+        base, kernels=(*base.kernels, add, reduce), busy_us=114000.0, model=replace(base.model, convs=(fact,))
+    )
+    between(gain(tested, "conv_bias"), 400 / 116600, 1000 / 116600)
+    plain = replace(tested, model=replace(base.model, convs=(replace(fact, followed_by_bn=False),)))
+    between(gain(plain, "conv_bias"), 0.0, 0.0)
+
+
+def test_fused_batch_norm_moves_its_passes() -> None:
+    base = profiles.resnet50()
+    nhwc = replace(base, model=replace(base.model, channels_last=True))
+    # Forward 22 GB become 33, backward 33 become 55, the add's 8 become 8/3, the activations' none: at 4 TB/s and 92 %.
+    moved = (22000 * 1.5 + 33000 * 5 / 3 + 8000 / 3) / 4.0
+    found = gain(nhwc, "fused_bn_act")
+    assert found.high == pytest.approx((35000 - moved / 0.92 + 65 * 9.3) / 116600, abs=6e-3)
+    assert found.high >= (35000 - moved / 0.92) / 116600
+    assert found.low == pytest.approx((35000 - moved / 0.44) / 116600, abs=1e-6)
+    assert gain(base, "fused_bn_act").low == 0.0  # its kernels need channels_last
+
+
+def test_half_precision_in_nchw_promises_less_than_in_nhwc() -> None:
+    base = profiles.resnet50()
+    nhwc = replace(base, model=replace(base.model, channels_last=True))
+    for transform in ("amp_bf16", "amp_fp16"):
+        plain, better = gain(base, transform), gain(nhwc, transform)
+        assert 0 < plain.low < better.low
+        assert plain.high < better.high
+    # ResNet-50 fp32 to bf16 on one H200: 116.6 to 106.1 ms in NCHW.
+    found = gain(base, "amp_bf16")
+    assert found.low <= 0.09 <= found.high
+
+
+def test_half_precision_may_lose_on_depthwise_nets_in_nchw() -> None:
+    base = profiles.resnet50()
+    fact = profiles.conv("ResNet.layer1.0.conv2", 3, (64, 64), groups=64)
+    depthwise = replace(base, model=replace(base.model, convs=(fact,)))
+    assert gain(depthwise, "amp_bf16").low < gain(base, "amp_bf16").low - 0.1
+
+
+def test_half_precision_where_it_is_already_or_makes_no_sense() -> None:
+    base = profiles.resnet50()
+    assert "already" in gain(replace(base, model=replace(base.model, autocast="bf16")), "amp_bf16").basis
+    # This laptop computes bf16 at half of fp32's rate: its products would take twice as long.
+    found = gain(profiles.laptop(), "amp_bf16")
+    assert found.low == pytest.approx(-100000 / 150000, abs=0.01)
+
+
+def test_channels_last_removes_conversions_and_may_lose_on_grouped_convolutions() -> None:
+    base = profiles.resnet50()
+    found = gain(base, "channels_last")
+    assert found.low == 0.0
+    assert 8000 / 116600 < found.high < 0.6
+    # ResNet-50 fp32 on one H200: 116.6 to 81.4 ms.
+    assert found.low <= 0.30 <= found.high
+    grouped = profiles.conv("ResNet.layer1.0.conv2", 3, (64, 64), groups=8)
+    assert gain(replace(base, model=replace(base.model, convs=(grouped,))), "channels_last").low < -0.5
+    done = replace(base, model=replace(base.model, channels_last=True))
+    between(gain(done, "channels_last"), 0.0, 0.0)
+
+
+def test_compile_may_lose_where_the_host_is_the_limit() -> None:
+    assert gain(profiles.cifar(), "compile").low < 0
+    assert gain(profiles.resnet50(), "compile").low == 0.0
+    assert gain(profiles.cifar(), "compile_max_autotune").high > gain(profiles.cifar(), "compile").high
+
+
+def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
+    between(gain(profiles.resnet50(), "cudnn_benchmark"), 0.0, 0.15)
+    model = profiles.resnet50().model
+    for other in (replace(model, fixed_shapes=False), replace(model, flags={"cudnn_benchmark": True})):
+        between(gain(replace(profiles.resnet50(), model=other), "cudnn_benchmark"), 0.0, 0.0)
+
+
+def test_what_cannot_be_told_is_none() -> None:
+    base = profiles.resnet50()
+    assert predict(base, "no_such_transform", {}) is None
+    assert predict(replace(base, step_us=None), "amp_bf16", {}) is None
+    assert predict(replace(base, kernels=()), "amp_bf16", {}) is None
+    unknown = replace(base, environment=replace(base.environment, matrix_tflops={}))
+    assert predict(unknown, "amp_bf16", {}) is None
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_transform_of_the_registry_has_a_prediction(name: str, transform: str) -> None:
+    found = gain(BUILDS[name](), transform)
+    assert found.low <= found.high < 1.0
+
+
+# -- Amdahl's bound --------------------------------------------------------------------------------------------------------
+
+_MATRIX, _OPTIMIZER = ("conv", "gemm"), "optimizer"
+_NOT_OPTIMIZER: Callable[[KernelRow], bool] = lambda row: row.phase != _OPTIMIZER  # noqa: E731
+# What a transform touches: rows, and causes of idle. Nothing else can become shorter by it.
+TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
+    "amp_bf16": (_NOT_OPTIMIZER, ()),
+    "amp_fp16": (_NOT_OPTIMIZER, ()),
+    "tf32": (lambda row: row.kind in _MATRIX, ()),
+    "channels_last": (lambda row: row.kind in ("conv", "layout", "norm"), ()),
+    "cudnn_benchmark": (lambda row: row.kind == "conv", ()),
+    "fused_optimizer": (lambda row: row.phase == _OPTIMIZER, ("launch", "other")),
+    "set_to_none": (lambda row: row.op in ("aten::zero_", "aten::add_"), ("launch", "other")),
+    "conv_bias": (lambda row: row.kind in ("conv", "elementwise", "reduce"), ("launch", "other")),
+    "prefetch": (lambda row: False, ("copy",)),
+    "loader_workers": (lambda row: False, ("data",)),
+    "defer_sync": (lambda row: False, ("sync", "launch", "other")),
+    "fused_bn_act": (lambda row: row.kind in ("norm", "activation", "elementwise"), ("launch", "other")),
+    "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
+    "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
+    "cuda_graphs": (lambda row: False, ("launch", "other", "sync")),
+}
+
+_times = st.floats(min_value=0.0, max_value=20000.0)
+_rows = st.lists(
+    st.builds(
+        profiles.row,
+        name=st.sampled_from(("kernel", "bn_fw", "nchwToNhwc")),
+        kind=st.sampled_from(("conv", "gemm", "norm", "activation", "elementwise", "layout", "reduce", "memset", "pool")),
+        op=st.sampled_from(("aten::convolution", "aten::cudnn_batch_norm", "aten::add_", "aten::zero_", "")),
+        module=st.sampled_from(("Net.conv", "Net.bn", "Net", "")),
+        phase=st.sampled_from(("forward", "backward", "optimizer", "other")),
+        calls=st.floats(min_value=1.0, max_value=200.0),
+        time_us=_times,
+        dtype=st.sampled_from(("fp32", "bf16", "")),
+        tensor_core=st.booleans(),
+        layout=st.sampled_from(("", "nchw", "nhwc")),
+        flops=st.floats(min_value=0.0, max_value=1e13),
+        modelled_bytes=st.floats(min_value=0.0, max_value=1e11),
+    ),
+    min_size=1,
+    max_size=6,
+)  # fmt: skip
+_idle = st.lists(
+    st.builds(IdleCause, cause=st.sampled_from(("data", "launch", "copy", "sync", "other")), time_us=_times), max_size=5
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=_rows,
+    idle=_idle,
+    step_us=st.floats(min_value=10.0, max_value=100000.0),
+    overlap=st.floats(min_value=0.3, max_value=1.0),
+    launches=st.floats(min_value=0.0, max_value=2000.0),
+    bias=st.booleans(),
+    groups=st.sampled_from((1, 8, 64)),
+    on_gpu=st.booleans(),
+)
+def test_no_prediction_exceeds_the_share_of_what_it_touches(
+    rows: list[KernelRow],
+    idle: list[IdleCause],
+    step_us: float,
+    overlap: float,
+    launches: float,
+    bias: bool,
+    groups: int,
+    on_gpu: bool,
+) -> None:
+    fact = profiles.conv("Net.conv", 3, (64, 64), bias=bias, followed_by_bn=bias, groups=groups)
+    profile = profiles.profile(
+        rows,
+        step_us=step_us,
+        environment=profiles.H200 if on_gpu else profiles.LAPTOP,
+        busy_us=sum(row.time_us for row in rows) * overlap,
+        idle=tuple(idle),
+        launches=launches,
+        launch_us=launches * 4.0,
+        syncs=(Site(source="", what="cudaStreamSynchronize from aten::item", calls=1.0, time_us=100.0),),
+        copies=(CopyRow(kind="h2d", bytes=1e6, time_us=100.0, calls=1.0),),
+        input=replace(profiles.starved().input, next_us=100.0),
+        model=ModelFacts(convs=(fact,), optimizers=("SGD",), parameters=10_000_000, zero_grad_to_none=False),
+        cost=ProfilerCost(traced_steps=1),
+    )
+    step = Step.of(View.of(profile))
+    for transform, (wanted, causes) in TOUCHES.items():
+        found = predict(profile, transform, {})
+        if found is None or step is None:
+            continue
+        device = sum(row.time_us for row in rows if wanted(row)) * step.scale
+        parts = {"launch": step.gaps_us, "sync": step.sync_us, "data": step.data_us, "copy": step.copy_us}
+        bound = (device + sum(parts.get(cause, 0.0) for cause in causes)) / step_us
+        assert found.low <= found.high <= min(1.0, bound) + 1e-6, (transform, found, bound)
+
+
+def test_every_transform_states_what_it_touches() -> None:
+    assert set(TOUCHES) == set(TRANSFORMS)
