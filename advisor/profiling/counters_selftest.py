@@ -9,6 +9,7 @@ from collections.abc import Callable
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.trace import DramSamples
 from advisor.profiling.counters import DramCounters
+from advisor.profiling.sampler import Sampler, summarise
 
 COPY_BYTES = 4 << 30
 LONG_WINDOW_S = 2.0
@@ -38,13 +39,33 @@ def run(device_index: int) -> int:
         return int(ExitCode.GPU_REQUIRED)
     library = counters.library
     print(f"libcupti {library.version} at {library.path}; enabled in {time.perf_counter() - began:.2f} s")
+    beside = Sampler(gpu=str(getattr(torch.cuda.get_device_properties(device_index), "uuid", "")) or None)
+    beside.start()  # NVML's GPM reads performance monitors too: both must work at the same time
     with counters:
         agree = _known_copy(counters, lambda: target.copy_(source), size)
         agree &= _aligned_with_kineto(counters, lambda: target.copy_(source))
         _cost(counters)
     agree &= _long_window(device_index, lambda: target.copy_(source), size)
+    closed_ns = time.time_ns()
+    _hammer(lambda: target.copy_(source))
+    recording = beside.stop()
+    for when, window in (("while counting", (0, closed_ns)), ("copying, not counting", (closed_ns, time.time_ns()))):
+        seen = summarise(recording, *window)
+        for name in ("dram_active_frac", "sm_active_frac", "gpu_busy_nvml_frac", "power_w", "clock_frac", "gpu_shared"):
+            value = seen[name].value
+            print(f"NVML {when}: {name} {'missing' if value is None else f'{value:.3f}'} ({seen[name].reason})")
     print("PASS" if agree else "FAIL")
     return int(ExitCode.OK if agree else ExitCode.INCONCLUSIVE)
+
+
+def _hammer(copy: Callable[[], object]) -> None:
+    """A second of copies, for the sampler to see."""
+    import torch
+
+    until = time.perf_counter() + 1.0
+    while time.perf_counter() < until:
+        copy()
+        torch.cuda.synchronize()
 
 
 def _long_window(device_index: int, copy: Callable[[], object], size: int) -> bool:
@@ -112,10 +133,10 @@ def _aligned_with_kineto(counters: DramCounters, copy: Callable[[], object]) -> 
         for event in prof.profiler.kineto_results.events()
         if "CUDA" in str(event.device_type()) and event.duration_ns() > 100_000
     ]
-    if len(spans) != 1:
-        print(f"Kineto: {len(spans)} device events for one copy; clocks not compared")
+    if not spans:
+        print("clocks: Kineto has no record of the copy")
         return False
-    begin, end = spans[0]
+    begin, end = max(spans, key=lambda span: span[1] - span[0])
     inside = 0.0
     for start, stop, read, write in zip(
         samples.start_ns, samples.end_ns, samples.read_bytes, samples.write_bytes, strict=True

@@ -331,7 +331,7 @@ def _loaded() -> list[Path]:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return [Path(p) for p in sorted(set(re.findall(r"(/\S*libcupti\.so[.\d]*)$", maps, flags=re.MULTILINE)))]
+    return [Path(p) for p in sorted(set(re.findall(r"\s(/.*/libcupti\.so[.\d]*)$", maps, flags=re.MULTILINE)))]
 
 
 def _installed() -> list[Path]:

@@ -6,6 +6,7 @@ kernel ran; it is called busy here, because it says nothing about how much of th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
@@ -97,9 +98,7 @@ def select(nv: Any, gpu: str | None = None, environ: Mapping[str, str] = os.envi
         NvmlUnavailable: no GPU is visible, or which one is meant cannot be told.
     """
     try:
-        handles = [nv.nvmlDeviceGetHandleByIndex(index) for index in range(nv.nvmlDeviceGetCount())]
-        if not handles:
-            raise NvmlUnavailable("NVML sees no GPU")
+        handles = _handles(nv)
         if gpu is None:
             first = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
             if first in ("", "-1", "NoDevFiles"):
@@ -108,14 +107,16 @@ def select(nv: Any, gpu: str | None = None, environ: Mapping[str, str] = os.envi
                 _require_same_order(nv, handles, environ)
             gpu = first
         if gpu.isdecimal():
-            if int(gpu) >= len(handles):
-                raise NvmlUnavailable(f"there is no GPU {gpu}", expected=f"an index below {len(handles)}")
+            if int(gpu) not in handles:
+                raise NvmlUnavailable(f"there is no GPU {gpu}", expected=f"one of {', '.join(map(str, handles))}")
             return handles[int(gpu)]
         if gpu.upper().startswith("MIG-"):
             return nv.nvmlDeviceGetHandleByUUID(gpu)
         if gpu.count(":") >= 1:
             return nv.nvmlDeviceGetHandleByPciBusId(gpu)
-        matches = [h for h in handles if _text(nv.nvmlDeviceGetUUID(h)).removeprefix("GPU-").startswith(_bare(gpu))]
+        matches = [
+            h for h in handles.values() if _text(nv.nvmlDeviceGetUUID(h)).removeprefix("GPU-").startswith(_bare(gpu))
+        ]
     except nv.NVMLError as error:
         raise NvmlUnavailable(reason(error)) from None
     if len(matches) == 1:
@@ -126,9 +127,23 @@ def select(nv: Any, gpu: str | None = None, environ: Mapping[str, str] = os.envi
         raise NvmlUnavailable(f"NVML knows {len(matches) or 'no'} GPU with UUID {gpu}") from None
 
 
-def _require_same_order(nv: Any, handles: list[Any], environ: Mapping[str, str]) -> None:
+def _handles(nv: Any) -> dict[int, Any]:
+    """Handles by NVML index; a GPU that does not answer is left out, so that it cannot hide the others."""
+    found, failure = {}, "NVML sees no GPU"
+    for index in range(nv.nvmlDeviceGetCount()):
+        try:
+            found[index] = nv.nvmlDeviceGetHandleByIndex(index)
+        except nv.NVMLError as error:
+            failure = reason(error)
+    if not found:
+        raise NvmlUnavailable(failure)
+    return found
+
+
+def _require_same_order(nv: Any, handles: dict[int, Any], environ: Mapping[str, str]) -> None:
     """CUDA numbers GPUs by speed unless told otherwise, NVML by PCI bus: they agree when all GPUs are alike."""
-    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({nv.nvmlDeviceGetName(h) for h in handles}) > 1:
+    alike = len({nv.nvmlDeviceGetName(handle) for handle in handles.values()}) <= 1
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and not alike:
         raise NvmlUnavailable(
             "the GPUs differ, so CUDA's numbers cannot be mapped to NVML's", fix="Set CUDA_DEVICE_ORDER=PCI_BUS_ID."
         )
@@ -230,6 +245,17 @@ class GpuReader:
         except self._nv.NVMLError as error:
             self.missing["processes"] = reason(error)
             return None
+
+    def elsewhere(self, pids: set[int]) -> str | None:
+        """UUID of another GPU on which one of `pids` works, when none of them works on this one; None otherwise."""
+        nv = self._nv
+        if self.mig or (self.processes() or set()) & pids:
+            return None
+        for handle in _handles(nv).values():
+            with contextlib.suppress(nv.NVMLError):
+                if pids & {int(p.pid) for p in nv.nvmlDeviceGetComputeRunningProcesses(handle)}:
+                    return _text(nv.nvmlDeviceGetUUID(handle))
+        return None
 
     def close(self) -> None:
         """NVML is released. Never raises."""

@@ -27,6 +27,9 @@ DRIFT_SAMPLES = 8  # fewer have no quarters worth comparing
 NEAR_NS = 300_000_000  # a window too short to hold a sample is told by the nearest one within this distance
 
 
+_HOST_COLUMNS = {"cpu_s", "resident_bytes", "swap_frac"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """Samples in columns; a value that could not be read is NaN. Times are CLOCK_REALTIME and monotonic nanoseconds.
@@ -48,7 +51,8 @@ class Sampler:
 
     Args:
         interval_s: time between samples. When it is too short for GPM, GPM is read less often.
-        gpu: UUID, PCI bus id or NVML index; by default the first GPU that this environment shows to CUDA.
+        gpu: UUID, PCI bus id or NVML index; by default the first GPU that this environment shows to CUDA. When the
+            script turns out to work on another one, that is sampled instead.
         path: where the recording is written, every two seconds and at the end.
         root_pid: process whose descendants are the script's; this process by default.
     """
@@ -72,6 +76,7 @@ class Sampler:
         self._pids_time = -math.inf
         self._here_before: set[int] | None = None
         self._strangers: set[int] = set()
+        self._followed = -math.inf
 
     def start(self) -> None:
         """Sampling goes on in the background from now on; never raises for want of a GPU."""
@@ -105,6 +110,7 @@ class Sampler:
         flush_s = FLUSH_S
         while not self._ended.is_set():
             self._sample(reader)
+            reader = self._follow(reader)
             if time.monotonic() - flushed >= flush_s:
                 began = time.monotonic()
                 self._write()
@@ -128,6 +134,28 @@ class Sampler:
         constants.update(reader.constants)
         self._here_before = reader.processes()
         return reader
+
+    def _follow(self, reader: nvml.GpuReader | None) -> nvml.GpuReader | None:
+        """The reader of the GPU that the script works on; a script may choose its GPU itself."""
+        if reader is None or self._followed == self._pids_time:
+            return reader
+        self._followed = self._pids_time  # once for each look at the process tree
+        try:
+            uuid = reader.elsewhere(self._pids)
+            if uuid is None:
+                return reader
+            there = nvml.GpuReader(uuid)
+        except Exception as error:
+            self._recording.missing["sampler"] = f"{type(error).__name__}: {error}"
+            return reader
+        reader.close()
+        with self._lock:  # what was read of the other GPU says nothing about the script
+            now = self._recording
+            for name in now.columns.keys() - _HOST_COLUMNS:
+                del now.columns[name]
+            now.constants.update(there.constants)
+        self._here_before = (there.processes() or set()) - self._pids
+        return there
 
     def _sample(self, reader: nvml.GpuReader | None) -> None:
         values: dict[str, float] = {}

@@ -194,6 +194,15 @@ def test_the_loaded_library_is_preferred_to_installed_ones(monkeypatch: pytest.M
     assert cupti.find_library() == loaded
 
 
+def test_the_loaded_library_is_found_in_paths_with_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = (
+        "7f00-7f01 r--p 00000000 08:01 42    /home/ada l/venv/nvidia/cu13/lib/libcupti.so.13\n"
+        "7f01-7f02 r--p 00000000 08:01 43    /usr/lib/libc.so.6\n"
+    )
+    monkeypatch.setattr(cupti.Path, "read_text", lambda *_, **__: maps)
+    assert cupti._loaded() == [Path("/home/ada l/venv/nvidia/cu13/lib/libcupti.so.13")]
+
+
 def test_no_library_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("_loaded", "_installed", "_toolkit"):
         monkeypatch.setattr(cupti, place, list)

@@ -181,6 +181,21 @@ def test_a_gpu_by_name(fake: FakeNvml, gpu: str) -> None:
     assert nvml.select(fake, gpu).uuid == B
 
 
+def test_a_dead_neighbour_does_not_hide_the_gpu(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
+
+    def handle(index: int) -> Gpu:
+        if index == 0:
+            raise fake.NVMLError(GPU_IS_LOST)
+        return fake.gpus[index]
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetHandleByIndex", handle)
+    assert nvml.select(fake, B).uuid == B
+    assert nvml.select(fake, "1").uuid == B
+    with pytest.raises(nvml.NvmlUnavailable, match="no GPU 0; expected one of 1"):
+        nvml.select(fake, "0")
+
+
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_hidden_gpus(fake: FakeNvml, visible: str) -> None:
     with pytest.raises(nvml.NvmlUnavailable, match="hides every GPU"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_nvml import GPU_IS_LOST, FakeNvml
+from fake_nvml import GPU_IS_LOST, FakeNvml, Gpu
 
 from advisor.core.metrics import BY_NAME
 from advisor.core.provenance import Provenance
@@ -116,6 +116,18 @@ def test_a_process_of_another_namespace_is_foreign_only_if_it_was_there_first(fa
         time.sleep(0.01)
     assert summarise(taken.stop())["gpu_shared"].value == 0
     assert summarise(record())["gpu_shared"].value == 1
+
+
+@linux
+def test_a_script_that_chooses_its_gpu_itself_is_followed(
+    fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, busy_child: subprocess.Popen[bytes]
+) -> None:
+    monkeypatch.setattr(sampler, "TREE_REFRESH_S", 0.0)
+    fake.gpus[0].busy = 0
+    fake.gpus.append(Gpu(uuid="GPU-bbbb2222", busy=90, pids=[busy_child.pid]))
+    summary = summarise(record())
+    assert summary["gpu_busy_nvml_frac"].value == pytest.approx(0.9)
+    assert summary["gpu_shared"].value == 0
 
 
 def test_memory_held_by_processes_that_nvml_does_not_list(fake: FakeNvml) -> None:
