@@ -45,8 +45,8 @@ def metrics(profile: StepProfile) -> MetricTable:
     """Every metric of `core.metrics` that the profile allows, each with its provenance; the others with their reason.
 
     Times are per step. Shares of device time are over the traced rows (operators on a CPU); shares of the step are over
-    the step timed without a profiler. A value that a collector took directly (`profile.utilization`) fills a metric that
-    the rows and facts leave open. On a CPU, metrics that need a GPU stay missing.
+    the step timed without a profiler. A value that a collector measured directly (`profile.utilization`) fills a metric
+    that rows and facts leave open or only model. On a CPU, metrics that need a GPU stay missing.
     """
     table, view = MetricTable(), View.of(profile)
     for question in QUESTIONS:
@@ -58,10 +58,15 @@ def metrics(profile: StepProfile) -> MetricTable:
 def _sampled(profile: StepProfile, table: MetricTable) -> None:
     for name, quantity in profile.utilization.items():
         spec = BY_NAME.get(name)
-        if spec is None or spec.kind == "text" or table[name].value is not None:
+        if spec is None or spec.kind == "text" or (spec.needs and profile.environment.device != "cuda"):
+            continue
+        known = table[name]
+        if known.value is not None and not (
+            known.provenance is Provenance.MODELLED and quantity.provenance is Provenance.MEASURED
+        ):
             continue
         if quantity.value is None or quantity.provenance is Provenance.UNAVAILABLE:
-            if quantity.reason:
+            if quantity.reason and known.value is None:
                 table.miss(name, quantity.reason)
             continue
         value = bool(quantity.value) if spec.kind == "flag" else float(quantity.value)

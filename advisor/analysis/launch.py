@@ -48,13 +48,7 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("short_kernel_time_frac", view.share(_short))
     table.set("streams", len({row.stream for row in view.rows}))
     _geometry(view, table)
-    # What the union of device activity is shorter than the sum; host copies beside no kernel belong to the union only.
-    copies = sum(c.time_us * (1 - c.overlapped_frac) for c in view.profile.copies if c.kind in ("h2d", "d2h"))
-    busy = view.profile.busy_us - copies
-    if busy > 0:
-        table.set("kernel_overlap_frac", max(0.0, view.device_us - busy) / view.device_us)
-    else:
-        table.miss("kernel_overlap_frac", "no device activity was traced")
+    table.miss("kernel_overlap_frac", "the trace did not tell how long kernels ran beside each other")
 
 
 def _host(view: View, table: MetricTable) -> None:

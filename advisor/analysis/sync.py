@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from advisor.analysis.time import NO_STEP
 from advisor.analysis.view import View
@@ -11,7 +12,7 @@ from advisor.core.profile import Site
 
 _SCALAR = re.compile(r"item|_local_scalar_dense|is_nonzero|tolist|__bool__|__float__|__int__|equal", re.IGNORECASE)
 _DATA_SHAPE = re.compile(r"nonzero|masked_select|unique|repeat_interleave|bincount|aten::index", re.IGNORECASE)
-_EXPLICIT = re.compile(r"(Device|Event|Stream)Synchronize|torch\.cuda\.synchronize", re.IGNORECASE)
+_EXPLICIT = re.compile(r"(Device|Ctx|Event|Stream)Synchronize", re.IGNORECASE)
 
 
 def is_scalar_read(site: Site) -> bool:
@@ -33,16 +34,26 @@ def fill(view: View, table: MetricTable) -> None:
     sites = view.profile.syncs
     if not view.profile.cost.traced_steps and not sites:
         return
-    table.set("syncs_per_step", sum(site.calls for site in sites))
+    table.set("syncs_per_step", waits(sites))
     if view.step_us > 0:
         table.set("sync_wait_frac", min(1.0, sum(site.time_us for site in sites) / view.step_us))
     else:
         table.miss("sync_wait_frac", NO_STEP)
-    table.set("item_syncs", sum(site.calls for site in sites if is_scalar_read(site)))
-    table.set("nonzero_syncs", sum(site.calls for site in sites if is_data_shape(site)))
-    # Waits that come from inside an operator name it; a wait of no operator was asked for by the script.
-    table.set(
-        "explicit_syncs",
-        sum(s.calls for s in sites if _EXPLICIT.search(s.what) and "::" not in s.what and not is_scalar_read(s)),
-    )
-    table.set("pageable_syncs", sum(c.calls for c in view.profile.copies if c.kind == "h2d" and c.pageable))
+    table.set("item_syncs", waits(site for site in sites if is_scalar_read(site)))
+    table.set("nonzero_syncs", waits(site for site in sites if is_data_shape(site)))
+    table.set("explicit_syncs", waits(site for site in sites if _EXPLICIT.search(site.what) and not operator(site)))
+    table.set("pageable_syncs", waits(s for s in sites if "(pageable)" in s.what and not is_scalar_read(s)))
+
+
+def operator(site: Site) -> str:
+    """The operator that waited; "" for a wait that the script asked for itself."""
+    return site.what.partition(" from ")[2]
+
+
+def waits(sites: Iterable[Site]) -> float:
+    """Waits per step. A copy from pageable memory and the synchronisation after it are one wait of one operator."""
+    calls: dict[tuple[str, str], float] = {}
+    for site in sites:
+        key = (site.source, operator(site) or site.what)
+        calls[key] = max(calls.get(key, 0.0), site.calls)
+    return sum(calls.values())

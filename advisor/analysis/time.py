@@ -64,7 +64,7 @@ def fill(view: View, table: MetricTable) -> None:
 
 
 def _step(view: View, table: MetricTable) -> None:
-    profile, spread = view.profile, view.profile.step_us
+    profile, spread = view.profile, view.profile.step_us or view.profile.wall_us
     batch = profile.model.batch_size or profile.input.batch_size
     if batch:
         table.set("batch_size", batch)

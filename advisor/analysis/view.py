@@ -58,6 +58,11 @@ def parent(module: str) -> str:
     return module.rpartition(".")[0]
 
 
+def inner_path(module: str) -> str:
+    """The path without the attributes under which wrappers (DataParallel, DDP, torch.compile) keep the user's module."""
+    return ".".join(part for part in module.split(".") if part not in ("module", "_orig_mod"))
+
+
 def shapes_of(row: KernelRow) -> list[list[int]]:
     """Shapes of the operator's tensor inputs, in order; [] where an input is no tensor or nothing was recorded."""
     try:
@@ -121,22 +126,25 @@ class View:
     rows: tuple[KernelRow, ...]
     device_us: float
     step_us: float
-    _by_module: dict[str, ConvFact] = field(repr=False)
+    _by_module: dict[str, list[ConvFact]] = field(repr=False)
     _by_size: dict[tuple[int, int, tuple[int, ...], int], list[ConvFact]] = field(repr=False)
 
     @classmethod
     def of(cls, profile: StepProfile) -> View:
         """Index the profile. Rows without time and convolution facts without channels are left out."""
         rows = tuple(row for row in profile.kernels if row.time_us > 0 and not _HOST_COPY.match(row.name))
+        by_module: dict[str, list[ConvFact]] = {}
         by_size: dict[tuple[int, int, tuple[int, ...], int], list[ConvFact]] = {}
         for fact in profile.model.convs:
+            if fact.module:
+                by_module.setdefault(inner_path(fact.module), []).append(fact)
             by_size.setdefault((fact.in_channels, fact.out_channels, fact.kernel, fact.groups), []).append(fact)
         return cls(
             profile,
             rows,
             sum(row.time_us for row in rows),
-            profile.step_us.median if profile.step_us is not None else 0.0,
-            {fact.module: fact for fact in profile.model.convs if fact.module},
+            spread.median if (spread := profile.step_us or profile.wall_us) is not None else 0.0,
+            by_module,
             by_size,
         )
 
@@ -154,8 +162,20 @@ class View:
         return self.time_us(wanted) / self.device_us if self.device_us > 0 else 0.0
 
     def fact(self, row: KernelRow) -> ConvFact | None:
-        """The convolution module that a row belongs to, by module path with or without its root's name."""
-        return self._by_module.get(row.module) or self._by_module.get(row.module.partition(".")[2])
+        """The convolution module that a row belongs to; None when two roots have one of that path and shapes do not tell."""
+        found = self._by_module.get(inner_path(row.module)) or self._by_module.get(
+            inner_path(row.module.partition(".")[2]), []
+        )
+        if len(found) > 1:
+            shape = _from_shapes(row)
+            found = [
+                fact
+                for fact in found
+                if shape is not None
+                and (fact.in_channels, fact.out_channels, fact.kernel)
+                == (shape.in_channels, shape.out_channels, shape.kernel)
+            ]
+        return found[0] if len(found) == 1 else None
 
     def geometry(self, row: KernelRow) -> Geometry | None:
         """The convolution that a row computes: from its module, else from its recorded shapes; None if neither tells."""

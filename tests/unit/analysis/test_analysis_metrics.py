@@ -13,7 +13,7 @@ from advisor.analysis import metrics
 from advisor.analysis.launch import extent
 from advisor.analysis.view import View
 from advisor.core.metrics import BY_NAME, MetricTable
-from advisor.core.profile import CopyRow, IdleCause, ModelFacts, Quantity, Site
+from advisor.core.profile import IdleCause, ModelFacts, Quantity, Site
 from advisor.core.provenance import Provenance
 
 
@@ -126,7 +126,7 @@ def test_cifar_sync_copy_and_functional_activation() -> None:
         item_syncs=2.0,
         nonzero_syncs=1.0,
         explicit_syncs=1.0,
-        pageable_syncs=2.0,
+        pageable_syncs=0.0,
         sync_wait_frac=1000 / 13600,
         host_frac=1 - 1500 / 13600,
         h2d_frac=300 / 13600,
@@ -222,17 +222,40 @@ def test_launch_geometry() -> None:
     assert table["tail_wave_frac"].provenance is Provenance.MODELLED
 
 
-def test_overlapping_kernels_and_exposed_communication() -> None:
+def test_communication_is_hidden_only_when_measured() -> None:
     base = profiles.resnet50()
-    work = replace(base.kernels[1], time_us=80.0)
-    comm = replace(work, name="ncclDevKernel_AllReduce", kind="comm", op="", time_us=40.0)
-    step = replace(base.step_us or profiles.spread(200.0), median=200.0)
-    table = metrics(replace(profiles.with_rows(base, work, comm), busy_us=90.0, step_us=step))
-    # 90 us busy, of which 80 us are work: 10 us of communication stand alone; 30 of 120 us ran beside another kernel.
-    numbers(table, comm_exposed_frac=10 / 200, kernel_overlap_frac=30 / 120)
-    copy = CopyRow(kind="h2d", bytes=1.0, time_us=5.0, calls=1.0)
-    table = metrics(replace(profiles.with_rows(base, work, comm), busy_us=95.0, step_us=step, copies=(copy,)))
-    numbers(table, comm_exposed_frac=10 / 200)
+    numbers(metrics(base), comm_exposed_frac=0.0)
+    comm = replace(base.kernels[1], name="ncclDevKernel_AllReduce", kind="comm", op="")
+    table = metrics(profiles.with_rows(base, *base.kernels, comm))
+    assert table["comm_exposed_frac"].value is None
+    told = {"comm_exposed_frac": Quantity(value=0.07, provenance=Provenance.MEASURED)}
+    numbers(metrics(replace(profiles.with_rows(base, comm), utilization=told)), comm_exposed_frac=0.07)
+
+
+def test_a_measured_sample_takes_the_place_of_a_modelled_value() -> None:
+    base = profiles.cifar()
+    told = {"host_frac": Quantity(value=0.97, provenance=Provenance.MEASURED)}
+    assert metrics(base)["host_frac"].provenance is Provenance.MODELLED
+    numbers(metrics(replace(base, utilization=told)), host_frac=0.97)
+
+
+def test_wrapped_modules_and_two_roots_with_the_same_paths() -> None:
+    base = profiles.cifar()
+    wrapped = [replace(row, module=row.module.replace("ResNet.", "ResNet.module.")) for row in base.kernels]
+    view = View.of(replace(base, kernels=tuple(wrapped)))
+    found = view.geometry(view.rows[0])
+    assert found is not None
+    assert found.kernel == (3, 3)
+
+    facts = (profiles.conv("main.0", 4, (3, 64), stride=2), profiles.conv("main.0", 4, (100, 512)))
+    first = replace(
+        base.kernels[0], module="Discriminator.main.0", shapes="[[16, 3, 64, 64], [64, 3, 4, 4], []]", time_us=1.0
+    )
+    view = View.of(replace(base, kernels=(first, replace(first, shapes="")), model=ModelFacts(convs=facts)))
+    found = view.geometry(view.rows[0])
+    assert found is not None
+    assert (found.in_channels, found.stride) == (3, (2, 2))
+    assert view.geometry(view.rows[1]) is None
 
 
 def test_host_copies_are_no_device_rows() -> None:
@@ -307,7 +330,7 @@ def test_an_empty_profile_says_why_each_metric_is_missing() -> None:
     base = profiles.resnet50()
     for environment in (profiles.H200, profiles.LAPTOP):
         empty = replace(
-            base, environment=environment, step_us=None, kernels=(), idle=(), syncs=(), copies=(), busy_us=0.0,
+            base, environment=environment, step_us=None, wall_us=None, kernels=(), idle=(), syncs=(), copies=(), busy_us=0.0,
             limit_us=0.0, model=ModelFacts(), utilization={}, cost=replace(base.cost, traced_steps=0), launches=0.0,
         )  # fmt: skip
         for name, metric in metrics(empty):
@@ -342,6 +365,21 @@ def test_samples_fill_gaps_but_do_not_replace_rows() -> None:
     }
     table = metrics(replace(base, utilization=sampled))
     numbers(table, conv_frac=64 / 113, item_syncs=1.0, graph_breaks=3.0)
+
+
+def test_a_pageable_copy_and_its_synchronisation_are_one_wait() -> None:
+    sites = (
+        Site(source="t.py:5", what="cudaMemcpyAsync (pageable) from aten::to", calls=2.0, time_us=1.0),
+        Site(source="t.py:5", what="cudaStreamSynchronize from aten::to", calls=2.0, time_us=1.0),
+        Site(source="t.py:9", what="cudaMemcpyAsync (pageable) from aten::item", calls=1.0, time_us=1.0),
+        Site(source="t.py:9", what="cudaStreamSynchronize from aten::item", calls=1.0, time_us=1.0),
+    )
+    table = metrics(replace(profiles.cifar(), syncs=sites))
+    numbers(table, syncs_per_step=3.0, item_syncs=1.0, pageable_syncs=2.0, explicit_syncs=0.0)
+
+
+def test_a_step_without_device_timing_uses_the_wall_clock() -> None:
+    numbers(metrics(replace(profiles.laptop(), step_us=None)), step_us=150000.0, loader_frac=5 / 150)
 
 
 def test_a_wait_named_after_no_operator_is_the_scripts_own() -> None:

@@ -227,7 +227,7 @@ def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
 def test_what_cannot_be_told_is_none() -> None:
     base = profiles.resnet50()
     assert predict(base, "no_such_transform", {}) is None
-    assert predict(replace(base, step_us=None), "amp_bf16", {}) is None
+    assert predict(replace(base, step_us=None, wall_us=None), "amp_bf16", {}) is None
     assert predict(replace(base, kernels=()), "amp_bf16", {}) is None
     unknown = replace(base, environment=replace(base.environment, matrix_tflops={}))
     assert predict(unknown, "amp_bf16", {}) is None
