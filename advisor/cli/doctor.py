@@ -12,7 +12,8 @@ from advisor.core.storage import to_plain
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def doctor(as_json: bool) -> None:
+@click.option("--measure", is_flag=True, help="Measure this machine's rates anew, even where they are known.")
+def doctor(*, as_json: bool, measure: bool) -> None:
     """Say what can be measured on this machine, what cannot and why, and how to get the rest.
 
     \b
@@ -20,7 +21,10 @@ def doctor(as_json: bool) -> None:
       advisor doctor
     """
     from advisor.profiling import doctor as examination
-    from advisor.reporting.terminal import records_text
+    from advisor.reporting.terminal import checks_text
 
-    records = [to_plain(check) for check in examination.checks()]
-    output.say(output.json_text(records) if as_json else records_text(records, width=output.width()), sys.stdout)
+    checks = [to_plain(check) for check in examination.checks(measure=measure)]
+    if as_json:
+        output.say(output.json_text(checks), sys.stdout)
+    else:
+        output.say(checks_text(checks, output.width(), output.color(sys.stdout)), sys.stdout)

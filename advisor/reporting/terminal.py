@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome
-from advisor.core.metrics import BY_NAME
 from advisor.core.profile import StepProfile
-from advisor.core.units import bytes_text, count_text, percent_text, rate_text, time_text
+from advisor.core.units import bytes_text, count_text, percent_text, time_text
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta, compare_profiles
@@ -19,6 +18,7 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATUS_COLORS = {"kept": "green", "reverted": "yellow", "failed": "red", "inconclusive": "cyan"}
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
+MIN_WIDTH = 72
 TOP_GAPS = 5
 TOP_FINDINGS = 6
 
@@ -87,13 +87,13 @@ def profile_text(
     Args:
         profile: the run; incomplete ones are shown as far as they go.
         findings: rule outcomes, or None when no rules were applied.
-        width: columns to fill; at least 60 are used.
+        width: columns to fill; at least `MIN_WIDTH` are used.
         color: whether to use ANSI colours.
         command: how advisor is called here, for the next command.
         explain: show each condition with its value, and the rules that did not fire.
         trials_follow: leave the next command out, because trials have been made.
     """
-    page = _Page(max(width, 60), color)
+    page = _Page(max(width, MIN_WIDTH), color)
     blocks = [_summary(page, profile), _causes(page, profile), _gaps(page, profile)]
     if findings is not None:
         blocks.append(_findings(page, findings, explain))
@@ -143,15 +143,19 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
         return []
     total = breakdown.traced_us(profile)
     note = f"shares of a traced step, {wording.duration(total)}"
-    label_width = max(len(c.label) for c in causes)
-    room = max(8, min(50, page.width - label_width - 33))
+    label_width = min(max(len(c.label) for c in causes), 30)
+    fixed = label_width + 20  # margins, time and share
+    with_limit = page.width >= fixed + 16 + 8
+    room = max(6, min(50, page.width - fixed - (16 if with_limit else 0)))
     longest = max(c.frac for c in causes)
     lines = [page.heading("Where the time goes", note)]
     for cause in causes:
         filled = page.paint(bar(cause.frac / longest, room), "yellow" if cause.idle else "blue")
-        reach = percent_text(min(1.0, cause.limit_us / cause.time_us)) if cause.limit_us > 0 and cause.time_us else ""
-        line = f"  {cause.label:<{label_width}} {filled} {time_text(cause.time_us):>8} {percent_text(cause.frac):>6}"
-        lines.append(f"{line}  {reach:>5} of limit" if reach else line)
+        label = clip(cause.label, label_width)
+        line = f"  {label:<{label_width}} {filled} {time_text(cause.time_us):>8} {percent_text(cause.frac):>6}"
+        if with_limit and cause.limit_us > 0 and cause.time_us > 0:
+            line += f"  {percent_text(min(1.0, cause.limit_us / cause.time_us)):>5} of limit"
+        lines.append(line)
         for site in cause.sites[:2]:
             lines += page.wrap(f"{site.source or 'source not known'}  {site.what}", 4, "dim")
     return lines
@@ -164,9 +168,9 @@ def _gaps(page: _Page, profile: StepProfile) -> list[str]:
     lines = [page.heading("Largest gaps to the limit", "time above what this machine needs at least")]
     names = [(g.module or g.op) + (f" ×{g.modules}" if g.modules > 1 else "") for g in gaps]
     name_width = min(max(map(len, names)), max(20, (page.width - 50) // 2))
-    kind_width = max(len(breakdown.KIND_LABELS.get(g.kind, g.kind)) for g in gaps)
+    kind_width = min(max(len(breakdown.KIND_LABELS.get(g.kind, g.kind)) for g in gaps), 18)
     for g, full in zip(gaps, names, strict=True):
-        name, kind = clip_path(full, name_width), breakdown.KIND_LABELS.get(g.kind, g.kind)
+        name, kind = clip_path(full, name_width), clip(breakdown.KIND_LABELS.get(g.kind, g.kind), kind_width)
         head = (
             f"  {name:<{name_width}}  {kind:<{kind_width}}  {time_text(g.time_us):>8}, limit {time_text(g.limit_us):>8}"
         )
@@ -230,33 +234,7 @@ def _unfired(page: _Page, findings: Findings) -> list[str]:
 def evidence_text(evidence: Evidence) -> str:
     """`fp32_conv_frac = 53 % (condition: > 0.2; measured)`."""
     condition = f"condition: {evidence.threshold}; " if evidence.threshold else ""
-    return f"{evidence.metric} = {value_text(evidence.value, evidence.unit)} ({condition}{evidence.provenance})"
-
-
-def value_text(value: float | str | bool | None, unit: str) -> str:
-    """A metric's value with its unit, as people read it."""
-    if value is None:
-        return "not known"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value or "none"
-    if unit == "frac":
-        return percent_text(value)
-    if unit == "us":
-        return time_text(value)
-    if unit == "bytes":
-        return bytes_text(value)
-    if unit == "gbps":
-        return rate_text(value)
-    suffix = {"watt": " W", "mhz": " MHz", "percent_c": " °C", "tflops": " TFLOP/s"}.get(unit, "")
-    return (f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}") + suffix
-
-
-def quantity_unit(metric: str) -> str:
-    """The unit of a metric in the registry, empty for others."""
-    spec = BY_NAME.get(metric)
-    return spec.unit if spec is not None else ""
+    return f"{evidence.metric} = {wording.value(evidence.value, evidence.unit)} ({condition}{evidence.provenance})"
 
 
 def _notes(page: _Page, profile: StepProfile) -> list[str]:
@@ -285,9 +263,9 @@ def _next(page: _Page, profile: StepProfile, findings: Findings | None, command:
 
 def trials_text(log: TrialLog, width: int = 100, color: bool = False, *, command: str = "advisor") -> str:
     """What `apply` shows: a line for each trial, then the stack against the plain script, then files and the next command."""
-    page = _Page(max(width, 60), color)
+    page = _Page(max(width, MIN_WIDTH), color)
     blocks = [_trials(page, log), _stack(page, log), _written(page, log)]
-    if wording.kept(log) and not (log.stack is not None and log.stack.passed is False):
+    if wording.usable(log):
         blocks.append([page.heading("Next"), "  " + page.paint(printable(wording.next_run(log, command)), "cyan")])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -302,14 +280,15 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
     head = f"  {'change':<{name_width}}  {'predicted':>10}  {'measured':>14}  verdict"
     lines.append(page.paint(head, "dim"))
     for v in log.verdicts:
-        status = page.paint(f"{v.status:<14}", *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
+        status = clip(v.status, 14)
+        painted = page.paint(status, *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
         line = f"  {clip(names[id(v)], name_width):<{name_width}}  {wording.gain(v.predicted):>10}  {wording.gain(v.gain):>14}  "
         room = page.width - len(line) - 15
         reason = _reason(v)
         if room >= 40 and len(reason) <= room:
-            lines.append(line + status + " " + page.paint(printable(reason), "dim"))
+            lines.append(line + painted + " " * (15 - len(status)) + page.paint(printable(reason), "dim"))
         else:
-            lines.append((line + status).rstrip())
+            lines.append(line + painted)
             lines += page.wrap(reason, 6, "dim", first=4)
     percent = {f"{100 * v.confidence:g} %" for v in log.verdicts if v.gain is not None}
     if percent:
@@ -376,7 +355,7 @@ def recommendations_text(
     command: str = "advisor",
 ) -> str:
     """What `apply --dry-run` shows: the changes that would be tried, in order."""
-    page = _Page(max(width, 60), color)
+    page = _Page(max(width, MIN_WIDTH), color)
     recommendations = findings.recommendations if findings is not None else ()
     lines = [page.heading("Would try, in this order", "nothing was changed")]
     if not recommendations:
@@ -402,7 +381,7 @@ def compare_text(a: StepProfile, b: StepProfile, width: int = 100, color: bool =
 
 def comparison_text(comparison: Comparison, width: int = 100, color: bool = False) -> str:
     """A finished comparison as text."""
-    page = _Page(max(width, 60), color)
+    page = _Page(max(width, MIN_WIDTH), color)
     lines = [
         *page.wrap(f"A  {comparison.a}", 3, "dim"),
         *page.wrap(f"B  {comparison.b}", 3, "dim"),
@@ -418,23 +397,31 @@ def comparison_text(comparison: Comparison, width: int = 100, color: bool = Fals
 
 
 def _deltas(page: _Page, deltas: Sequence[Delta]) -> list[str]:
-    label_width = min(max(len(d.label) for d in deltas), page.width - 40)
-    lines = [page.paint(f"  {'':<{label_width}}  {'A':>11}  {'B':>11}  {'change':>9}", "dim")]
+    label_width = min(max(len(d.label) for d in deltas), page.width - 44)
+    lines = [page.paint(f"  {'':<{label_width}}  {'A':>11}  {'B':>11}  {'change':>14}", "dim")]
     for d in deltas:
-        change = d.change_text
-        style = (
-            ()
-            if d.ratio is None or abs(d.ratio - 1) < 0.02
-            else ("red",)
-            if (d.ratio > 1) != d.more_is_better
-            else ("green",)
-        )
-        cells = f"  {clip(d.label, label_width):<{label_width}}  {value_text(d.a, d.unit):>11}  {value_text(d.b, d.unit):>11}"
-        mark = "" if d.comparable else "  not comparable"
-        lines.append(
-            f"{cells}  {page.paint(f'{change:>9}', *style) if style and d.comparable else f'{change:>9}'}{mark}"
-        )
+        change = f"{d.change_text if d.comparable else 'not comparable':>14}"
+        if d.comparable and d.ratio is not None and abs(d.ratio - 1) >= 0.02:
+            change = page.paint(change, "red" if (d.ratio > 1) != d.more_is_better else "green")
+        values = f"{wording.value(d.a, d.unit):>11}  {wording.value(d.b, d.unit):>11}"
+        lines.append(f"  {clip(d.label, label_width):<{label_width}}  {values}  {change}")
     return lines
+
+
+def checks_text(checks: Sequence[Mapping[str, str]], width: int = 100, color: bool = False) -> str:
+    """What `doctor` found: a line for each check (`name`, `status`, `found`), below it what to do (`fix`)."""
+    page = _Page(max(width, MIN_WIDTH), color)
+    marks = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "missing": ("✗", "red")}
+    name_width = max((len(c["name"]) for c in checks), default=0)
+    lines = []
+    for check in checks:
+        mark, style = marks.get(check["status"], ("?", "cyan"))
+        indent = name_width + 6
+        found = page.wrap(check["found"], indent) or [""]
+        lines.append(f"  {page.paint(mark, style)} {check['name']:<{name_width}}  {found[0].strip()}".rstrip())
+        lines += found[1:]
+        lines += page.wrap(check.get("fix", ""), indent, style)
+    return "\n".join(lines)
 
 
 def records_text(records: Sequence[Mapping[str, object]], width: int = 100) -> str:

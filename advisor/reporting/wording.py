@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 
 from advisor.core.findings import Finding, Findings, Interval, Outcome, Semantics
+from advisor.core.metrics import BY_NAME
 from advisor.core.profile import Spread, StepProfile
-from advisor.core.units import percent_text
+from advisor.core.units import bytes_text, percent_text, rate_text, time_text
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.reporting import breakdown
 
@@ -44,6 +45,45 @@ def duration(value_us: float) -> str:
     size, suffix = (1e6, "s") if value_us >= 1e6 else (1e3, "ms") if value_us >= 1e3 else (1.0, "µs")
     value = value_us / size
     return f"{value:.{1 if value >= 100 else 2 if value >= 10 else 3}f} {suffix}"
+
+
+def value(metric: float | str | bool | None, unit: str) -> str:
+    """A metric's value with its unit, as people read it."""
+    if metric is None:
+        return "not known"
+    if isinstance(metric, bool):
+        return "yes" if metric else "no"
+    if isinstance(metric, str):
+        return metric or "none"
+    known = {"frac": percent_text, "us": time_text, "bytes": bytes_text, "gbps": rate_text}.get(unit)
+    if known is not None:
+        return known(metric)
+    suffix = {"watt": " W", "mhz": " MHz", "percent_c": " °C", "tflops": " TFLOP/s"}.get(unit, "")
+    return (f"{metric:,.0f}" if metric == int(metric) or abs(metric) >= 100 else f"{metric:.3g}") + suffix
+
+
+def unit(metric: str) -> str:
+    """The unit of a metric in the registry, empty for others."""
+    spec = BY_NAME.get(metric)
+    return spec.unit if spec is not None else ""
+
+
+def share(fraction: float) -> str:
+    """A share with a proper minus sign: `−2 %`, `0.5 %`, `40 %`."""
+    return f"{_number(100 * fraction)} %"
+
+
+def kernel_name(name: str) -> str:
+    """A kernel's name without return type, namespaces, arguments and template arguments.
+
+    `void at::native::vectorized_elementwise_kernel<4, …>(int, …)` → `vectorized_elementwise_kernel<…>`.
+    """
+    text = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    opening = min((i for i in (text.find("<"), text.find("(")) if i > 0), default=len(text))
+    if text[opening - 1 : opening] == " ":  # "Memcpy HtoD (Pageable -> Device)" is no function
+        return text
+    base = text[:opening] if text.startswith("aten::") else text[:opening].rsplit("::", 1)[-1]
+    return (base or text) + ("<…>" if text[opening : opening + 1] == "<" else "")
 
 
 def spread(measured: Spread) -> str:
@@ -110,6 +150,11 @@ def limit_sentence(profile: StepProfile) -> str:
 def kept(trials: TrialLog) -> tuple[Verdict, ...]:
     """The verdicts whose change was kept."""
     return tuple(v for v in trials.verdicts if v.status == "kept")
+
+
+def usable(trials: TrialLog) -> bool:
+    """True when there is a plan worth training with: something was kept and the stack did not fail."""
+    return bool(kept(trials)) and not (trials.stack is not None and trials.stack.passed is False)
 
 
 def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:

@@ -1,0 +1,290 @@
+"""The report as one self-contained HTML file: no network, no server, the same bytes for the same run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from advisor.core import units
+from advisor.core.findings import Findings, Outcome
+from advisor.core.metrics import BY_NAME
+from advisor.core.profile import KernelRow, StepProfile
+from advisor.core.provenance import Provenance
+from advisor.core.verdict import TrialLog, Verdict
+from advisor.reporting import breakdown, charts, machine, wording
+
+# With these the file stays near 1 MB for any run; what is left out is in profile.json.
+MAX_KERNELS = 500
+MAX_MODULES = 400
+MAX_NAME = 400  # of a kernel's full name, which can be ten thousand characters of template arguments
+PROVENANCE_MARKS = {Provenance.MEASURED: "●", Provenance.MODELLED: "◐", Provenance.UNAVAILABLE: "○"}
+
+
+def report_html(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
+    """The whole run as an HTML document that opens from `file://`. Everything taken from the run is escaped."""
+    return _environment().get_template("report.html.jinja").render(_context(profile, findings, trials)) + "\n"
+
+
+def json_script(value: Any) -> Markup:
+    """JSON that cannot end the script element it stands in, whatever the names in it."""
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def code_spans(text: str) -> Markup:
+    """Text with what stands between two backticks as code, everything escaped."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return escape(text)
+    return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
+
+
+def web_address(text: str) -> bool:
+    """True for addresses that may become links; rules are data from anywhere, and `javascript:` is an address too."""
+    return re.match(r"https?://[^\s]+$", text) is not None
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    folder = files("advisor.reporting").joinpath("templates")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": units.bytes_text,
+        "time": units.time_text,
+        "percent": units.percent_text,
+        "count": lambda value: f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}",
+        "flops": units.flops_text,
+        "rate": units.rate_text,
+        "duration": wording.duration,
+        "gain": wording.gain,
+        "factor": wording.factor,
+        "value": wording.value,
+        "unit": wording.unit,
+        "px": lambda value: f"{value:.1f}",
+        "name": wording.kernel_name,
+        "ticks": code_spans,
+        "cut": lambda text: text if len(text) <= MAX_NAME else text[:MAX_NAME] + "…",
+    }
+    environment.tests["web_address"] = web_address
+    environment.globals |= {"semantics": wording.SEMANTICS, "mark": PROVENANCE_MARKS, "kinds": breakdown.KIND_LABELS}
+    return environment
+
+
+def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> dict[str, Any]:
+    causes = breakdown.causes(profile)
+    modules = breakdown.modules(profile)
+    rows = sorted(profile.kernels, key=lambda r: (-r.time_us, r.name, r.module, r.phase, r.source))
+    return {
+        "profile": profile,
+        "env": profile.environment,
+        "on_gpu": profile.environment.device == "cuda",
+        "script": wording.script(profile),
+        "machine": wording.machine(profile),
+        "headline": wording.headline(profile, findings, trials),
+        "tiles": _tiles(profile, trials),
+        "next": _next(profile, findings, trials),
+        "traced_us": breakdown.traced_us(profile),
+        "causes": causes,
+        "cause_bar": charts.stacked([(c.key, c.label, c.time_us, c.idle) for c in causes]),
+        "phase_bar": charts.stacked(
+            [(name, name, time, False) for name, time in sorted(profile.phase_us.items(), key=_phase_order)]
+        ),
+        "sites": [(c, site) for c in causes for site in c.sites],
+        "gaps": breakdown.gaps(profile, 12),
+        "roofline": charts.roofline(profile),
+        "kernels": [_kernel(r, profile) for r in rows[:MAX_KERNELS]],
+        "kernels_left": len(rows) - len(rows[:MAX_KERNELS]),
+        "modules": modules[:MAX_MODULES],
+        "modules_left": len(modules) - len(modules[:MAX_MODULES]),
+        "utilization": [
+            (name, BY_NAME[name].doc if name in BY_NAME else "", quantity)
+            for name, quantity in sorted(profile.utilization.items())
+        ],
+        "findings": findings,
+        "fired": wording.fired(findings),
+        "quiet": [f for f in findings.findings if f.outcome is Outcome.QUIET] if findings else [],
+        "unknown": [f for f in findings.findings if f.outcome is Outcome.UNKNOWN] if findings else [],
+        "counts": wording.counts(findings) if findings else "",
+        "metric_docs": {name: spec.doc for name, spec in BY_NAME.items()},
+        "trials": trials,
+        "axis": charts.gain_axis(trials) if trials else None,
+        "attempts": _attempts(trials) if trials else [],
+        "losses": charts.loss_plot(trials.stack.losses_plain, trials.stack.losses_stack)
+        if trials and trials.stack
+        else None,
+        "facts": _facts(profile),
+        "data": json_script(machine.report_json(profile, findings, trials)["summary"]),
+        "css": Markup(_asset("report.css")),
+        "js": Markup(_asset("report.js")),
+    }
+
+
+def _asset(name: str) -> str:
+    return files("advisor.reporting").joinpath("templates").joinpath(name).read_text(encoding="utf-8")
+
+
+def _phase_order(item: tuple[str, float]) -> tuple[int, str]:
+    order = {"forward": 0, "backward": 1, "optimizer": 2}
+    return order.get(item[0], 3), item[0]
+
+
+def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str, str]]:
+    """The numbers at the head: (label, value, note)."""
+    tiles = []
+    stack = trials.stack if trials is not None else None
+    if stack is not None and stack.speedup is not None:
+        note = ""
+        if stack.speedup_low is not None and stack.speedup_high is not None:
+            note = f"{stack.speedup_low:.2f} to {stack.speedup_high:.2f}"
+        tiles.append(("Speed-up", wording.factor(stack.speedup), note))
+    if stack is not None and stack.samples_per_s_plain and stack.samples_per_s_stack:
+        note = f"samples/s, {stack.samples_per_s_plain:,.0f} plain"
+        tiles.append(("Rate with the plan", f"{stack.samples_per_s_stack:,.0f}", note))
+    plain = " as written" if trials is not None else ""
+    if profile.step_us is not None:
+        tiles.append((f"Step{plain}", wording.duration(profile.step_us.median), wording.spread(profile.step_us)))
+    frac = breakdown.limit_frac(profile)
+    if frac is not None:
+        tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {wording.duration(profile.limit_us)}"))
+    if (rate := breakdown.samples_per_s(profile)) is not None and stack is None:
+        tiles.append(("Rate", f"{rate:,.0f}", "samples/s"))
+    nbytes, provenance = breakdown.dram_bytes(profile)
+    if nbytes:
+        tiles.append(("Memory traffic", units.bytes_text(nbytes), f"a step, {provenance.value}"))
+    if profile.memory.peak_allocated_bytes:
+        total = profile.memory.total_bytes
+        note = f"of {units.bytes_text(total)}" if total else "allocated"
+        tiles.append(("Peak memory", units.bytes_text(profile.memory.peak_allocated_bytes), note))
+    return tiles[:6]
+
+
+def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> tuple[str, str] | None:
+    """What to do now, and the command for it."""
+    if trials is not None:
+        return ("Train with the plan:", wording.next_run(trials, "advisor")) if wording.usable(trials) else None
+    if findings is not None and findings.recommendations:
+        return "Try what was found:", wording.next_apply(profile, "advisor")
+    return None
+
+
+def _kernel(row: KernelRow, profile: StepProfile) -> dict[str, Any]:
+    nbytes, provenance = breakdown.row_bytes(row)
+    total = breakdown.traced_us(profile)
+    return {
+        "row": row,
+        "kind": breakdown.KIND_LABELS.get(row.kind, row.kind),
+        "frac": row.time_us / total if total else 0.0,
+        "efficiency": min(1.0, row.limit_us / row.time_us) if row.limit_us > 0 and row.time_us > 0 else None,
+        "bytes": nbytes,
+        "provenance": provenance,
+    }
+
+
+def _attempts(trials: TrialLog) -> list[tuple[Verdict, charts.BlockPlot | None, list[tuple[str, Any]]]]:
+    return [
+        (v, charts.block_plot(v.blocks), [("Effect", v.effect), ("Numerics", v.numerics), ("Timing", v.timing)])
+        for v in trials.verdicts
+    ]
+
+
+def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Tables of plain facts: (title, rows), rows without a value left out."""
+    env, mem, inp, model, cost = profile.environment, profile.memory, profile.input, profile.model, profile.cost
+    cuda = env.device == "cuda"
+
+    def yes(value: bool) -> str:
+        return "yes" if value else "no"
+
+    def size(value: float) -> str:
+        return units.bytes_text(value) if value else ""
+
+    groups = [
+        (
+            "Memory",
+            [
+                ("Peak allocated", size(mem.peak_allocated_bytes)),
+                ("Peak reserved", size(mem.peak_reserved_bytes)),
+                ("Device" if cuda else "Host", size(mem.total_bytes)),
+                ("Allocator requests a step", f"{mem.allocations:,.0f}" if mem.allocations else ""),
+                ("Device allocations a step", f"{mem.device_allocations:.3g}" if cuda else ""),
+                ("Growth a step", units.bytes_text(mem.growth_bytes)),
+                ("Allocator retries", str(mem.retries) if cuda else ""),
+            ],
+        ),
+        (
+            "Input pipeline",
+            [
+                ("Loader", inp.loader),
+                ("Source", inp.source),
+                ("Time in next() a step", units.time_text(inp.next_us)),
+                ("Workers", str(inp.workers)),
+                ("Batch", f"{inp.batch_size} samples, {units.bytes_text(inp.batch_bytes)} {inp.batch_dtype}".strip()),
+                ("Pinned memory", yes(inp.pin_memory)),
+                ("Persistent workers", yes(inp.persistent_workers)),
+                ("Moved to the GPU unchanged", yes(inp.moved_unchanged) if cuda else ""),
+                ("Asynchronous copy", yes(inp.non_blocking) if cuda else ""),
+            ]
+            if inp.loader
+            else [("Loader", "no DataLoader was seen")],
+        ),
+        (
+            "Training",
+            [
+                ("Model", ", ".join(model.roots)),
+                ("Parameters", f"{model.parameters:,}" if model.parameters else ""),
+                ("Optimizer", ", ".join(model.optimizers)),
+                ("Batch size", str(model.batch_size or "")),
+                ("Accumulation", f"{model.accumulation} backward passes a step" if model.accumulation > 1 else ""),
+                ("Autocast", model.autocast or "off"),
+                ("Parameter dtype", model.parameter_dtype),
+                ("channels_last", yes(model.channels_last)),
+                ("Distributed", f"{model.distributed}, {model.world_size} processes" if model.distributed else ""),
+                ("Flags set", ", ".join(sorted(k for k, v in model.flags.items() if v))),
+                ("Steps found by", profile.step_kind),
+                ("Steps left out", ", ".join(f"{n} {why}" for why, n in sorted(profile.excluded.items()))),
+            ],
+        ),
+        (
+            "Machine",
+            [
+                ("GPU", f"{env.gpu_name} (sm_{env.sm_arch}, {env.sm_count} SMs)" if cuda else "none used"),
+                ("GPU memory", size(env.gpu_memory_bytes)),
+                ("CPU", f"{env.cpu_name}, {env.cpu_count} cores" if env.cpu_name else ""),
+                ("Host memory", size(env.host_memory_bytes)),
+                ("Copy bandwidth", f"{units.rate_text(env.copy_gbps)} ({env.rates_provenance})" if env.copy_gbps else ""),
+                *((f"Matrix rate, {dtype}", f"{rate:.3g} TFLOP/s") for dtype, rate in sorted(env.matrix_tflops.items())),
+                ("torch", env.torch),
+                ("CUDA, cuDNN", ", ".join(v for v in (env.cuda, env.cudnn) if v)),
+                ("Driver", env.driver),
+                ("CuPy", env.cupy),
+                ("Python", env.python),
+                ("Platform", env.platform),
+            ],
+        ),
+        (
+            "What measuring cost",
+            [
+                ("Traced steps", str(cost.traced_steps)),
+                ("Traced step", wording.duration(cost.traced_step_us) if cost.traced_step_us else ""),
+                ("Slower than untraced by", units.percent_text(cost.overhead_frac)),
+                ("Launches with a device record", f"{100 * cost.coverage_frac:.1f} %" if cuda else ""),
+                ("Events", f"{cost.events:,}"),
+                ("Analysis", f"{cost.analyse_s:.2g} s" if cost.analyse_s else ""),
+            ],
+        ),
+    ]  # fmt: skip
+    return [(title, [(k, v) for k, v in rows if v]) for title, rows in groups]

@@ -1,0 +1,97 @@
+"""A stand-in for `advisor.pipeline` that records what the command line asks of it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import advisor
+from advisor.cli.main import cli
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
+import samples
+
+
+class FakePipeline(types.ModuleType):
+    """Each function keeps its arguments in `calls` and returns a sample run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__("advisor.pipeline")
+        self.run_dir, self.exit_code, self.calls = run_dir, 0, {}
+        self.error: BaseException | None = None
+        self.runs: dict[str, Any] = {}
+        self.kernel_rows = [{"kernel": "batchnorm_act_fwd", "passed": True, "detail": "max error 1e-3"}]
+
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls[name] = (args, kwargs)
+        if self.error:
+            raise self.error
+
+    def profile(self, words, **kwargs):
+        self._record("profile", words, **kwargs)
+        kwargs["say"]("step 3 of 20")
+        return SimpleNamespace(
+            run_dir=self.run_dir, exit_code=self.exit_code, profile=samples.resnet50(), findings=samples.findings()
+        )
+
+    def recommend(self, run, **kwargs):
+        self._record("recommend", run, **kwargs)
+        return samples.resnet50(), samples.findings()
+
+    def apply(self, words, **kwargs):
+        self._record("apply", words, **kwargs)
+        return SimpleNamespace(
+            run_dir=self.run_dir,
+            exit_code=self.exit_code,
+            profile=samples.resnet50(),
+            findings=samples.findings(),
+            log=None if kwargs["dry_run"] else samples.trials(),
+            plan=None,
+        )
+
+    def run(self, words, **kwargs):
+        self._record("run", words, **kwargs)
+        return self.exit_code
+
+    def load_run(self, run):
+        self._record("load_run", run)
+        profile = self.runs.get(str(run), samples.resnet50())
+        return SimpleNamespace(
+            run_dir=self.run_dir, profile=profile, findings=samples.findings(), trials=samples.trials()
+        )
+
+    def kernels_list(self):
+        return [{"kernel": "batchnorm_act_fwd", "replaces": "BatchNorm + add + ReLU"}]
+
+    def kernels_verify(self, say):
+        self._record("kernels_verify")
+        return self.kernel_rows
+
+    def bench(self, what, **kwargs):
+        self._record("bench", what, **kwargs)
+        return self.exit_code
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
+    fake = FakePipeline(tmp_path)
+    monkeypatch.setitem(sys.modules, "advisor.pipeline", fake)
+    monkeypatch.setattr(advisor, "pipeline", fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def invoke(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("ADVISOR_LOG", raising=False)
+
+    def call(*args: str, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(cli, list(args), input=stdin)
+
+    return call

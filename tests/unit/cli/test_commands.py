@@ -1,0 +1,279 @@
+"""Each command hands the pipeline what the user asked for, shows what comes back, and exits as documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import samples
+
+from advisor.cli import ask as asking
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.findings import Interval, Recommendation
+
+
+def test_script_arguments_pass_through_untouched(invoke, pipeline):
+    result = invoke("profile", "--steps", "7", "train.py", "--help", "-o", "x", "--steps", "9", "--", "-m")
+    assert result.exit_code == 0, result.output
+    (words,), kwargs = pipeline.calls["profile"]
+    assert words == ("train.py", "--help", "-o", "x", "--steps", "9", "--", "-m")
+    assert (kwargs["steps"], kwargs["module"], kwargs["out"]) == (7, False, None)
+
+
+def test_module_is_a_flag_so_its_own_options_stay_its_own(invoke, pipeline):
+    assert invoke("profile", "-m", "pkg.train", "--lr", "0.1").exit_code == 0
+    (words,), kwargs = pipeline.calls["profile"]
+    assert words == ("pkg.train", "--lr", "0.1")
+    assert kwargs["module"] is True
+
+
+def test_torchrun_after_a_double_dash(invoke, pipeline):
+    assert invoke("profile", "--", "torchrun", "--nproc-per-node", "4", "train.py").exit_code == 0
+    assert pipeline.calls["profile"][0][0] == ("torchrun", "--nproc-per-node", "4", "train.py")
+
+
+def test_profile_keeps_stdout_for_the_script(invoke):
+    result = invoke("profile", "train.py")
+    assert result.stdout == ""
+    assert "this step runs at 37 % of this GPU's limit" in result.stderr
+    assert "[advisor] step 3 of 20" in result.stderr
+
+
+def test_profile_json_goes_to_stdout_and_parses(invoke):
+    result = invoke("profile", "--format", "json", "train.py")
+    document = json.loads(result.stdout)
+    assert document["schema_version"] == 1
+    assert document["summary"]["steps_measured"] == 20
+
+
+@pytest.mark.parametrize("code", [0, 7, 137])
+def test_profile_ends_with_the_scripts_exit_code(invoke, pipeline, code):
+    pipeline.exit_code = code
+    assert invoke("profile", "train.py").exit_code == code
+
+
+@pytest.mark.parametrize(("severity", "code"), [("high", 1), ("info", 1), (None, 0)])
+def test_fail_on(invoke, severity, code):
+    options = ["--fail-on", severity] if severity else []
+    assert invoke("profile", *options, "train.py").exit_code == code
+    assert invoke("recommend", *options, "last").exit_code == code
+
+
+def test_fail_on_does_not_hide_the_scripts_own_failure(invoke, pipeline):
+    pipeline.exit_code = 9
+    assert invoke("profile", "--fail-on", "high", "train.py").exit_code == 9
+
+
+def test_quiet_profile_says_nothing(invoke):
+    result = invoke("profile", "-q", "train.py")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_no_script_is_a_usage_error_in_one_line(invoke, pipeline):
+    for command in (["profile"], ["apply"], ["run"]):
+        result = invoke(*command)
+        assert result.exit_code == ExitCode.USAGE
+        assert result.stderr.startswith("advisor: no script")
+        assert result.stderr.count("\n") == 1
+    assert not pipeline.calls
+
+
+def test_unknown_option_before_the_script_is_named(invoke):
+    result = invoke("profile", "--stepps", "3", "train.py")
+    assert result.exit_code == ExitCode.USAGE
+    assert "--stepps" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_recommend_passes_selection_and_overrides(invoke, pipeline, tmp_path):
+    result = invoke(
+        "recommend", "--rules", str(tmp_path), "--select", "a", "--ignore", "b", "--ignore", "c",
+        "--set", "launch-bound.idle_launch_frac=0.1", "last",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (run,), kwargs = pipeline.calls["recommend"]
+    assert run == pipeline.run_dir
+    assert kwargs == {
+        "rules_dirs": (tmp_path,),
+        "select": ("a",),
+        "ignore": ("b", "c"),
+        "overrides": {"launch-bound.idle_launch_frac": "0.1"},
+    }
+    assert "[fp32-convolutions]" in result.stdout
+
+
+def test_recommend_explain_shows_conditions_and_what_is_missing(invoke):
+    short, long = invoke("recommend", "last").stdout, invoke("recommend", "--explain", "last").stdout
+    for text in (
+        "fp32_conv_frac = 53 % (condition: > 0.2; measured)",
+        "comm_exposed_frac: needs more than one process",
+    ):
+        assert text not in short
+        assert text in long
+
+
+@pytest.mark.parametrize("text", ["rule=3", "rule.metric", ".metric=3", "rule.metric="])
+def test_malformed_override(invoke, text):
+    result = invoke("recommend", "--set", text, "last")
+    assert result.exit_code == ExitCode.USAGE
+    assert "RULE.METRIC=VALUE" in result.stderr
+
+
+def test_apply_auto(invoke, pipeline):
+    result = invoke(
+        "apply", "--auto", "--min-gain", "2%", "--max-time", "1h30m", "--skip", "compile", "train.py", "--lr", "1"
+    )
+    assert result.exit_code == 0, result.output
+    (words,), kwargs = pipeline.calls["apply"]
+    assert words == ("train.py", "--lr", "1")
+    assert (kwargs["ask"], kwargs["min_gain"], kwargs["max_time_s"], kwargs["skip"]) == (
+        None,
+        0.02,
+        5400.0,
+        ("compile",),
+    )
+    assert "3.10× (3.05 to 3.14)" in result.stderr
+
+
+def test_apply_auto_needs_no_script(invoke, pipeline):
+    assert invoke("apply", "--auto").exit_code == 0
+    assert pipeline.calls["apply"][0][0] == ()
+
+
+def test_apply_asks_without_auto(invoke, pipeline):
+    assert invoke("apply", "train.py").exit_code == 0
+    assert pipeline.calls["apply"][1]["ask"] is asking.ask
+
+
+def test_apply_dry_run_lists_and_does_not_ask(invoke, pipeline):
+    result = invoke("apply", "--dry-run", "train.py")
+    assert pipeline.calls["apply"][1]["ask"] is None
+    assert "Would try, in this order" in result.stderr
+    assert "[amp_bf16]" in result.stderr
+
+
+def test_apply_refuses_contradictions(invoke, pipeline):
+    result = invoke("apply", "--auto", "--only", "tf32", "--skip", "tf32", "train.py")
+    assert result.exit_code == ExitCode.USAGE
+    assert not pipeline.calls
+
+
+def test_run_defaults_to_the_last_plan(invoke, pipeline):
+    pipeline.exit_code = 3
+    result = invoke("run", "--strict", "train.py", "--plan", "scripts-own")
+    assert result.exit_code == 3
+    (words,), kwargs = pipeline.calls["run"]
+    assert words == ("train.py", "--plan", "scripts-own")
+    assert (kwargs["plan"], kwargs["strict"]) == (None, True)
+
+
+def test_report_formats(invoke):
+    assert "Trials" in invoke("report", "last").stdout
+    assert json.loads(invoke("report", "last", "--format", "json").stdout)["trials"]["verdicts"]
+    assert invoke("report", "last", "--format", "md").stdout.startswith("## advisor: ")
+    assert invoke("report", "last", "--format", "html").stdout.startswith("<!doctype html>")
+
+
+def test_report_html_file(invoke, tmp_path):
+    target = tmp_path / "out" / "r.html"
+    result = invoke("report", "last", "--html", str(target))
+    assert result.exit_code == 0, result.output
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert result.stdout == ""
+
+
+def test_report_open_writes_the_file_in_the_run_folder(invoke, pipeline, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    assert invoke("report", "last", "--open").exit_code == 0
+    assert opened == [(pipeline.run_dir / "report.html").resolve().as_uri()]
+    assert (pipeline.run_dir / "report.html").exists()
+
+
+def test_files_that_exist_are_named(invoke, pipeline):
+    (pipeline.run_dir / "plan.yaml").write_text("x")
+    err = invoke("apply", "--auto", "train.py").stderr
+    assert f"Plan   {pipeline.run_dir / 'plan.yaml'}" in err
+    assert "report.html" not in err
+
+
+@pytest.mark.parametrize(("scale", "code"), [(1.0, 0), (1.10, 1), (0.9, 0)])
+def test_compare_fails_on_regression(invoke, pipeline, scale, code):
+    pipeline.runs = {"a": samples.resnet50(), "b": samples.resnet50(scale=scale)}
+    result = invoke("compare", "a", "b", "--fail-on-regression", "3%")
+    assert result.exit_code == code, result.output
+    assert invoke("compare", "a", "b").exit_code == 0
+
+
+def test_compare_between_machines_is_inconclusive(invoke, pipeline):
+    pipeline.runs = {"a": samples.resnet50(), "b": samples.resnet50(environment=samples.LAPTOP)}
+    result = invoke("compare", "a", "b", "--fail-on-regression", "3%")
+    assert result.exit_code == ExitCode.INCONCLUSIVE
+    assert "not comparable" in result.stdout
+
+
+def test_compare_json_and_markdown(invoke, pipeline):
+    pipeline.runs = {"a": samples.resnet50(), "b": samples.resnet50(scale=0.5)}
+    document = json.loads(invoke("compare", "a", "b", "--format", "json").stdout)
+    assert document["ratio"] == pytest.approx(0.5)
+    assert "| step time |" in invoke("compare", "a", "b", "--format", "md").stdout
+
+
+def test_kernels(invoke, pipeline):
+    assert "batchnorm_act_fwd" in invoke("kernels", "list").stdout
+    assert invoke("kernels", "verify").exit_code == 0
+    pipeline.kernel_rows = [{"kernel": "k", "passed": False}]
+    assert invoke("kernels", "verify").exit_code == ExitCode.FINDINGS
+    pipeline.error = AdvisorError("no CUDA GPU was found", exit_code=ExitCode.GPU_REQUIRED)
+    assert invoke("kernels", "verify").exit_code == ExitCode.GPU_REQUIRED
+
+
+def test_bench(invoke, pipeline, tmp_path):
+    assert invoke("bench", "ops", "--filter", "bn", "--json", str(tmp_path / "x.json"), "--no-baselines").exit_code == 0
+    (what,), kwargs = pipeline.calls["bench"]
+    kwargs.pop("say")
+    assert (what, kwargs) == ("ops", {"filter": "bn", "json_out": tmp_path / "x.json", "baselines": False})
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    from advisor.profiling.doctor import Check, Status
+
+    found = (
+        Check(name="GPU", status=Status.OK, found="NVIDIA H200"),
+        Check(name="counters", status=Status.WARN, found="refused", fix="Set NVreg_RestrictProfilingToAdminUsers=0."),
+    )
+    monkeypatch.setattr("advisor.profiling.doctor.checks", lambda *, measure: found)
+
+
+def test_doctor(invoke, checks):
+    text = invoke("doctor").stdout
+    assert "✓ GPU" in text
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in text
+    assert [c["status"] for c in json.loads(invoke("doctor", "--json").stdout)] == ["ok", "warn"]
+
+
+RECOMMENDATION = Recommendation(
+    transform="tf32", title="TF32 products", predicted=Interval(low=0.1, high=0.2), reason="Why."
+)
+
+
+def _terminal(monkeypatch, tmp_path: Path, answers: str):
+    (tmp_path / "in").write_text(answers)
+    questions = open(tmp_path / "out", "w")  # noqa: SIM115
+    monkeypatch.setattr(asking, "terminal", lambda: (open(tmp_path / "in"), questions))  # noqa: SIM115
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(("answers", "expected"), [("y\n", True), ("n\n", False), ("maybe\nYES\n", True)])
+def test_ask(monkeypatch, tmp_path, answers, expected):
+    shown = _terminal(monkeypatch, tmp_path, answers)
+    assert asking.ask(RECOMMENDATION) is expected
+    assert "10–20 % of the step" in shown.read_text()
+
+
+def test_ask_with_nobody_there(monkeypatch, tmp_path):
+    _terminal(monkeypatch, tmp_path, "")
+    with pytest.raises(AdvisorError, match="--auto"):
+        asking.ask(RECOMMENDATION)

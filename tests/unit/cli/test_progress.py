@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import io
+
+from advisor.cli.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_counting_messages_are_sparse_without_a_terminal():
+    stream = io.StringIO()
+    with Progress(stream, live=True) as say:
+        for i in range(20):
+            say(f"timing step {i} of 20")
+        say("tracing\n3 steps")
+    assert stream.getvalue() == "[advisor] timing step 0 of 20\n[advisor] tracing 3 steps\n"
+
+
+def test_counting_messages_come_again_after_a_while(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    say = Progress(stream)
+    say("step 1")
+    now[0] += 5
+    say("step 2")
+    now[0] += 6
+    say("step 3")
+    assert stream.getvalue().splitlines() == ["[advisor] step 1", "[advisor] step 3"]
+
+
+def test_live_line_is_replaced_and_ended(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    with Progress(stream, live=True) as say:
+        say("pair 1 of 6")
+        say("pair 2 of 6")
+        say("trying something with a very long name indeed")
+    lines = stream.getvalue().split("\n")
+    assert lines[0] == "\r\x1b[2K[advisor] pair 1 of 6\r\x1b[2K[advisor] pair 2 of 6"
+    assert len(lines[1].removeprefix("\r\x1b[2K")) < 30
+    assert stream.getvalue().endswith("\n")
+
+
+def test_verbose_says_all_and_quiet_nothing():
+    loud, still = Terminal(), Terminal()
+    for i in range(3):
+        Progress(loud, verbose=True)(f"step {i}")
+        Progress(still, quiet=True)(f"step {i}")
+    assert loud.getvalue().count("\n") == 3
+    assert still.getvalue() == ""
+
+
+def test_a_closed_stream_stops_nothing():
+    stream = io.StringIO()
+    say = Progress(stream)
+    stream.close()
+    say("step 1")
+    say.close()

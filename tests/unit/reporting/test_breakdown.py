@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import samples
+
+from advisor.core.profile import KernelRow, StepProfile
+from advisor.core.provenance import Provenance
+from advisor.reporting import breakdown
+
+
+def test_causes_add_up_to_the_traced_step():
+    profile = samples.resnet50()
+    causes = breakdown.causes(profile)
+    assert sum(c.frac for c in causes) == pytest.approx(1.0)
+    assert sum(c.time_us for c in causes) == pytest.approx(breakdown.traced_us(profile))
+    assert causes[0].key == "conv"
+    assert [c.idle for c in causes] == sorted(c.idle for c in causes)  # work first, idle after it
+    assert "idle_data" not in {c.key for c in causes}  # no time, no row
+
+
+def test_small_kinds_are_shown_together_and_not_lost():
+    profile = samples.resnet50()
+    keys = {c.key for c in breakdown.causes(profile)}
+    assert "loss" not in keys
+    small = sum(r.time_us for r in profile.kernels if r.kind in ("loss", "gemm", "reduce", "optimizer"))
+    other = next(c for c in breakdown.causes(profile) if c.key == "other")
+    assert other.time_us == pytest.approx(small)
+
+
+def test_overlapping_kernels_do_not_fill_more_than_the_step():
+    profile = samples.resnet50()
+    overlapped = replace(profile, busy_us=profile.busy_us / 2)
+    causes = breakdown.causes(overlapped)
+    assert sum(c.time_us for c in causes if not c.idle) == pytest.approx(profile.busy_us / 2)
+    assert sum(c.frac for c in causes) == pytest.approx(1.0)
+
+
+def test_gaps_join_the_same_module_of_repeated_blocks():
+    gap = next(g for g in breakdown.gaps(samples.resnet50(), 50) if g.module == "layer1.*.bn3")
+    assert (gap.modules, gap.kind) == (3, "norm")
+    assert gap.source == "train_imagenet.py:57"  # the forward line, which is the one to look at
+    assert gap.gap_us == pytest.approx(gap.time_us - gap.limit_us)
+
+
+def test_a_row_without_a_limit_has_no_gap():
+    rows = (KernelRow(name="k", kind="other", op="aten::x", time_us=100.0, limit_us=0.0),)
+    assert breakdown.gaps(replace(samples.resnet50(), kernels=rows), 5) == ()
+
+
+def test_modules_hold_their_children():
+    modules = {m.path: m for m in breakdown.modules(samples.resnet50())}
+    children = [m for p, m in modules.items() if p.startswith("layer1.") and p.count(".") == 1]
+    assert modules["layer1"].time_us == pytest.approx(sum(c.time_us for c in children))
+    assert modules["layer1.0.conv1"].type == "Conv2d"
+    order = [m.path for m in breakdown.modules(samples.resnet50()) if m.depth == 0]
+    assert order == sorted(order, key=lambda p: -modules[p].time_us)
+
+
+def test_bytes_keep_their_provenance():
+    assert breakdown.dram_bytes(samples.resnet50())[1] is Provenance.MEASURED
+    assert breakdown.dram_bytes(samples.cpu_run())[1] is Provenance.MODELLED
+    rows = samples.resnet50().kernels
+    mixed = replace(samples.resnet50(), kernels=(replace(rows[0], dram_bytes=None), *rows[1:]))
+    assert breakdown.dram_bytes(mixed)[1] is Provenance.MODELLED
+
+
+def test_an_empty_run_has_no_views():
+    empty = StepProfile(
+        script="x.py", argv=(), created="", environment=samples.LAPTOP, step_kind="none", step_us=None, wall_us=None
+    )
+    assert breakdown.causes(empty) == breakdown.gaps(empty, 5) == breakdown.modules(empty) == ()
+    assert breakdown.limit_frac(empty) is None
+    assert breakdown.samples_per_s(empty) is None

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import samples
+
+from advisor.core.profile import Spread
+from advisor.reporting.compare import (
+    Regression,
+    block_logs,
+    compare_markdown,
+    compare_profiles,
+    ratio_interval,
+    student_cdf,
+    student_quantile,
+)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "t95", "t995"),  # two-sided 95 % and 99 %, from the standard table
+    [
+        (1, 12.706, 63.657),
+        (2, 4.303, 9.925),
+        (3, 3.182, 5.841),
+        (5, 2.571, 4.032),
+        (10, 2.228, 3.169),
+        (30, 2.042, 2.750),
+    ],
+)
+def test_student_quantiles(degrees, t95, t995):
+    assert student_quantile(0.975, degrees) == pytest.approx(t95, abs=6e-4)
+    assert student_quantile(0.995, degrees) == pytest.approx(t995, abs=6e-4)
+    assert student_cdf(0.0, degrees) == pytest.approx(0.5)
+
+
+def _spread(raw: list[float]) -> Spread:
+    ordered = sorted(raw)
+    n = len(raw)
+    return Spread(median=ordered[n // 2], p10=ordered[n // 10], p90=ordered[9 * n // 10], n=n, raw=tuple(raw))
+
+
+def _correlated(seed: int, n: int, scale: float) -> Spread:
+    """Step times whose noise drifts slowly, as on real machines."""
+    rng, level, raw = random.Random(seed), 0.0, []
+    for _ in range(n):
+        level = 0.7 * level + rng.gauss(0, 0.007)
+        raw.append(scale * math.exp(level))
+    return _spread(raw)
+
+
+def test_interval_covers_the_truth():
+    hits = 0
+    for seed in range(200):
+        low, high = ratio_interval(_correlated(2 * seed, 60, 100.0), _correlated(2 * seed + 1, 60, 103.0))
+        hits += low <= 1.03 <= high
+    assert hits >= 174  # 95 % nominal; block medians keep some correlation
+
+
+def test_interval_needs_steps():
+    assert block_logs((1.0,) * 5) == []
+    assert ratio_interval(_spread([1.0] * 20), _spread([1.0, 1.1])) is None
+    assert ratio_interval(_spread([2.0] * 20), _spread([1.0] * 20)) == (0.5, 0.5)
+
+
+def test_faster_slower_and_neither():
+    base = samples.resnet50()
+    faster = compare_profiles(base, samples.resnet50(scale=0.5))
+    assert faster.sentence.startswith("B is faster, 2.00×")
+    assert faster.low <= faster.ratio <= faster.high
+    assert compare_profiles(base, samples.resnet50(scale=1.05)).sentence.startswith("B is slower")
+    assert "No difference beyond noise" in compare_profiles(base, base).sentence
+
+
+@pytest.mark.parametrize(
+    ("scale", "outcome"),
+    [(1.0, Regression.NO), (0.8, Regression.NO), (1.1, Regression.YES), (1.03, Regression.UNDECIDED)],
+)
+def test_regression(scale, outcome):
+    comparison = compare_profiles(samples.resnet50(), samples.resnet50(scale=scale))
+    assert comparison.regression(0.03).outcome is outcome
+
+
+def test_other_machines_are_not_compared_by_time():
+    other = replace(samples.H200, gpu_uuid="GPU-other")
+    comparison = compare_profiles(samples.resnet50(), samples.resnet50(scale=3.0, environment=other))
+    assert not comparison.comparable
+    assert comparison.low is None
+    assert comparison.regression(0.03).outcome is Regression.UNDECIDED
+    assert any("board" in d for d in comparison.differences)
+    by_label = {d.label: d for d in comparison.totals}
+    assert not by_label["step time"].comparable
+    assert by_label["kernels per step"].comparable
+    assert "not comparable" in compare_markdown(comparison)
+
+
+def test_what_differs_is_named():
+    base = samples.resnet50()
+    changed = replace(base, environment=replace(base.environment, torch="2.12.0", shared_gpu=True), argv=("--lr", "1"))
+    text = " ".join(compare_profiles(base, changed).differences)
+    for part in (
+        "Different torch: 2.11.0+cu130 and 2.12.0.",
+        "Different arguments",
+        "Another process used the GPU during run B",
+    ):
+        assert part in text
+    assert compare_profiles(base, changed).comparable
+
+
+def test_a_run_without_steps():
+    base = samples.resnet50()
+    comparison = compare_profiles(base, replace(base, step_us=None))
+    assert comparison.ratio is None
+    assert "cannot be compared" in comparison.sentence
+    assert comparison.regression(0.03).outcome is Regression.UNDECIDED
+
+
+def test_changes_carry_their_sign():
+    comparison = compare_profiles(samples.resnet50(), samples.resnet50(scale=0.95))
+    texts = {d.label: d.change_text for d in comparison.totals}
+    assert texts["step time"] == "−5.0 %"
+    assert texts["samples per second"] == "+5.3 %"
+    assert texts["kernels per step"] == "same"

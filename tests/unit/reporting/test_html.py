@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import samples
+
+from advisor.core.profile import StepProfile
+from advisor.reporting.html import json_script, report_html, web_address
+
+VOID = {"meta", "br", "img", "input", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes, text and script bodies, and checks that elements nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, {k: v or "" for k, v in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, {k: v or "" for k, v in attrs}))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif not self.open or self.open[-1] != "style":
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def applied() -> str:
+    return report_html(samples.resnet50(), samples.findings(), samples.trials())
+
+
+def test_same_run_same_bytes(applied):
+    assert report_html(samples.resnet50(), samples.findings(), samples.trials()) == applied
+
+
+def test_it_loads_nothing(applied):
+    page = Page(applied)
+    for tag, attrs in page.tags:
+        assert tag not in ("link", "iframe", "img", "object", "embed", "base")
+        assert "src" not in attrs
+        if "href" in attrs:
+            assert tag == "a"
+            assert attrs["href"].startswith(("#", "https://"))
+    assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttpRequest", applied)
+
+
+def test_sections_and_findings(applied):
+    text = " ".join(Page(applied).text.split())
+    for part in (
+        "Proved: 3.10× the plain script's speed (3.05 to 3.14), 3 of 9 changes kept.",
+        "advisor run train_imagenet.py --arch resnet50 --batch-size 256",
+        "Effect passed 53 of 53 convolutions ran NHWC kernels",
+        "Numerics failed loss 7.31 at step 14",
+        "Timing undecided",
+        "Pays off after 16 steps",
+        "layer1.0.downsample.1: no activation follows",
+        "idle: waiting for copies",
+        "train_imagenet.py:81",
+        "5 quiet: looked at and in order",
+        "2 not evaluated: something they need is missing",
+        "comm_exposed_frac: needs more than one process",
+        "unavailable: NVML refused throttle reasons (not supported)",
+        "Launches with a device record99.8 %",
+        "median SM clock over the maximum SM clock",
+        "checkpoint.pth (diverted from checkpoint.pth)",
+    ):
+        assert part in text, part
+
+
+def test_trials_are_left_out_of_a_profile():
+    text = report_html(samples.resnet50(), samples.findings(), None)
+    assert 'id="trials"' not in text
+    assert "advisor apply --auto train_imagenet.py" in text
+
+
+def test_every_table_has_headers_and_every_chart_a_label(applied):
+    page = Page(applied)
+    assert all(a.get("aria-label") for t, a in page.tags if t == "svg")
+    assert all(a.get("scope") in ("col", "row") for t, a in page.tags if t == "th")
+    assert all(a.get("aria-label") for t, a in page.tags if a.get("role") == "region")
+
+
+def test_names_stay_text():
+    profile, findings, log = samples.hostile()
+    html = report_html(profile, findings, log)
+    page = Page(html)
+    assert [a for t, a in page.tags if t == "script"] == [{"type": "application/json", "id": "data"}, {}]
+    assert not [t for t, _ in page.tags if t == "img"]
+    assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
+    assert not [a for _, a in page.tags if a.get("href", "#")[:1] != "#" and not a["href"].startswith("https://")]
+    assert samples.HOSTILE.split("\x1b")[0] in page.text  # shown as it is
+
+
+def test_embedded_data_cannot_leave_its_element_and_parses():
+    profile, findings, log = samples.hostile()
+    page = Page(report_html(profile, findings, log))
+    data = json.loads(page.scripts[0])
+    assert data["script"] == samples.HOSTILE
+    assert "<" not in str(json_script({"a": "</script><!--"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("https://a/b", True),
+        ("http://a", True),
+        ("javascript:alert(1)", False),
+        ("https://a b", False),
+        ("data:x", False),
+    ],
+)
+def test_only_web_addresses_become_links(text, link):
+    assert web_address(text) is link
+
+
+def test_three_thousand_kernels_stay_small_and_say_what_is_left_out():
+    profile = samples.resnet50()
+    long = "<" + "std::array<char*, 2ul>, " * 400 + ">"
+    rows = tuple(
+        replace(r, name=f"{r.name}{long}{i}", module=f"{r.module}.{i}" if r.module else "")
+        for i in range(9)
+        for r in profile.kernels
+    )
+    assert len(rows) > 3000
+    html = report_html(replace(profile, kernels=rows), samples.findings(), samples.trials())
+    assert len(html.encode()) < 1_500_000
+    assert f"{len(rows) - 500:,} more rows in profile.json" in html
+
+
+def test_runs_with_little_in_them():
+    assert "AMD EPYC" in report_html(samples.cpu_run(), None, None)
+    empty = StepProfile(
+        script="x.py", argv=(), created="", environment=replace(samples.LAPTOP, copy_gbps=0.0, matrix_tflops={}),
+        step_kind="none", step_us=None, wall_us=None, complete=False,
+    )  # fmt: skip
+    text = Page(report_html(empty, None, replace(samples.trials(), verdicts=(), stack=None, complete=False))).text
+    assert "This run is incomplete" in text
+    assert "The search did not finish" in text
+
+
+def test_script_is_small(applied):
+    assert len(Page(applied).scripts[1].encode()) <= 5_000

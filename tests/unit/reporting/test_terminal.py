@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import samples
+
+from advisor.core.profile import StepProfile
+from advisor.reporting import terminal
+
+ANSI = re.compile(r"\x1b\[[\d;]*m")
+
+
+def _texts(width: int, color: bool) -> list[str]:
+    profile, findings, trials = samples.resnet50(), samples.findings(), samples.trials()
+    return [
+        terminal.profile_text(profile, findings, width, color, explain=True),
+        terminal.trials_text(trials, width, color),
+        terminal.compare_text(profile, samples.cpu_run(), width, color),
+        terminal.recommendations_text(None, findings, width, color),
+        terminal.profile_text(samples.cpu_run(), None, width, color),
+    ]
+
+
+@pytest.mark.parametrize("width", [72, 80, 160])
+def test_no_line_is_wider_than_the_terminal(width):
+    for text in _texts(width, True):
+        for line in ANSI.sub("", text).splitlines():
+            is_command = line.startswith("  advisor ")  # commands are never cut: they are there to be copied
+            assert len(line) <= width or is_command, line
+
+
+def test_colour_changes_nothing_but_colour():
+    for plain, coloured in zip(_texts(80, False), _texts(80, True), strict=True):
+        assert "\x1b" not in plain
+        assert "\x1b" in coloured
+        assert ANSI.sub("", coloured) == plain
+
+
+def test_profile_says_what_people_came_for():
+    text = terminal.profile_text(samples.resnet50(), samples.findings(), 100)
+    for part in (
+        "116.8 ms   p10–p90 116.5–117.3 ms, n = 20",
+        "2,191 samples/s",
+        "this step runs at 37 % of this GPU's limit",
+        "idle: waiting for copies",
+        "train_imagenet.py:81",
+        "layer1.*.bn3 ×3",
+        "predicted to save 24–58 % of the step · lower precision · apply: amp_bf16",
+        "13 rules: 6 fired, 5 quiet, 2 not evaluated",
+        "advisor apply --auto train_imagenet.py --arch resnet50 --batch-size 256",
+        "each 2.1 % slower than untraced; 99.8 % of launches",
+    ):
+        assert part in text
+
+
+def test_trials_show_predicted_beside_measured_and_the_stack():
+    text = terminal.trials_text(samples.trials(), 160)
+    line = next(line for line in text.splitlines() if line.startswith("  fused batch norm"))
+    assert "11–32 %" in line
+    assert "27–29 %" in line
+    assert "kept" in line
+    for status in ("reverted", "inconclusive", "failed", "not applicable", "skipped"):
+        assert f"  {status}" in text
+    for part in (
+        "3 of 9 changes kept",
+        "3.10× (3.05 to 3.14)",
+        "116.6 ms plain, 37.59 ms with the plan",
+        "2,196 → 6,809",
+    ):
+        assert part in text
+
+
+def test_a_failed_stack_is_not_sold():
+    log = samples.trials()
+    text = terminal.trials_text(replace(log, stack=replace(log.stack, passed=False, detail="losses part")), 80)
+    assert "FAILED: losses part" in text
+    assert "advisor run" not in text
+
+
+def test_incomplete_runs_are_shown_as_far_as_they_go():
+    empty = StepProfile(
+        script="x.py", argv=(), created="", environment=samples.LAPTOP, step_kind="none", step_us=None, wall_us=None,
+        complete=False, notes=("no optimizer step was seen",),
+    )  # fmt: skip
+    text = terminal.profile_text(empty, None, 80)
+    assert "No step could be timed" in text
+    assert "incomplete" in text
+    assert "no optimizer step was seen" in text
+
+
+def test_names_cannot_drive_the_terminal():
+    profile, findings, log = samples.hostile()
+    for text in (
+        terminal.profile_text(profile, findings, 80, explain=True),
+        terminal.trials_text(log, 80),
+        terminal.compare_text(profile, profile, 80),
+        terminal.recommendations_text(profile, findings, 80),
+    ):
+        assert "\x1b" not in text
+        assert "\u2028" not in text
+
+
+def test_records_with_missing_keys():
+    text = terminal.records_text([{"kernel": "a", "ok": True}, {"kernel": "b", "arch": [80, 90]}], 80)
+    assert text.splitlines() == ["kernel  ok   arch", "a       yes", "b            80, 90"]
+    assert terminal.records_text([], 80) == "Nothing to list."

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import samples
+
+from advisor.core.findings import Findings
+from advisor.reporting import wording
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0.24, 0.58, "24–58 %"),
+        (0.0, 0.012, "0–1.2 %"),
+        (-0.031, -0.024, "−3.1 to −2.4 %"),
+        (-0.004, 0.016, "−0.4 to 1.6 %"),
+        (0.2, 0.2, "20 %"),
+        (-0.0001, 0.0001, "0 %"),
+    ],
+)
+def test_interval(low, high, text):
+    assert wording.interval(low, high) == text
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(116_580, "116.6 ms"), (42_970, "42.97 ms"), (870, "870.0 µs"), (1.2e6, "1.200 s")]
+)
+def test_duration_keeps_four_digits(us, text):
+    assert wording.duration(us) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("void at::native::vectorized_elementwise_kernel<4, Add<float> >(int)", "vectorized_elementwise_kernel<…>"),
+        ("void at::native::(anonymous namespace)::max_pool_forward_nchw<float, long>(int)", "max_pool_forward_nchw<…>"),
+        ("sm90_xmma_fprop_implicit_gemm__5x_cudnn", "sm90_xmma_fprop_implicit_gemm__5x_cudnn"),
+        ("aten::convolution_backward", "aten::convolution_backward"),
+        ("void (anonymous namespace)::softmax_warp_forward<float>(float*)", "softmax_warp_forward<…>"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
+        ("", ""),
+    ],
+)
+def test_kernel_name(name, short):
+    assert wording.kernel_name(name) == short
+
+
+def test_headline_of_a_profile_names_the_limit_and_the_best_finding():
+    text = wording.headline(samples.resnet50(), samples.findings(), None)
+    assert "37 % of this GPU's limit" in text
+    assert "convolutions run in fp32 where bf16 is faster (24–58 % of the step)" in text
+
+
+def test_headline_says_when_there_is_nothing_to_do():
+    profile = samples.resnet50()
+    near = replace(profile, limit_us=0.9 * profile.step_us.median)
+    none = Findings(run="", findings=(), recommendations=())
+    assert wording.headline(near, none, None).endswith("There is nothing to do.")
+    assert "nothing to do" not in wording.headline(near, None, None)  # no rules were asked
+    assert "nothing to do" not in wording.headline(profile, none, None)  # far from the limit is not done
+
+
+@pytest.mark.parametrize(
+    ("passed", "start"), [(True, "Proved: 3.10×"), (None, "Not proved"), (False, "The stack failed")]
+)
+def test_headline_of_trials_claims_only_what_was_proved(passed, start):
+    log = samples.trials()
+    changed = replace(log, stack=replace(log.stack, passed=passed))
+    assert wording.headline(samples.resnet50(), None, changed).startswith(start)
+    assert wording.usable(changed) is (passed is not False)
+
+
+def test_headline_without_a_kept_change():
+    log = replace(samples.trials(), stack=None, verdicts=samples.trials().verdicts[3:])
+    assert "plain script stays as it is" in wording.headline(samples.resnet50(), None, log)
+    assert not wording.usable(log)
+
+
+def test_next_command_can_be_pasted():
+    profile = replace(samples.resnet50(), argv=("--name", "a b", "--x=$HOME"))
+    assert wording.next_apply(profile, "advisor") == "advisor apply --auto train_imagenet.py --name 'a b' '--x=$HOME'"
