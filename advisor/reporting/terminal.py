@@ -314,9 +314,9 @@ def _stack(page: _Page, log: TrialLog) -> list[str]:
     lines = [page.heading("All kept changes together", "against the plain script, in fresh processes")]
     if stack.plain_us and stack.stack_us:
         plain, both = (sorted(t)[len(t) // 2] for t in (stack.plain_us, stack.stack_us))
-        runs = f"medians of {len(stack.plain_us)} and {len(stack.stack_us)} runs"
+        runs = f"({len(stack.plain_us)} and {len(stack.stack_us)} runs)"
         lines.append(
-            f"  Step     {wording.duration(plain)} plain, {wording.duration(both)} with the plan   {page.paint(runs, 'dim')}"
+            f"  Step     {wording.duration(plain)} plain, {wording.duration(both)} with the plan  {page.paint(runs, 'dim')}"
         )
     if stack.speedup is not None:
         text = f"{wording.factor(stack.speedup)}"
