@@ -62,6 +62,9 @@ class Finding:
     missing: tuple[str, ...] = ()  # "dram_frac: needs hardware counters or NVML GPM"
     rationale: str = ""
     references: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # transforms to be settled before the one it asks for
+    conflicts: tuple[str, ...] = ()  # transforms that cannot be kept together with it
+    gates: bool = False  # when fired, every measurement of the run is in doubt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ class Recommendation:
     after: tuple[str, ...] = ()  # transforms to be tried before this one
     conflicts: tuple[str, ...] = ()
     reason: str = ""
+    gated_by: tuple[str, ...] = ()  # fired rules that put the run's measurements in doubt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

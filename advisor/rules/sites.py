@@ -1,0 +1,195 @@
+"""Where in the user's script a finding sits: named selectors over the StepProfile, each giving the costliest places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from advisor.core.profile import ConvFact, KernelRow, StepProfile
+from advisor.core.units import bytes_text, count_text, time_text
+
+LIMIT = 5  # places a finding names; the report has the full tables
+_SHORT_US = 10.0  # the `short_kernel_frac` metric's boundary
+Place = tuple[float, str]  # weight for ordering, text
+
+
+def _calls(calls: float) -> str:
+    return "" if calls == 1 else f", {count_text(round(calls, 1))}×"
+
+
+def _where(row: KernelRow) -> str:
+    place = " ".join(part for part in (row.source, row.module) if part)
+    what = row.op or row.name
+    return f"{place}: {what}" if place else what
+
+
+def _rows(profile: StepProfile, wanted: Callable[[KernelRow], bool], cost: Callable[[KernelRow], float]) -> list[Place]:
+    """Rows of one place (source line, module, operator and phase) together, by cost."""
+    places: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in profile.kernels:
+        if wanted(row):
+            key = (_where(row), row.phase)
+            total, calls = places.get(key, (0.0, 0.0))
+            places[key] = (total + cost(row), calls + row.calls)
+    return [
+        (total, f"{where} ({phase}, {time_text(total)}{_calls(calls)})")
+        for (where, phase), (total, calls) in places.items()
+    ]
+
+
+def _kinds(*kinds: str) -> Callable[[StepProfile], list[Place]]:
+    return lambda profile: _rows(profile, lambda row: row.kind in kinds, lambda row: row.time_us)
+
+
+def _matrix(dtypes: tuple[str, ...]) -> Callable[[StepProfile], list[Place]]:
+    return lambda profile: _rows(
+        profile, lambda row: row.kind in ("conv", "gemm") and row.dtype in dtypes, lambda row: row.time_us
+    )
+
+
+def _idle(*causes: str) -> Callable[[StepProfile], list[Place]]:
+    def places(profile: StepProfile) -> list[Place]:
+        return [
+            (
+                site.time_us,
+                f"{site.source or 'unknown line'}: {site.what} ({time_text(site.time_us)}{_calls(site.calls)})",
+            )
+            for cause in profile.idle
+            if cause.cause in causes
+            for site in cause.sites
+        ]
+
+    return places
+
+
+def _syncs(*words: str) -> Callable[[StepProfile], list[Place]]:
+    def places(profile: StepProfile) -> list[Place]:
+        return [
+            (
+                site.time_us,
+                f"{site.source or 'unknown line'}: {site.what} ({time_text(site.time_us)}{_calls(site.calls)})",
+            )
+            for site in profile.syncs
+            if not words or any(word in site.what.lower() for word in words)
+        ]
+
+    return places
+
+
+def _copies(kind: str) -> Callable[[StepProfile], list[Place]]:
+    def places(profile: StepProfile) -> list[Place]:
+        return [
+            (
+                copy.time_us,
+                f"{copy.source or 'unknown line'}: {bytes_text(copy.bytes)}{' pageable' if copy.pageable else ''}"
+                f" ({time_text(copy.time_us)}{_calls(copy.calls)})",
+            )
+            for copy in profile.copies
+            if copy.kind == kind
+        ]
+
+    return places
+
+
+def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[Place]]:
+    """Convolution modules with their shape, by the time their rows take; modules of no known time come last."""
+
+    def places(profile: StepProfile) -> list[Place]:
+        time: dict[str, float] = {}
+        for row in profile.kernels:
+            if row.kind == "conv":
+                time[row.module] = time.get(row.module, 0.0) + row.time_us
+        found = []
+        for conv in profile.model.convs:
+            if wanted(conv):
+                spent = time.get(conv.module, 0.0)
+                kernel = "×".join(str(extent) for extent in conv.kernel)
+                groups = f", {conv.groups} groups" if conv.groups > 1 else ""
+                cost = f" ({time_text(spent)})" if spent else ""
+                text = f"{conv.module}: {kernel} {conv.in_channels}→{conv.out_channels}{groups}{cost}"
+                found.append((spent, text))
+        return found
+
+    return places
+
+
+def _loader(profile: StepProfile) -> list[Place]:
+    if not profile.input.loader:
+        return _idle("data")(profile)
+    where = profile.input.source or "unknown line"
+    return [
+        (1.0, f"{where}: {profile.input.loader}, {profile.input.workers} workers ({time_text(profile.input.next_us)})")
+    ]
+
+
+def _optimizers(profile: StepProfile) -> list[Place]:
+    return [(1.0, name) for name in profile.model.optimizers]
+
+
+def _environment(profile: StepProfile) -> list[Place]:
+    return [(1.0, f"{name}={value}") for name, value in profile.model.env.items()]
+
+
+SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
+    "loader": _loader,
+    "launch_gaps": _idle("launch"),
+    "other_gaps": _idle("other"),
+    "copy_gaps": _idle("copy"),
+    "sync_gaps": _idle("sync"),
+    "syncs": _syncs(),
+    "item_syncs": _syncs("item", "_local_scalar_dense"),
+    "explicit_syncs": _syncs("devicesynchronize", "torch.cuda.synchronize"),
+    "nonzero_syncs": _syncs("nonzero", "index", "masked", "unique"),
+    "h2d_copies": _copies("h2d"),
+    "d2h_copies": _copies("d2h"),
+    "d2d_copies": _copies("d2d"),
+    "convolutions": _kinds("conv"),
+    "matrix_products": _kinds("conv", "gemm"),
+    "fp32_products": _matrix(("fp32", "tf32")),
+    "half_products": _matrix(("fp16", "bf16")),
+    "norms": _kinds("norm"),
+    "norms_and_activations": _kinds("norm", "activation"),
+    "elementwise": _kinds("elementwise", "activation"),
+    "pools": _kinds("pool"),
+    "reductions": _kinds("reduce"),
+    "layout_changes": _kinds("layout"),
+    "device_copies": _kinds("copy", "layout"),
+    "fills": _kinds("memset"),
+    "upsampling": _kinds("upsample"),
+    "concatenation": _kinds("concat"),
+    "dropout": _kinds("dropout"),
+    "losses": _kinds("loss"),
+    "communication": _kinds("comm"),
+    "optimizer_kernels": lambda p: _rows(p, lambda row: row.phase == "optimizer", lambda row: row.time_us),
+    "optimizers": _optimizers,
+    "casts": lambda p: _rows(p, lambda row: row.op in ("aten::to", "aten::_to_copy"), lambda row: row.time_us),
+    "indexing": lambda p: _rows(
+        p, lambda row: any(word in row.op for word in ("index", "gather", "scatter")), lambda row: row.time_us
+    ),
+    "fp64_kernels": lambda p: _rows(p, lambda row: row.dtype == "fp64", lambda row: row.time_us),
+    "short_kernels": lambda p: _rows(p, lambda row: 0 < row.time_us < _SHORT_US * row.calls, lambda row: row.time_us),
+    "kernels": lambda p: _rows(p, lambda row: True, lambda row: row.time_us),
+    "unattributed_kernels": lambda p: _rows(p, lambda row: not row.op, lambda row: row.time_us),
+    "largest_gaps": lambda p: _rows(
+        p, lambda row: 0 < row.limit_us < row.time_us, lambda row: row.time_us - row.limit_us
+    ),
+    "convolution_gaps": lambda p: _rows(
+        p, lambda row: row.kind == "conv" and 0 < row.limit_us < row.time_us, lambda row: row.time_us - row.limit_us
+    ),
+    "grouped_convolutions": _convs(lambda conv: conv.groups > 1 and conv.groups != conv.in_channels),
+    "depthwise_convolutions": _convs(lambda conv: conv.groups > 1 and conv.groups == conv.in_channels),
+    "large_convolutions": _convs(lambda conv: max(conv.kernel, default=0) >= 7),
+    "first_convolutions": _convs(lambda conv: conv.in_channels <= 4 and conv.groups == 1),
+    "biased_convolutions": _convs(lambda conv: conv.bias and conv.followed_by_bn),
+    "transposed_convolutions": _convs(lambda conv: conv.transposed),
+    "unaligned_convolutions": _convs(lambda conv: bool(conv.in_channels % 8 or conv.out_channels % 8)),
+    "fp32_3x3_convolutions": _convs(lambda conv: conv.kernel == (3, 3) and conv.stride == (1, 1) and conv.groups == 1),
+    "environment_variables": _environment,
+}
+
+
+def select(name: str, profile: StepProfile | None) -> tuple[str, ...]:
+    """The costliest places that the selector names; empty without a profile."""
+    if profile is None or not name:
+        return ()
+    ordered: Iterable[Place] = sorted(SELECTORS[name](profile), key=lambda place: (-place[0], place[1]))
+    return tuple(dict.fromkeys(text for _, text in ordered))[:LIMIT]
