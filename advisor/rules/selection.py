@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from advisor.core.errors import AdvisorError
@@ -15,12 +16,16 @@ from advisor.rules.schema import meant
 
 
 def apply_overrides(
-    rules: Iterable[Rule], select: Iterable[str] = (), ignore: Iterable[str] = (), overrides: Iterable[str] = ()
+    rules: Iterable[Rule],
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    overrides: Mapping[str, str] | Iterable[str] = (),
 ) -> tuple[Rule, ...]:
     """The rules that `select` names and `ignore` does not, with thresholds changed by `overrides`.
 
     `select`, `ignore`: rule ids, areas, or globs over "id", "area" and "area/id". No `select` means all. `overrides`:
-    "RULE.METRIC=VALUE", or "RULE.METRIC.OPERATOR=VALUE" where a rule compares one metric twice; the value carries its unit.
+    "RULE.METRIC=VALUE", or "RULE.METRIC.OPERATOR=VALUE" where a rule compares one metric twice, as texts or as a mapping
+    from the part before "=" to the part after. The value carries its unit; a share may also be a fraction ("0.1").
 
     Raises:
         AdvisorError: for a pattern that names nothing and an override that does not fit, with the nearest name.
@@ -29,7 +34,8 @@ def apply_overrides(
     chosen = _named(rules, select, "--select") or {rule.id for rule in rules}
     chosen -= _named(rules, ignore, "--ignore")
     changed = {rule.id: rule for rule in rules}
-    for text in overrides:
+    texts = [f"{key}={value}" for key, value in overrides.items()] if isinstance(overrides, Mapping) else overrides
+    for text in texts:
         rule = _override(changed, text)
         changed[rule.id] = rule
     return tuple(changed[rule.id] for rule in rules if rule.id in chosen)
@@ -97,6 +103,8 @@ def _changed(leaf: Comparison, value: str, text: str) -> Comparison:
     spec = BY_NAME[leaf.metric]
     threshold: float | str | bool | tuple[str, ...]
     if spec.kind == "number":
+        if spec.unit == "frac" and re.fullmatch(r"-?0?\.[0-9]{1,15}|0", value):
+            value = f"{float(value) * 100:.12g} %"
         try:
             threshold = units.parse_number(value, spec)
         except ValueError as error:

@@ -1,0 +1,157 @@
+"""`advisor rules list|show|test|lint`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from advisor.cli import output
+from advisor.cli.parameters import rules_option
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.rules.rule import AREAS, Rule
+
+paths_argument = click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[PATHS]...")
+
+
+def _say(text: str) -> None:
+    output.say(text, sys.stdout)
+
+
+@click.group()
+def rules() -> None:
+    """List, show, test and lint the rules.
+
+    Rules are YAML files: what to look for, with a unit and a reason for every threshold, what it costs, what to do, and
+    cases that prove the rule does what it says. docs/guides/add-a-rule.md shows how to write one.
+    """
+
+
+@rules.command("list")
+@rules_option
+@click.option("--area", type=click.Choice(tuple(AREAS)), help="Only the rules of this area.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON, one object a rule.")
+def list_rules(*, rules_dirs: tuple[Path, ...], area: str | None, as_json: bool) -> int:
+    """List every rule: id, severity, semantics, the transform it asks for, title.
+
+    \b
+    Examples:
+      advisor rules list --area input
+      advisor rules list --rules my-rules --json
+    """
+    from advisor.rules import load
+
+    chosen = [rule for rule in load(rules_dirs) if area in (None, rule.area)]
+    if as_json:
+        _say(output.json_text([_facts(rule) for rule in chosen]))
+        return ExitCode.OK
+    identifier, wanted = max(len(rule.id) for rule in chosen), max(len(rule.transform) for rule in chosen)
+    current = ""
+    for rule in chosen:
+        if rule.area != current:
+            _say(f"{'' if not current else chr(10)}{rule.area}: {AREAS[rule.area]}")
+            current = rule.area
+        transform = rule.transform or "–"
+        _say(
+            f"  {rule.id:{identifier}}  {rule.severity:6}  {rule.semantics.value:12}  {transform:{wanted}}  {rule.title}"
+        )
+    _say(f"\n{len(chosen)} rules. `{output.program()} rules show ID` explains one.")
+    return ExitCode.OK
+
+
+def _facts(rule: Rule) -> dict[str, object]:
+    gain = rule.gain and {"low": rule.gain.low.text, "high": rule.gain.high.text, "basis": rule.gain.basis}
+    return {
+        "id": rule.id,
+        "title": rule.title,
+        "area": rule.area,
+        "severity": rule.severity,
+        "status": rule.status,
+        "semantics": rule.semantics.value,
+        "requires": list(rule.requires),
+        "transform": rule.transform,
+        "parameters": rule.parameters,
+        "gain": gain,
+        "gates": rule.gates,
+        "path": rule.path,
+    }
+
+
+@rules.command()
+@rules_option
+@click.argument("identifier", metavar="ID")
+def show(identifier: str, *, rules_dirs: tuple[Path, ...]) -> int:
+    """Explain one rule: what it says, why, its thresholds and their reasons, when it is wrong, references, cases.
+
+    \b
+    Example:
+      advisor rules show launch-bound
+    """
+    from advisor.rules import load
+    from advisor.rules.docs import rule_text
+    from advisor.rules.selection import find
+
+    rule = find(load(rules_dirs), identifier)
+    _say(f"{rule_text(rule)}\n\nFile: {rule.path}")
+    return ExitCode.OK
+
+
+@rules.command()
+@paths_argument
+@click.option("-v", "--verbose", is_flag=True, help="Show every case, not only those that fail.")
+def test(paths: tuple[Path, ...], *, verbose: bool) -> int:
+    """Run the cases of the rules at PATHS (files or folders), or of the bundled rules. Exits with 1 when one fails.
+
+    Every rule needs a case that fires, one that stays quiet just below a threshold, and one that is not evaluated for
+    lack of a metric. They stand beside the rule, in <rule>.cases.yaml.
+
+    \b
+    Examples:
+      advisor rules test
+      advisor rules test my-rules -v
+    """
+    from advisor.rules import load, run_cases
+    from advisor.transforms.registry import TRANSFORMS
+
+    results = run_cases(load(paths, shipped=not paths, transforms=TRANSFORMS))
+    failed = [result for result in results if not result.passed]
+    for result in results if verbose else failed:
+        word = "ok    " if result.passed else "FAILED"
+        _say(f"{word} {result.rule}: {result.case}" + (f": {result.detail}" if result.detail else ""))
+    counted = Counter(result.rule for result in results)
+    _say(f"{len(results)} cases of {len(counted)} rules, {len(failed)} failed")
+    return ExitCode.FINDINGS if failed else ExitCode.OK
+
+
+@rules.command()
+@paths_argument
+def lint(paths: tuple[Path, ...]) -> int:
+    """Check the form of the rules at PATHS (files or folders), or of the bundled rules. Exits with 1 on a fault.
+
+    Each fault is told as file:line:column with the line itself. Nothing in a rule is ever executed.
+
+    \b
+    Example:
+      advisor rules lint my-rules
+    """
+    from advisor.resources import rules_dir
+    from advisor.rules import check
+    from advisor.rules.cases import read_cases
+    from advisor.rules.yaml_nodes import RuleError
+    from advisor.transforms.registry import TRANSFORMS
+
+    found, problems = check(paths or (rules_dir(),), transforms=TRANSFORMS)
+    faults: list[AdvisorError] = list(problems)
+    for rule in found:
+        try:
+            read_cases(rule)
+        except AdvisorError as error:
+            faults.append(error)
+    for fault in faults:
+        _say(str(fault))
+        if isinstance(fault, RuleError) and fault.excerpt:
+            _say(fault.excerpt)
+    _say(f"{len(found)} sound rules, {len(faults)} faults")
+    return ExitCode.FINDINGS if faults else ExitCode.OK
