@@ -77,8 +77,13 @@ def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write text and a newline to stderr, or to another stream."""
-    click.echo(text, file=stream or sys.stderr, color=True)  # colours are decided above; click must not strip them
+    """Write text and a newline to stderr, or to another stream; what its encoding lacks becomes a question mark."""
+    file = stream or sys.stderr
+    try:
+        text.encode(encoding := file.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = text.encode(encoding, "replace").decode(encoding)
+    click.echo(text, file=file, color=True)  # colours are decided above; click must not strip them
 
 
 def program() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +20,9 @@ from advisor.cli.parameters import (
 )
 from advisor.cli.progress import Progress
 from advisor.core.errors import ExitCode
+
+if TYPE_CHECKING:
+    from advisor.pipeline import ProfileResult
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
@@ -83,11 +87,21 @@ def profile(
             rules_dirs=rules_dirs,
             say=say,
         )
+    try:
+        _show(result, form, quiet)
+    except Exception as error:
+        if result.exit_code == 0:
+            raise
+        # The script has failed: its exit code says more than a fault in our report.
+        output.say(f"advisor: the report could not be made ({type(error).__name__}). The run is in {result.run_dir}.")
+    if result.exit_code == 0 and output.reaches(result.findings, fail_on):
+        return ExitCode.FINDINGS
+    return int(result.exit_code)
+
+
+def _show(result: ProfileResult, form: str, quiet: bool) -> None:
     stream = sys.stderr if form == "text" else sys.stdout
     if result.profile is not None and not (quiet and form == "text"):
         output.say(output.run_text(form, result.profile, result.findings, None, stream=stream), stream)
     if not quiet:
         output.say(output.files_text(result.run_dir))
-    if result.exit_code == 0 and output.reaches(result.findings, fail_on):
-        return ExitCode.FINDINGS
-    return int(result.exit_code)

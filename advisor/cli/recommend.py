@@ -14,7 +14,7 @@ from advisor.core.errors import ExitCode
 
 @click.command()
 @rules_option
-@click.option("--select", multiple=True, metavar="RULE", help="Only these rules (repeatable).")
+@click.option("--select", multiple=True, metavar="RULE", help="Only these rules: ids, areas or globs (repeatable).")
 @click.option("--ignore", multiple=True, metavar="RULE", help="Leave these rules out (repeatable).")
 @click.option(
     "--set", "overrides", multiple=True, type=Override(), help="Another threshold for one condition (repeatable)."

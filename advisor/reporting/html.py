@@ -108,8 +108,8 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "roofline": charts.roofline(profile),
         "kernels": [_kernel(r, profile) for r in rows[:MAX_KERNELS]],
         "kernels_left": len(rows) - len(rows[:MAX_KERNELS]),
-        "modules": modules[:MAX_MODULES],
-        "modules_left": len(modules) - len(modules[:MAX_MODULES]),
+        "modules": _longest(modules),
+        "modules_left": max(0, len(modules) - MAX_MODULES),
         "utilization": [
             (name, BY_NAME[name].doc if name in BY_NAME else "", quantity)
             for name, quantity in sorted(profile.utilization.items())
@@ -131,6 +131,12 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "css": Markup(_asset("report.css")),
         "js": Markup(_asset("report.js")),
     }
+
+
+def _longest(modules: tuple[breakdown.ModuleTime, ...]) -> list[breakdown.ModuleTime]:
+    """The longest modules in tree order. A parent is never shorter than its child, so no row loses its parent."""
+    longest = sorted(range(len(modules)), key=lambda i: (-modules[i].time_us, i))[:MAX_MODULES]
+    return [modules[i] for i in sorted(longest)]
 
 
 def _asset(name: str) -> str:

@@ -14,7 +14,7 @@ from advisor.core.verdict import TrialLog, Verdict
 from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta, compare_profiles
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "94", "cyan": "36"}
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATUS_COLORS = {"kept": "green", "reverted": "yellow", "failed": "red", "inconclusive": "cyan"}
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import samples
 
 from advisor.cli import ask as asking
+from advisor.cli import output
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Interval, Recommendation
 
@@ -63,6 +65,40 @@ def test_fail_on(invoke, severity, code):
 def test_fail_on_does_not_hide_the_scripts_own_failure(invoke, pipeline):
     pipeline.exit_code = 9
     assert invoke("profile", "--fail-on", "high", "train.py").exit_code == 9
+
+
+def test_a_fault_in_the_report_does_not_hide_the_scripts_own_failure(invoke, pipeline, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("planted")
+
+    monkeypatch.setattr("advisor.reporting.terminal.profile_text", fail)
+    pipeline.exit_code = 9
+    result = invoke("profile", "train.py")
+    assert result.exit_code == 9
+    assert "the report could not be made (ValueError)" in result.stderr
+    pipeline.exit_code = 0
+    assert invoke("profile", "train.py").exit_code == ExitCode.OWN_FAULT
+
+
+def test_streams_that_cannot_write_every_character():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    output.say("3.10× faster, 12 µs", stream)
+    stream.seek(0)
+    assert stream.read() == "3.10? faster, 12 ?s\n"
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), (None, None)])
+def test_colour_only_on_a_willing_terminal(monkeypatch, variable, value):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if variable:
+        monkeypatch.setenv(variable, value)
+    assert output.color(Terminal()) is (variable is None)
+    assert output.color(io.StringIO()) is False
 
 
 def test_quiet_profile_says_nothing(invoke):
