@@ -11,24 +11,21 @@ Sources: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.patch import all_or_nothing, map_tensors, replace_attribute, tensors_in
+from advisor.transforms.replay import replay
 
 _CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
-
-# Convolution module → whether its input was NHWC in the first step after `apply`.
-_seen: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
 class ChannelsLast(Transform):
@@ -66,13 +63,10 @@ class ChannelsLast(Transform):
                 _relayout(training, weight, plain, nhwc)
             replace_attribute(undo, torch.Tensor, "view", _tolerant_view(torch.Tensor.view))
             for root in training.roots:
-                convolutions = [module for module in root.module.modules() if isinstance(module, _CONVOLUTIONS)]
-                if convolutions:
+                if any(isinstance(module, _CONVOLUTIONS) for module in root.module.modules()):
                     stack = ForwardStack.of(root.module)
                     undo.push(functools.partial(stack.clear, INPUT_LAYOUT))
                     stack.set(INPUT_LAYOUT, _nhwc_inputs)
-                    if stack.get(CAPTURE) is None and stack.get(GRAPH) is None:  # hooks would be compiled in
-                        _watch(convolutions, undo)
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
@@ -89,14 +83,16 @@ class ChannelsLast(Transform):
                 detail=f"{share:.0%} of convolution time is on NHWC tensors",
                 numbers={"nhwc_frac": share},
             )
-        convolutions = [m for root in training.roots for m in root.module.modules() if m in _seen]
-        if not convolutions:
-            return Check(passed=None, detail="no step has run since, or the model is compiled and no trace was taken")
-        hits = sum(_seen[module] for module in convolutions)
+        stacks = [ForwardStack.of(root.module) for root in training.roots]
+        if any(stack.get(CAPTURE) or stack.get(GRAPH) for stack in stacks):  # looking would compile the hooks in
+            return Check(passed=None, detail="the model is compiled or captured, and no trace was taken")
+        seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
+        if not seen:
+            return Check(passed=None, detail="no convolution ran")
         return Check(
-            passed=hits * 2 > len(convolutions),
-            detail=f"{hits} of {len(convolutions)} convolutions had an NHWC input",
-            numbers={"nhwc_inputs": float(hits), "convolutions": float(len(convolutions))},
+            passed=sum(seen) * 2 > len(seen),
+            detail=f"{sum(seen)} of {len(seen)} convolutions have an NHWC input",
+            numbers={"nhwc_inputs": float(sum(seen)), "convolutions": float(len(seen))},
         )
 
 
@@ -166,7 +162,7 @@ def _tolerant_view(plain_view: Callable[..., torch.Tensor]) -> Callable[..., tor
     def view(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         try:
             return plain_view(self, *args, **kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # ValueError from the fake tensors of a compiler
             if self.dim() == 4 and _is_nhwc(self) and not self.is_contiguous():
                 return plain_view(self.contiguous(), *args, **kwargs)
             raise
@@ -174,18 +170,17 @@ def _tolerant_view(plain_view: Callable[..., torch.Tensor]) -> Callable[..., tor
     return view
 
 
-def _watch(convolutions: Sequence[torch.nn.Module], undo: Undo) -> None:
-    """Note once, at each convolution's next training call, whether its input is NHWC."""
+def _nhwc_inputs_seen(root: RootModule) -> list[bool]:
+    """Whether each convolution of `root`, in order of execution, gets an NHWC input."""
+    seen: list[bool] = []
 
-    def attach(module: torch.nn.Module) -> None:
-        def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if module.training and torch.is_grad_enabled() and args and isinstance(args[0], torch.Tensor):
-                _seen[module] = _is_nhwc(args[0])
-                handle.remove()
+    def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        seen.extend(_is_nhwc(tensor) for tensor in args[:1] if isinstance(tensor, torch.Tensor))
 
-        handle = module.register_forward_pre_hook(note)
-        undo.push(functools.partial(_seen.pop, module, None))
-        undo.push(handle.remove)
-
-    for module in convolutions:
-        attach(module)
+    hooks = [m.register_forward_pre_hook(note) for m in root.module.modules() if isinstance(m, _CONVOLUTIONS)]
+    try:
+        replay(root)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

@@ -21,6 +21,7 @@ import torch
 Layer = Callable[[Callable[..., Any], torch.nn.Module], Callable[..., Any]]
 """`wrap(inner, module)` returns the callable that stands for `inner`; called once for each different `inner`."""
 
+SUBMODULE = 0  # around the forward of a layer inside a root
 INPUT_LAYOUT = 10
 AUTOCAST = 20
 CAPTURE = 30

@@ -1,0 +1,63 @@
+"""What a DataLoader's items tell about it, looked at without leaving a trace."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from advisor.transforms.patch import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a dataset: its bytes, whether it is on a device already, and whether reading it draws random numbers."""
+
+    bytes: int
+    on_device: bool
+    random: bool
+
+
+def probe(loader: DataLoader[Any]) -> Item:
+    """Read item 0 once. The host's random-number generators are as before afterwards.
+
+    Raises:
+        Whatever the dataset raises.
+    """
+    with _generators_kept() as moved:
+        tensors = tensors_in(loader.dataset[0])
+    return Item(
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        on_device=any(tensor.device.type != "cpu" for tensor in tensors),
+        random=any(moved),
+    )
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether the dataset has no items by index."""
+    return isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__")
+
+
+@contextmanager
+def _generators_kept() -> Iterator[list[bool]]:
+    """Python's, NumPy's and torch's host generators are as before afterwards; the list then says whether they had moved."""
+    numpy: Any = sys.modules.get("numpy")
+    python, torch_host = random.getstate(), torch.get_rng_state()
+    legacy: Any = numpy.random.get_state() if numpy else None
+    moved: list[bool] = []
+    try:
+        yield moved
+    finally:
+        moved.append(random.getstate() != python or not torch.equal(torch.get_rng_state(), torch_host))
+        random.setstate(python)
+        torch.set_rng_state(torch_host)
+        if numpy:
+            now = numpy.random.get_state()
+            moved.append(now[2:] != legacy[2:] or bool((now[1] != legacy[1]).any()))
+            numpy.random.set_state(legacy)

@@ -1,0 +1,157 @@
+"""Load batches in worker processes.
+
+A loader gets workers when it is next iterated with gradients on, so evaluation loaders stay as they are. Batches come in the same
+order. A dataset that draws random numbers draws them from its worker's generator, not from the training process's: the
+augmentation is as random as before, but its numbers are others (and so are those of anything that shared the generator).
+
+Workers see the dataset as it was when they started, at the beginning of an epoch; so they persist over epochs only if asked to.
+Loses where an item costs less than handing it over.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.loader import is_stream, probe
+from advisor.transforms.patch import all_or_nothing, replace_attribute
+
+# More workers than this seldom help one GPU, and each costs memory; torch warns above the number of cores.
+_MOST_WORKERS = 8
+_PREFETCH = 2  # torch's default
+_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+class LoaderWorkers(Transform):
+    """Give training loaders worker processes and pinned memory."""
+
+    id = "loader_workers"
+    title = "data loader workers"
+    semantics = Semantics.REASSOCIATED
+    live = False
+    order = 5
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        wanted = _wanted(parameters)
+        sites, unmatched, notes = [], [], []
+        for index, loader in enumerate(training.loaders):
+            name = f"{type(loader.dataset).__name__}, loader {index + 1}"
+            why_not = _why_not(loader, wanted, parameters)
+            if why_not:
+                unmatched.append(f"{name}: {why_not}")
+                continue
+            sites.append(f"{name}: {loader.num_workers} → {wanted} workers")
+            if loader.num_workers == 0 and probe(loader).random:
+                notes.append(f"{name}: random augmentation draws from its worker's generator, so its numbers differ")
+        reason = "; ".join(notes) if sites else "; ".join(unmatched) or "no DataLoader was iterated in training"
+        return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        """May be applied before the script has built its loaders.
+
+        Parameters: `workers` (default: cores this process may use less one, at most 8), `prefetch_factor`, `persistent`
+        ("true" keeps workers over epochs, for datasets that do not change).
+        """
+        wanted = _wanted(parameters)
+        plain = DataLoader.__iter__
+
+        @functools.wraps(plain)
+        def iterate(self: DataLoader[Any]) -> Any:
+            if torch.is_grad_enabled() and not _why_not(self, wanted, parameters):
+                _raise_workers(self, wanted, parameters, training.device, undo)
+            return plain(self)
+
+        with all_or_nothing() as undo:
+            replace_attribute(undo, DataLoader, "__iter__", iterate)
+        return undo
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        workers = [loader.num_workers for loader in training.loaders]
+        if before is not None and after is not None:
+            numbers = {"workers_before": float(before.input.workers), "workers_after": float(after.input.workers)}
+            return Check(
+                passed=after.input.workers > before.input.workers,
+                detail=f"workers {before.input.workers} → {after.input.workers}",
+                numbers=numbers,
+            )
+        raised = [loader for loader in training.loaders if "_advisor_workers" in vars(loader)]
+        if raised:
+            return Check(
+                passed=True, detail=f"{raised[0].num_workers} workers", numbers={"workers": float(max(workers))}
+            )
+        return Check(passed=None if not workers else False, detail="no loader has been given workers yet")
+
+
+def _wanted(parameters: Mapping[str, str]) -> int:
+    if "workers" in parameters:
+        return int(parameters["workers"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(cores // ranks - 1, _MOST_WORKERS))
+
+
+def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]) -> str:
+    if loader.num_workers >= wanted:
+        return f"has {loader.num_workers} workers"
+    if is_stream(loader):
+        return "an IterableDataset yields everything again in each worker"
+    try:
+        item = probe(loader)
+        if item.on_device:
+            return "its items are on a device, which worker processes cannot share"
+        if not _forks(loader):
+            pickle.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))
+    except Exception as error:  # the dataset is the script's own code
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    ahead = wanted * int(parameters.get("prefetch_factor", _PREFETCH))
+    needed = item.bytes * (loader.batch_size or 1) * ahead
+    free = _shared_memory_bytes()
+    if free is not None and needed > free:
+        return f"its batches need {needed / 1e6:.0f} MB of shared memory, {free / 1e6:.0f} MB are free"
+    return ""
+
+
+def _forks(loader: DataLoader[Any]) -> bool:
+    context: Any = loader.multiprocessing_context or multiprocessing
+    return bool(context.get_start_method() == "fork")
+
+
+def _shared_memory_bytes() -> int | None:
+    try:
+        status = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def _raise_workers(
+    loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str], device: torch.device, undo: Undo
+) -> None:
+    plain = {name: getattr(loader, name) for name in _SETTINGS}
+
+    def put_back() -> None:
+        vars(loader).update(plain)
+        vars(loader).pop("_advisor_workers", None)
+        loader._iterator = None  # an epoch that is running goes on with the iterator it has
+
+    undo.push(put_back)
+    # Past `DataLoader.__setattr__`, which refuses some of these after construction.
+    vars(loader).update(
+        num_workers=wanted,
+        prefetch_factor=int(parameters.get("prefetch_factor", plain["prefetch_factor"] or _PREFETCH)),
+        pin_memory=plain["pin_memory"] or device.type == "cuda",
+        persistent_workers=plain["persistent_workers"] or parameters.get("persistent") == "true",
+        _advisor_workers=True,
+    )

@@ -1,0 +1,281 @@
+"""Copy the next batch to the GPU while the current one trains.
+
+One batch ahead, tensors of the next batch go through pinned memory to the GPU on a stream of their own. The script still gets its
+batch on the host; when it then calls `.to(device)` or `.cuda()` on one of those very tensors, unchanged, it gets the copy that is
+there already. A tensor that it changed, sliced or converted first is copied as ever.
+
+Holds one more batch in pinned and one in device memory. Loses nothing but host time where copies are short.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.loader import is_stream, probe
+from advisor.transforms.patch import all_or_nothing, replace_attribute, tensors_in
+
+_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
+_counts = {"ahead": 0, "on demand": 0}
+
+
+class DevicePrefetch(Transform):
+    """Copy batches to the GPU one step ahead."""
+
+    id = "prefetch"
+    title = "host-to-device prefetch on a side stream"
+    semantics = Semantics.EXACT
+    order = 30
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        if training.device.type != "cuda":
+            return Match(applies=False, reason="batches stay on the host")
+        sites, unmatched = [], []
+        for index, loader in enumerate(training.loaders):
+            name = f"{type(loader.dataset).__name__}, loader {index + 1}"
+            why_not = _why_not(loader)
+            if why_not:
+                unmatched.append(f"{name}: {why_not}")
+            else:
+                sites.append(name)
+        reason = "" if sites else "; ".join(unmatched) or "no DataLoader was iterated in training"
+        return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        loaders = [loader for loader in training.loaders if not _why_not(loader)]
+        _counts.update({"ahead": 0, "on demand": 0})
+        device = training.device
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        ahead = _Ahead(device, CudaCopies(device))
+        plain = DataLoader._get_iterator
+
+        @functools.wraps(plain)
+        def get_iterator(self: DataLoader[Any]) -> _BaseDataLoaderIter:
+            if not any(self is loader for loader in loaders):
+                return plain(self)
+            # The loader's own thread pins better than we can; only for this iterator.
+            pinned, self.pin_memory = self.pin_memory, self.pin_memory or device.type == "cuda"
+            try:
+                iterator = plain(self)
+            finally:
+                self.pin_memory = pinned
+            ahead.look_ahead(iterator)
+            return iterator
+
+        with all_or_nothing() as undo:
+            undo.push(ahead.stop)
+            replace_attribute(undo, DataLoader, "_get_iterator", get_iterator)
+            replace_attribute(undo, torch.Tensor, "to", ahead.replacing_to(torch.Tensor.to))
+            replace_attribute(undo, torch.Tensor, "cuda", ahead.replacing_cuda(torch.Tensor.cuda))
+            for iterator in _running_iterators(loaders):
+                ahead.look_ahead(iterator)
+        return undo
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        hits, misses = _counts["ahead"], _counts["on demand"]
+        numbers = {"ahead": float(hits), "on_demand": float(misses)}
+        if hits == 0:
+            return Check(passed=False, detail="no batch tensor was moved to the GPU unchanged", numbers=numbers)
+        if before is not None and after is not None:
+            shares = [_overlap(profile) for profile in (before, after)]
+            numbers |= {"overlapped_before": shares[0], "overlapped_after": shares[1]}
+        return Check(passed=True, detail=f"{hits} batch tensors were on the GPU ahead of time", numbers=numbers)
+
+
+class CudaCopies:
+    """Copies to one CUDA device on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the copy; the callable returns it, ready for the stream that is current then."""
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        with torch.cuda.stream(self.stream):
+            copy = pinned.to(self.device, non_blocking=True)
+            done = self.stream.record_event()
+
+        def finish() -> torch.Tensor:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
+            copy.record_stream(current)  # its memory belongs to the side stream
+            return copy
+
+        return finish
+
+
+@dataclass(slots=True)
+class _Copy:
+    tensor: ref[torch.Tensor]
+    version: int
+    finish: Callable[[], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What was taken from an iterator ahead of time."""
+
+    batch: Any = None
+    end: Exception | None = None
+    copies: dict[int, _Copy] = field(default_factory=dict)
+
+
+class _Ahead:
+    """The iterators that look ahead, and the copies of the batch that the script has now."""
+
+    def __init__(self, device: torch.device, copies: Any) -> None:
+        self.device = device
+        self.copies = copies
+        self.current: dict[int, _Copy] = {}
+        self.active = True
+
+    def stop(self) -> None:
+        """No further look ahead. A batch that was taken already is still delivered."""
+        self.active = False
+        self.current = {}
+
+    def look_ahead(self, iterator: _BaseDataLoaderIter) -> None:
+        """Replace the iterator's `_next_data`, on the instance, by one that holds the next batch."""
+        # Weakly, so that an iterator that the script drops still goes at once, and its workers with it.
+        owner = ref(iterator)
+        pending: list[_Pending] = []
+
+        def take(iterator: _BaseDataLoaderIter) -> _Pending:
+            try:
+                return _Pending(batch=type(iterator)._next_data(iterator))
+            except Exception as end:  # the epoch's end, or an error of the dataset: told when its batch is asked for
+                return _Pending(end=end)
+
+        def next_data() -> Any:
+            iterator = owner()
+            if iterator is None:
+                raise StopIteration
+            if iterator._num_yielded == 0:  # a new epoch: what an abandoned one left is no longer wanted
+                pending.clear()
+            now = pending.pop() if pending else take(iterator)
+            if not self.active:
+                vars(iterator).pop("_next_data", None)
+            if now.end is not None:
+                raise now.end
+            if not self.active:
+                return now.batch
+            self.current = now.copies
+            following = take(iterator)
+            for tensor in tensors_in(following.batch):
+                if _can_move(tensor):
+                    following.copies[id(tensor)] = _Copy(ref(tensor), tensor._version, self.copies.start(tensor))
+            pending.append(following)
+            return now.batch
+
+        iterator._next_data = next_data  # type: ignore[method-assign]
+
+    def _claim(self, tensor: torch.Tensor, target: torch.device | None) -> torch.Tensor | None:
+        """The copy of this tensor, once, if it is still a copy of it and was wanted there."""
+        if target is None or target.type != self.device.type or target.index not in (None, self.device.index):
+            return None
+        copy = self.current.pop(id(tensor), None)
+        if copy is None or copy.tensor() is not tensor or copy.version != tensor._version:
+            _counts["on demand"] += 1
+            return None
+        _counts["ahead"] += 1
+        return copy.finish()
+
+    def replacing_to(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(plain)
+        def to(self_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if id(self_) in self.current:
+                ready = self._claim(self_, _target(args, kwargs))
+                if ready is not None:
+                    self_ = ready  # further conversions go on from the copy
+            return plain(self_, *args, **kwargs)
+
+        return to
+
+    def replacing_cuda(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(plain)
+        def cuda(self_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if id(self_) in self.current:
+                device = args[0] if args else kwargs.get("device")
+                ready = self._claim(self_, torch.device("cuda", device) if isinstance(device, int) else _cuda(device))
+                if ready is not None:
+                    self_ = ready
+            return plain(self_, *args, **kwargs)
+
+        return cuda
+
+
+def _cuda(device: Any) -> torch.device:
+    return torch.device("cuda" if device is None else device)
+
+
+def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device that `Tensor.to` was asked for, or None."""
+    wanted = kwargs.get("device", args[0] if args else kwargs.get("other"))
+    if isinstance(wanted, torch.Tensor):
+        return wanted.device
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
+        return torch.device("cuda", wanted)
+    try:
+        return torch.device(wanted) if isinstance(wanted, (str, torch.device)) else None
+    except RuntimeError:
+        return None
+
+
+def _can_move(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_inference()
+    )
+
+
+def _why_not(loader: DataLoader[Any]) -> str:
+    if is_stream(loader):
+        return "" if loader.num_workers else "taking a batch ahead from a stream would lose it at an early end"
+    if loader.num_workers:
+        return ""
+    if loader.sampler is not None and not isinstance(loader.sampler, _SAMPLERS):
+        return f"{type(loader.sampler).__name__} may keep state that a batch ahead would change"
+    try:
+        item = probe(loader)
+    except Exception as error:  # the dataset is the script's own code
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if item.on_device:
+        return "its items are on a device already"
+    if item.random:
+        return "its items draw random numbers in this process, and a batch ahead would change their order"
+    return ""
+
+
+def _running_iterators(loaders: list[DataLoader[Any]]) -> list[_BaseDataLoaderIter]:
+    samplers = {id(loader._index_sampler) for loader in loaders}
+    return [
+        candidate
+        for candidate in gc.get_objects()
+        if isinstance(type(candidate), type)
+        and issubclass(type(candidate), _BaseDataLoaderIter)
+        and id(vars(candidate).get("_index_sampler")) in samplers
+    ]
+
+
+def _overlap(profile: StepProfile) -> float:
+    copies = [copy for copy in profile.copies if copy.kind == "h2d"]
+    total = sum(copy.time_us for copy in copies)
+    return sum(copy.time_us * copy.overlapped_frac for copy in copies) / total if total else 0.0

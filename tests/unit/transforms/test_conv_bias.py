@@ -1,0 +1,176 @@
+"""Convolution biases before batch norm: left out in training, and nobody can tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import CLASSES, ConvNet, assert_close, check_undo_is_exact, make_loop, twins, values
+from torch import nn
+
+from advisor.transforms.conv_bias import ConvBiasBeforeNorm
+
+
+def names(lines: tuple[str, ...]) -> list[str]:
+    return [line.partition(": ")[0] for line in lines]
+
+
+def test_training_and_evaluation_stay_the_same() -> None:
+    loop, plain = twins()
+    transform = ConvBiasBeforeNorm()
+    match = transform.match(loop.training, {})
+    assert match.sites == ("ConvNet.conv1", "ConvNet.conv2")
+    transform.apply(loop.training, {})
+    assert transform.effect(loop.training, None, None).passed is False
+    with torch.no_grad():
+        for net in (loop.model, plain.model):
+            net.conv1.bias.add_(torch.linspace(-1, 1, 8))
+    torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-5, atol=1e-6)
+    ours, theirs = values(loop), values(plain)
+    assert_close(ours, theirs, 1e-4)
+    for name in ("bn1.running_mean", "bn2.running_mean", "conv1.bias", "conv2.bias"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    assert transform.effect(loop.training, None, None).passed
+    assert torch.count_nonzero(loop.model.conv1.bias.grad) == 0
+    x = next(loop.batches)[0]
+    torch.testing.assert_close(loop.model.eval()(x), plain.model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_undo_is_exact() -> None:
+    loop, plain = twins()
+    check_undo_is_exact(ConvBiasBeforeNorm(), loop, plain)
+
+
+def test_match_leaves_the_training_alone() -> None:
+    loop, plain = twins()
+    ConvBiasBeforeNorm().match(loop.training, {})
+    assert loop.run(2) == plain.run(2)
+    assert all(torch.equal(a, b) for a, b in zip(values(loop).values(), values(plain).values(), strict=True))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, CLASSES, 3), nn.BatchNorm2d(CLASSES)
+        self.kept = None
+
+    def forward(self, x):
+        return self.combine(self.conv(x)).mean((2, 3))
+
+
+class Twice(Base):
+    def combine(self, y):
+        return self.bn(y) + y
+
+
+class Detached(Base):
+    def combine(self, y):
+        y.detach().abs().mean()
+        return self.bn(y)
+
+
+class Kept(Base):
+    def combine(self, y):
+        self.kept = y
+        return self.bn(y)
+
+
+class InPlace(Base):
+    def combine(self, y):
+        return self.bn(F.relu_(y))
+
+
+class NoNorm(Base):
+    def combine(self, y):
+        return F.relu(y)
+
+
+class Evaluating(Base):
+    def combine(self, y):
+        self.bn.eval()
+        return self.bn(y)
+
+
+class Cumulative(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CLASSES, momentum=None)
+
+    def combine(self, y):
+        return self.bn(y)
+
+
+class Shared(Base):
+    def combine(self, y):
+        return self.bn(y) + self.bn(y * 2)
+
+
+class Repeated(Base):
+    def forward(self, x):
+        return (self.bn(self.conv(x)) + self.conv(x)).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Twice, "outside its batch norm"),
+        (Detached, "outside its batch norm"),
+        (Kept, "kept after"),
+        (InPlace, "no batch norm takes|outside"),
+        (NoNorm, "no batch norm"),
+        (Evaluating, "evaluation mode"),
+        (Cumulative, "cumulatively"),
+        (Shared, "outside its batch norm"),
+        (Repeated, "runs 2 times"),
+    ],
+)
+def test_an_output_with_any_other_use_keeps_its_bias(model, reason) -> None:
+    loop = make_loop(model=model, steps=1)
+    match = ConvBiasBeforeNorm().match(loop.training, {})
+    assert not match.applies
+    assert any(part in match.unmatched[0] for part in reason.split("|")), match.unmatched
+
+
+def test_hooks_and_subclasses_keep_their_bias() -> None:
+    class Own(nn.Conv2d):
+        pass
+
+    class Net(ConvNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1 = Own(3, 8, 3, padding=1)
+
+    loop = make_loop(model=Net)
+    loop.model.conv2.register_forward_hook(lambda m, a, out: None)
+    match = ConvBiasBeforeNorm().match(loop.training, {})
+    assert not match.applies
+    assert len(match.unmatched) == 2
+
+
+def test_a_written_gradient_is_not_handed_out_again() -> None:
+    loop = make_loop()
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    loop.run(1)
+    loop.model.conv1.bias.grad.add_(1.0)  # planted: gradient noise in the script
+    loop.run(1)
+    assert torch.count_nonzero(loop.model.conv1.bias.grad) == 0
+
+
+def test_weight_decay_and_momentum_still_act_when_the_forward_is_not_python() -> None:
+    loop = make_loop()
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    loop.run(1)
+    before = loop.model.conv1.bias.detach().clone()
+    loop.model.conv1.bias.grad = None  # as after zero_grad with a captured forward
+    loop.optimizer.step()
+    assert not torch.equal(before, loop.model.conv1.bias)
+
+
+def test_half_precision_and_two_forwards_before_backward() -> None:
+    loop = make_loop()
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    x = next(loop.batches)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = loop.model(x).float().sum() + loop.model(x + 1).float().sum()
+    out.backward()
+    assert torch.isfinite(loop.model.conv1.weight.grad).all()

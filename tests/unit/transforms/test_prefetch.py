@@ -1,0 +1,216 @@
+"""Looking one batch ahead. The copies are faked on the meta device; test_prefetch_gpu has the real ones."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from loops import fingerprint, make_loop
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from advisor.transforms import prefetch
+from advisor.transforms.prefetch import DevicePrefetch
+
+META = torch.device("meta")
+
+
+class Copies:
+    """Starts copies to the meta device and notes them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.started: list[torch.Tensor] = []
+        made.append(self)
+
+    def start(self, tensor: torch.Tensor):
+        copy = tensor.to(META)
+        copies.append(copy)
+        return lambda: copy
+
+
+made: list[Copies] = []
+copies: list[torch.Tensor] = []
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    loop = make_loop(steps=1)
+    loop.training.device = torch.device("meta", 0)
+    monkeypatch.setattr(prefetch, "CudaCopies", Copies)
+    copies.clear()
+    loop.training.loaders.append(make_loader())
+    return loop
+
+
+def make_loader(n: int = 10, **options) -> DataLoader:
+    x = torch.arange(float(n))
+    return DataLoader(TensorDataset(x, x + 100), batch_size=2, **options)
+
+
+def ahead(tensor: torch.Tensor) -> bool:
+    return any(tensor is copy for copy in copies)
+
+
+def seen(iterator, steps: int) -> list[float]:
+    return [next(iterator)[0][0].item() for _ in range(steps)]
+
+
+def test_an_unchanged_batch_is_there_already_and_only_once(loop) -> None:
+    transform = DevicePrefetch()
+    transform.apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    next(iterator)
+    x, y = next(iterator)
+    assert x.tolist() == [2.0, 3.0]
+    assert ahead(x.to("meta"))
+    assert not ahead(x.to("meta"))
+    assert ahead(y.to(META, non_blocking=True))
+    assert transform.effect(loop.training, None, None).passed
+    x, y = next(iterator)
+    assert x.to(device="meta", dtype=torch.float64).dtype == torch.float64
+    assert y.to(torch.float64).device.type == "cpu"
+    assert prefetch._counts["ahead"] == 3
+
+
+def test_a_changed_or_other_tensor_is_copied_as_ever(loop) -> None:
+    DevicePrefetch().apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    next(iterator)
+    x, y = next(iterator)
+    x += 1
+    assert not ahead(x.to("meta"))
+    assert not ahead(y[:1].to("meta"))
+    assert prefetch._counts == {"ahead": 0, "on demand": 1}
+    assert DevicePrefetch().effect(loop.training, None, None).passed is False
+
+
+def test_every_batch_comes_once_over_epochs_breaks_and_undo(loop) -> None:
+    loader = loop.training.loaders[0]
+    before = fingerprint(loop)
+    running = iter(loader)
+    assert seen(running, 1) == [0.0]
+    undo = DevicePrefetch().apply(loop.training, {})
+    assert seen(running, 2) == [2.0, 4.0]  # an iterator that ran before looks ahead too
+    assert copies
+    assert [batch[0][0].item() for batch in loader] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    for batch in loader:
+        if batch[0][0] == 4.0:
+            break
+    assert [batch[0][0].item() for batch in loader] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    undo.run()
+    assert seen(running, 2) == [6.0, 8.0]  # what was taken ahead is not lost
+    with pytest.raises(StopIteration):
+        next(running)
+    assert "_next_data" not in vars(running)
+    assert fingerprint(loop) == before
+
+
+def test_undo_between_the_last_batch_and_the_end(loop) -> None:
+    undo = DevicePrefetch().apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    assert seen(iterator, 5)[-1] == 8.0
+    undo.run()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_persistent_workers_start_each_epoch_anew(loop) -> None:
+    loader = make_loader(num_workers=1, persistent_workers=True)
+    loop.training.loaders[:] = [loader]
+    DevicePrefetch().apply(loop.training, {})
+    for batch in loader:
+        if batch[0][0] == 2.0:
+            break
+    assert [batch[0][0].item() for batch in loader] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    del loader._iterator
+
+
+class Failing(Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise OSError("broken image")
+        return torch.tensor(float(index))
+
+
+def test_an_error_of_the_dataset_comes_when_its_batch_is_due(loop) -> None:
+    loop.training.loaders[:] = [DataLoader(Failing(), batch_size=2)]
+    DevicePrefetch().apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    assert next(iterator).tolist() == [0.0, 1.0]
+    assert next(iterator).tolist() == [2.0, 3.0]
+    with pytest.raises(OSError, match="broken image"):
+        next(iterator)
+
+
+def test_a_dropped_iterator_goes_at_once(loop) -> None:
+    DevicePrefetch().apply(loop.training, {})
+    gc.disable()
+    try:
+        iterator = iter(loop.training.loaders[0])
+        next(iterator)
+        gone = weakref.ref(iterator)
+        del iterator
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_other_loaders_are_left_alone(loop) -> None:
+    DevicePrefetch().apply(loop.training, {})
+    other = iter(make_loader())
+    next(other)
+    assert "_next_data" not in vars(other)
+    assert not copies
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Random(Failing):
+    def __getitem__(self, index):
+        return torch.rand(1)
+
+
+class OddSampler(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter([0])
+
+
+def test_what_it_refuses(loop) -> None:
+    def reason(loader) -> str:
+        loop.training.device = torch.device("cuda", 0)
+        loop.training.loaders[:] = [loader]
+        match = DevicePrefetch().match(loop.training, {})
+        return match.reason if not match.applies else ""
+
+    assert reason(make_loader()) == ""
+    assert reason(DataLoader(Random(), num_workers=1)) == ""
+    assert "stream" in reason(DataLoader(Stream()))
+    assert "random numbers" in reason(DataLoader(Random()))
+    assert "OddSampler" in reason(make_loader(sampler=OddSampler()))
+    assert "device already" in reason(DataLoader(TensorDataset(torch.zeros(3, device="meta"))))
+    loop.training.device = torch.device("cpu")
+    assert "host" in DevicePrefetch().match(loop.training, {}).reason
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        (("cuda:1",), {}, "cuda:1"),
+        ((1,), {}, "cuda:1"),
+        ((), {"device": torch.device("cpu")}, "cpu"),
+        ((torch.zeros(1),), {}, "cpu"),
+        ((torch.float16,), {}, None),
+        (("nonsense",), {}, None),
+        ((None, torch.float16), {}, None),
+    ],
+)
+def test_targets_of_to(args, kwargs, expected) -> None:
+    target = prefetch._target(args, kwargs)
+    assert (str(target) if target else None) == expected

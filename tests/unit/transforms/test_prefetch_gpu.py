@@ -1,0 +1,38 @@
+"""Real copies on a side stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import make_loop
+from torch.utils.data import DataLoader, TensorDataset
+
+from advisor.transforms.prefetch import DevicePrefetch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("move", ["to", "cuda"])
+def test_values_are_right_while_the_device_is_busy(workers: int, move: str) -> None:
+    x = torch.randn(24, 3, 64, 64)
+    loop = make_loop(device="cuda", steps=1)
+    loop.training.loaders.append(DataLoader(TensorDataset(x, torch.arange(24)), batch_size=4, num_workers=workers))
+    assert DevicePrefetch().match(loop.training, {}).applies
+    DevicePrefetch().apply(loop.training, {})
+    busy = torch.randn(4096, 4096, device="cuda")
+    sums = []
+    for image, label in loop.training.loaders[0]:
+        for _ in range(3):
+            busy = busy @ busy / 64
+        image = image.to("cuda", non_blocking=True) if move == "to" else image.cuda()
+        label = label.cuda(non_blocking=True)
+        sums.append((image.double().sum(), label.clone()))
+        assert image.device.type == label.device.type == "cuda"
+        del image
+    for index, (total, labels) in enumerate(sums):
+        torch.testing.assert_close(total.cpu(), x[4 * index : 4 * index + 4].double().sum())
+        assert labels.tolist() == list(range(4 * index, 4 * index + 4))
+    check = DevicePrefetch().effect(loop.training, None, None)
+    assert check.passed
+    assert check.numbers["ahead"] == 10
