@@ -17,10 +17,7 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("grad_clipping", facts.grad_clipping)
         table.set("ema", facts.ema)
         table.set("accumulation", facts.accumulation)
-        if facts.optimizer_foreach is not None:
-            table.set("optimizer_foreach", facts.optimizer_foreach)
-        else:
-            table.miss("optimizer_foreach", "the optimizer does not say which implementation it uses")
+        _foreach(view, table)
     else:
         for name in (
             "optimizer",
@@ -36,3 +33,15 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("optimizer_kernels", launches(row for row in view.rows if row.phase == "optimizer"))
     else:
         table.miss("optimizer_kernels", NO_ROWS)
+
+
+def _foreach(view: View, table: MetricTable) -> None:
+    # Unless asked, torch.optim chooses by device; the operators that ran tell what it chose.
+    known = view.profile.model.optimizer_foreach
+    if known is None:
+        operators = {row.op for row in view.rows if row.phase == "optimizer"}
+        if not any(operators):
+            table.miss("optimizer_foreach", "neither the optimizer nor the trace tells which implementation runs")
+            return
+        known = any("_foreach_" in op for op in operators)
+    table.set("optimizer_foreach", known)

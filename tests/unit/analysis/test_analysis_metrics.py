@@ -395,3 +395,11 @@ def test_a_wait_named_after_no_operator_is_the_scripts_own() -> None:
 def test_analysis_imports_without_torch() -> None:
     code = "import sys, advisor.analysis; sys.exit('torch' in sys.modules or 'cupy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_optimizers_implementation_is_read_from_its_operators() -> None:
+    base = profiles.cifar()
+    numbers(metrics(base), optimizer_foreach=True)
+    single = tuple(replace(row, op="aten::add_") if row.phase == "optimizer" else row for row in base.kernels)
+    numbers(metrics(replace(base, kernels=single)), optimizer_foreach=False)
+    assert metrics(replace(base, kernels=base.kernels[:3]))["optimizer_foreach"].value is None

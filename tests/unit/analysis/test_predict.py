@@ -211,6 +211,10 @@ def test_channels_last_removes_conversions_and_may_lose_on_grouped_convolutions(
     between(gain(done, "channels_last"), 0.0, 0.0)
 
 
+def test_channels_last_on_a_cpu_is_a_share_of_convolution_time() -> None:
+    between(gain(profiles.laptop(), "channels_last"), -10000 / 150000, 40000 / 150000)
+
+
 def test_compile_may_lose_where_the_host_is_the_limit() -> None:
     assert gain(profiles.cifar(), "compile").low < 0
     assert gain(profiles.resnet50(), "compile").low == 0.0
