@@ -32,7 +32,7 @@ def ask(recommendation: Recommendation) -> bool:
     answers, questions = terminal()
     about = [wording.SEMANTICS[recommendation.semantics]]
     if recommendation.predicted is not None:
-        about.insert(0, f"predicted to save {wording.gain(recommendation.predicted)} of the step")
+        about.insert(0, f"predicted to save {wording.saves(recommendation.predicted)}")
     questions.write(f"\n{recommendation.title or recommendation.transform} ({'; '.join(about)})\n")
     if recommendation.reason:
         questions.write(f"  {recommendation.reason}\n")

@@ -13,6 +13,7 @@ from advisor.core.verdict import Blocks, TrialLog
 from advisor.reporting import breakdown, wording
 
 ROOFLINE_POINTS = 250
+ROOFLINE_FRAC = 0.0005  # of the step; shorter operators would only stretch the axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ def roofline(profile: StepProfile) -> Roofline | None:
     height scale is bandwidth, placed so that a dot's distance from the roof means the same as everywhere else.
     """
     env = profile.environment
-    points = [p for p in breakdown.roofline_points(profile, ROOFLINE_POINTS) if p.gbps > 0]
+    points = [p for p in breakdown.roofline_points(profile, ROOFLINE_POINTS) if p.frac >= ROOFLINE_FRAC]
     if env.copy_gbps <= 0 or not points:
         return None
     width, height, left, right, top, bottom, strip = 900.0, 430.0, 64.0, 872.0, 14.0, 382.0, 128.0
@@ -158,7 +159,7 @@ def roofline(profile: StepProfile) -> Roofline | None:
     x_low = 10 ** math.floor(math.log10(max(1e-3, min([*counted, 0.5]))))
     x_high = 10 ** math.ceil(math.log10(max([*counted, 2 * peak / (env.copy_gbps / 1e3)])))
     lowest = min([p.tflops for p in points if p.intensity > 0] + [p.gbps / 1e3 * x_low for p in points])
-    y_low, y_high = 10 ** math.floor(math.log10(max(lowest, peak * 1e-6))), peak * 1.6
+    y_low, y_high = 10 ** math.floor(math.log10(max(lowest, peak * 1e-5))), peak * 1.6
 
     def x(value: float) -> float:
         span = math.log10(x_high) - math.log10(x_low)

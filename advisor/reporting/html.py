@@ -71,6 +71,7 @@ def _environment() -> jinja2.Environment:
         "rate": units.rate_text,
         "duration": wording.duration,
         "gain": wording.gain,
+        "saves": wording.saves,
         "factor": wording.factor,
         "value": wording.value,
         "unit": wording.unit,

@@ -43,7 +43,11 @@ class _Page:
         """`text` as indented lines; a word longer than a line (a kernel's name) is cut, not run over the edge."""
         start = indent if first is None else first
         lines = textwrap.wrap(
-            printable(text), max(self.width, indent + 20), initial_indent=" " * start, subsequent_indent=" " * indent
+            printable(text),
+            max(self.width, indent + 20),
+            initial_indent=" " * start,
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
         )
         return [self.paint(line, *styles) if styles else line for line in lines]
 
@@ -157,7 +161,7 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
             line += f"  {percent_text(min(1.0, cause.limit_us / cause.time_us)):>5} of limit"
         lines.append(line)
         for site in cause.sites[:2]:
-            lines += page.wrap(f"{site.source or 'source not known'}  {site.what}", 4, "dim")
+            lines += page.wrap(f"{site.source} {site.what}".strip(), 4, "dim")
     return lines
 
 
@@ -195,12 +199,10 @@ def _findings(page: _Page, findings: Findings, explain: bool) -> list[str]:
 
 def _finding(page: _Page, finding: Finding, explain: bool) -> list[str]:
     mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
-    gain = (
-        f"up to {percent_text(finding.gain.high)}"
-        if finding.gain and finding.gain.low <= 0
-        else wording.gain(finding.gain)
-    )
-    about = [f"predicted to save {gain} of the step" if finding.gain else "", wording.SEMANTICS[finding.semantics]]
+    about = [
+        f"predicted to save {wording.saves(finding.gain)}" if finding.gain else "",
+        wording.SEMANTICS[finding.semantics],
+    ]
     about.append(f"apply: {finding.transform}" if finding.transform else "for you to decide")
     lines = page.wrap(f"{finding.title}  [{finding.rule}]", 4)
     lines[0] = f"  {mark} {page.paint(lines[0].strip(), 'bold')}"
@@ -208,9 +210,11 @@ def _finding(page: _Page, finding: Finding, explain: bool) -> list[str]:
     if finding.message:
         lines += page.wrap(finding.message, 4)
     unnamed = [s for s in finding.sites if s not in finding.message]
-    if unnamed:
-        more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
-        lines += page.wrap("at " + ", ".join(unnamed[:3]) + more, 4, "dim")
+    shown = unnamed if explain else unnamed[:2]
+    for site in shown:
+        lines.append("    " + page.paint(clip(f"at {site}", page.width - 4), "dim"))
+    if len(unnamed) > len(shown):
+        lines.append("    " + page.paint(f"and {len(unnamed) - len(shown)} more", "dim"))
     if explain:
         for evidence in finding.evidence:
             lines += page.wrap(evidence_text(evidence), 8, "dim", first=6)
@@ -363,7 +367,7 @@ def recommendations_text(
     for number, r in enumerate(recommendations, 1):
         lines += page.wrap(f"{number:>2}. {r.title or r.transform}  [{r.transform}]", 6, "bold", first=2)
         about = [
-            f"predicted to save {wording.gain(r.predicted)} of the step" if r.predicted else "",
+            f"predicted to save {wording.saves(r.predicted)}" if r.predicted else "",
             wording.SEMANTICS[r.semantics],
         ]
         lines += page.wrap(" · ".join(a for a in about if a), 6, "green")

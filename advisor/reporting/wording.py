@@ -40,6 +40,13 @@ def gain(value: Interval | None) -> str:
     return interval(value.low, value.high) if value is not None else "–"
 
 
+def saves(predicted: Interval) -> str:
+    """A predicted gain within a sentence: `24–58 % of the step`, `up to 12 % of the step`."""
+    if predicted.low <= 0 < predicted.high:
+        return f"up to {share(predicted.high)} of the step"
+    return f"{gain(predicted)} of the step"
+
+
 def duration(value_us: float) -> str:
     """A step time with four digits, for times whose spread stands beside them: `116.6 ms`."""
     size, suffix = (1e6, "s") if value_us >= 1e6 else (1e3, "ms") if value_us >= 1e3 else (1.0, "µs")
@@ -165,10 +172,9 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         return "No step could be timed, so nothing can be said about speed."
     sentence = limit_sentence(profile)
     sentence = sentence[0].upper() + sentence[1:] + "."
-    active = [f for f in fired(findings) if f.gain is not None and f.gain.high > 0]
-    if active:
-        best = active[0]
-        return f"{sentence} Most to gain: {_clause(best.title)} ({gain(best.gain)} of the step)."
+    best = next((f for f in fired(findings) if f.gain is not None and f.gain.high > 0), None)
+    if best is not None and best.gain is not None:
+        return f"{sentence} Most to gain: {_clause(best.title)} ({saves(best.gain)})."
     frac = breakdown.limit_frac(profile)
     if findings is not None and frac is not None and frac >= ENOUGH_FRAC:
         return f"{sentence} There is nothing to do."
