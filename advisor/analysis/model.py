@@ -6,6 +6,7 @@ from advisor.analysis import view as rows
 from advisor.analysis.time import NO_ROWS
 from advisor.analysis.view import View, parent
 from advisor.core.metrics import MetricTable
+from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
 
 _BATCH_NORMS = (
@@ -36,24 +37,38 @@ def fill(view: View, table: MetricTable) -> None:
     for name, keys in {
         "anomaly_mode": ("anomaly", "anomaly_mode"),
         "deterministic_algorithms": ("deterministic_algorithms", "deterministic"),
-        "checkpointing": ("checkpointing",),
         "uses_cupy": ("uses_cupy", "cupy"),
     }.items():
         known = [facts.flags[key] for key in keys if key in facts.flags]
         if known:
             table.set(name, known[0])
+        elif name == "uses_cupy" and any(_is_cupy(row) for row in view.rows):
+            table.set(name, True)
         else:
             table.miss(name, _NOT_READ)
+    if any(row.phase == "backward" for row in view.rows):
+        table.set("checkpointing", any(_recomputed(row) for row in view.rows))
+    else:
+        table.miss("checkpointing", "no backward pass was traced")
     for name in ("graph_breaks", "recompiles"):
         table.miss(name, "Dynamo's counters were not read" if facts.compiled else "the script does not compile")
     _bn_act_count(view, table)
     if view.on_gpu and view.device_us > 0:
         table.set("advisor_kernel_frac", view.share(lambda row: row.name.startswith("advisor")))
-        table.set("cupy_kernel_frac", view.share(lambda row: row.name.startswith("cupy_")))
+        table.set("cupy_kernel_frac", view.share(_is_cupy))
         if facts.graphed:
             table.miss("custom_kernel_frac", "kernels of a replayed graph belong to no operator")
         else:
             table.set("custom_kernel_frac", view.share(lambda row: not row.op and row.kind not in ("comm", "memset")))
+
+
+def _is_cupy(row: KernelRow) -> bool:
+    return row.name.startswith("cupy_")  # CuPy's own kernels carry this prefix; RawKernels have the user's names
+
+
+def _recomputed(row: KernelRow) -> bool:
+    """A forward convolution or normalisation inside backward: activation checkpointing runs it again."""
+    return row.phase == "backward" and row.kind in ("conv", "norm") and bool(row.op) and "backward" not in row.op
 
 
 def _bn_act_count(view: View, table: MetricTable) -> None:

@@ -23,6 +23,8 @@ from advisor.core.findings import Interval
 OP_LOW_US, OP_HIGH_US = 9.3, 19.0
 # With more idle than this between kernels, the host may be the limit all through the step.
 HOST_BOUND = 0.05
+# A hundredth of a per cent of a step is below what any timing resolves: neither a gain nor a loss.
+NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,6 @@ class Step:
         """The share of the step that the change saves; `low` may be below zero, `high` never is."""
         low = 1.0 - self.after(change.worst, optimistic=False) / self.step_us
         high = 1.0 - self.after(change.best, optimistic=True) / self.step_us
-        # Rounding in sums of microseconds must not show as a gain or a loss.
-        low, high = (0.0 if abs(value) < 1e-9 else value for value in (low, high))
+        low, high = (0.0 if abs(value) < NEGLIGIBLE else value for value in (low, high))
         high = max(0.0, low, high)
         return Interval(low=min(low, high), high=high, basis=change.basis)

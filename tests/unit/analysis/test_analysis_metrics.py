@@ -403,3 +403,19 @@ def test_the_optimizers_implementation_is_read_from_its_operators() -> None:
     single = tuple(replace(row, op="aten::add_") if row.phase == "optimizer" else row for row in base.kernels)
     numbers(metrics(replace(base, kernels=single)), optimizer_foreach=False)
     assert metrics(replace(base, kernels=base.kernels[:3]))["optimizer_foreach"].value is None
+
+
+def test_forward_work_in_backward_is_checkpointing() -> None:
+    base = profiles.resnet50()
+    numbers(metrics(base), checkpointing=False)
+    again = replace(base.kernels[1], phase="backward")
+    numbers(metrics(replace(base, kernels=(*base.kernels, again))), checkpointing=True)
+    assert metrics(profiles.starved())["checkpointing"].value is None
+
+
+def test_cupy_kernels_show_that_cupy_is_used() -> None:
+    base = profiles.resnet50()
+    assert metrics(base)["uses_cupy"].value is None
+    kernel = replace(base.kernels[0], name="cupy_multiply__float32", op="", kind="other", time_us=113000.0)
+    table = metrics(replace(base, kernels=(*base.kernels, kernel)))
+    numbers(table, uses_cupy=True, cupy_kernel_frac=0.5, custom_kernel_frac=0.5, advisor_kernel_frac=0.0)
