@@ -107,9 +107,9 @@ def _attach(finder: Any = None) -> None:
 
         session = from_environment()
         if session is not None:
-            from advisor.profiling.attach import attach_profile
+            from importlib import import_module
 
-            attach_profile(session)
+            import_module("advisor.pipeline").attach(session)
     except Exception as error:
         _say(f"switched off, the script goes on: {type(error).__name__}: {error}")
 

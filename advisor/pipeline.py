@@ -1,0 +1,552 @@
+"""The one place that strings the stages together: what each command does, and what the hooked script is handed to.
+
+Nothing here prints to stdout and nothing imports torch before the script has been started.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.findings import Findings, Recommendation
+from advisor.core.plan import Plan
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import TrialLog
+
+if TYPE_CHECKING:
+    from advisor.profiling.session import Session
+
+Say = Callable[[str], None]
+
+RUNS_DIR = "advisor-runs"
+PROFILE_FILE = "profile.json"
+FINDINGS_FILE = "findings.json"
+TRIALS_FILE = "trials.json"
+PLAN_FILE = "plan.yaml"
+REPORT_FILE = "report.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileResult:
+    """`profile` and `findings` are None when the script gave nothing to measure."""
+
+    run_dir: Path
+    exit_code: int
+    profile: StepProfile | None = None
+    findings: Findings | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyResult:
+    """`log` and `plan` are None for a dry run, and when there was nothing to try."""
+
+    run_dir: Path
+    exit_code: int
+    profile: StepProfile | None = None
+    findings: Findings | None = None
+    log: TrialLog | None = None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRun:
+    """A run folder's results."""
+
+    run_dir: Path
+    profile: StepProfile
+    findings: Findings | None = None
+    trials: TrialLog | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run folders
+
+
+def new_run_dir(script: str, out: Path | None = None) -> Path:
+    """A fresh folder: `out`, or `advisor-runs/<script>-<time>-<id>` below the working directory.
+
+    Raises:
+        AdvisorError: when it cannot be made, or `out` holds files already.
+    """
+    if out is None:
+        stem = re.sub(r"[^\w.-]+", "_", Path(script).stem or "script")[:40]
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        out = Path(RUNS_DIR) / f"{stem}-{stamp}-{secrets.token_hex(2)}"
+    elif out.exists() and any(out.iterdir()):
+        raise AdvisorError(f"{out} is not empty", expected="a new folder", fix="Name another with -o.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AdvisorError(f"cannot make {out} ({error.strerror})", fix="Name another folder with -o.") from None
+    return out.resolve()
+
+
+def _last(holding: str) -> Path | None:
+    """The newest run folder in this directory that holds this file."""
+    found = sorted(Path(RUNS_DIR).glob(f"*/{holding}"), key=lambda path: path.stat().st_mtime)
+    return found[-1].parent.resolve() if found else None
+
+
+def load_run(run: str | Path) -> LoadedRun:
+    """A run by its folder, or `last` for the newest in this directory.
+
+    Raises:
+        AdvisorError: when there is none, or a file in it cannot be read.
+    """
+    folder = _last(PROFILE_FILE) if str(run) == "last" else Path(run)
+    if folder is None:
+        raise AdvisorError(f"no run in {RUNS_DIR}/ here", fix="Run `advisor profile train.py` first.")
+    if not folder.is_dir():
+        raise AdvisorError(f"no folder {folder}", expected="a run folder, or `last`")
+    return LoadedRun(
+        run_dir=folder.resolve(),
+        profile=storage.load(folder / PROFILE_FILE, StepProfile),
+        findings=storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None,
+        trials=storage.load(folder / TRIALS_FILE, TrialLog) if (folder / TRIALS_FILE).exists() else None,
+    )
+
+
+def _write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
+    from advisor.reporting.html import report_html
+
+    storage.write_text(run_dir / REPORT_FILE, report_html(profile, findings, trials))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# profile and recommend
+
+
+def profile(
+    words: Sequence[str],
+    *,
+    module: bool = False,
+    out: Path | None = None,
+    warmup: int = 10,
+    steps: int = 20,
+    detail_steps: int = 3,
+    keep_running: bool = False,
+    counters: bool = True,
+    rules_dirs: Sequence[Path] = (),
+    say: Say,
+) -> ProfileResult:
+    """Run the script, measure it, and write profile.json, findings.json and report.html. Exit code: the script's own.
+
+    Raises:
+        AdvisorError: for a script that cannot be started or a folder that cannot be written.
+    """
+    from advisor.profiling.launcher import ScriptCommand
+
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = new_run_dir(command.name, out)
+    return _profile(
+        command,
+        run_dir,
+        warmup=warmup,
+        steps=steps,
+        detail_steps=detail_steps,
+        keep_running=keep_running,
+        counters=counters,
+        rules_dirs=rules_dirs,
+        say=say,
+        protect_files=False,
+    )
+
+
+def _profile(
+    command: Any,
+    run_dir: Path,
+    *,
+    warmup: int,
+    steps: int,
+    detail_steps: int,
+    keep_running: bool,
+    counters: bool,
+    rules_dirs: Sequence[Path],
+    say: Say,
+    protect_files: bool,
+) -> ProfileResult:
+    from advisor.profiling import counters as hardware
+    from advisor.profiling import environment, launcher
+    from advisor.profiling.assemble import assemble
+    from advisor.profiling.records import SAMPLES_FILE
+    from advisor.profiling.sampler import Sampler
+    from advisor.profiling.session import Session
+
+    say("measuring this machine (once)")
+    machine = environment.probe()
+    refused = ""
+    if counters and machine.device == "cuda":
+        counters, refused = hardware.preflight()
+    session = Session(
+        mode="profile",
+        run_dir=str(run_dir),
+        script=command.name,
+        argv=command.arguments,
+        warmup=warmup,
+        steps=steps,
+        detail_steps=detail_steps,
+        keep_running=keep_running,
+        counters=counters and machine.device == "cuda",
+        protect_files=protect_files,
+    )
+    say(f"running {command.name}; results go to {_shown(run_dir)}")
+    sampler = Sampler(gpu=machine.gpu_uuid or None, path=run_dir / SAMPLES_FILE)
+    sampler.start()
+    try:
+        ended = launcher.launch(command, session, on_progress=_teller(say))
+    finally:
+        sampler.stop()
+        if protect_files:
+            _restore(run_dir)
+    say("reading the trace")
+    measured = assemble(run_dir, machine, exit_code=ended.code)
+    if refused:
+        measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
+    storage.save(run_dir / PROFILE_FILE, measured)
+    if measured.step_us is None and measured.wall_us is None:
+        say(_nothing_measured(measured, ended.code))
+        return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=None)
+    found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
+    storage.save(run_dir / FINDINGS_FILE, found)
+    _write_report(run_dir, measured, found, None)
+    return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=measured, findings=found)
+
+
+def _nothing_measured(measured: StepProfile, code: int) -> str:
+    if measured.steps_seen:
+        return f"only {measured.steps_seen} steps were seen, too few to measure; let the script train for longer"
+    if code:
+        return f"the script ended with exit code {code} before a training step was seen"
+    return "no training step was seen; if the script trains without an optimizer, call advisor.step() after each step"
+
+
+def _shown(path: Path) -> str:
+    try:
+        return os.path.relpath(path)
+    except ValueError:
+        return str(path)
+
+
+def _teller(say: Say) -> Callable[[Mapping[str, Any]], None]:
+    """Turns the child's progress events into lines."""
+
+    def tell(event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "phase":
+            done, total = event.get("done"), event.get("total")
+            say(f"{event.get('phase')}: {done} of {total} steps" if total else str(event.get("phase")))
+        elif kind in ("trial", "say", "fault") and (text := event.get("text") or event.get("error")):
+            say(str(text))
+
+    return tell
+
+
+def _evaluate(
+    measured: StepProfile,
+    run_dir: Path,
+    *,
+    rules_dirs: Sequence[Path] = (),
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    overrides: Mapping[str, str] | None = None,
+) -> Findings:
+    from advisor import analysis, rules
+    from advisor.analysis.predict import predict
+    from advisor.resources import rules_dir
+
+    table = analysis.metrics(measured)
+    loaded = rules.load([rules_dir(), *rules_dirs])
+    chosen = rules.apply_overrides(loaded, select, ignore, overrides or {})
+    findings = rules.evaluate(chosen, table, measured)
+    recommended = []
+    for item in rules.recommend(findings, table):
+        what_if = predict(measured, item.transform, item.parameters)
+        recommended.append(replace(item, predicted=what_if) if what_if is not None else item)
+    return Findings(
+        run=run_dir.name,
+        findings=tuple(findings),
+        recommendations=tuple(_order(recommended, measured)),
+    )
+
+
+def _order(recommended: Sequence[Recommendation], measured: StepProfile) -> Sequence[Recommendation]:
+    from advisor.trials import planner
+
+    return planner.order(recommended, measured)
+
+
+def recommend(
+    run: str | Path,
+    *,
+    rules_dirs: Sequence[Path] = (),
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    overrides: Mapping[str, str] | None = None,
+) -> tuple[StepProfile, Findings]:
+    """Rules over a saved run. Needs no GPU and changes no file.
+
+    Raises:
+        AdvisorError: when the run or a rule cannot be read, or a selection names nothing.
+    """
+    loaded = load_run(run)
+    found = _evaluate(
+        loaded.profile, loaded.run_dir, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=overrides
+    )
+    return loaded.profile, found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# apply and run
+
+
+def apply(
+    words: Sequence[str] = (),
+    *,
+    module: bool = False,
+    auto: bool = False,
+    ask: Callable[[Recommendation], bool] | None = None,
+    dry_run: bool = False,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    min_gain: float = 0.01,
+    max_time_s: float = 600.0,
+    out: Path | None = None,
+    rules_dirs: Sequence[Path] = (),
+    say: Say,
+) -> ApplyResult:
+    """Profile the script (or start from the last profiled run), try what is recommended, write trials.json and plan.yaml.
+
+    Exit code: 0 when something was kept or nothing was to be done, 4 when every trial was inconclusive, the script's own
+    when it failed before anything could be measured.
+
+    Raises:
+        AdvisorError: for a script that cannot be started, an unknown transform id, or no run to start from.
+    """
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.transforms.registry import TRANSFORMS
+    from advisor.trials.search import apply_search
+
+    for name in (*only, *skip):
+        if name not in TRANSFORMS:
+            raise AdvisorError(f"no transform {name!r}", expected="one of " + ", ".join(sorted(TRANSFORMS)))
+    if not auto and ask is None and not dry_run:
+        raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
+    _recover(say)
+    if words:
+        command = ScriptCommand.parse(words, module=module)
+        run_dir = new_run_dir(command.name, out)
+        result = _profile(
+            command,
+            run_dir,
+            warmup=10,
+            steps=20,
+            detail_steps=3,
+            keep_running=False,
+            counters=True,
+            rules_dirs=rules_dirs,
+            say=say,
+            protect_files=True,
+        )
+        if result.profile is None or result.findings is None:
+            return ApplyResult(run_dir=run_dir, exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE))
+        measured, found = result.profile, result.findings
+    else:
+        source = load_run("last")
+        command = ScriptCommand.parse((source.profile.script, *source.profile.argv), module=_is_module(source.profile))
+        run_dir = new_run_dir(command.name, out)
+        measured = source.profile
+        found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
+        say(f"starting from {_shown(source.run_dir)}")
+        storage.save(run_dir / PROFILE_FILE, measured)
+        storage.save(run_dir / FINDINGS_FILE, found)
+    candidates = _chosen(found.recommendations, only, skip)
+    if dry_run:
+        found = replace(found, recommendations=candidates)
+        return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+    log, plan, exit_code = apply_search(
+        command,
+        candidates,
+        measured,
+        ask=None if auto else ask,
+        min_gain=min_gain,
+        max_time_s=max_time_s,
+        run_dir=run_dir,
+        say=say,
+    )
+    _write_report(run_dir, measured, found, log)
+    return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found, log=log, plan=plan)
+
+
+def _chosen(
+    recommendations: Sequence[Recommendation], only: Sequence[str], skip: Sequence[str]
+) -> tuple[Recommendation, ...]:
+    """What to try. A transform named in `only` is tried even when no rule asked for it: the user did."""
+    chosen = [r for r in recommendations if r.transform not in skip and (not only or r.transform in only)]
+    known = {r.transform for r in chosen}
+    chosen += [
+        Recommendation(transform=name, title=name, reason="named with --only")
+        for name in only
+        if name not in known and name not in skip
+    ]
+    return tuple(chosen)
+
+
+def _is_module(measured: StepProfile) -> bool:
+    """A run recorded with -m: its script is a module's name."""
+    return not Path(measured.script).exists() and bool(re.fullmatch(r"[A-Za-z_][\w.]*", measured.script))
+
+
+def _restore(run_dir: Path) -> None:
+    from advisor.trials import files
+
+    files.restore(run_dir)
+
+
+def _recover(say: Say) -> None:
+    """Put back what a killed search had set aside."""
+    from advisor.trials import files
+
+    for path in files.restore_pending(Path(RUNS_DIR)):
+        say(f"put back after an interrupted search: {path}")
+
+
+def run(
+    words: Sequence[str] = (), *, module: bool = False, plan: Path | None = None, strict: bool = False, say: Say
+) -> int:
+    """Train with a plan to the end. Returns the script's own exit code.
+
+    Raises:
+        AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits.
+    """
+    from advisor.trials import planfile
+    from advisor.trials.search import run_plan
+
+    if plan is None:
+        folder = _last(PLAN_FILE)
+        if folder is None:
+            raise AdvisorError(
+                f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
+            )
+        plan = folder / PLAN_FILE
+    loaded = planfile.read(plan)
+    if not words:
+        words, module = (loaded.script, *loaded.argv), not Path(loaded.script).exists()
+    from advisor.profiling.launcher import ScriptCommand
+
+    command = ScriptCommand.parse(words, module=module)
+    return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, say=say)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# inside the script
+
+
+def attach(session: Session) -> None:
+    """Called in the hooked process once torch is imported: hand over to the driver of the session's mode.
+
+    Raises:
+        AdvisorError: for a mode that does not exist.
+    """
+    if session.protect_files:
+        from advisor.trials import files
+
+        files.protect(session.folder)
+    if session.mode == "profile":
+        from advisor.profiling.attach import attach_profile
+
+        attach_profile(session)
+    elif session.mode == "search":
+        from advisor.trials.live import attach_search
+
+        attach_search(session)
+    elif session.mode == "measure":
+        from advisor.trials.measure import attach_measure
+
+        attach_measure(session)
+    elif session.mode == "run":
+        from advisor.trials.kept import attach_run
+
+        attach_run(session)
+    else:
+        raise AdvisorError(f"session mode {session.mode!r}", expected="profile, search, measure or run")
+
+
+def enable(plan: str | Path) -> None:
+    """Apply a plan from inside a script, before training begins: `import advisor; advisor.enable("plan.yaml")`.
+
+    Does nothing under `ADVISOR_DISABLE=1`, or when the script already runs under an `advisor` command.
+
+    Raises:
+        AdvisorError: when the plan cannot be read.
+    """
+    from advisor.profiling.session import DISABLE_VARIABLE, SESSION_VARIABLE
+
+    if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0") or os.environ.get(SESSION_VARIABLE):
+        return
+    from advisor.trials import kept, planfile
+
+    kept.enable(planfile.read(Path(plan)))
+
+
+def disable() -> None:
+    """Take back what `enable` applied. Does nothing when nothing is applied."""
+    if "torch" in sys.modules:
+        from advisor.trials import kept
+
+        kept.disable()
+
+
+def step() -> None:
+    """Mark the end of a training step, where advisor cannot find it by itself. Costs nothing when not profiled."""
+    if "torch" in sys.modules:
+        from advisor.profiling.attach import mark_step
+
+        mark_step()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# kernels and benchmarks
+
+
+def kernels_list() -> list[dict[str, object]]:
+    """Every bundled kernel source with its entries, hash and what it replaces. Needs no GPU."""
+    from advisor.ops import catalog
+
+    return catalog.listing()
+
+
+def kernels_verify(say: Say) -> list[dict[str, object]]:
+    """Compile each kernel for this GPU and hold it to its fp64 reference. One row a kernel and dtype.
+
+    Raises:
+        AdvisorError: without a GPU or CuPy, with exit code 5.
+    """
+    from advisor.ops import catalog
+
+    return catalog.verify(say)
+
+
+def bench(what: str, *, filter: str = "", json_out: Path | None = None, baselines: bool = True, say: Say) -> int:
+    """Benchmarks on this GPU: `ops` or `models`. Returns an exit code.
+
+    Raises:
+        AdvisorError: without a GPU (exit code 5) or for an unknown kind.
+    """
+    if what == "ops":
+        from advisor.trials import bench_ops
+
+        return bench_ops.run(pattern=filter, json_out=json_out, baselines=baselines, say=say)
+    if what == "models":
+        from advisor.trials import bench_models
+
+        return bench_models.run(pattern=filter, json_out=json_out, baselines=baselines, say=say)
+    raise AdvisorError(f"no benchmark {what!r}", expected="ops or models")
