@@ -110,7 +110,7 @@ def fail_on_option(function: F) -> F:
 
 
 def verbosity_options(function: F) -> F:
-    """`-q` and `-v`, which exclude each other."""
+    """`-q` and `-v`; with both, `-q` wins."""
     function = click.option("-q", "--quiet", is_flag=True, help="No progress and no report on stderr; files only.")(
         function
     )

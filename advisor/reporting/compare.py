@@ -10,6 +10,7 @@ from enum import Enum
 from advisor.core.profile import Spread, StepProfile
 from advisor.core.units import percent_text
 from advisor.reporting import breakdown, wording
+from advisor.reporting.machine import cell
 
 CONFIDENCE = 0.95
 # Steps follow one another and are correlated; medians of blocks of steps are nearly independent (cluster means). With
@@ -285,8 +286,6 @@ def _totals(a: StepProfile, b: StepProfile, comparable: bool) -> tuple[Delta, ..
 
 def compare_markdown(comparison: Comparison) -> str:
     """The comparison as Markdown, for CI summaries."""
-    from advisor.reporting.machine import cell
-
     lines = ["## advisor compare", "", f"**{cell(comparison.sentence)}**", ""]
     lines += [f"- A: {cell(comparison.a)}", f"- B: {cell(comparison.b)}"]
     lines += [f"- {cell(text)}" for text in comparison.differences]

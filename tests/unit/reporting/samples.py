@@ -467,7 +467,7 @@ def _finding(
 ) -> Finding:
     return Finding(
         rule=rule, title=title, area=area, severity=severity, outcome=Outcome.FIRED, message=message, evidence=evidence, sites=sites,
-        gain=Interval(low=gain[0], high=gain[1], basis="from each row's time and limit") if gain else None, transform=transform, semantics=semantics,
+        gain=Interval(low=gain[0], high=gain[1], basis="each row's time above its limit") if gain else None, transform=transform, semantics=semantics,
         rationale="Tensor cores give sixteen times the fp32 rate; activations of half the size halve the traffic of every memory-bound kernel.",
         references=("https://docs.pytorch.org/docs/stable/amp.html",),
     )  # fmt: skip
