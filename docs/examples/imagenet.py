@@ -1,4 +1,4 @@
-"""ImageNet-style training: argparse, meters, checkpoint and resume, validation, best model kept.
+r"""ImageNet-style training: argparse, meters, checkpoint and resume, validation, best model kept.
 
 DATA is a folder with train.pt and val.pt, each a tuple (images N,3,H,W float32, targets N int64). With --dummy or
 --device-data the images are synthetic, and nothing is read or downloaded.
