@@ -16,7 +16,7 @@ from advisor.core.provenance import Provenance
 from advisor.core.trace import DeviceTable, DramSamples, Trace
 from advisor.profiling import kinds, shapes
 from advisor.profiling.hostcalls import copy_kind, is_launch, is_wait, wait_text
-from advisor.profiling.hosttree import HostTree, build
+from advisor.profiling.hosttree import HostTree, build, is_activity
 from advisor.profiling.idle import HostActivity, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
 
@@ -327,7 +327,8 @@ def _cost(
     """Flops, bytes and limit in µs of one operator instance."""
     cost, kind = _cost_of(trace, unit), kinds.kind_of_op(trace.ops.name[unit])
     dtype, flops = cost.dtype, cost.flops
-    if dtype == "fp32" and (precision.tf32_conv if kind == "conv" else precision.tf32_matmul):
+    tf32 = environment.matrix_tflops.get("tf32", 0.0) > 0  # a CPU has no such rate
+    if tf32 and dtype == "fp32" and (precision.tf32_conv if kind == "conv" else precision.tf32_matmul):
         dtype = "tf32"
     # Only products run at the matrix rate; all other work is bounded by its bytes.
     bounding = flops if kinds.matrix(kind) else 0.0
@@ -377,7 +378,7 @@ def _working(trace: Trace, tree: HostTree) -> list[Interval]:
     outermost = (
         (ops.start_ns[i], ops.end_ns[i])
         for i in tree.order
-        if (tree.parent[i] < 0 or ops.annotation[tree.parent[i]]) and not ops.annotation[i].startswith("step:")
+        if (tree.parent[i] < 0 or ops.annotation[tree.parent[i]]) and is_activity(ops.annotation[i])
     )
     calls = ((runtime.start_ns[i], runtime.end_ns[i]) for i in range(len(runtime.name)) if not is_wait(runtime.name[i]))
     return union([*outermost, *calls])

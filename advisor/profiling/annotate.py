@@ -7,6 +7,7 @@ exactly by `stop`. A fault in here ends the annotation, never the training.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -83,6 +84,7 @@ class Annotator:
         self._original: Callable[..., Any] | None = None
         self._patched: Callable[..., Any] | None = None
         self._mode: _LineMode | None = None
+        self._waits: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, ours
 
     def start(self) -> None:
         """Modules are annotated from now on, and source lines unless compiled code is in use."""
@@ -92,6 +94,7 @@ class Annotator:
             self._mode = _LineMode(self)
             _insert_below(self._mode)
             self.lines = True
+            self._patch_waits()
 
     def stop(self) -> None:
         """Everything is as before `start`. May be called twice."""
@@ -103,6 +106,10 @@ class Annotator:
         if self._patched is not None and torch.nn.Module.__call__ is self._patched:
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign, assignment]
         self._patched = None
+        for owner, name, original, ours in self._waits:
+            if owner.__dict__.get(name) is ours:
+                setattr(owner, name, original)
+        self._waits.clear()
 
     def open_module(self, module: torch.nn.Module) -> _RecordFunctionFast | None:
         """An open range named after the module, or None. Never raises."""
@@ -164,6 +171,34 @@ class Annotator:
         self._patched = annotated_call
         torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign, assignment]
 
+    def _patch_waits(self) -> None:
+        """Waits that a script asks for itself are no operators, so that a function mode does not see them."""
+        for owner, name in (
+            (torch.cuda, "synchronize"),
+            (torch.cuda, "empty_cache"),
+            (torch.cuda.Stream, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+        ):
+            original = owner.__dict__.get(name)
+            if original is not None:
+                ours = self._with_line(original)
+                setattr(owner, name, ours)
+                self._waits.append((owner, name, original, ours))
+
+    def _with_line(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        opening = self.open_line
+
+        @functools.wraps(original)
+        def annotated(*args: Any, **kwargs: Any) -> Any:
+            scope = opening()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if scope is not None:
+                    scope.__exit__(None, None, None)
+
+        return annotated
+
 
 class _LineMode(TorchFunctionMode):
     """Opens a source-line range around every call from Python into torch; calls that torch makes itself are not seen."""
@@ -190,10 +225,11 @@ def _open(name: str) -> _RecordFunctionFast:
 
 def _insert_below(mode: TorchFunctionMode) -> None:
     # Below the modes of the user's own `with` blocks, since each takes the topmost mode off when it ends; but above the
-    # DeviceContext of `torch.set_default_device`, which insists on being at the bottom when it ends.
+    # DeviceContext of `torch.set_default_device`, which insists on being at the bottom when it ends. That one has been
+    # entered as a context manager, the one of `with torch.device(…):` is pushed without.
     modes = _take_all()
-    devices = [other for other in modes if isinstance(other, DeviceContext)]
-    for other in (*devices, mode, *(other for other in modes if other not in devices)):
+    fixed = [other for other in modes if isinstance(other, DeviceContext) and hasattr(other, "old_device")]
+    for other in (*fixed, mode, *(other for other in modes if other not in fixed)):
         torch._C._push_on_torch_function_stack(other)
 
 

@@ -7,12 +7,13 @@ thousands. What a version of torch does not offer on its events is left empty, w
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from advisor.profiling.training import Training
 CLOCK = "advisor:clock"  # a range whose host time is known on every clock: ties the trace's clock to the host's
 # Above this many events the slow sources (a chrome trace for launch geometry, the event tree for strides) are left out.
 DETAIL_LIMIT = 200_000
-USER_SCOPE = 7  # at::RecordScope::USER_SCOPE: `record_function`
 
 _GRID = re.compile(r'"grid": ?\[(\d+), ?(\d+), ?(\d+)\]')
 _BLOCK = re.compile(r'"block": ?\[(\d+), ?(\d+), ?(\d+)\]')
@@ -53,7 +53,7 @@ class TraceCollector:
 
     def __init__(self, device: torch.device, session: Session, training: Training | None = None) -> None:
         self.notes: list[str] = []
-        self._cuda = device.type == "cuda" and torch.cuda.is_available()
+        self._cuda = _cuda_usable(device)
         self._annotator = Annotator(training.roots if training is not None else ())
         self._profile: autograd_profiler.profile | None = None
         self._anchors: list[tuple[int, int]] = []  # (CLOCK_REALTIME, perf_counter) at the mark of `start`, in ns
@@ -114,17 +114,15 @@ class TraceCollector:
         if self._cuda:
             torch.cuda.synchronize()  # records of kernels that have not finished would be missing
         dram = self._read_counters()
-        profile, self._profile = self._profile, None
+        self._profile = None
         try:
-            results = _disable_profiler()
             with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
                 autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+            results = _disable_profiler()
             trace = read_events(results, device, dram=dram, notes=self.notes)
         except Exception as error:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
             return Trace(device=device, step_bounds_ns=bounds, dram=dram, notes=self.notes)
-        finally:
-            del profile
         _set_bounds(trace, bounds, self._anchors)
         if not self._annotator.lines:
             trace.notes.append("source lines not annotated: the script runs compiled code, which guards against it")
@@ -161,6 +159,10 @@ class TraceCollector:
                 close()
 
 
+def _cuda_usable(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 def _experimental_config() -> Any:
     wanted: dict[str, Any] = {"expose_kineto_event_metadata": True}  # launch geometry and copied bytes; torch >= 2.10
     try:
@@ -170,20 +172,25 @@ def _experimental_config() -> Any:
 
 
 def _set_bounds(trace: Trace, given: list[int], anchors: list[tuple[int, int]]) -> None:
-    """Step bounds from the marks in the trace; else from host times, moved to the trace's clock; else the whole window."""
+    """Step bounds from the marks in the trace; else from host times, moved to the trace's clock; else the whole window.
+
+    No bound lies before tracing was on: a first boundary at which tracing was started would count the start-up as step.
+    """
     ops, bounds = trace.ops, trace.step_bounds_ns
-    marks = [start for start, text in zip(ops.start_ns, ops.annotation, strict=True) if text.startswith("step:")]
+    if not ops.start_ns:
+        return
+    marks = sorted(t for t, text in zip(ops.start_ns, ops.annotation, strict=True) if text.startswith("step:"))
     clock = next((i for i, name in enumerate(ops.name) if name == CLOCK), None)
+    ready = ops.end_ns[clock] if clock is not None else ops.start_ns[0]
     if len(marks) >= 2:
         bounds[:] = marks
     elif len(given) >= 2 and clock is not None and anchors:
-        offset = min(
-            (ops.start_ns[clock] - anchor for anchor in anchors[0]),
-            key=lambda o: abs(given[0] + o - ops.start_ns[clock]),
-        )
-        bounds[:] = [b + offset for b in given]
-    if len(bounds) < 2 and ops.start_ns:
-        bounds[:] = [ops.start_ns[0], max(ops.end_ns)]
+        # Of the host's clocks, the one that the given times are near to is the one they were taken from.
+        offsets = (ops.start_ns[clock] - anchor for anchor in anchors[0])
+        offset = min(offsets, key=lambda o: abs(given[0] + o - ops.start_ns[clock]))
+        bounds[:] = [max(b + offset, ready) for b in given]
+    if len(bounds) < 2 or bounds[-1] <= bounds[0]:
+        bounds[:] = [ready, max(ops.end_ns)]
         trace.notes.append("step bounds unknown: the whole traced window counts as one step")
 
 
@@ -194,10 +201,16 @@ def read_events(results: Any, device: str, *, dram: DramSamples | None = None, n
     (CUPTI of CUDA 12.6 to 13.0 loses time stamps so: pytorch#192021).
     """
     notes = notes if notes is not None else []
-    events = results.events()
-    reader = _Reader(events)
-    for event in events:
-        reader.take(event)
+    collecting = gc.isenabled()
+    gc.disable()  # hundreds of thousands of new objects, none of them garbage: looking through them doubles the time
+    try:
+        events = results.events()
+        reader = _Reader(events)
+        for event in events:
+            reader.take(event)
+    finally:
+        if collecting:
+            gc.enable()
     detail = len(events) <= DETAIL_LIMIT
     if detail and not reader.has_strides:
         with contextlib.suppress(Exception):
@@ -235,15 +248,13 @@ class _Reader:
     """Sorts raw events into the three tables. Texts are shared: a million events have a few thousand different ones."""
 
     def __init__(self, events: list[Any]) -> None:
-        kind: type = type(events[0]) if events else object
+        kind: Any = type(events[0]) if events else None
         self.ops, self.runtime, self.device = OpTable(), RuntimeTable(), DeviceTable()
         self.dropped = 0
-        self.has_strides = hasattr(kind, "structured_input_strides")
-        self._has_metadata = hasattr(kind, "metadata_json")
-        self._shapes: Callable[[Any], Any] = (
-            kind.structured_input_shapes if hasattr(kind, "structured_input_shapes") else kind.shapes  # type: ignore[attr-defined]
-        ) if events else repr  # fmt: skip
-        self._activity: Callable[[Any], str] = _activity_of(kind)
+        self.has_strides = offers(kind, "structured_input_strides")
+        self._has_metadata = offers(kind, "metadata_json")
+        self._shapes: Any = kind and (kind.structured_input_shapes if self.has_strides else kind.shapes)
+        self._activity: Any = kind and (_named_activity if offers(kind, "activity_type") else _guessed_activity)
         self._texts: dict[str, str] = {}
         self._threads: dict[int, int] = {}  # operating system's thread id → torch's
 
@@ -265,6 +276,8 @@ class _Reader:
             self.dropped += 1
             return
         name, thread, ops = event.name(), event.start_thread_id(), self.ops
+        if name.startswith("profiler::"):
+            return  # the opening and closing of `record_function`, not work
         self._threads.setdefault(event.device_resource_id(), thread)
         annotation = ""
         if name.startswith("advisor:"):
@@ -350,29 +363,27 @@ def _arguments(event: Any) -> str:
         return ""
 
 
-def _activity_of(kind: type) -> Callable[[Any], str]:
-    """How an event's activity is told: by itself, or in versions of torch without that, by device, scope and name."""
-    own = getattr(kind, "activity_type", None)
-    if own is not None:
-        return lambda event: str(own(event))
-    cpu = DeviceType.CPU
+def offers(kind: Any, name: str) -> bool:
+    """True when raw events of this version of torch have the method."""
+    return callable(getattr(kind, name, None))
 
-    def guess(event: Any) -> str:
-        name = event.name()
-        if event.device_type() != cpu:
-            annotated = getattr(event, "is_user_annotation", lambda: False)()
-            if annotated:
-                return "gpu_user_annotation"
-            return (
-                "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
-            )
-        if _RUNTIME_NAME.match(name):
-            return "cuda_runtime"
-        if name.startswith("["):
-            return "cpu_instant_event"  # "[memory]"
-        return "user_annotation" if event.scope() == USER_SCOPE else "cpu_op"
 
-    return guess
+def _named_activity(event: Any) -> str:
+    return str(event.activity_type())
+
+
+def _guessed_activity(event: Any) -> str:
+    """The activity by device, annotation flag and name (torch before 2.12)."""
+    name = event.name()
+    if event.device_type() != DeviceType.CPU:
+        if event.is_user_annotation():
+            return "gpu_user_annotation"
+        return "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
+    if _RUNTIME_NAME.match(name):
+        return "cuda_runtime"
+    if not event.correlation_id() or name.startswith("["):
+        return "overhead"  # CUPTI's own ("Command Buffer Full"); allocations ("[memory]")
+    return "user_annotation" if event.is_user_annotation() else "cpu_op"
 
 
 def _strides_from_tree(results: Any, ops: OpTable) -> None:
@@ -403,8 +414,8 @@ def _geometry_from_export(results: Any, device: DeviceTable) -> None:
     try:
         results.save(path)
         with open(path, encoding="utf-8", errors="replace") as stream:
-            exported = json.load(stream).get("traceEvents", [])
-    except (OSError, ValueError, RuntimeError):
+            exported = json.load(stream)["traceEvents"]
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError):
         return  # launch geometry stays unknown
     finally:
         with contextlib.suppress(OSError):

@@ -96,6 +96,14 @@ class HostTree:
         return self.ops.name[index].removeprefix(ENGINE + ": ")
 
 
+def is_activity(annotation: str) -> bool:
+    """True for operators and for ranges in which the host is known to prepare work: a module, a call, the optimizer.
+
+    A script's own `record_function` may stand around the whole step and tells nothing.
+    """
+    return not annotation.startswith(("user:", "step:")) or annotation.startswith(_OPTIMIZER_RANGES)
+
+
 def build(ops: OpTable, runtime: RuntimeTable) -> HostTree:
     """The nesting of `ops`, and of `runtime` in it. Takes O(n log n) time; events may come in any order."""
     count = len(ops.name)

@@ -439,6 +439,8 @@ def cost(op: str, shapes: str, dtypes: str, arguments: str = "") -> Cost:
         call = _Call(shapes, dtypes, arguments)
     except (ValueError, TypeError):
         return Cost()
+    if not call.sizes:
+        return Cost()
     name = op.rpartition("::")[2]
     try:
         found = _model(name, call)
