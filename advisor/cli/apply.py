@@ -91,7 +91,11 @@ def apply(
     if form != "text" and result.profile is not None:
         output.say(output.run_text(form, result.profile, result.findings, result.log, stream=stream), stream)
     elif not quiet or dry_run:
-        output.say(output.apply_text(result.profile, result.findings, result.log, dry_run=dry_run, stream=stream))
+        output.say(
+            output.apply_text(
+                result.profile, result.findings, result.log, run_dir=result.run_dir, dry_run=dry_run, stream=stream
+            )
+        )
     if not quiet:
         output.say(output.files_text(result.run_dir))
     return int(result.exit_code)

@@ -43,8 +43,9 @@ def run_text(
     *,
     stream: TextIO,
     explain: bool = False,
+    run_dir: Path | None = None,
 ) -> str:
-    """A run as `text`, `json`, `md` or `html`."""
+    """A run as `text`, `json`, `md` or `html`; `run_dir` is where its plan may be."""
     if form == "html":
         from advisor.reporting.html import report_html
 
@@ -63,7 +64,15 @@ def run_text(
     text = terminal.profile_text(
         profile, findings, columns, paint, command=command, explain=explain, trials_follow=trials is not None
     )
-    return text if trials is None else f"{text}\n\n{terminal.trials_text(trials, columns, paint, command=command)}"
+    return text if trials is None else f"{text}\n\n{_trials_text(trials, run_dir, stream)}"
+
+
+def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO) -> str:
+    from advisor.reporting import terminal
+
+    plan = run_dir / "plan.yaml" if run_dir is not None else None
+    path = str(plan) if plan is not None and plan.exists() else ""
+    return terminal.trials_text(trials, width(), color(stream), command=program(), plan=path)
 
 
 def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:
@@ -93,14 +102,20 @@ def program() -> str:
 
 
 def apply_text(
-    profile: StepProfile | None, findings: Findings | None, trials: TrialLog | None, *, dry_run: bool, stream: TextIO
+    profile: StepProfile | None,
+    findings: Findings | None,
+    trials: TrialLog | None,
+    *,
+    run_dir: Path,
+    dry_run: bool,
+    stream: TextIO,
 ) -> str:
     """What `apply` says when it is done: the trials, or with `dry_run` what would be tried."""
     from advisor.reporting import terminal
 
     if dry_run or trials is None:
         return terminal.recommendations_text(profile, findings, width(), color(stream), command=program())
-    return terminal.trials_text(trials, width(), color(stream), command=program())
+    return _trials_text(trials, run_dir, stream)
 
 
 def reaches(findings: Findings | None, severity: str | None) -> bool:

@@ -45,7 +45,9 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
         if open_it and not webbrowser.open(path.resolve().as_uri()):
             output.say("No browser could be started; open the file above.")
         return
-    text = output.run_text(form, loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout, explain=explain)
+    text = output.run_text(
+        form, loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout, explain=explain, run_dir=loaded.run_dir
+    )
     output.say(text, sys.stdout)
     if form == "text":
         output.say(output.files_text(loaded.run_dir), sys.stdout)

@@ -24,15 +24,15 @@ from advisor.cli.progress import Progress
 def run(words: tuple[str, ...], *, module: bool, plan: Path | None, strict: bool, quiet: bool, verbose: bool) -> int:
     """Train with a proved plan, to the end, no search. The exit code is the script's own.
 
-    A plan item that no longer fits the script, the model or the machine is named and left out, unless --strict.
+    A plan item that no longer fits the script, the model or the machine is named and left out, unless --strict. With
+    no SCRIPT, the script and arguments that the plan was proved on are run.
 
     \b
     Examples:
       advisor run --plan plan.yaml train.py --lr 0.1
       advisor run train.py --lr 0.1             the last proved plan
+      advisor run                               the last proved plan with its own script
     """
-    if not words and plan is None:
-        raise click.UsageError("no script to run", click.get_current_context())
     from advisor import pipeline
 
     with Progress(quiet=quiet, verbose=verbose) as say:

@@ -265,12 +265,16 @@ def _next(page: _Page, profile: StepProfile, findings: Findings | None, command:
     return [page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
 
 
-def trials_text(log: TrialLog, width: int = 100, color: bool = False, *, command: str = "advisor") -> str:
+def trials_text(
+    log: TrialLog, width: int = 100, color: bool = False, *, command: str = "advisor", plan: str = ""
+) -> str:
     """What `apply` shows: a line for each trial, then the stack against the plain script, then files and the next command."""
     page = _Page(max(width, MIN_WIDTH), color)
     blocks = [_trials(page, log), _stack(page, log), _written(page, log)]
     if wording.usable(log):
-        blocks.append([page.heading("Next"), "  " + page.paint(printable(wording.next_run(log, command)), "cyan")])
+        blocks.append(
+            [page.heading("Next"), "  " + page.paint(printable(wording.next_run(log, command, plan)), "cyan")]
+        )
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 

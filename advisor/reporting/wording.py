@@ -221,8 +221,12 @@ def next_apply(profile: StepProfile, command: str) -> str:
     return f"{command} apply --auto"
 
 
-def next_run(trials: TrialLog, command: str) -> str:
-    """The command that trains with the plan."""
+def next_run(trials: TrialLog, command: str, plan: str = "") -> str:
+    """The command that trains with the plan: the one at the path `plan`, else the last proved one.
+
+    A module or a launcher's command is found again in the plan itself, so only a script is spelled out.
+    """
+    words = ["--plan", plan] if plan else []
     if trials.script.endswith(".py"):
-        return f"{command} run {shlex.join((trials.script, *trials.argv))}"
-    return f"{command} run -m {shlex.join((trials.script, *trials.argv))}"
+        words += [trials.script, *trials.argv]
+    return f"{command} run {shlex.join(words)}".rstrip()

@@ -107,7 +107,7 @@ def test_quiet_profile_says_nothing(invoke):
 
 
 def test_no_script_is_a_usage_error_in_one_line(invoke, pipeline):
-    for command in (["profile"], ["apply"], ["run"]):
+    for command in (["profile"], ["apply"]):
         result = invoke(*command)
         assert result.exit_code == ExitCode.USAGE
         assert result.stderr.startswith("advisor: no script")
@@ -204,6 +204,11 @@ def test_run_defaults_to_the_last_plan(invoke, pipeline):
     assert (kwargs["plan"], kwargs["strict"]) == (None, True)
 
 
+def test_run_alone_takes_all_from_the_last_plan(invoke, pipeline):
+    assert invoke("run").exit_code == 0
+    assert pipeline.calls["run"][0] == ((),)
+
+
 def test_report_formats(invoke):
     assert "Trials" in invoke("report", "last").stdout
     assert json.loads(invoke("report", "last", "--format", "json").stdout)["trials"]["verdicts"]
@@ -231,6 +236,7 @@ def test_files_that_exist_are_named(invoke, pipeline):
     (pipeline.run_dir / "plan.yaml").write_text("x")
     err = invoke("apply", "--auto", "train.py").stderr
     assert f"Plan   {pipeline.run_dir / 'plan.yaml'}" in err
+    assert f"advisor run --plan {pipeline.run_dir / 'plan.yaml'} train_imagenet.py --arch" in err
     assert "report.html" not in err
 
 

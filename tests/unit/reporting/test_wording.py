@@ -81,3 +81,10 @@ def test_headline_without_a_kept_change():
 def test_next_command_can_be_pasted():
     profile = replace(samples.resnet50(), argv=("--name", "a b", "--x=$HOME"))
     assert wording.next_apply(profile, "advisor") == "advisor apply --auto train_imagenet.py --name 'a b' '--x=$HOME'"
+
+
+def test_a_module_or_launcher_is_found_in_the_plan():
+    log = samples.trials()
+    assert wording.next_run(log, "advisor", "p.yaml").startswith("advisor run --plan p.yaml train_imagenet.py --arch")
+    assert wording.next_run(replace(log, script="pkg.train"), "advisor") == "advisor run"
+    assert wording.next_run(replace(log, script="torchrun"), "advisor", "p.yaml") == "advisor run --plan p.yaml"
