@@ -514,7 +514,7 @@ def step() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# kernels and benchmarks
+# kernels
 
 
 def kernels_list() -> list[dict[str, object]]:
@@ -533,20 +533,3 @@ def kernels_verify(say: Say) -> list[dict[str, object]]:
     from advisor.ops import catalog
 
     return catalog.verify(say)
-
-
-def bench(what: str, *, filter: str = "", json_out: Path | None = None, baselines: bool = True, say: Say) -> int:
-    """Benchmarks on this GPU: `ops` or `models`. Returns an exit code.
-
-    Raises:
-        AdvisorError: without a GPU (exit code 5) or for an unknown kind.
-    """
-    if what == "ops":
-        from advisor.trials import bench_ops
-
-        return bench_ops.run(pattern=filter, json_out=json_out, baselines=baselines, say=say)
-    if what == "models":
-        from advisor.trials import bench_models
-
-        return bench_models.run(pattern=filter, json_out=json_out, baselines=baselines, say=say)
-    raise AdvisorError(f"no benchmark {what!r}", expected="ops or models")

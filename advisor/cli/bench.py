@@ -28,7 +28,8 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: bool) ->
       advisor bench ops --filter batchnorm
       advisor bench models --json models.json
     """
-    from advisor import pipeline
+    from advisor.bench import models, ops
 
     with Progress(live=True) as say:
-        return int(pipeline.bench(what, filter=pattern, json_out=json_out, baselines=baselines, say=say))
+        chosen = ops if what == "ops" else models
+        return int(chosen.run(pattern=pattern, json_out=json_out, baselines=baselines, say=say))

@@ -21,8 +21,10 @@ class _Launch:
     apply: Any
     reduce: Any
     backward_apply: Any
+    stats_grid: tuple[int, int, int]
     grid: tuple[int, int, int]
-    partials: int  # fp32 values
+    stats_partials: int  # fp32 values
+    partials: int
     rows: Any
     vectors: Any
     tile: Any
@@ -34,7 +36,9 @@ _BLOCK = (spec.THREADS, 1, 1)
 @lru_cache(maxsize=4096)
 def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int) -> _Launch:
     name = str(dtype).removeprefix("torch.")
-    shape = spec.geometry(rows, channels, name, torch.cuda.get_device_properties(device).multi_processor_count)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
+    shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
     defines = tuple(
         {
             "STORAGE": spec.STORAGE[name],
@@ -53,7 +57,9 @@ def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, resid
         apply=apply,
         reduce=reduce,
         backward_apply=backward_apply,
+        stats_grid=(statistics.row_blocks, statistics.tiles, 1),
         grid=(shape.row_blocks, shape.tiles, 1),
+        stats_partials=statistics.row_blocks * 2 * channels,
         partials=shape.row_blocks * 2 * channels,
         rows=np.int64(rows),
         vectors=np.int32(shape.vectors),
@@ -90,14 +96,14 @@ def forward(
     y = torch.empty_like(x)
     channels = x.shape[1]
     saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=x.device)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
+    partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
     masked = residual is not None and activation != "none"
     mask = torch.empty(
         x.numel() // spec.vector_width(str(x.dtype)[6:]) if masked else 0, dtype=torch.uint8, device=x.device
     )
     stream = nvrtc.stream(device)
     plan.stats(
-        plan.grid,
+        plan.stats_grid,
         _BLOCK,
         (
             x.data_ptr(),

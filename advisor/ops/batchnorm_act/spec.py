@@ -18,9 +18,13 @@ RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 THREADS = 512
-MAX_TILE = 64  # channel vectors a block covers: 64 x 16 bytes is 1 KiB of a row, well coalesced
-# 512 threads with 4 or 8 loads of 16 bytes each: 32 to 64 KiB in flight an SM, which covers DRAM latency. More blocks only
-# add partial sums (measured, docs/decisions/0001-batchnorm-launch.md).
+# Channel vectors a block covers. 16 x 16 bytes of a row is two cache lines, and the last block of a tile has little to add
+# up. Measured against 8, 32 and 64 (docs/decisions/0001-batchnorm-launch.md).
+MAX_TILE = 16
+# Loads in flight an SM: a reading thread of the statistics pass has 4 x 16 bytes, of the others 8 x 16 bytes or as much again
+# in stores, so one pass wants two blocks of 512 threads and the others one. Bandwidth of 4.2 TB/s at 2 us of loaded latency
+# is 64 KiB an SM.
+STATS_BLOCKS_PER_SM = 2
 BLOCKS_PER_SM = 1
 UNROLL = 4
 MIN_ARCH = 80
@@ -67,19 +71,19 @@ class Geometry:
 
 
 @lru_cache(maxsize=4096)
-def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> Geometry:
-    """Enough blocks to fill `sm_count` SMs, but no block without a full pass of rows to do.
+def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int) -> Geometry:
+    """As many blocks as run at once on `sm_count` SMs, never a second wave, and none without a full pass of rows.
 
     The tile is the widest divisor of the vectors a row has (so that no thread idles), unless only narrow ones exist.
     """
     vectors = channels // vector_width(dtype)
     tile = max(d for d in range(1, min(vectors, MAX_TILE) + 1) if vectors % d == 0)
-    if tile < 16 < vectors:
-        tile = min(vectors, MAX_TILE)
+    if tile < MAX_TILE // 2 and vectors > MAX_TILE:
+        tile = MAX_TILE
     tiles = -(-vectors // tile)
     rows_per_pass = THREADS // tile
     useful = max(1, -(-rows // (rows_per_pass * UNROLL)))
-    row_blocks = max(1, min(useful, -(-sm_count * BLOCKS_PER_SM // tiles)))
+    row_blocks = max(1, min(useful, sm_count * blocks_per_sm // tiles))
     return Geometry(row_blocks=row_blocks, tiles=tiles, tile=tile, vectors=vectors, rows=rows)
 
 

@@ -1,0 +1,64 @@
+# make demo     install into .venv, profile an example training, apply what helps, print where the report is
+# make test     install into .venv, run the tests that need no GPU
+# make lint     ruff, mypy, import-linter, rules, generated pages
+# make test-gpu the tests that need a GPU, with the python that has torch and CuPy for it (PYTHON=…)
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# With an NVIDIA driver: torch's CUDA build and CuPy of the driver's CUDA major. Without: one pinned torch for the CPU.
+CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\)\..*/\1/p')
+ifeq ($(CUDA_MAJOR),)
+TORCH := torch==2.13.0
+EXTRA :=
+else
+TORCH := torch
+EXTRA := cuda$(if $(filter 12,$(CUDA_MAJOR)),12,13)
+endif
+
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+DEMO_RUNS := advisor-runs
+ifeq ($(CUDA_MAJOR),)
+DEMO := docs/examples/cifar.py --width 16 --batch-size 64 --epochs 50
+else
+DEMO := docs/examples/cifar.py --epochs 200
+endif
+
+.PHONY: demo test lint test-gpu clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV)"
+	$(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) --editable ".$(if $(EXTRA),[$(EXTRA)])"
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP_INSTALL) --editable ".[test]"
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/advisor profile $(DEMO)
+	$(BIN)/advisor apply --auto --max-time 3m $(DEMO)
+	@echo
+	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -1)"
+
+test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" --durations 10
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/advisor rules lint
+	$(BIN)/advisor rules test
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info advisor-runs

@@ -1,0 +1,1 @@
+"""Benchmarks that write docs/benchmarks: bundled kernels (`ops`) and whole trainings (`models`)."""

@@ -1,0 +1,61 @@
+"""Fair GPU timing of several contenders: interleaved, CUDA events, inputs rotated past L2, medians with their spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from advisor.core.profile import Spread
+
+Inputs = TypeVar("Inputs")
+
+# Enough rounds for a median that two runs agree on within a per cent on an idle H200, in about 50 ms a contender and shape.
+ROUNDS = 25
+WARMUP_ROUNDS = 3
+
+
+def rotation(nbytes: int) -> int:
+    """How many input sets keep a repeated run from finding its inputs in L2 (four times the L2 in all, 2 to 16 sets)."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(16, -(-4 * l2 // max(nbytes, 1))))
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[Inputs], object]], sets: Sequence[Inputs], *, rounds: int = ROUNDS
+) -> dict[str, Spread]:
+    """Time each contender `rounds` times in milliseconds, one after the other within a round.
+
+    The GPU is kept busy ahead of each timed call, so that host time between launches is not measured where the device
+    would hide it; a contender whose launches cannot keep up with the device still shows it.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    pad = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    for number in range(WARMUP_ROUNDS + rounds):
+        for name, run in contenders.items():
+            inputs = sets[number % len(sets)]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            pad.zero_()  # about 20 us of device time: the launches below queue up behind it
+            begin.record()
+            run(inputs)
+            end.record()
+            end.synchronize()
+            if number >= WARMUP_ROUNDS:
+                times[name].append(begin.elapsed_time(end))
+    return {name: spread(values) for name, values in times.items()}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, tenth and ninetieth percentile."""
+    deciles = statistics.quantiles(values, n=10)
+    return Spread(median=statistics.median(values), p10=deciles[0], p90=deciles[-1], n=len(values))
+
+
+def copy_gbps() -> float:
+    """Device-to-device copy bandwidth, read plus written, of 1 GiB buffers: the byte ceiling of the same run."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    sets = [(source, torch.empty_like(source))]
+    found = interleaved({"copy": lambda pair: pair[1].copy_(pair[0])}, sets, rounds=15)
+    return 2 * source.numel() / found["copy"].median / 1e6

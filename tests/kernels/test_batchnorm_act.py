@@ -1,0 +1,167 @@
+"""The batch-norm operation without a GPU: reference, launch geometry, what is supported, fallback, graph matching."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import match
+from advisor.ops.batchnorm_act import api, reference, spec
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", ["none", "silu", "hardswish", "gelu", "leaky_relu"])
+def test_reference_passes_gradcheck(activation: str, residual: bool) -> None:
+    torch.manual_seed(0)
+    shape = (3, 2, 2, 2)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(shape, dtype=torch.float64, requires_grad=True) if residual else None
+    w, b = (torch.rand(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def f(*tensors: torch.Tensor) -> torch.Tensor:
+        buffers = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        x, w, b, *rest = tensors
+        return reference.batchnorm_act(x, rest[0] if rest else None, *buffers, w, b, 0.1, 1e-5, activation, 0.1)
+
+    assert torch.autograd.gradcheck(f, (x, w, b, *([r] if r is not None else [])))
+
+
+@given(
+    rows=st.integers(2, 5_000_000),
+    vectors=st.integers(1, 600),
+    dtype=st.sampled_from(sorted(spec.STORAGE)),
+    sms=st.integers(1, 200),
+    per_sm=st.integers(1, 2),
+)
+def test_geometry_covers_every_channel_and_row(rows: int, vectors: int, dtype: str, sms: int, per_sm: int) -> None:
+    shape = spec.geometry(rows, vectors * spec.vector_width(dtype), dtype, sms, per_sm)
+    assert shape.vectors == vectors
+    assert 1 <= shape.tile <= spec.MAX_TILE
+    assert shape.tile * shape.tiles >= vectors
+    assert shape.tile * (shape.tiles - 1) < vectors
+    assert shape.row_blocks >= 1
+    assert shape.row_blocks * shape.tiles <= max(sms * per_sm, shape.tiles)  # no second wave
+    assert spec.THREADS // shape.tile >= 1
+    assert shape.tiles <= 1024  # one counter a tile
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"arch": 75}, "older"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"shape": (2, 64, 8)}, "3-D"),
+        ({"channels_last": False}, "channels_last"),
+        ({"shape": (2, 60, 8, 8)}, "no multiple of 8"),
+        ({"shape": (1, 64, 1, 1)}, "two values"),
+        ({"activation": "silu", "residual": True}, "residual with silu"),
+    ],
+)
+def test_unsupported_says_why(change: dict, reason: str) -> None:
+    call = {
+        "shape": (2, 64, 8, 8),
+        "channels_last": True,
+        "dtype": "bfloat16",
+        "activation": "relu",
+        "residual": False,
+        "arch": 90,
+    }
+    answer = spec.unsupported(**{**call, **change})
+    assert reason in answer if reason else answer == ""
+
+
+class Functional(nn.Module):
+    """Blocks as people write them: functional ReLU, in-place add, a projection shortcut, other activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.short, self.bn3 = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
+        self.tail = nn.Sequential(
+            nn.Conv2d(16, 24, 1),
+            nn.BatchNorm2d(24),
+            nn.Hardswish(),
+            nn.Conv2d(24, 24, 1),
+            nn.BatchNorm2d(24),
+            nn.ReLU6(True),
+        )
+        self.odd = nn.BatchNorm2d(24, momentum=None)
+        self.narrow = nn.Conv2d(24, 5, 1)
+        self.bn5 = nn.BatchNorm2d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(x))
+        out += self.bn3(self.short(x))
+        out = torch.relu(out)
+        out = self.odd(self.tail(out)) + 1.0
+        return F.relu(self.bn5(self.narrow(out))).mean((2, 3))
+
+
+@pytest.fixture
+def captured() -> tuple[Functional, match.MatchReport, object]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, report = Functional().train(), match.MatchReport()
+    return (
+        model,
+        report,
+        torch.compile(model.forward, backend=match.backend(report, fuse=True, mode=None), dynamic=False),
+    )
+
+
+def test_patterns_are_found_by_path(captured) -> None:
+    _, report, run = captured
+    run(torch.randn(4, 3, 8, 8))
+    assert report.matched == {
+        "bn1": "bn+relu",
+        "bn2": "bn+add+relu",
+        "bn3": "bn",
+        "tail.1": "bn+hardswish",
+        "tail.4": "bn+relu6",
+    }
+    assert "5 channels" in report.unmatched["bn5"]
+    assert "odd" not in report.matched  # momentum=None reads a counter: Dynamo leaves that batch norm out of the graph
+
+
+def test_rewritten_graph_trains_as_the_plain_model(captured) -> None:
+    model, _, run = captured
+    plain = Functional().train()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(3):
+        x = torch.randn(4, 3, 8, 8)
+        api.fell_back.clear()
+        run(x).square().sum().backward()
+        assert api.fell_back["not on a CUDA device"] == 5
+        plain(x).square().sum().backward()
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+    for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, msg=name)  # running statistics and num_batches_tracked
+
+
+def test_an_input_changed_in_place_is_left_alone() -> None:
+    class Hazard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.conv(x)
+            y = self.bn(h)
+            h.mul_(2.0)
+            return F.relu(y) + h
+
+    torch._dynamo.reset()
+    report = match.MatchReport()
+    torch.compile(Hazard().train().forward, backend=match.backend(report, fuse=True, mode=None))(
+        torch.randn(2, 3, 4, 4)
+    )
+    assert report.matched == {}
+    assert "in place" in report.unmatched["bn"]

@@ -1,0 +1,137 @@
+"""Every kernel compiles for every architecture without spills; results on file belong to the sources as they are."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import itertools
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from advisor.ops import catalog, sources
+from advisor.ops.batchnorm_act import spec
+from advisor.resources import kernels_dir
+
+ARCHITECTURES = ("80", "90", "100")
+# 512 threads a block: more than 128 registers could not be launched at all.
+REGISTER_LIMIT = 128
+REPO = kernels_dir().parent
+VARIANTS = [
+    (storage, activation, residual)
+    for storage, (activation, residual) in itertools.product(
+        spec.STORAGE, [(a, 0) for a in spec.ACTIVATIONS] + [(a, 1) for a in sorted(spec.RESIDUAL_ACTIVATIONS)]
+    )
+]
+
+
+class Nvrtc:
+    """NVRTC from its own wheel: a compiler that needs no GPU and no driver."""
+
+    def __init__(self) -> None:
+        found = find_spec("nvidia")
+        places = [
+            p
+            for root in (found.submodule_search_locations if found else ())
+            for p in glob.glob(f"{root}/**/libnvrtc.so.*", recursive=True)
+        ]
+        libraries = sorted(p for p in places if "alt" not in Path(p).name)
+        if not libraries:
+            pytest.skip("the nvidia-cuda-nvrtc wheel is not installed")
+        self.lib = ctypes.CDLL(libraries[-1])
+
+    def compile(self, text: str, options: list[str]) -> str:
+        """The compiler's log; raises with it when the source is refused."""
+        program = ctypes.c_void_p()
+        self.lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
+        encoded = [o.encode() for o in options]
+        status = self.lib.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+        size = ctypes.c_size_t()
+        self.lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        self.lib.nvrtcGetProgramLog(program, log)
+        self.lib.nvrtcDestroyProgram(ctypes.byref(program))
+        if status:
+            raise RuntimeError(log.value.decode())
+        return log.value.decode()
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    return Nvrtc()
+
+
+def options(arch: str, storage: str, activation: str, residual: int) -> list[str]:
+    defines = {
+        "STORAGE": spec.STORAGE[storage],
+        "ACT": spec.ACTIVATIONS[activation],
+        "RESIDUAL": residual,
+        "THREADS": spec.THREADS,
+        "MAX_TILE": spec.MAX_TILE,
+    }
+    return [
+        f"--gpu-architecture=sm_{arch}",
+        "-std=c++17",
+        "--ptxas-options=-v",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", sources.all_names())
+def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
+    for storage, activation, residual in VARIANTS:
+        log = nvrtc.compile(sources.source(name), options(arch, storage, activation, residual))
+        registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+        assert len(registers) == len(catalog.KERNELS[name][0]), log
+        assert max(registers) <= REGISTER_LIMIT, (storage, activation, residual, log)
+        assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, (storage, activation, residual, log)
+        assert set(re.findall(r"(\d+) bytes stack frame", log)) == {"0"}, (storage, activation, residual, log)
+
+
+def test_a_spill_would_be_seen(nvrtc: Nvrtc) -> None:
+    greedy = (
+        'extern "C" __global__ void __launch_bounds__(1024) f(float* x) { float v[200];\n'
+        "for (int i = 0; i < 200; ++i) v[i] = x[i * 1024 + threadIdx.x];\n"
+        "__syncthreads(); for (int i = 0; i < 200; ++i) x[i * 1024 + (threadIdx.x ^ 1)] = v[i] * v[199 - i]; }"
+    )
+    log = nvrtc.compile(greedy, ["--gpu-architecture=sm_90", "--ptxas-options=-v"])
+    assert set(re.findall(r"(\d+) bytes (?:spill|stack)", log)) != {"0"}
+
+
+def test_every_source_is_in_the_catalog() -> None:
+    assert set(sources.all_names()) == set(catalog.KERNELS)
+    for name, (entries, _) in catalog.KERNELS.items():
+        text = sources.source(name)
+        assert set(re.findall(r"__launch_bounds__\(THREADS\) (\w+)\(", text)) == set(entries)
+        assert "#include" not in text
+
+
+def test_hash_covers_included_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "kernels"
+    shutil.copytree(kernels_dir(), copy)
+    monkeypatch.setattr(sources, "kernels_dir", lambda: copy)
+    sources.source.cache_clear()
+    before = sources.sha256(spec.FORWARD)
+    with open(copy / "include" / "vector.cuh", "a") as stream:
+        stream.write("// changed\n")
+    sources.source.cache_clear()
+    after = sources.sha256(spec.FORWARD)
+    monkeypatch.undo()
+    sources.source.cache_clear()
+    assert before != after
+
+
+@pytest.mark.parametrize("name", sources.all_names())
+def test_results_on_file_are_of_this_source(name: str) -> None:
+    """A kernel that changed after its last pass on a GPU has no valid results: run `advisor bench ops` again."""
+    files = sorted((REPO / "docs" / "benchmarks").glob("*/ops.json"))
+    if not files and not (REPO / ".git").exists():
+        pytest.skip("no checkout: the results are not part of the distribution")
+    hashes = {row["kernel_sha"] for file in files for row in json.loads(file.read_text())["rows"]}
+    assert sources.sha256(name) in hashes, f"{name} has no results in docs/benchmarks for its present source"
