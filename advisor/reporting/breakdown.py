@@ -115,8 +115,11 @@ def overlap_scale(profile: StepProfile) -> float:
     return min(1.0, profile.busy_us / total) if total > 0 and profile.busy_us > 0 else 1.0
 
 
-def causes(profile: StepProfile) -> tuple[Cause, ...]:
-    """The step divided by cause, device work first, each part largest first; the shares add up to 1."""
+def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause, ...]:
+    """The step divided by cause, device work first, each part largest first; the shares add up to 1.
+
+    Kinds below `small_frac` of the step are counted with "other work".
+    """
     total = traced_us(profile)
     if total <= 0:
         return ()
@@ -126,7 +129,7 @@ def causes(profile: StepProfile) -> tuple[Cause, ...]:
     for row in profile.kernels:
         times[row.kind] = times.get(row.kind, 0.0) + row.time_us * scale
         limits[row.kind] = limits.get(row.kind, 0.0) + row.limit_us
-    for kind in [k for k, t in times.items() if t < SMALL_FRAC * total and k != "other"]:
+    for kind in [k for k, t in times.items() if t < small_frac * total and k != "other"]:
         times["other"] = times.get("other", 0.0) + times.pop(kind)
         limits["other"] = limits.get("other", 0.0) + limits.pop(kind)
     work = [

@@ -19,6 +19,7 @@ CONFIDENCE = 0.95
 MAX_BLOCKS = 6
 MIN_BLOCK_STEPS = 5
 MIN_BLOCKS = 3
+SHOWN_FRAC = 0.001  # kinds below this share of both steps are left out of the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +225,8 @@ def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
         ratio = b.step_us.median / a.step_us.median
         if comparable:
             bounds = ratio_interval(a.step_us, b.step_us)
-    kinds_a, kinds_b = ({c.key: c for c in breakdown.causes(p)} for p in (a, b))
+    # Every kind by itself: what is small in one run may not be in the other.
+    kinds_a, kinds_b = ({c.key: c for c in breakdown.causes(p, small_frac=0.0)} for p in (a, b))
     kinds = [
         Delta(
             label=(kinds_a.get(key) or kinds_b[key]).label,
@@ -234,6 +236,7 @@ def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
             comparable=comparable,
         )
         for key in dict.fromkeys([*kinds_a, *kinds_b])
+        if max(kinds[key].frac for kinds in (kinds_a, kinds_b) if key in kinds) >= SHOWN_FRAC
     ]
     return Comparison(
         a=_label(a),

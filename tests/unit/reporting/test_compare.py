@@ -123,3 +123,14 @@ def test_changes_carry_their_sign():
     assert texts["step time"] == "−5.0 %"
     assert texts["samples per second"] == "+5.3 %"
     assert texts["kernels per step"] == "same"
+
+
+def test_a_kind_that_is_small_in_one_run_is_still_compared():
+    a = samples.resnet50()
+    slow = replace(
+        a, kernels=tuple(replace(r, time_us=r.time_us * 30) if r.kind == "optimizer" else r for r in a.kernels)
+    )
+    slow = replace(slow, busy_us=sum(r.time_us for r in slow.kernels))
+    delta = next(d for d in compare_profiles(a, slow).kinds if d.label == "optimizer")
+    assert delta.ratio == pytest.approx(30)
+    assert delta.change_text == "×30"
