@@ -1,0 +1,435 @@
+"""A search leaves the user's files as they were: what the script is about to change is set aside first, and put back.
+
+In the child an audit hook sees every open, remove, rename, mkdir and rmdir that Python code makes, before it happens, in
+DataLoader workers too (fork inherits it). At the first touch of a path the journal says what was there: the original goes
+to `kept-aside/` (a hard link or a rename where the file system allows, so a large checkpoint costs nothing), or the path
+is noted as new. The script then works on real paths, so reading back, copying and rotating its own checkpoints just works.
+
+`restore` reads the journal: what the script made is moved to `diverted/`, what was there before is put back. The
+supervisor calls it after every search process; after a `kill -9` of everything, `restore_pending` does at the next start.
+
+What Python cannot see is not covered: files written by native libraries under their own names (HDF5, OpenCV) and by
+programs the script starts. `torch.save` and `torch.jit.save`, which write natively, are wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+JOURNAL = "journal.jsonl"
+KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
+_WRITE = os.O_WRONLY | os.O_RDWR
+# Folders whose content is a cache: made again by whoever needs it, and worthless to put back.
+_CACHE_PARTS = frozenset({"__pycache__", ".cache", ".triton", ".nv", ".cupy", ".pytest_cache", ".git"})
+_CACHE_PREFIXES = ("torchinductor_", "triton_", "pymp-")
+_SYSTEM_ROOTS = ("/dev/", "/proc/", "/sys/", "/run/")
+_CACHE_VARIABLES = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUPY_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "XDG_CACHE_HOME",
+)
+
+_inside = threading.local()  # .yes: this thread is doing advisor's own file work, for whichever guard
+
+
+class Guard:
+    """Sets files aside for one run folder, from construction until `stop`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.root = run_dir.resolve() / "files"
+        for name in (KEPT, SEEN):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
+        self._settled: set[str] = set()
+        self.active = True
+        sys.addaudithook(self._hook)  # cannot be removed again; `stop` makes it idle
+
+    def stop(self) -> None:
+        """Later writes are the script's own business."""
+        self.active = False
+
+    def touch(self, path: object, *, truncates: bool = False) -> None:
+        """Set aside what is at `path`, if this is the first time in this run that anyone is about to change it.
+
+        truncates: the caller is about to write the file anew, so the original may be renamed away instead of copied.
+        """
+        with self._first(path) as target:
+            if target is not None:
+                self._keep_content(target, truncates)
+
+    def losing(self, path: object) -> None:
+        """`path` is about to be removed, or replaced by another file: keep its content under a second name."""
+        with self._first(path) as target:
+            if target is not None:
+                self._keep_name(target)
+
+    def _keep_content(self, target: str, truncates: bool) -> None:
+        try:
+            mode = os.lstat(target).st_mode
+        except FileNotFoundError:
+            self._note(action="created", path=target)
+            return
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            return
+        aside = self._aside(target)
+        # The note comes first: a crash in between leaves a note without a copy, which restore skips, never the reverse.
+        self._note(action="kept", path=target, aside=aside.name)
+        if truncates:
+            with contextlib.suppress(OSError):
+                os.rename(target, aside)
+                return
+        _copy(target, aside)
+
+    def written_at(self, path: str | bytes | os.PathLike[str], *, truncates: bool) -> None:
+        """`path` is about to be opened for writing; a symbolic link stays, and what it points to is set aside."""
+        target = os.fsdecode(path)
+        self.touch(os.path.realpath(target) if os.path.islink(target) else target, truncates=truncates)
+
+    def _keep_name(self, target: str) -> None:
+        if not os.path.lexists(target):
+            self._note(action="created", path=target)
+            return
+        if os.path.isdir(target) and not os.path.islink(target):
+            return
+        aside = self._aside(target)
+        self._note(action="kept", path=target, aside=aside.name)
+        try:
+            os.link(target, aside, follow_symlinks=False)
+        except OSError:  # another file system, or one without links
+            _copy(target, aside)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        handler = _EVENTS.get(event)
+        if handler is None or not self.active or getattr(_inside, "yes", False):
+            return
+        _inside.yes = True
+        try:
+            handler(self, *args)
+        except Exception as error:
+            # Without a copy the script must not go on to destroy the file: its own open or remove fails instead.
+            raise OSError(
+                f"advisor could not set a file aside before a write in a search ({event}: {error})"
+            ) from error
+        finally:
+            _inside.yes = False
+
+    @contextlib.contextmanager
+    def own_work(self) -> Iterator[None]:
+        """File operations of this thread inside the block are advisor's own."""
+        before = getattr(_inside, "yes", False)
+        _inside.yes = True
+        try:
+            yield
+        finally:
+            _inside.yes = before
+
+    def _absolute(self, path: object) -> str | None:
+        if isinstance(path, int) or path is None:
+            return None
+        try:
+            text = os.fsdecode(path)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+        text = os.path.join(
+            os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text.rstrip("/"))
+        )
+        if text.startswith(self._skipped):
+            return None
+        parts = Path(text).parts
+        if not _CACHE_PARTS.isdisjoint(parts) or any(p.startswith(_CACHE_PREFIXES) for p in parts):
+            return None
+        return text
+
+    @contextlib.contextmanager
+    def _first(self, path: object) -> Iterator[str | None]:
+        """The path in full, for the first process that touches it in this run; others wait until it is set aside."""
+        target = self._absolute(path)
+        if target is None or target in self._settled:
+            yield None
+            return
+        marker = self.root / SEEN / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+        lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if marker.exists():
+                yield None
+            else:
+                yield target
+                marker.touch()
+            self._settled.add(target)
+        finally:
+            os.close(lock)
+
+    def _aside(self, target: str) -> Path:
+        return (
+            self.root
+            / KEPT
+            / f"{hashlib.sha256(os.fsencode(target)).hexdigest()[:32]}-{os.path.basename(target)[-80:]}"
+        )
+
+    def _note(self, **entry: str) -> None:
+        line = (json.dumps(entry) + "\n").encode()
+        handle = os.open(self.root / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(handle, line)  # one write in append mode: whole lines, also from several processes
+        finally:
+            os.close(handle)
+
+    # Audit events (docs.python.org/3/library/audit_events.html), with their arguments.
+
+    def _open(self, path: object, mode: object, flags: object = 0) -> None:
+        if not isinstance(flags, int) or not flags & _WRITE:
+            return
+        if isinstance(path, (str, bytes, os.PathLike)):
+            self.written_at(path, truncates=bool(flags & os.O_TRUNC))
+
+    def _remove(self, path: object, dir_fd: int = -1) -> None:
+        self.losing(_below(path, dir_fd))
+
+    def _rename(self, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
+        source, target = _below(source, source_fd), _below(target, target_fd)
+        here = self._absolute(source)
+        if here is not None and os.path.isdir(here) and not os.path.islink(here):
+            there = self._absolute(target)
+            if there is not None:
+                self._note(action="moved", path=here, to=there)
+            return
+        self.losing(source)
+        self.losing(target)
+
+    def _made(self, path: object, *_rest: object) -> None:
+        target = self._absolute(path)
+        if target is not None and not os.path.lexists(target):
+            self._note(action="made", path=target)
+
+    def _unmade(self, path: object, dir_fd: int = -1) -> None:
+        target = self._absolute(_below(path, dir_fd))
+        if target is not None and os.path.isdir(target):
+            self._note(action="unmade", path=target)
+
+    def _linked(self, _source: object, target: object, *_rest: object) -> None:
+        self.losing(target)
+
+    def _rmtree(self, path: object, dir_fd: object = None) -> None:
+        # Its own removals carry names relative to open folders; walking first works on every platform.
+        top = self._absolute(_below(path, dir_fd if isinstance(dir_fd, int) else -1))
+        if top is None or os.path.islink(top):
+            return
+        for folder, _folders, names in os.walk(top, topdown=False):
+            for name in names:
+                self.losing(os.path.join(folder, name))
+            for name in _folders:
+                if os.path.islink(os.path.join(folder, name)):
+                    self.losing(os.path.join(folder, name))
+            self._note(action="unmade", path=folder)
+
+
+_EVENTS: dict[str, Callable[..., None]] = {
+    "open": Guard._open,
+    "os.remove": Guard._remove,
+    "os.rename": Guard._rename,
+    "os.mkdir": Guard._made,
+    "os.rmdir": Guard._unmade,
+    "os.link": Guard._linked,
+    "os.symlink": Guard._linked,
+    "os.truncate": lambda guard, path, *_: guard.touch(path),
+    "shutil.rmtree": Guard._rmtree,
+    "sqlite3.connect": lambda guard, path, *_: guard.touch(path),
+}
+
+
+def protect(run_dir: Path) -> Guard:
+    """Start guarding in this process: the audit hook, `torch.save`, and trackers that stay offline or in the run folder."""
+    for name, value in tracker_environment(run_dir).items():
+        os.environ[name] = value
+    guard = Guard(run_dir)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.save = _announced(guard, torch.save, argument=1)
+        torch.serialization.save = torch.save
+        torch.jit.save = _announced(guard, torch.jit.save, argument=1)
+    return guard
+
+
+def tracker_environment(run_dir: Path) -> dict[str, str]:
+    """Variables that keep experiment trackers from the network and from the user's own tracking folders."""
+    folder = run_dir.resolve() / "trackers"
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": folder.joinpath("mlruns").as_uri(),
+        "COMET_MODE": "offline",
+        "COMET_OFFLINE_DIRECTORY": str(folder),
+        "NEPTUNE_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+    }
+
+
+def written(run_dir: Path) -> tuple[str, ...]:
+    """Every path outside the run folder that the script wrote, removed or replaced, in the order of first touch."""
+    paths = dict.fromkeys(
+        entry["path"]
+        for entry in _journal(run_dir) + _journal(run_dir, done=True)
+        if entry["action"] in ("created", "kept")
+    )
+    return tuple(paths)
+
+
+def restore(run_dir: Path) -> tuple[str, ...]:
+    """Undo the journal, last entry first, and close it. Afterwards every path is as it was before the search.
+
+    What the script made lies under `files/diverted/`. Safe to call twice, and after a crash of an earlier call.
+
+    Returns:
+        Paths that could not be put back, each with the reason; what was set aside for them stays in `kept-aside/`.
+    """
+    root = run_dir.resolve() / "files"
+    entries, problems = _journal(run_dir), []
+    for entry in reversed(entries):
+        try:
+            _undo(root, entry)
+        except OSError as error:
+            problems.append(f"{entry['path']}: {error.strerror or error}")
+    if entries:
+        if not problems:
+            with open(root / ("restored-" + JOURNAL), "a", encoding="utf-8") as done:
+                done.writelines(json.dumps(entry) + "\n" for entry in entries)
+            (root / JOURNAL).unlink()
+            shutil.rmtree(root / SEEN, ignore_errors=True)
+    return tuple(problems)
+
+
+def restore_pending(runs: Path) -> tuple[str, ...]:
+    """Restore every run under the folder `runs` whose search was killed before it could; returns those run folders."""
+    found = []
+    for journal in sorted(runs.glob(f"*/files/{JOURNAL}")):
+        owner = journal.parent.parent
+        if not _alive(owner):
+            restore(owner)
+            found.append(str(owner))
+    return tuple(found)
+
+
+def hold(run_dir: Path) -> None:
+    """Note which process searches in this run folder, so that another advisor does not restore under its feet."""
+    folder = run_dir.resolve() / "files"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "owner").write_text(str(os.getpid()), encoding="ascii")
+
+
+def _alive(run_dir: Path) -> bool:
+    try:
+        pid = int((run_dir / "files" / "owner").read_text(encoding="ascii"))
+        os.kill(pid, 0)
+    except (OSError, ValueError, OverflowError):
+        return False
+    return pid != os.getpid()
+
+
+def _undo(root: Path, entry: dict[str, str]) -> None:
+    path, action = entry["path"], entry["action"]
+    if action == "created":
+        _divert(root, path)
+    elif action == "kept":
+        aside = root / KEPT / entry["aside"]
+        if not os.path.lexists(aside):
+            return  # put back by an earlier call, or noted just before a crash and never changed
+        if os.path.lexists(path):
+            if os.path.isfile(path) and not os.path.islink(path) and os.path.samefile(path, aside):
+                os.unlink(aside)  # a second name of the untouched file
+                return
+            _divert(root, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _move(str(aside), path)
+    elif action == "made":
+        with contextlib.suppress(FileNotFoundError, OSError):
+            os.rmdir(path)  # only when empty: somebody else may have put something there
+    elif action == "unmade":
+        os.makedirs(path, exist_ok=True)
+    elif action == "moved" and os.path.isdir(entry["to"]) and not os.path.lexists(path):
+        os.rename(entry["to"], path)
+
+
+def _divert(root: Path, path: str) -> None:
+    if not os.path.lexists(path) or (os.path.isdir(path) and not os.path.islink(path)):
+        return
+    target = root / DIVERTED / path.lstrip(os.sep).replace(":", "")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(target):
+        target.unlink()
+    _move(path, str(target))
+
+
+def _move(source: str, target: str) -> None:
+    try:
+        os.replace(source, target)
+    except OSError:  # another file system
+        _copy(source, target)
+        os.unlink(source)
+
+
+def _copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copy with times and mode; `target` is whole or absent at every moment, so that a crash leaves no half copy."""
+    temporary = os.fspath(target) + ".advisor-part"
+    shutil.copy2(source, temporary, follow_symlinks=False)
+    os.replace(temporary, target)
+
+
+def _journal(run_dir: Path, *, done: bool = False) -> list[dict[str, str]]:
+    path = run_dir.resolve() / "files" / (("restored-" if done else "") + JOURNAL)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except FileNotFoundError:
+        return []
+    entries = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a line cut off by a crash names nothing that was touched
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "path" in entry and "action" in entry:
+                entries.append(entry)
+    return entries
+
+
+def _below(path: object, dir_fd: int) -> object:
+    """A name relative to an open folder, made whole; None where the platform cannot say which folder that is."""
+    if not isinstance(dir_fd, int) or dir_fd < 0:
+        return path
+    try:
+        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return None
+
+
+def _cache_folders() -> tuple[str, ...]:
+    named = [os.environ[v] for v in _CACHE_VARIABLES if os.environ.get(v)]
+    return tuple(os.path.realpath(folder) + os.sep for folder in named)
+
+
+def _announced(guard: Guard, save: Callable[..., Any], *, argument: int) -> Callable[..., Any]:
+    """`save`, which writes natively, after the guard has been told of the path it is given at position `argument`."""
+
+    @functools.wraps(save)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        path = args[argument] if len(args) > argument else kwargs.get("f")
+        if isinstance(path, (str, bytes, os.PathLike)) and guard.active:
+            with guard.own_work():
+                guard.written_at(path, truncates=True)
+        return save(*args, **kwargs)
+
+    return announced

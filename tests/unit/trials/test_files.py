@@ -1,0 +1,226 @@
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from advisor.trials import files
+
+ROOT = Path(files.__file__).parents[2]
+
+
+def tree(folder):
+    """Every path below `folder` with its kind and content."""
+    found = {}
+    for base, folders, names in os.walk(folder):
+        for name in folders:
+            found[os.path.relpath(os.path.join(base, name), folder)] = "folder"
+        for name in names:
+            path = Path(base, name)
+            found[os.path.relpath(path, folder)] = (
+                "link " + os.readlink(path) if path.is_symlink() else hashlib.sha256(path.read_bytes()).hexdigest()
+            )
+    return found
+
+
+@pytest.fixture
+def work(tmp_path):
+    folder = tmp_path / "work"
+    (folder / "out" / "deep").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    for name, text in {
+        "out/best.pt": "the user's best weights",
+        "out/deep/last.pt": "older weights",
+        "log.csv": "epoch,loss\n1,0.5\n",
+        "notes.txt": "do not lose me",
+    }.items():
+        (folder / name).write_text(text)
+    (folder / "current").symlink_to("out/best.pt")
+    return folder
+
+
+def run(work, body, *, check=True):
+    run_dir = work.parent / "runs" / "one"
+    code = f"""
+import os, sys, shutil, json, signal
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from advisor.trials import files
+guard = files.protect(Path({str(run_dir)!r}))
+os.chdir({str(work)!r})
+""" + textwrap.dedent(body)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    if check:
+        assert result.returncode == 0, result.stderr
+    return run_dir, result
+
+
+SCRIPTS = {
+    "wipes its output folder at the start": """
+        shutil.rmtree("out")
+        os.makedirs("out/new")
+        open("out/new/a.txt", "w").write("x")
+        open("out/best.pt", "w").write("worse")
+        assert open("out/best.pt").read() == "worse"
+    """,
+    "rotates checkpoints": """
+        for epoch in range(4):
+            open("tmp.pt", "wb").write(b"%d" % epoch)
+            os.replace("tmp.pt", "out/best.pt")
+            shutil.copyfile("out/best.pt", f"out/epoch{epoch}.pt")
+            if epoch:
+                os.remove(f"out/epoch{epoch-1}.pt")
+        os.rename("out/deep/last.pt", "out/deep/older.pt")
+    """,
+    "appends to a table and edits in place": """
+        open("log.csv", "a").write("2,0.4\\n")
+        with open("notes.txt", "r+") as f:
+            f.write("XX")
+        os.truncate("out/best.pt", 3)
+    """,
+    "writes through a symbolic link": """
+        open("current", "w").write("new best")
+        assert open("out/best.pt").read() == "new best"
+    """,
+    "replaces a symbolic link": """
+        os.remove("current")
+        os.symlink("out/deep/last.pt", "current")
+    """,
+    "renames whole folders": """
+        os.rename("out", "out.old")
+        os.mkdir("out")
+        open("out/best.pt", "w").write("y")
+        open("out.old/best.pt", "a").write("tail")
+        os.rmdir("empty")
+    """,
+    "moves and copies trees": """
+        shutil.copytree("out", "backup")
+        shutil.move("notes.txt", "backup/notes.txt")
+        Path("notes.txt").write_text("another")
+        Path("log.csv").unlink()
+    """,
+    "writes from forked workers": """
+        pids = []
+        for i in range(4):
+            pid = os.fork()
+            if pid == 0:
+                for j in range(20):
+                    open(f"out/w{i}-{j}.txt", "w").write("z")
+                    open("log.csv", "a").write("w\\n")
+                os._exit(0)
+            pids.append(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that(name, work):
+    before = tree(work)
+    run_dir, _ = run(work, SCRIPTS[name])
+    assert tree(work) != before  # the script did work on its real paths
+    assert files.written(run_dir)
+    assert files.restore(run_dir) == ()
+    assert tree(work) == before
+    assert files.written(run_dir)  # still listed in the report after restoring
+    assert files.restore(run_dir) == ()
+    assert tree(work) == before
+
+
+def test_what_the_script_made_is_kept_in_the_run_folder(work):
+    run_dir, _ = run(work, 'open("out/result.txt", "w").write("from the search")')
+    files.restore(run_dir)
+    found = [p for p in (run_dir / "files" / "diverted").rglob("result.txt")]
+    assert [p.read_text() for p in found] == ["from the search"]
+    assert files.written(run_dir) == (str(work.resolve() / "out/result.txt"),)
+
+
+def test_torch_save_is_seen_although_it_writes_natively(work):
+    before = tree(work)
+    run_dir, _ = run(
+        work,
+        """
+        import torch
+        guard.stop()
+        files.protect(guard.root.parent)
+        torch.save({"w": torch.ones(3)}, "out/best.pt")
+        torch.save({"w": torch.zeros(3)}, Path("out/new.pt"))
+        assert torch.load("out/best.pt")["w"].sum() == 3
+        shutil.copyfile("out/best.pt", "out/copy.pt")
+        """,
+    )
+    files.restore(run_dir)
+    assert tree(work) == before
+
+
+def test_kill_in_the_middle_then_the_next_start_restores(work):
+    before = tree(work)
+    run_dir, result = run(
+        work,
+        SCRIPTS["wipes its output folder at the start"] + "\n        os.kill(os.getpid(), signal.SIGKILL)",
+        check=False,
+    )
+    assert result.returncode == -signal.SIGKILL
+    assert tree(work) != before
+    assert files.restore_pending(run_dir.parent) == (str(run_dir),)
+    assert tree(work) == before
+    assert files.restore_pending(run_dir.parent) == ()
+
+
+def test_a_running_search_is_left_alone(work):
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    (run_dir / "files" / "owner").write_text("1")  # a process that lives and is not ours
+    try:
+        os.kill(1, 0)
+    except PermissionError:
+        pytest.skip("cannot signal process 1 here")
+    assert files.restore_pending(run_dir.parent) == ()
+
+
+def test_a_journal_cut_off_by_a_crash_still_restores(work):
+    before = tree(work)
+    run_dir, _ = run(work, SCRIPTS["rotates checkpoints"])
+    with open(run_dir / "files" / files.JOURNAL, "a") as journal:
+        journal.write('{"action": "kept", "pa')
+    files.restore(run_dir)
+    assert tree(work) == before
+
+
+def test_two_processes_one_after_the_other_start_from_the_same_files(work):
+    before = tree(work)
+    for _ in range(2):
+        run_dir, _ = run(work, SCRIPTS["appends to a table and edits in place"])
+        assert files.restore(run_dir) == ()
+        assert tree(work) == before
+
+
+def test_a_write_is_refused_when_the_original_cannot_be_set_aside(work):
+    run_dir, result = run(
+        work,
+        """
+        shutil.rmtree(guard.root / "kept-aside")
+        (guard.root / "kept-aside").write_text("in the way")
+        os.remove("notes.txt")
+        """,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "could not set a file aside" in result.stderr
+    assert (work / "notes.txt").read_text() == "do not lose me"
+
+
+def test_reading_leaves_no_trace(work):
+    run_dir, _ = run(work, 'open("log.csv").read(); os.makedirs("out", exist_ok=True); os.stat("out")')
+    assert files.written(run_dir) == ()
+    assert not (run_dir / "files" / files.JOURNAL).exists()
+
+
+def test_trackers_stay_offline_and_in_the_run_folder(tmp_path):
+    environment = files.tracker_environment(tmp_path)
+    assert environment["WANDB_MODE"] == "offline"
+    assert environment["MLFLOW_TRACKING_URI"].startswith(tmp_path.resolve().as_uri())

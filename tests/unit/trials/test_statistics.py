@@ -1,0 +1,116 @@
+import math
+import random
+
+import pytest
+
+from advisor.trials import statistics as st
+
+# Tables of Student's t, two-sided 99 % (NIST/SEMATECH e-Handbook, 1.3.6.7.2), and closed forms for 1 and 2 degrees.
+TABLE = [(1, 63.657), (2, 9.925), (3, 5.841), (5, 4.032), (11, 3.106), (19, 2.861), (100, 2.626)]
+
+
+@pytest.mark.parametrize(("degrees", "expected"), TABLE)
+def test_t_quantile_matches_the_tables(degrees, expected):
+    assert st.t_quantile(0.995, degrees) == pytest.approx(expected, abs=6e-4)
+    assert st.t_quantile(0.005, degrees) == pytest.approx(-expected, abs=6e-4)
+
+
+def test_t_quantile_closed_forms():
+    assert st.t_quantile(0.9, 1) == pytest.approx(math.tan(math.pi * 0.4), rel=1e-9)
+    assert st.t_quantile(0.75, 2) == pytest.approx(math.sqrt(2 * 0.25 / (1 - 0.25)), rel=1e-9)
+    for bad in ((0.0, 3), (1.0, 3), (0.5, 0)):
+        with pytest.raises(ValueError, match="not defined"):
+            st.t_quantile(*bad)
+
+
+class Machine:
+    """Step times with slow drift, AR(1) noise, stragglers and a block effect, as measured on shared machines."""
+
+    def __init__(self, seed, noise=0.01, rho=0.9, drift=0.0005, straggler=0.02, block=0.003):
+        self.random = random.Random(seed)
+        self.noise, self.rho, self.drift, self.straggler, self.block = noise, rho, drift, straggler, block
+        self.ar = self.level = 0.0
+
+    def medians(self, factor, steps=20):
+        offset = self.random.gauss(0, self.block)
+        times = []
+        for _ in range(steps):
+            self.level += self.random.gauss(0, self.drift)
+            self.ar = self.rho * self.ar + self.random.gauss(0, self.noise * math.sqrt(1 - self.rho**2))
+            late = 1.3 if self.random.random() < self.straggler else 1.0
+            times.append(1000.0 * factor * late * math.exp(self.level + self.ar + offset))
+        return st.median(times)
+
+    def trial(self, factor, min_gain=0.01):
+        pairs = []
+        while True:
+            first_off = len(pairs) % 2 == 0
+            a = self.medians(1.0 if first_off else factor)
+            b = self.medians(factor if first_off else 1.0)
+            pairs.append((a, b) if first_off else (b, a))
+            decision = st.decide(pairs, min_gain)
+            if decision.status != st.MORE:
+                return decision, len(pairs)
+
+
+def test_nothing_is_kept_when_nothing_changed():
+    kept = sum(Machine(seed).trial(1.0)[0].status == st.KEPT for seed in range(400))
+    assert kept <= 4  # at most 1 %
+
+
+def test_false_keeps_stay_rare_without_any_threshold():
+    kept = sum(Machine(seed).trial(1.0, min_gain=0.0)[0].status == st.KEPT for seed in range(400))
+    assert (
+        kept <= 16
+    )  # three looks at 0.5 % each and neighbours that are correlated: 4 %, which is why 1 % is the default
+
+
+def test_three_per_cent_is_found():
+    kept = sum(Machine(seed).trial(0.97)[0].status == st.KEPT for seed in range(200))
+    assert kept >= 190
+
+
+def test_a_clear_loser_stops_at_the_first_stage():
+    decision, pairs = Machine(3).trial(1.2)
+    assert decision.status == st.REVERTED
+    assert pairs == st.STAGES[0]
+    assert "slower" in decision.reason
+
+
+def test_stages_are_the_only_looks():
+    good = [(1000.0, 500.0)] * 5
+    assert st.decide(good, 0.01).status == st.MORE
+    assert st.decide([*good, (1000.0, 501.0)], 0.01).status == st.KEPT
+    assert st.decide([(1000.0, 500.0)] * 7, 0.01).status == st.MORE
+
+
+def test_straddling_the_threshold_to_the_end_is_inconclusive():
+    pairs = [(1000.0, 1000.0 * f) for f in (0.9, 1.08) * 10]
+    assert st.decide(pairs[:6], 0.01).status == st.MORE
+    decision = st.decide(pairs, 0.01)
+    assert decision.status == st.INCONCLUSIVE
+    assert decision.gain is not None
+    assert decision.gain.low < 0.01 < decision.gain.high
+
+
+def test_times_that_are_no_times_are_never_kept():
+    for bad in (float("nan"), 0.0, -1.0, float("inf")):
+        assert st.decide([(1000.0, bad)] * 6, 0.01).status == st.INCONCLUSIVE
+
+
+def test_gain_is_the_share_of_time_saved():
+    interval, point = st.gain_interval([(100.0, 75.0), (200.0, 150.0), (100.0, 75.0)])
+    assert point == pytest.approx(0.25)
+    assert interval.low == pytest.approx(0.25)
+
+
+def test_process_speedup_widens_when_processes_disagree():
+    def run(level, seed):
+        r = random.Random(seed)
+        return [level * math.exp(r.gauss(0, 0.01)) for _ in range(30)]
+
+    low, point, high = st.process_speedup([run(100, 1), run(100, 2)], [run(50, 3), run(50, 4)])
+    assert 1.9 < low < point < high < 2.1
+    wide = st.process_speedup([run(100, 1), run(130, 2)], [run(50, 3), run(50, 4)])
+    assert wide[0] < low
+    assert st.process_speedup([[1.0]], [[1.0]]) is None
