@@ -257,7 +257,7 @@ def protect(run_dir: Path) -> Guard:
     for name, value in tracker_environment(run_dir).items():
         os.environ[name] = value
     guard = Guard(run_dir)
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.save = _announced(guard, torch.save, argument=1)
         torch.serialization.save = torch.save
@@ -306,12 +306,11 @@ def restore(run_dir: Path) -> tuple[str, ...]:
             _undo(root, entry)
         except OSError as error:
             problems.append(f"{entry['path']}: {error.strerror or error}")
-    if entries:
-        if not problems:
-            with open(root / ("restored-" + JOURNAL), "a", encoding="utf-8") as done:
-                done.writelines(json.dumps(entry) + "\n" for entry in entries)
-            (root / JOURNAL).unlink()
-            shutil.rmtree(root / SEEN, ignore_errors=True)
+    if entries and not problems:
+        with open(root / ("restored-" + JOURNAL), "a", encoding="utf-8") as done:
+            done.writelines(json.dumps(entry) + "\n" for entry in entries)
+        (root / JOURNAL).unlink()
+        shutil.rmtree(root / SEEN, ignore_errors=True)
     return tuple(problems)
 
 

@@ -135,7 +135,7 @@ def test_a_script_that(name, work):
 def test_what_the_script_made_is_kept_in_the_run_folder(work):
     run_dir, _ = run(work, 'open("out/result.txt", "w").write("from the search")')
     files.restore(run_dir)
-    found = [p for p in (run_dir / "files" / "diverted").rglob("result.txt")]
+    found = (run_dir / "files" / "diverted").rglob("result.txt")
     assert [p.read_text() for p in found] == ["from the search"]
     assert files.written(run_dir) == (str(work.resolve() / "out/result.txt"),)
 
@@ -200,7 +200,7 @@ def test_two_processes_one_after_the_other_start_from_the_same_files(work):
 
 
 def test_a_write_is_refused_when_the_original_cannot_be_set_aside(work):
-    run_dir, result = run(
+    _, result = run(
         work,
         """
         shutil.rmtree(guard.root / "kept-aside")

@@ -1,0 +1,83 @@
+"""In which order to try what is recommended: what bounds the step first, then what rests on it.
+
+A starved GPU gains nothing from a faster kernel, and a step that waits for launches gains nothing from fewer bytes, so the
+bound that the profile shows comes first; after that precision and layout, because they decide which kernels run at all,
+then kernels, then whole-graph compilers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from advisor.core.findings import Recommendation
+from advisor.core.profile import StepProfile
+
+# Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
+STAGES: tuple[frozenset[str], ...] = (
+    frozenset({"loader_workers", "prefetch"}),
+    frozenset({"defer_sync", "set_to_none"}),
+    frozenset({"tf32"}),
+    frozenset({"amp_bf16", "amp_fp16"}),
+    frozenset({"channels_last"}),
+    frozenset({"cudnn_benchmark", "conv_bias"}),
+    frozenset({"fused_bn_act"}),
+    frozenset({"fused_optimizer"}),
+    frozenset({"compile"}),
+    frozenset({"cuda_graphs"}),
+    frozenset({"compile_max_autotune"}),
+)
+_UNKNOWN = next(i for i, stage in enumerate(STAGES) if "fused_bn_act" in stage)  # beside the kernels
+_BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
+# An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.
+BOUND_FRAC = 0.2
+
+
+def order(recommendations: Sequence[Recommendation], profile: StepProfile | None = None) -> tuple[Recommendation, ...]:
+    """The recommendations in the order of trial, each at most once per transform and parameters.
+
+    What the profile's largest idle cause asks for comes first, then the stages above, then predicted gain; whatever stands
+    in `after` of another comes before it, and a circle there is broken at its earliest member.
+    """
+    first = _bounding(profile)
+    unique: dict[tuple[str, tuple[tuple[str, str], ...]], Recommendation] = {}
+    for item in recommendations:
+        unique.setdefault((item.transform, tuple(sorted(item.parameters.items()))), item)
+    waiting = sorted(
+        unique.values(), key=lambda r: (r.transform != first, _stage(r.transform), -_expected(r), r.transform)
+    )
+    ordered: list[Recommendation] = []
+    while waiting:
+        names = {r.transform for r in waiting}
+        # The one that a bound puts first is not held back by `after`: there the bound is what must be settled.
+        ready = next(
+            (r for r in waiting if r.transform == first or not names & (set(r.after) - {r.transform})), waiting[0]
+        )
+        waiting.remove(ready)
+        ordered.append(ready)
+    return tuple(ordered)
+
+
+def _bounding(profile: StepProfile | None) -> str:
+    if profile is None or profile.step_us is None or not profile.step_us.median > 0:
+        return ""
+    causes = {cause.cause: cause.time_us for cause in profile.idle if cause.cause in _BOUND_BY}
+    if not causes:
+        return ""
+    worst = max(causes, key=lambda name: causes[name])
+    return _BOUND_BY[worst] if causes[worst] / profile.step_us.median >= BOUND_FRAC else ""
+
+
+def _stage(transform: str) -> int:
+    return next((i for i, stage in enumerate(STAGES) if transform in stage), _UNKNOWN)
+
+
+def _expected(item: Recommendation) -> float:
+    return 0.0 if item.predicted is None else 0.5 * (item.predicted.low + item.predicted.high)
+
+
+def conflicting(
+    transform: str, conflicts: Iterable[str], others: Iterable[tuple[str, Iterable[str]]]
+) -> tuple[str, ...]:
+    """Which of `others`, pairs of transform and its conflicts, cannot be on together with this one."""
+    own = set(conflicts)
+    return tuple(name for name, theirs in others if name in own or transform in set(theirs))

@@ -1,0 +1,65 @@
+from advisor.core.environment import Environment
+from advisor.core.findings import Interval, Recommendation
+from advisor.core.profile import IdleCause, Spread, StepProfile
+from advisor.trials import planner
+
+
+def item(name, *, gain=0.1, after=(), **parameters):
+    return Recommendation(transform=name, parameters=parameters, predicted=Interval(low=gain, high=gain), after=after)
+
+
+def profile(**idle):
+    return StepProfile(
+        script="t.py", argv=(), created="", environment=Environment(), step_kind="optimizer", wall_us=None,
+        step_us=Spread(median=1000.0, p10=900.0, p90=1100.0, n=9),
+        idle=tuple(IdleCause(cause=c, time_us=t) for c, t in idle.items()),
+    )  # fmt: skip
+
+
+def names(items):
+    return [i.transform for i in items]
+
+
+ALL = [
+    item(n)
+    for n in ("cuda_graphs", "compile", "channels_last", "amp_bf16", "prefetch", "fused_optimizer", "fused_bn_act")
+]
+
+
+def test_a_step_bound_by_the_gpu_goes_from_input_over_precision_to_graphs():
+    assert names(planner.order(ALL, profile(launch=50.0))) == [
+        "prefetch", "amp_bf16", "channels_last", "fused_bn_act", "fused_optimizer", "compile", "cuda_graphs",
+    ]  # fmt: skip
+
+
+def test_what_bounds_the_step_comes_first():
+    # Mixed precision alone is slower on a launch-bound step and would be dropped, although it pays once launches are gone.
+    launch_bound = [item("cuda_graphs", after=("amp_bf16",)), item("amp_bf16"), item("channels_last")]
+    assert names(planner.order(launch_bound, profile(launch=600.0))) == ["cuda_graphs", "amp_bf16", "channels_last"]
+    starved = [item("amp_bf16"), item("loader_workers"), item("prefetch")]
+    assert names(planner.order(starved, profile(data=500.0, launch=100.0)))[0] == "loader_workers"
+    assert names(planner.order([item("tf32"), item("defer_sync")], profile(sync=300.0)))[0] == "defer_sync"
+
+
+def test_after_is_honoured_and_a_circle_ends():
+    items = [item("channels_last", after=("cudnn_benchmark",)), item("cudnn_benchmark")]
+    assert names(planner.order(items)) == ["cudnn_benchmark", "channels_last"]
+    circle = [item("a", after=("b",)), item("b", after=("a",)), item("c", after=("c", "absent"))]
+    assert sorted(names(planner.order(circle))) == ["a", "b", "c"]
+
+
+def test_each_change_once_and_larger_promises_first():
+    items = [
+        item("loader_workers", workers="2"),
+        item("loader_workers", workers="2"),
+        item("loader_workers", workers="4", gain=0.3),
+    ]
+    ordered = planner.order(items)
+    assert [r.parameters["workers"] for r in ordered] == ["4", "2"] or len(ordered) == 2
+    assert names(planner.order([item("x", gain=0.1), item("y", gain=0.4)])) == ["y", "x"]
+
+
+def test_conflicts_are_seen_from_either_side():
+    assert planner.conflicting("compile", ["fused_bn_act"], [("fused_bn_act", ()), ("tf32", ())]) == ("fused_bn_act",)
+    assert planner.conflicting("compile", [], [("fused_bn_act", ["compile"])]) == ("fused_bn_act",)
+    assert planner.conflicting("compile", [], [("tf32", [])]) == ()
