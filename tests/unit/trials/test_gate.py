@@ -1,0 +1,404 @@
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from advisor.core.findings import Semantics
+from advisor.profiling.training import RootModule, Training
+from advisor.trials.gate import Gate
+
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.fc = nn.Linear(32 * 16, 10)
+        self.dropout = dropout
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+        x = F.dropout(x.flatten(1), self.dropout, self.training)
+        return self.fc(x)
+
+
+class Loop:
+    """A training loop of one net, and a change that can be switched on and off in it."""
+
+    def __init__(self, dropout=0.0, optimizer=torch.optim.SGD, **options):
+        torch.manual_seed(0)
+        self.net = Net(dropout)
+        self.optimizer = optimizer(self.net.parameters(), lr=0.05, **options)
+        self.training = Training(device=torch.device("cpu"), optimizers=[self.optimizer])
+        self.root = RootModule(module=self.net, name="Net")
+        self.training.roots.append(self.root)
+        self.gate = Gate(self.training)
+        self.is_on = False
+        for _ in range(3):
+            self.step()
+        self.gate.arm()
+        self.step(capture=True)
+        assert self.gate.captured()
+
+    def step(self, capture=False):
+        x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 10, (16,))
+        out = self.net(x)
+        out.retain_grad()
+        loss = F.cross_entropy(out, y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if capture:
+            self.root.args, self.root.kwargs, self.root.output = (x,), {}, out
+            self.root.output_grads = (out.grad.clone(),)
+
+    def snapshot(self):
+        tensors = [*self.net.parameters(), *self.net.buffers(), *(p.grad for p in self.net.parameters())]
+        tensors += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return [t.detach().clone() for t in tensors], torch.get_rng_state(), random.getstate(), self.net.calls
+
+    def judge(self, change, semantics=Semantics.REASSOCIATED, **options):
+        def on():
+            self.is_on = True
+            self.net.__dict__["forward"] = change(type(self.net).forward.__get__(self.net))
+
+        def off():
+            self.is_on = False
+            self.net.__dict__.pop("forward", None)
+
+        return self.gate.judge(on, off, semantics, **options).check
+
+
+@pytest.fixture
+def loop():
+    return Loop()
+
+
+def same(forward):
+    return forward
+
+
+def wrong_element(forward):
+    def changed(x):
+        out = forward(x).clone()
+        out[3, 2] = out[3, 2] + 0.5
+        return out
+
+    return changed
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def wrong_gradient(forward):
+    return lambda x: ScaledGradient.apply(forward(x), 1.3)
+
+
+def nan_output(forward):
+    def changed(x):
+        out = forward(x)
+        return out * torch.where(torch.arange(10) == 4, float("nan"), 1.0)
+
+    return changed
+
+
+def nan_gradient(forward):
+    return lambda x: ScaledGradient.apply(forward(x), float("nan"))
+
+
+def stale_output(forward):
+    held = []
+
+    def changed(x):
+        if not held:
+            held.append(x.clone())
+        return forward(held[0])  # computes on the batch it has seen first
+
+    return changed
+
+
+def stale_after_a_while(forward):
+    held = []
+
+    def changed(x):
+        held.append(x.clone())
+        return forward(x if len(held) <= 3 else held[1])
+
+    return changed
+
+
+def missing_buffer_update(forward):
+    net = forward.__self__
+
+    def changed(x):
+        before = net.bn2.running_mean.clone(), net.bn2.running_var.clone()
+        out = forward(x)
+        net.bn2.running_mean.data.copy_(before[0])
+        net.bn2.running_var.data.copy_(before[1])
+        return out
+
+    return changed
+
+
+def missing_counter(forward):
+    net = forward.__self__
+
+    def changed(x):
+        out = forward(x)
+        net.bn1.num_batches_tracked -= 1
+        return out
+
+    return changed
+
+
+def no_gradient_for_a_layer(forward):
+    net = forward.__self__
+
+    def changed(x):
+        net.fc.weight.requires_grad_(False)
+        try:
+            return forward(x)
+        finally:
+            net.fc.weight.requires_grad_(True)
+
+    return changed
+
+
+def other_dtype(forward):
+    return lambda x: forward(x).double()
+
+
+def other_structure(forward):
+    return lambda x: (forward(x),)
+
+
+FAULTS = [
+    wrong_element, wrong_gradient, nan_output, nan_gradient, stale_output, stale_after_a_while, missing_buffer_update,
+    missing_counter, no_gradient_for_a_layer, other_dtype, other_structure,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("semantics", [Semantics.EXACT, Semantics.REASSOCIATED, Semantics.PRECISION])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_rejected(loop, fault, semantics):
+    if fault is wrong_element and semantics is Semantics.PRECISION:
+        pytest.skip("half an output's scale off in one element is within what bf16 may do to it")
+    check = loop.judge(fault, semantics)
+    assert check.passed is False, check
+
+
+@pytest.mark.parametrize("semantics", list(Semantics)[:3])
+def test_no_change_passes_in_every_class(loop, semantics):
+    check = loop.judge(same, semantics)
+    assert check.passed is True, check
+
+
+def reordered(forward):
+    net = forward.__self__
+
+    def changed(x):  # the same maths in another order, and channels last
+        x = x.contiguous(memory_format=torch.channels_last)
+        halves = [
+            F.conv2d(x, w, b, padding=1)
+            for w, b in zip(net.conv1.weight.split(8), net.conv1.bias.split(8), strict=True)
+        ]
+        net.calls += 1
+        x = F.relu(net.bn1(torch.cat(halves, 1)))
+        x = F.max_pool2d(F.relu(net.bn2(net.conv2(x))), 2)
+        return net.fc(F.dropout(x.flatten(1), net.dropout, net.training))
+
+    return changed
+
+
+def test_another_order_is_reassociation_and_not_exact():
+    assert Loop().judge(reordered, Semantics.REASSOCIATED).passed is True
+
+    def nudged(forward):
+        return lambda x: forward(x * (1 + 1e-6))
+
+    assert Loop().judge(nudged, Semantics.EXACT).passed is False
+
+
+def autocast(forward):
+    def changed(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = forward(x)
+        return out.float()
+
+    return changed
+
+
+def test_bf16_is_a_precision_change_and_no_reassociation():
+    assert Loop().judge(autocast, Semantics.PRECISION).passed is True
+    assert Loop().judge(autocast, Semantics.REASSOCIATED).passed is False
+
+
+def half_the_bits_lost_twice(forward):
+    return lambda x: autocast(forward)(x) + 0.2 * torch.randn(16, 10)
+
+
+def test_bf16_with_noise_on_top_is_rejected():
+    assert Loop().judge(half_the_bits_lost_twice, Semantics.PRECISION).passed is False
+
+
+def test_dropout_with_other_random_numbers_is_compared_in_distribution():
+    def redrawn(forward):
+        def changed(x):
+            torch.rand(7)  # kernels that draw in another order
+            return forward(x)
+
+        return changed
+
+    def no_dropout(forward):
+        net = forward.__self__
+
+        def changed(x):
+            kept, net.dropout = net.dropout, 0.0
+            try:
+                return forward(x) * 3.0
+            finally:
+                net.dropout = kept
+
+        return changed
+
+    assert Loop(dropout=0.3).judge(redrawn).passed is True
+    assert Loop(dropout=0.3).judge(same).passed is True
+    assert Loop(dropout=0.3).judge(no_dropout).passed is False
+
+
+@pytest.mark.parametrize("change", [same, wrong_gradient, stale_output, autocast])
+def test_the_training_is_left_as_it_was(change):
+    loop = Loop(dropout=0.2, momentum=0.9)
+    before = loop.snapshot()
+    loop.judge(change)
+    after = loop.snapshot()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    assert torch.equal(before[1], after[1])
+    assert before[2:] == after[2:]
+    assert loop.is_on
+
+
+def test_the_next_steps_are_bit_equal_with_and_without_a_gate():
+    first, second = Loop(momentum=0.9), Loop(momentum=0.9)
+    second.judge(same)
+    for loop in (first, second):
+        torch.manual_seed(5)
+        for _ in range(3):
+            loop.step()
+    assert all(torch.equal(a, b) for a, b in zip(first.net.parameters(), second.net.parameters(), strict=True))
+
+
+def test_a_change_that_raises_leaves_the_state():
+    loop = Loop()
+    before = loop.snapshot()
+
+    def broken(forward):
+        def changed(x):
+            loop.net.bn1.running_mean.add_(1.0)
+            raise RuntimeError("out of memory")
+
+        return changed
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.judge(broken)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], loop.snapshot()[0], strict=True))
+
+
+def test_a_change_that_writes_parameters_on_the_way_is_put_back_or_named(loop):
+    def replaced(forward):
+        net = forward.__self__
+
+        def changed(x):
+            net.fc.bias = nn.Parameter(net.fc.bias.detach().clone())
+            return forward(x)
+
+        return changed
+
+    check = loop.judge(replaced)
+    assert check.passed is False
+
+
+class OptimizerChange:
+    """Another optimizer step, switched through the instance attribute as transforms do."""
+
+    def __init__(self, loop, step):
+        self.loop, self.new = loop, step
+
+    def on(self):
+        self.loop.optimizer.__dict__["step"] = self.new
+
+    def off(self):
+        self.loop.optimizer.__dict__.pop("step", None)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_changes_are_compared_by_one_update(optimizer):
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    loop = Loop(optimizer=optimizer, **options)
+    before = loop.snapshot()
+    plain = type(loop.optimizer).step
+
+    change = OptimizerChange(loop, lambda: plain(loop.optimizer))
+    assert loop.gate.judge(change.on, change.off, Semantics.REASSOCIATED).check.passed is True
+
+    def half_lr():
+        for group in loop.optimizer.param_groups:
+            group["lr"] *= 0.5
+        plain(loop.optimizer)
+        for group in loop.optimizer.param_groups:
+            group["lr"] *= 2.0
+
+    wrong = OptimizerChange(loop, half_lr)
+    check = loop.gate.judge(wrong.on, wrong.off, Semantics.REASSOCIATED).check
+    assert check.passed is False
+    assert "update" in check.detail
+    after = loop.snapshot()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+
+
+def test_parameters_that_update_in_backward_cannot_be_replayed():
+    loop = Loop()
+    hook = loop.net.fc.weight.register_post_accumulate_grad_hook(lambda p: None)
+    check = loop.judge(same)
+    hook.remove()
+    assert check.passed is None
+
+
+def test_a_plain_step_with_nan_says_so():
+    loop = Loop()
+    loop.gate._calls[0].grads[0][0, 0] = float("nan")
+    assert loop.judge(same).passed is None
+
+
+def test_the_first_replay_tells_what_compiling_costs(loop):
+    import time
+
+    slow = [0.2]
+
+    def compiling(forward):
+        def changed(x):
+            time.sleep(slow.pop() if slow else 0.0)
+            return forward(x)
+
+        return changed
+
+    def on():
+        loop.net.__dict__["forward"] = compiling(type(loop.net).forward.__get__(loop.net))
+
+    result = loop.gate.judge(on, lambda: None, Semantics.REASSOCIATED)
+    assert 150_000 < result.first_us < 400_000
