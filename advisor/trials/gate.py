@@ -52,8 +52,8 @@ _CEILING = 0.9
 _SMALL = 4096
 # A group much weaker than the model's mean gradient (a bias before batch norm: truly zero) is measured against that.
 _FLOOR = 1e-3
-# fp16 output gradients are lifted to this magnitude, as a GradScaler does, and lowered while something overflows.
-_LIFT, _LOWER, _LIFT_TRIES = 64.0, 16.0, 5
+# While a change of precision overflows, output gradients are lowered by this factor, as a GradScaler would.
+_LOWER, _LOWER_TRIES = 2.0**-4, 5
 _REPEATS = 3
 _TURNS = 6
 
@@ -136,14 +136,17 @@ class Gate:
             args, kwargs = pytree.tree_map(_detached, (root.args, root.kwargs))
             autocast = self._autocast.get(id(root.module), default)
             self._calls.append(_Call(root, args, kwargs, list(root.output_grads), autocast))
-        for root in self.training.roots:
-            root.output, root.output_grads = None, ()
         return bool(self._calls)
 
     def release(self) -> None:
-        """Let go of inputs and gradients."""
+        """Let go of inputs, outputs and gradients."""
         self._unhook()
         self._calls, self._autocast = [], {}
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for root in self.training.roots:
+            root.output, root.output_grads = None, ()
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -159,6 +162,7 @@ class Gate:
             Whatever `on` or a replay with the change on raises; everything saved is put back before.
         """
         modules = [call.root.module for call in self._calls]
+        self._let_go()  # the step's graph hangs on its output; replays need the room
         with _quiet(self.watcher), _Saved(modules, self.training) as saved:
             if any(_has_update_hooks(module) for module in modules):
                 on()
@@ -171,7 +175,7 @@ class Gate:
             on()
             findings, first_us = [], 0.0
             for call, reference in zip(self._calls, plain, strict=True):
-                finding, extra = self._compare(call, saved, reference, semantics, precision)
+                finding, extra = self._compare(call, saved, reference, semantics)
                 findings.append(finding)
                 first_us += extra
             saved.restore()
@@ -191,13 +195,8 @@ class Gate:
         # What the candidate's own rounding would do is the yardstick for a change of precision.
         target_class = precision if semantics is Semantics.PRECISION else script_class
         target_class = max(target_class, script_class, key=lambda name: _EPSILON[name])
-        lift = 1.0
-        if semantics is Semantics.PRECISION:
-            largest = max((float(g.abs().max()) for g in call.grads if g is not None and g.numel()), default=0.0)
-            if math.isfinite(largest) and largest > 0:
-                lift = 2.0 ** round(math.log2(_LIFT / largest))
         base = _replay(call, saved)
-        plain = _Plain(base, _replay(call, saved, rolled=True), target_class, lift)
+        plain = _Plain(base, _replay(call, saved, rolled=True), target_class)
         if not _finite(base):
             plain.unusable = "the plain step has NaN or infinite gradients itself"
             return plain
@@ -217,18 +216,16 @@ class Gate:
 
     # -- the step with the change on --------------------------------------------------------------------------------
 
-    def _compare(
-        self, call: _Call, saved: _Saved, plain: _Plain, semantics: Semantics, precision: str
-    ) -> tuple[Check, float]:
+    def _compare(self, call: _Call, saved: _Saved, plain: _Plain, semantics: Semantics) -> tuple[Check, float]:
         name = call.root.name
         if plain.unusable:
             return Check(passed=None, detail=f"{name}: {plain.unusable}"), 0.0
-        lift = plain.lift if semantics is Semantics.PRECISION and precision == "half" else 1.0
-        first = _replay(call, saved, lift=lift)
-        for _ in range(_LIFT_TRIES):
-            if _finite(first) or lift == 1.0:
+        lift = 1.0
+        first = _replay(call, saved)
+        for _ in range(_LOWER_TRIES if semantics is Semantics.PRECISION else 0):
+            if _finite(first):
                 break
-            lift = lift / _LOWER
+            lift *= _LOWER
             first = _replay(call, saved, lift=lift)
         # Two batches in turn show a stale output; six calls reach what engages late (a graph's capture).
         seconds: list[float] = []
@@ -255,7 +252,6 @@ class _Plain:
     base: _Result
     rolled: _Result
     target_class: str
-    lift: float
     repeats: list[_Distance] = field(default_factory=list)
     noise: list[_Distance] = field(default_factory=list)
     seeds: list[_Distance] = field(default_factory=list)  # other random seeds, when they matter

@@ -1,0 +1,554 @@
+"""The search mode: candidates are tried one after the other in the running loop, each against the loop as it stands.
+
+The search is one routine that waits at `yield` for the next step boundary, so it reads in the order in which things happen:
+match, numeric gate, warm-up, effect, ABBA blocks, decision. Each verdict is on disk before the next candidate begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import signal
+import statistics as stdlib_statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from advisor.core import storage
+from advisor.core.environment import Environment
+from advisor.core.findings import Recommendation, Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Blocks, Check, Verdict
+from advisor.profiling.aggregate import aggregate
+from advisor.profiling.collector import TraceCollector
+from advisor.profiling.facts import model_facts
+from advisor.profiling.patches import say
+from advisor.profiling.session import Session, tell
+from advisor.profiling.steps import BACKWARDS, SHAPES, StepWatcher
+from advisor.profiling.stop import stop
+from advisor.profiling.timing import step_times
+from advisor.profiling.training import StepEvent, Training
+from advisor.transforms import registry
+from advisor.transforms.base import Transform
+from advisor.trials import files, planfile, planner, records
+from advisor.trials.gate import Gate
+from advisor.trials.kept import KeptChanges, Standing
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, Decision, decide, gain_interval, median
+
+# A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
+BLOCK_S = 0.15
+# ... but has steps enough for a median, and not more than a fast loop needs.
+MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 3, 30
+# Steps after a first enabling that are never timed, and at most waited for until their times agree.
+MIN_SETTLE, MAX_SETTLE = 3, 12
+SETTLED_SPREAD = 1.15  # longest over shortest of the last three
+# Of a block's steps this many times as many may be unclean (short epochs, evaluation) before the trial is given up.
+UNCLEAN_FACTOR = 4
+CAPTURE_TRIES = 4
+WARMUP_PATIENCE = 20  # steps after the warm-up in which none was clean, before unclean ones have to do
+# Over a trial's own limit the process is ended by the kernel: a compiler that hangs cannot be asked to stop.
+ALARM_GRACE_S = 20.0
+
+Steps = Generator[None, StepEvent, None]
+
+
+class _OutOfTime(Exception):
+    """The trial or the whole search has used up its time."""
+
+
+class _Unclean(Exception):
+    """A change could not be taken back: the process is no basis for further trials."""
+
+
+@dataclass(slots=True, eq=False)
+class _Switch:
+    """A candidate in the loop. On: what it cannot stand beside is off. Off: the loop as it stood before."""
+
+    training: Training
+    transform: Transform
+    parameters: dict[str, str]
+    rivals: list[Standing]
+    standing: Standing | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.standing is not None
+
+    def on(self) -> None:
+        if self.standing is not None:
+            return
+        for rival in reversed(self.rivals):
+            _take_back(rival)
+        try:
+            undo = self.transform.apply(self.training, self.parameters)
+        except BaseException:
+            self._rivals_on()
+            raise
+        self.standing = Standing(self.transform, self.parameters, undo)
+
+    def off(self) -> None:
+        if self.standing is None:
+            return
+        standing, self.standing = self.standing, None
+        _take_back(standing)
+        self._rivals_on()
+
+    def _rivals_on(self) -> None:
+        for rival in self.rivals:
+            rival.undo = rival.transform.apply(self.training, rival.parameters)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Block medians of a trial so far; on a GPU also the wall time of the same blocks, synchronised at both ends."""
+
+    off: list[float] = field(default_factory=list)
+    on: list[float] = field(default_factory=list)
+    off_wall: list[float] = field(default_factory=list)
+    on_wall: list[float] = field(default_factory=list)
+    steps: int = 0
+    dropped: int = 0
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        return list(zip(self.off, self.on, strict=False))
+
+
+class SearchDriver:
+    """A `Training.on_step` listener; made at attach. `find` looks a transform up by id."""
+
+    def __init__(
+        self,
+        training: Training,
+        session: Session,
+        watcher: StepWatcher | None = None,
+        find: Callable[[str], Transform] = registry.get,
+    ) -> None:
+        self.training, self.session, self.watcher, self.find = training, session, watcher, find
+        self.guard = files.protect(session.folder) if session.protect_files else None
+        self.kept = KeptChanges(training, session.kept, find)
+        self.kept.settle()
+        self._notes: list[str] = []
+        self._steps = 0
+        self._step_us = 0.0
+        self._trace_before: StepProfile | None = None
+        self._ends_at = math.inf
+        self._routine = self._search()
+        next(self._routine)
+        training.on_step.append(self.on_step)
+
+    def on_step(self, event: StepEvent) -> None:
+        """One boundary.
+
+        Raises:
+            StopTraining: when the search is done.
+        """
+        self._steps += 1
+        try:
+            self._routine.send(event)
+        except StopIteration:
+            stop(self.session, "search done")
+
+    # -- the search -------------------------------------------------------------------------------------------------
+
+    def _search(self) -> Steps:
+        session = self.session
+        tell(session, "phase", phase="warm-up")
+        yield from self._warm_up()
+        for name, reason in self.kept.left_out.items():
+            self._notes.append(f"{name}, kept before, could not be applied: {reason}")
+        done = {(v.transform, tuple(sorted(v.parameters.items()))) for v in records.verdicts(session.folder)}
+        restart, late = "", False
+        for candidate in session.candidates:
+            if (candidate.transform, tuple(sorted(candidate.parameters.items()))) in done:
+                continue
+            if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
+                late = True
+                break
+            tell(session, "trial", transform=candidate.transform, title=candidate.title)
+            try:
+                verdict = yield from self._try(candidate)
+            except _Unclean as problem:
+                self._conclude(self._verdict(candidate, None, "failed", str(problem)))
+                break
+            if verdict is None:
+                restart = candidate.transform
+                break
+            self._conclude(verdict)
+        else:
+            self._write(restart, complete=True)
+            return
+        self._write(restart, out_of_time=late)
+
+    def _warm_up(self) -> Steps:
+        recent: list[StepEvent] = [(yield)]
+        while not self.kept.settle():
+            yield
+        settled = self._steps
+        while True:
+            recent = [*recent[-9:], (yield)]
+            warm = self._steps - settled - max(2, self.session.warmup)
+            if warm >= 0:
+                times = step_times(recent).step_us
+                if times or warm > WARMUP_PATIENCE:
+                    wall = [(b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(recent)]
+                    self._step_us = median(times or wall)
+                    return
+
+    def _conclude(self, verdict: Verdict) -> None:
+        records.save_verdict(self.session.folder, verdict)
+        records.clear_current(self.session.folder)
+        tell(
+            self.session,
+            "verdict",
+            transform=verdict.transform,
+            title=verdict.title,
+            status=verdict.status,
+            reason=verdict.reason,
+        )
+
+    def _write(self, restart: str, *, complete: bool = False, out_of_time: bool = False) -> None:
+        record = records.SearchRecord(
+            complete=complete,
+            restart=restart,
+            out_of_time=out_of_time,
+            model_hash=planfile.model_hash(root.module for root in self.training.roots),
+            steps=self._steps,
+            step_us=self._step_us,
+            notes=tuple(self._notes),
+        )
+        storage.save(self.session.folder / records.SEARCH_FILE, record)
+
+    # -- one candidate ----------------------------------------------------------------------------------------------
+
+    def _try(self, candidate: Recommendation) -> Generator[None, StepEvent, Verdict | None]:
+        """The verdict on one candidate; None when only fresh processes can try it."""
+        limit = self.session.trial_timeout_s
+        self._ends_at = time.monotonic() + limit
+        if self.session.deadline_unix_s:
+            self._ends_at = min(self._ends_at, time.monotonic() + self.session.deadline_unix_s - time.time())
+        parameters = dict(candidate.parameters)
+        current = records.InTrial(transform=candidate.transform, parameters=parameters, limit_s=limit)
+        resumed = records.load_current(self.session.folder)
+        times = _Times()
+        if resumed is not None and (resumed.transform, resumed.parameters) == (candidate.transform, parameters):
+            times = _Times(
+                list(resumed.off_us),
+                list(resumed.on_us),
+                list(resumed.off_wall_us),
+                list(resumed.on_wall_us),
+                resumed.steps_per_block,
+            )
+        self._note(current)
+        gate, switch = Gate(self.training, self.watcher), None
+        first_us, memory = 0.0, 0
+        sites: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        checks: dict[str, Check | None] = {"effect": None, "numerics": None, "timing": None}
+
+        def verdict(status: str, reason: str, decision: Decision | None = None) -> Verdict:
+            saved = None if decision is None or decision.point is None else decision.point * self._step_us
+            return self._verdict(
+                candidate,
+                transform,
+                status,
+                reason,
+                gain=decision.gain if decision else None,
+                blocks=Blocks(
+                    off_us=tuple(times.off), on_us=tuple(times.on), steps_per_block=times.steps, dropped=times.dropped
+                ),
+                first_step_us=first_us,
+                break_even_steps=math.ceil(first_us / saved) if saved and saved > 0 else None,
+                memory_delta_bytes=memory,
+                matched=sites[0],
+                unmatched=sites[1],
+                **checks,
+            )
+
+        transform: Transform | None = None
+        try:
+            transform = self.find(candidate.transform)
+            captured = yield from self._capture(gate)
+            match = transform.match(self.training, parameters)
+            sites = (match.sites, match.unmatched)
+            if not match.applies:
+                return verdict("not applicable", match.reason or "it does not apply here")
+            if not transform.live:
+                return None
+            switch = _Switch(self.training, transform, parameters, self._rivals(candidate, transform))
+            traced = type(transform).effect is not Transform.effect
+            if traced and self._trace_before is None:
+                self._trace_before = yield from self._trace()
+                captured = yield from self._capture(gate)
+
+            self._note(dataclasses.replace(current, phase="gate"))
+            if captured:
+                with self._alarm():
+                    result = gate.judge(switch.on, switch.off, transform.semantics, _precision(transform))
+                numerics, first_us = result.check, result.first_us
+            else:
+                numerics = Check(passed=None, detail="no model call with gradients was seen to replay")
+            gate.release()
+            checks["numerics"] = numerics
+            if numerics.passed is False:
+                return verdict(REVERTED, f"it changes the training: {numerics.detail}")
+            if numerics.passed is None:
+                return verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
+
+            self._note(dataclasses.replace(current, phase="warm-up"))
+            with self._alarm():
+                first_us += yield from self._settle()
+
+            self._note(dataclasses.replace(current, phase="effect"))
+            after = (yield from self._trace()) if traced else None
+            effect = checks["effect"] = transform.effect(self.training, self._trace_before, after)
+            if effect.passed is False:
+                return verdict(REVERTED, f"applied, but without effect: {effect.detail}")
+
+            decision, memory = yield from self._time(switch, times, current)
+            checks["timing"] = Check(
+                passed=decision.status == KEPT,
+                detail=decision.reason,
+                numbers={} if decision.point is None else {"gain": decision.point},
+            )
+            if decision.status == KEPT:
+                switch.on()
+                self._stand(switch, candidate)
+                self._trace_before = after
+            return verdict(decision.status, decision.reason, decision)
+        except _OutOfTime:
+            return verdict(INCONCLUSIVE, f"not settled within its {limit:.0f} s ({len(times.pairs)} pairs)")
+        except torch.cuda.OutOfMemoryError as error:
+            return verdict("failed", f"out of memory: {_first_line(error)}")
+        except Exception as error:
+            if isinstance(error, _Unclean):
+                raise
+            return verdict("failed", f"{type(error).__name__}: {_first_line(error)}")
+        finally:
+            gate.release()
+            if switch is not None and switch.is_on and all(switch.standing is not s for s in self.kept.standing):
+                switch.off()
+                if transform is not None:
+                    transform.release(self.training)
+                if self.training.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _rivals(self, candidate: Recommendation, transform: Transform) -> list[Standing]:
+        conflicts = {*candidate.conflicts, *transform.conflicts}
+        names = planner.conflicting(
+            transform.id, conflicts, [(s.transform.id, s.transform.conflicts) for s in self.kept.standing]
+        )
+        return [s for s in self.kept.standing if s.transform.id in names]
+
+    def _stand(self, switch: _Switch, candidate: Recommendation) -> None:
+        """The candidate is part of the loop from now on; what it replaced is not."""
+        assert switch.standing is not None  # it was switched on by the caller
+        for rival in switch.rivals:
+            self.kept.standing.remove(rival)
+            for old in records.verdicts(self.session.folder):
+                if old.transform == rival.transform.id and old.status == KEPT:
+                    reason = f"replaced by {candidate.transform}, which is faster; it had gained: {old.reason}"
+                    records.save_verdict(self.session.folder, dataclasses.replace(old, status=REVERTED, reason=reason))
+        self.kept.standing.append(switch.standing)
+
+    def _capture(self, gate: Gate) -> Generator[None, StepEvent, bool]:
+        for _ in range(CAPTURE_TRIES):
+            gate.arm()
+            event = yield
+            if gate.captured() and event.reason not in (SHAPES, BACKWARDS):
+                return True
+        return False
+
+    def _settle(self) -> Generator[None, StepEvent, float]:
+        """Wait until step times agree; what the steps until then took more than later ones, microseconds."""
+        times: list[float] = []
+        while True:
+            self._synchronize()
+            start = time.perf_counter()
+            yield
+            self._synchronize()
+            times.append((time.perf_counter() - start) * 1e6)
+            self._check_time()
+            last = times[-3:]
+            if len(times) >= MAX_SETTLE or (len(times) >= MIN_SETTLE and max(last) <= SETTLED_SPREAD * min(last)):
+                usual = stdlib_statistics.median(last)
+                return math.fsum(max(0.0, t - usual) for t in times[:-3])
+
+    def _trace(self) -> Generator[None, StepEvent, StepProfile | None]:
+        """A trace of one clean step, as far as an effect check reads it; None where there is no profiler to be had."""
+        plain = dataclasses.replace(self.session, counters=False)
+        for _ in range(3):
+            collector = TraceCollector(self.training.device, plain)
+            try:
+                collector.start()
+                start = time.perf_counter_ns()
+                event = yield
+                trace = collector.stop([start, event.host_ns])
+                found = aggregate(trace, Environment(device=self.training.device.type))
+            except Exception as error:
+                self._notes.append(f"no trace for effect checks ({type(error).__name__}: {_first_line(error)})")
+                return None
+            if found.kernels:
+                return StepProfile(
+                    script=self.session.script,
+                    argv=self.session.argv,
+                    created="",
+                    environment=Environment(device=self.training.device.type),
+                    step_kind=self.watcher.kind if self.watcher is not None else "optimizer",
+                    step_us=None,
+                    wall_us=None,
+                    kernels=found.kernels,
+                    launches=found.launches,
+                    launch_us=found.launch_us,
+                    busy_us=found.busy_us,
+                    idle=found.idle,
+                    syncs=found.syncs,
+                    copies=found.copies,
+                    model=model_facts(self.training),
+                )
+        return None
+
+    # -- timing -----------------------------------------------------------------------------------------------------
+
+    def _time(
+        self, switch: _Switch, times: _Times, current: records.InTrial
+    ) -> Generator[None, StepEvent, tuple[Decision, int]]:
+        step_s = max(self._step_us, 1.0) / 1e6
+        times.steps = times.steps or min(MAX_BLOCK_STEPS, max(MIN_BLOCK_STEPS, math.ceil(BLOCK_S / step_s)))
+        peaks: dict[bool, int] = {True: 0, False: 0}
+        while True:
+            decision = decide(times.pairs, self.session.min_gain, max_pairs=self.session.max_pairs)
+            if decision.status != MORE:
+                if times.off:
+                    self._step_us = median(times.on if decision.status == KEPT else times.off)
+                return _against_the_wall(decision, times), peaks[True] - peaks[False]
+            # Begin with the state that is on: ABBA order, and one toggle a pair.
+            for state in (switch.is_on, not switch.is_on):
+                self._synchronize()
+                switch.on() if state else switch.off()
+                try:
+                    block = yield from self._block(times)
+                except _OutOfTime:
+                    if len(times.pairs) < 2 or len(times.pairs) == self.session.max_pairs:
+                        raise
+                    last = decide(times.pairs, self.session.min_gain, max_pairs=len(times.pairs))
+                    told = f"out of time: {last.reason}"
+                    few = len(times.pairs) < 6 and last.status == KEPT  # fewer looks were agreed on than this one
+                    status = INCONCLUSIVE if few else last.status
+                    return _against_the_wall(dataclasses.replace(last, status=status, reason=told), times), 0
+                (times.on if state else times.off).append(block[0])
+                if self.training.device.type == "cuda":
+                    (times.on_wall if state else times.off_wall).append(block[1])
+                    peaks[state] = max(peaks[state], torch.cuda.max_memory_allocated(self.training.device))
+            pairs = len(times.pairs)
+            self._note(
+                dataclasses.replace(
+                    current,
+                    phase="timing",
+                    off_us=tuple(times.off[:pairs]),
+                    on_us=tuple(times.on[:pairs]),
+                    off_wall_us=tuple(times.off_wall[:pairs]),
+                    on_wall_us=tuple(times.on_wall[:pairs]),
+                    steps_per_block=times.steps,
+                )
+            )
+
+    def _block(self, times: _Times) -> Generator[None, StepEvent, tuple[float, float]]:
+        """Median step time of one block, and its wall time a step (NaN when an unclean step fell into it), µs.
+
+        The step after a switch or a synchronisation is not timed: it pays for them.
+        """
+        if self.training.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.training.device)
+        start = time.perf_counter()
+        boundaries = [(yield)]
+        clean = 0
+        while clean < times.steps:
+            event = yield
+            boundaries.append(event)
+            clean += event.clean
+            self._check_time()
+            if len(boundaries) > UNCLEAN_FACTOR * times.steps + 10:
+                raise _OutOfTime
+        self._synchronize()
+        wall = (time.perf_counter() - start) * 1e6
+        measured = step_times(boundaries)
+        unclean = len(boundaries) - 1 - clean
+        times.dropped += unclean
+        return median(measured.step_us), math.nan if unclean else wall / len(boundaries)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._ends_at:
+            raise _OutOfTime
+
+    @contextlib.contextmanager
+    def _alarm(self) -> Iterator[None]:
+        """The kernel ends this process when what is inside takes longer than the trial may, whatever it waits for."""
+        if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+            yield  # the script uses the alarm itself
+            return
+        seconds = max(1.0, self._ends_at - time.monotonic()) + ALARM_GRACE_S
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        except (OSError, ValueError):
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    def _verdict(
+        self, candidate: Recommendation, transform: Transform | None, status: str, reason: str, **more: object
+    ) -> Verdict:
+        return Verdict(
+            transform=candidate.transform,
+            status=status,
+            reason=reason,
+            parameters=dict(candidate.parameters),
+            title=candidate.title or (transform.title if transform is not None else ""),
+            semantics=transform.semantics if transform is not None else candidate.semantics,
+            predicted=candidate.predicted,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _note(self, current: records.InTrial) -> None:
+        storage.save(self.session.folder / records.TRIALS_DIR / records.CURRENT_FILE, current)
+
+    def _synchronize(self) -> None:
+        if self.training.device.type == "cuda":
+            torch.cuda.synchronize(self.training.device)
+
+
+def _take_back(standing: Standing) -> None:
+    try:
+        standing.undo.run()
+    except Exception as error:
+        say(f"{standing.transform.id} could not be taken back: {error}")
+        raise _Unclean(f"{standing.transform.id} could not be taken back: {_first_line(error)}") from error
+
+
+def _against_the_wall(decision: Decision, times: _Times) -> Decision:
+    """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept."""
+    if decision.status != KEPT or decision.gain is None:
+        return decision
+    walls = [p for p in zip(times.off_wall, times.on_wall, strict=False) if not any(map(math.isnan, p))]
+    by_wall = gain_interval(walls) if len(walls) >= 4 else None
+    if by_wall is None or by_wall[0].high >= decision.gain.low:
+        return decision
+    reason = f"CUDA events and wall clock disagree: {decision.reason}, by wall clock at most {by_wall[0].high:+.1%}"
+    return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
+
+
+def _precision(transform: Transform) -> str:
+    """The class that a change of precision computes in."""
+    return "tf32" if transform.semantics is Semantics.PRECISION and transform.id == "tf32" else "half"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,94 @@
+"""The measure mode: one arm of a comparison of fresh processes. Applies what is kept, times some steps, and stops."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable
+
+import torch
+
+from advisor.core import storage
+from advisor.profiling.session import Session, tell
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.stop import stop
+from advisor.profiling.timing import step_times
+from advisor.profiling.training import StepEvent, Training
+from advisor.transforms import registry
+from advisor.transforms.base import Transform
+from advisor.trials import files, planfile, records
+from advisor.trials.kept import KeptChanges
+
+# Both arms run the same number of steps, so that their losses can be compared: not all of them need be clean.
+UNCLEAN_FACTOR = 3
+
+
+class MeasureDriver:
+    """A `Training.on_step` listener; made at attach. Writes `measure.json` after `session.warmup + session.steps` steps."""
+
+    def __init__(
+        self,
+        training: Training,
+        session: Session,
+        watcher: StepWatcher | None = None,
+        find: Callable[[str], Transform] = registry.get,
+    ) -> None:
+        self.training, self.session, self.watcher = training, session, watcher
+        self.guard = files.protect(session.folder) if session.protect_files else None
+        if session.seed is not None:
+            seed_everything(session.seed)
+        self.kept = KeptChanges(training, session.kept, find)
+        self._settled = self.kept.settle()
+        self._losses: list[torch.Tensor | None] = []
+        self._boundaries: list[StepEvent] = []
+        self._seen = 0
+        tell(session, "phase", phase="warm-up")
+        training.on_step.append(self.on_step)
+
+    def on_step(self, event: StepEvent) -> None:
+        """One boundary.
+
+        Raises:
+            StopTraining: when the steps are taken.
+        """
+        self._seen += 1
+        self._losses.append(event.loss)
+        if not self._settled:
+            self._settled = self.kept.settle()
+            return
+        if self._seen <= self.session.warmup:
+            return
+        self._boundaries.append(event)
+        clean = sum(e.clean for e in self._boundaries[1:])
+        if clean >= self.session.steps or len(self._boundaries) > UNCLEAN_FACTOR * self.session.steps + 1:
+            self._write(complete=True)
+            stop(self.session, "measured")
+        elif len(self._boundaries) % 8 == 0 and self.training.device.type == "cpu":
+            self._write(complete=False)  # the script may end before us; on a GPU this would wait for the device
+
+    def _write(self, *, complete: bool) -> None:
+        times = step_times(self._boundaries)
+        on_gpu = self.training.device.type == "cuda"
+        losses = [float("nan") if loss is None else float(loss) for loss in self._losses]
+        record = records.Measurement(
+            step_us=times.step_us,
+            wall_us=times.wall_us,
+            losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
+            batch_size=self.training.batch_size,
+            peak_bytes=torch.cuda.max_memory_allocated(self.training.device) if on_gpu else 0,
+            model_hash=planfile.model_hash(root.module for root in self.training.roots),
+            applied=tuple(s.transform.id for s in self.kept.standing),
+            left_out=dict(self.kept.left_out),
+            complete=complete,
+        )
+        storage.save(self.session.folder / records.MEASURE_FILE, record)
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators start from `seed`; a script that seeds them itself has the last word."""
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,110 @@
+"""What the child of a search leaves in the run folder beside `trials/`: file names and types. No torch here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError
+from advisor.core.verdict import Verdict
+
+TRIALS_DIR = "trials"
+CURRENT_FILE = "current.json"
+SEARCH_FILE = "search.json"
+MEASURE_FILE = "measure.json"
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTrial:
+    """`trials/current.json`: the candidate on trial, so that a crash has a name. Gone between trials.
+
+    phase: match, gate, warm-up, effect, timing. The pairs survive an early end of the script, and the next process goes
+    on from them.
+    """
+
+    transform: str
+    parameters: dict[str, str] = field(default_factory=dict)
+    phase: str = "match"
+    limit_s: float = 0.0
+    off_us: tuple[float, ...] = ()
+    on_us: tuple[float, ...] = ()
+    off_wall_us: tuple[float, ...] = ()
+    on_wall_us: tuple[float, ...] = ()
+    steps_per_block: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRecord:
+    """`search.json`: one search process came to its end. `restart`: the candidate that only fresh processes can try."""
+
+    complete: bool = False
+    restart: str = ""
+    out_of_time: bool = False
+    model_hash: str = ""
+    steps: int = 0
+    step_us: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """`measure.json`: one arm of a comparison of fresh processes. Times of clean steps in order; losses from step 1 on."""
+
+    step_us: tuple[float, ...] = ()
+    wall_us: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    batch_size: int = 0
+    first_step_us: float = 0.0
+    peak_bytes: int = 0
+    model_hash: str = ""
+    applied: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    complete: bool = False
+
+
+def verdict_files(run_dir: Path) -> list[Path]:
+    """`trials/NN-<id>.json` in the order of trial."""
+    return sorted(p for p in (run_dir / TRIALS_DIR).glob("*.json") if re.match(r"\d+-", p.name))
+
+
+def verdicts(run_dir: Path) -> list[Verdict]:
+    """Every verdict on disk that can be read, in the order of trial."""
+    found = []
+    for path in verdict_files(run_dir):
+        try:
+            found.append(storage.load(path, Verdict))
+        except AdvisorError:
+            continue  # cut off by a kill: the candidate is tried again
+    return found
+
+
+def save_verdict(run_dir: Path, verdict: Verdict) -> None:
+    """Write the verdict as the next in order, or over an earlier one of the same transform and parameters."""
+    files = verdict_files(run_dir)
+    for path in files:
+        try:
+            known = storage.load(path, Verdict)
+        except AdvisorError:
+            continue
+        if known.transform == verdict.transform and known.parameters == verdict.parameters:
+            storage.save(path, verdict)
+            return
+    number = max((int(p.name.split("-")[0]) for p in files), default=0) + 1
+    safe = re.sub(r"[^\w.-]", "_", verdict.transform)
+    storage.save(run_dir / TRIALS_DIR / f"{number:02d}-{safe}.json", verdict)
+
+
+def load_current(run_dir: Path) -> InTrial | None:
+    """The candidate on trial when the process ended, or None."""
+    try:
+        return storage.load(run_dir / TRIALS_DIR / CURRENT_FILE, InTrial)
+    except AdvisorError:
+        return None
+
+
+def clear_current(run_dir: Path) -> None:
+    """Nothing is on trial."""
+    (run_dir / TRIALS_DIR / CURRENT_FILE).unlink(missing_ok=True)

@@ -1,0 +1,224 @@
+"""A small CPU training loop under advisor's real hooks, and changes to try in it: right ones and planted faults."""
+
+import json
+import os
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from advisor.core.errors import AdvisorError
+from advisor.core.findings import Recommendation, Semantics
+from advisor.core.verdict import Check
+from advisor.profiling import attach, stop
+from advisor.transforms.base import Match, Transform, Undo
+
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """A net with a wait in it that a change can take away."""
+
+    def __init__(self, wait_s):
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8 * 36, 10)
+        self.wait_s = wait_s
+
+    def forward(self, x):
+        time.sleep(self.wait_s)
+        return self.fc(F.relu(self.bn(self.conv(x))).flatten(1))
+
+
+def train(*args, **options):
+    """Run the loop in a process of its own, as in life; returns (steps run, why it ended)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told = _train(*args, **options)
+        except BaseException as error:
+            told = 0, f"{type(error).__name__}: {error}"
+        os.write(writer, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        told = stream.read()
+    os.waitpid(pid, 0)
+    done, reason = json.loads(told) if told else (0, "killed")
+    assert "AssertionError" not in reason, reason
+    return done, reason
+
+
+def _train(session, driver_class, find, *, steps=2000, wait_s=0.015):
+    training, watcher = attach.attach_training(session)
+    done = 0
+    try:
+        driver_class(training, session, watcher, find)
+        torch.manual_seed(0)
+        net = Net(wait_s)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        data = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
+        for done in range(1, steps + 1):
+            x, y = data[done % 4]
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        assert watcher.patches.fault is None, watcher.patches.fault
+    except stop.StopTraining as stopped:
+        return done, stopped.reason
+    return done, "script ended"
+
+
+class Wrapped(Transform):
+    """Puts a function around the root's forward."""
+
+    title = "a change of the tests"
+    semantics = Semantics.EXACT
+
+    def match(self, training, parameters):
+        return Match(applies=bool(training.roots), reason="no model", sites=tuple(r.name for r in training.roots))
+
+    def wrap(self, forward, net):
+        return forward
+
+    def apply(self, training, parameters):
+        undo = Undo()
+        net = training.roots[0].module
+        net.__dict__["forward"] = self.wrap(type(net).forward.__get__(net), net)
+        undo.push(lambda: net.__dict__.pop("forward", None))
+        return undo
+
+    def effect(self, training, before, after):
+        return Check(passed="forward" in training.roots[0].module.__dict__, detail="the forward is wrapped")
+
+
+class Nothing(Wrapped):
+    id = "nothing"
+
+
+class Waits(Wrapped):
+    """Changes the wait by a factor through an attribute, so that a replay finds the same numbers."""
+
+    factor = 1.0
+
+    def apply(self, training, parameters):
+        net, undo = training.roots[0].module, Undo()
+        plain = net.wait_s
+        net.wait_s = plain * self.factor
+        undo.push(lambda: setattr(net, "wait_s", plain))
+        return undo
+
+    def effect(self, training, before, after):
+        return Check(passed=None, detail="")
+
+
+class Faster(Waits):
+    id, factor = "faster", 0.5
+
+
+class FasterStill(Waits):
+    id, factor, conflicts = "faster_still", 0.1, ("faster",)
+
+
+class Slower(Waits):
+    id, factor = "slower", 1.6
+
+
+class Wrong(Wrapped):
+    """Fast, and wrong: it leaves the wait out and the bias too."""
+
+    id, semantics = "wrong", Semantics.REASSOCIATED
+
+    def wrap(self, forward, net):
+        return lambda x: F.linear(F.relu(net.bn(net.conv(x))).flatten(1), net.fc.weight)
+
+
+class Raises(Wrapped):
+    id = "raises"
+
+    def apply(self, training, parameters):
+        raise RuntimeError("no such kernel\nwith details")
+
+
+class RaisesLater(Wrapped):
+    """Runs in the gate, and fails in the user's own step."""
+
+    id = "raises_later"
+
+    def wrap(self, forward, net):
+        calls = []
+
+        def changed(x):
+            calls.append(1)
+            if len(calls) > 12:
+                raise RuntimeError("boom in the step")
+            return forward(x)
+
+        return changed
+
+
+class DoesNotApply(Wrapped):
+    id = "does_not_apply"
+
+    def match(self, training, parameters):
+        return Match(applies=False, reason="no such layer")
+
+
+class NoEffect(Wrapped):
+    id = "no_effect"
+
+    def effect(self, training, before, after):
+        return Check(passed=False, detail="no kernel of ours was seen")
+
+
+class CannotGoBack(Wrapped):
+    id, semantics = "cannot_go_back", Semantics.REASSOCIATED
+
+    def apply(self, training, parameters):
+        undo = Undo()
+
+        def fail():
+            raise ValueError("stuck")
+
+        undo.push(fail)
+        return undo
+
+    def effect(self, training, before, after):
+        return Check(passed=None, detail="")
+
+
+class FreshOnly(Waits):
+    id, factor, live = "fresh_only", 0.5, False
+
+    def match(self, training, parameters):
+        return Match(applies=True)
+
+    def apply(self, training, parameters):
+        undo, plain = Undo(), Net.__init__
+
+        def start(net, wait_s):
+            plain(net, wait_s * self.factor)
+
+        Net.__init__ = start
+        undo.push(lambda: setattr(Net, "__init__", plain))
+        return undo
+
+
+CHANGES = {
+    c.id: c
+    for c in (
+        Nothing, Faster, FasterStill, Slower, Wrong, Raises, RaisesLater, DoesNotApply, NoEffect, CannotGoBack, FreshOnly,
+    )
+}  # fmt: skip
+
+
+def find(identifier):
+    try:
+        return CHANGES[identifier]()
+    except KeyError:
+        raise AdvisorError(f"no transform {identifier!r}") from None
+
+
+def candidates(*names):
+    return tuple(Recommendation(transform=name, title=f"title of {name}") for name in names)

@@ -1,0 +1,166 @@
+import json
+import time
+
+from loops import candidates, find, train
+
+from advisor.core import storage
+from advisor.core.plan import PlanItem
+from advisor.profiling.session import Session
+from advisor.trials import records
+from advisor.trials.live import SearchDriver
+from advisor.trials.measure import MeasureDriver
+
+
+def session(tmp_path, *names, **more):
+    more.setdefault("max_pairs", 12)
+    return Session(
+        mode="search", run_dir=str(tmp_path), script="train.py", warmup=3, candidates=candidates(*names), **more
+    )
+
+
+def search(tmp_path, *names, **more):
+    options = {k: more.pop(k) for k in ("steps", "wait_s") if k in more}
+    orders = session(tmp_path, *names, **more)
+    _, reason = train(orders, SearchDriver, find, **options)
+    return {v.transform: v for v in records.verdicts(tmp_path)}, reason
+
+
+def test_each_change_gets_the_verdict_it_deserves(tmp_path):
+    verdicts, reason = search(
+        tmp_path, "does_not_apply", "raises", "wrong", "no_effect", "nothing", "slower", "faster", "unknown"
+    )
+    assert reason == "search done"
+    status = {name: v.status for name, v in verdicts.items()}
+    assert status.pop("nothing") in ("reverted", "inconclusive")
+    assert status == {
+        "does_not_apply": "not applicable",
+        "raises": "failed",
+        "wrong": "reverted",
+        "no_effect": "reverted",
+        "slower": "reverted",
+        "faster": "kept",
+        "unknown": "failed",
+    }
+    assert "no such kernel" in verdicts["raises"].reason
+    assert "with details" not in verdicts["raises"].reason
+    assert "changes the training" in verdicts["wrong"].reason
+    assert "without effect" in verdicts["no_effect"].reason
+    kept = verdicts["faster"]
+    assert kept.numerics.passed
+    assert kept.timing.passed
+    assert kept.gain.low > 0.01
+    assert len(kept.blocks.off_us) == len(kept.blocks.on_us) >= 6
+    assert 0.15 < kept.timing.numbers["gain"] < 0.6
+    assert kept.title == "title of faster"
+    record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
+    assert record.complete
+    assert record.model_hash
+    assert records.load_current(tmp_path) is None
+
+
+def test_a_faster_rival_takes_the_place_of_a_kept_change(tmp_path):
+    verdicts, _ = search(tmp_path, "faster", "faster_still")
+    assert verdicts["faster_still"].status == "kept"
+    assert verdicts["faster"].status == "reverted"
+    assert "replaced by faster_still" in verdicts["faster"].reason
+    # Its gain is over the loop with the rival in it, not over the plain loop.
+    assert verdicts["faster_still"].timing.numbers["gain"] < 0.75
+
+
+def test_a_slower_rival_leaves_the_kept_change_on(tmp_path):
+    verdicts, _ = search(tmp_path, "faster_still", "faster")
+    assert verdicts["faster_still"].status == "kept"
+    assert verdicts["faster"].status == "reverted"
+    assert "slower" in verdicts["faster"].reason
+
+
+def test_a_script_that_ends_early_is_gone_on_with(tmp_path):
+    first, reason = search(tmp_path, "faster", steps=60)
+    assert reason == "script ended"
+    assert first == {}
+    current = records.load_current(tmp_path)
+    assert current.transform == "faster"
+    for _ in range(8):
+        verdicts, reason = search(tmp_path, "faster", steps=120)
+        if verdicts:
+            break
+        assert len(records.load_current(tmp_path).off_us) >= len(current.off_us)
+        current = records.load_current(tmp_path)
+    assert verdicts["faster"].status == "kept"
+
+
+def test_a_candidate_that_breaks_the_users_step_is_named_on_disk(tmp_path):
+    _, reason = search(tmp_path, "faster", "raises_later")
+    assert reason == "RuntimeError: boom in the step"
+    assert [v.transform for v in records.verdicts(tmp_path)] == ["faster"]
+    assert records.load_current(tmp_path).transform == "raises_later"
+
+
+def test_what_cannot_be_taken_back_ends_the_process(tmp_path):
+    verdicts, reason = search(tmp_path, "cannot_go_back", "faster")
+    assert reason == "search done"
+    assert verdicts["cannot_go_back"].status == "failed"
+    assert "faster" not in verdicts
+    assert not storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).complete
+
+
+def test_restart_only_candidates_are_handed_back(tmp_path):
+    verdicts, _ = search(tmp_path, "does_not_apply", "fresh_only", "faster")
+    assert set(verdicts) == {"does_not_apply"}
+    record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
+    assert record.restart == "fresh_only"
+    assert not record.complete
+
+
+def test_nothing_begins_after_the_deadline(tmp_path):
+    verdicts, reason = search(tmp_path, "faster", deadline_unix_s=time.time() - 1)
+    assert verdicts == {}
+    assert reason == "search done"
+    assert storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).out_of_time
+
+
+def test_a_trial_ends_when_its_time_is_up(tmp_path):
+    verdicts, _ = search(tmp_path, "nothing", trial_timeout_s=0.5, max_pairs=20)
+    assert verdicts["nothing"].status in ("inconclusive", "reverted")
+
+
+def test_kept_changes_are_on_before_the_first_trial(tmp_path):
+    kept = (PlanItem(transform="faster_still", status="kept"), PlanItem(transform="does_not_apply", status="kept"))
+    verdicts, _ = search(tmp_path, "faster", kept=kept)
+    assert verdicts["faster"].status == "reverted"
+    record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
+    assert any("does_not_apply" in note and "no such layer" in note for note in record.notes)
+
+
+def measure(tmp_path, *kept, **more):
+    orders = Session(
+        mode="measure",
+        run_dir=str(tmp_path),
+        script="train.py",
+        warmup=8,
+        steps=12,
+        seed=7,
+        kept=tuple(PlanItem(transform=k, status="kept") for k in kept),
+        **more,
+    )
+    train(orders, MeasureDriver, find)
+    return storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
+
+
+def test_an_arm_of_fresh_processes_is_measured(tmp_path):
+    plain = measure(tmp_path / "a")
+    stack = measure(tmp_path / "b", "faster", "does_not_apply", "fresh_only")
+    assert plain.complete
+    assert len(plain.step_us) == 12
+    assert stack.applied == ("fresh_only", "faster")
+    assert "no such layer" in stack.left_out["does_not_apply"]
+    assert sum(stack.step_us) < 0.8 * sum(plain.step_us)
+    assert plain.losses[:8] == stack.losses[:8]
+    assert plain.model_hash == stack.model_hash
+    assert plain.batch_size == 8
+
+
+def test_progress_is_told(tmp_path):
+    search(tmp_path, "does_not_apply")
+    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert {"trial", "verdict", "stopped"} <= {e["event"] for e in events}
