@@ -92,98 +92,112 @@ def aggregate(trace: Trace, environment: Environment, *, precision: Precision | 
     return _host_steps(trace, tree, environment, precision, events)
 
 
+@dataclass(slots=True)
+class _Record:
+    """A device record with what started it: the event `op` (-1 if none), at `launched`."""
+
+    index: int
+    op: int
+    launched: int
+    copy: str  # h2d, d2h, d2d or "" for kernels and memsets
+
+    @property
+    def compute(self) -> bool:
+        return self.copy in ("", "d2d")
+
+
 def _device_steps(
     trace: Trace, tree: HostTree, environment: Environment, precision: Precision, events: int
 ) -> Aggregate:
     bounds, runtime, device = trace.step_bounds_ns, trace.runtime, trace.kernels
-    steps, start = len(bounds) - 1, bounds[0]
-    notes = list(trace.notes)
-    call_of = {c: i for i, c in enumerate(runtime.correlation)}
-    op_of = {c: i for i, c in enumerate(trace.ops.correlation) if c}
-    inside = [start <= t < bounds[-1] for t in runtime.start_ns]
-    dram = _spread_dram(device, trace.dram) if trace.dram.start_ns else None
-
-    work: list[_Work] = []
-    copies: list[tuple[int, int]] = []  # device record, event
-    host = HostActivity()
-    end, orphans = bounds[-1], 0
-    compute: list[Interval] = []
-    launched_records: list[tuple[int, int, str]] = []
-    for i in range(len(device.name)):
-        call = call_of.get(device.correlation[i], -1)
-        op = tree.call_op[call] if call >= 0 else -1
-        if op < 0 or not tree.is_operator(op):
-            # Kineto's own link is the operator's; the call's place in time may only give an annotation.
-            linked = op_of.get(device.op[i], -1) if device.op[i] else -1
-            op = linked if linked >= 0 and (op < 0 or tree.is_operator(linked)) else op
-        begun = runtime.start_ns[call] if call >= 0 else (trace.ops.start_ns[op] if op >= 0 else device.start_ns[i])
-        if call < 0 and op < 0:
-            orphans += 1
-        if not start <= begun < bounds[-1]:
-            continue
-        end = max(end, device.end_ns[i])
-        kind = copy_kind(device.name[i])
-        if kind:
-            copies.append((i, op))
-        if kind in ("h2d", "d2h"):
-            continue
-        compute.append((device.start_ns[i], device.end_ns[i]))
-        launched_records.append((device.start_ns[i], begun, tree.line[op] if op >= 0 else ""))
-        work.append(_Work(device.name[i], op, device.end_ns[i] - device.start_ns[i], device.stream[i], device.grid[i],
-                          device.block[i], None if dram is None else dram[i]))  # fmt: skip
-    launched_records.sort()
-    host.starts, host.launched = [r[0] for r in launched_records], [r[1] for r in launched_records]
-    host.sources = [r[2] for r in launched_records]
-
-    training = _training_thread(trace)
-    host.loading = _loading(trace, tree, training)
-    host.waiting = _waits(trace, tree, inside)
-    host.working = _working(trace, tree)
-    busy = union(compute)
-    copying = union((device.start_ns[i], device.end_ns[i]) for i, _ in copies if copy_kind(device.name[i]) != "d2d")
+    steps, first, last = len(bounds) - 1, bounds[0], bounds[-1]
+    inside = [first <= t < last for t in runtime.start_ns]
     launches = [i for i, name in enumerate(runtime.name) if inside[i] and is_launch(name)]
-    if orphans:
-        notes.append(f"{orphans} device records have neither a launch call nor an operator")
     coverage = trace.launches_matched / trace.launches if trace.launches else None
-    if coverage is not None and coverage < LOW_COVERAGE:
-        notes.append(f"only {coverage:.0%} of the kernel launches have a device record: shares of time are uncertain")
+    waits = _waits(trace, tree, inside)
+    notes = list(trace.notes)
     if not device.name:
         # No device records means that nothing is known, not that the device was idle.
-        return Aggregate(
-            steps=steps, step_us=(bounds[-1] - start) / 1e3 / steps, syncs=_sync_sites(host.waiting, steps),
-            launches=len(launches) / steps, coverage_frac=0.0 if trace.launches else None, events=events,
-            notes=tuple(notes),
-        )  # fmt: skip
-    rows, limit = _rows(work, trace, tree, environment, precision, steps)
-    comm = union((device.start_ns[i], device.end_ns[i]) for i in range(len(device.name))
-                 if kinds.kind_of_kernel(device.name[i]) == "comm")  # fmt: skip
-    other_work = union(
-        (device.start_ns[i], device.end_ns[i])
-        for i in range(len(device.name))
-        if copy_kind(device.name[i]) not in ("h2d", "d2h") and kinds.kind_of_kernel(device.name[i]) != "comm"
+        return Aggregate(steps=steps, step_us=(last - first) / 1e3 / steps, syncs=_sync_sites(waits, steps),
+                         launches=len(launches) / steps, coverage_frac=coverage, events=events,
+                         notes=tuple(notes))  # fmt: skip
+    if coverage is not None and coverage < LOW_COVERAGE:
+        notes.append(f"only {coverage:.0%} of the kernel launches have a device record: shares of time are uncertain")
+
+    everything = _records(trace, tree)
+    records = [r for r in everything if first <= r.launched < last]
+    orphans = sum(r.op < 0 and r.launched == device.start_ns[r.index] for r in records)
+    if orphans:
+        notes.append(f"{orphans} device records have neither a launch call nor an operator")
+    # The host runs ahead: on the device the window opens when the work launched before it is done, and closes when the
+    # work launched in it is.
+    start = max([first, *(device.end_ns[r.index] for r in everything if r.launched < first and r.compute)])
+    end = max([last, *(device.end_ns[r.index] for r in records)])
+
+    def span(record: _Record) -> Interval:
+        return device.start_ns[record.index], device.end_ns[record.index]
+
+    compute = sorted((r for r in records if r.compute), key=span)
+    busy = clip(union(map(span, compute)), start, end)
+    copying = clip(union(span(r) for r in records if not r.compute), start, end)
+    comm = [r for r in compute if kinds.kind_of_kernel(device.name[r.index]) == "comm"]
+    beside_comm = union(span(r) for r in compute if kinds.kind_of_kernel(device.name[r.index]) != "comm")
+    host = HostActivity(
+        loading=_loading(trace, tree, _training_thread(trace)),
+        waiting=waits,
+        working=_working(trace, tree),
+        starts=[device.start_ns[r.index] for r in compute],
+        launched=[r.launched for r in compute],
+        sources=[tree.line[r.op] if r.op >= 0 else "" for r in compute],
     )
-    host_free = union([*((a, b) for a, b, _, _ in host.waiting), *host.loading])
+    away = clip(union([*((a, b) for a, b, _, _ in waits), *host.loading]), first, last)
+    dram = _spread_dram(device, trace.dram) if trace.dram.start_ns else None
+    rows, limit = _rows([_work(device, r, dram) for r in compute], trace, tree, environment, precision, steps)
     return Aggregate(
         steps=steps,
         step_us=(end - start) / 1e3 / steps,
         kernels=rows,
         busy_us=total(busy) / 1e3 / steps,
         idle=device_idle(busy, copying, host, start, end, steps),
-        syncs=_sync_sites(host.waiting, steps),
-        copies=_copy_rows(trace, tree, copies, busy, steps),
+        syncs=_sync_sites(waits, steps),
+        copies=_copy_rows(trace, tree, [r for r in records if r.copy], busy, steps),
         launches=len(launches) / steps,
         launch_us=sum(runtime.end_ns[i] - runtime.start_ns[i] for i in launches) / 1e3 / steps,
         phase_us=_phases(rows),
         limit_us=limit,
-        overlap_us=overlap_ns(compute) / 1e3 / steps,
-        streams=len({w.stream for w in work}),
-        host_us=(bounds[-1] - start - total(clip(host_free, start, bounds[-1]))) / 1e3 / steps,
-        comm_exposed_us=total(subtract(clip(comm, start, end), other_work)) / 1e3 / steps,
-        dram_bytes=_window_bytes(trace.dram, start, end) / steps if trace.dram.start_ns else None,
+        overlap_us=overlap_ns(map(span, compute)) / 1e3 / steps,
+        streams=len({device.stream[r.index] for r in compute}),
+        host_us=(last - first - total(away)) / 1e3 / steps,
+        comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
+        dram_bytes=_window_bytes(trace.dram, start, end) / steps if dram is not None else None,
         coverage_frac=coverage,
         events=events,
         notes=tuple(notes),
     )
+
+
+def _records(trace: Trace, tree: HostTree) -> list[_Record]:
+    """Every device record, joined to its launch call by correlation id and to the operator around that call."""
+    runtime, device, ops = trace.runtime, trace.kernels, trace.ops
+    call_of = {c: i for i, c in enumerate(runtime.correlation)}
+    op_of = {c: i for i, c in enumerate(ops.correlation) if c}
+    records = []
+    for i, correlation in enumerate(device.correlation):
+        call = call_of.get(correlation, -1)
+        op = tree.call_op[call] if call >= 0 else -1
+        if op < 0 or not tree.is_operator(op):
+            # Kineto's own link is the operator's; the call's place in time may only give an annotation.
+            linked = op_of.get(device.op[i], -1) if device.op[i] else -1
+            op = linked if linked >= 0 and (op < 0 or tree.is_operator(linked)) else op
+        launched = runtime.start_ns[call] if call >= 0 else ops.start_ns[op] if op >= 0 else device.start_ns[i]
+        records.append(_Record(i, op, launched, copy_kind(device.name[i])))
+    return records
+
+
+def _work(device: DeviceTable, record: _Record, dram: list[float] | None) -> _Work:
+    i = record.index
+    return _Work(device.name[i], record.op, device.end_ns[i] - device.start_ns[i], device.stream[i], device.grid[i],
+                 device.block[i], None if dram is None else dram[i])  # fmt: skip
 
 
 def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precision: Precision, events: int) -> Aggregate:
@@ -422,13 +436,13 @@ def _sync_sites(waits: list[tuple[int, int, str, str]], steps: int) -> tuple[Sit
 
 
 def _copy_rows(
-    trace: Trace, tree: HostTree, copies: list[tuple[int, int]], busy: list[Interval], steps: int
+    trace: Trace, tree: HostTree, copies: list[_Record], busy: list[Interval], steps: int
 ) -> tuple[CopyRow, ...]:
     device = trace.kernels
     sums: dict[tuple[str, bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
-    for i, op in copies:
+    for record in copies:
+        i, op, kind = record.index, record.op, record.copy
         name, start, end = device.name[i], device.start_ns[i], device.end_ns[i]
-        kind = copy_kind(name)
         entry = sums[kind, "Pageable" in name, tree.line[op] if op >= 0 else ""]
         entry[0] += device.nbytes[i] or (_cost_of(trace, op).nbytes / 2 if op >= 0 else 0.0)
         entry[1] += end - start

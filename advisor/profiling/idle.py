@@ -26,16 +26,16 @@ class HostActivity:
     """What the host did, as sorted intervals.
 
     loading: in a loader's `next()`, on the training thread. waiting: in a call that waits for the device, with its site.
-    working: in operators, annotated modules or launch calls. launch_of: for each device record by start, when it was
-    launched (its own start where that is not known). loading_source: where the loader is iterated.
+    working: in operators, annotated modules or launch calls. starts, launched and sources stand beside each other: when a
+    piece of compute began on the device, when the host launched it, and for which source line.
     """
 
     loading: list[Interval] = field(default_factory=list)
     waiting: list[tuple[int, int, str, str]] = field(default_factory=list)  # start, end, source, what
     working: list[Interval] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # device records of compute: start, ascending
-    launched: list[int] = field(default_factory=list)  # beside `starts`
-    sources: list[str] = field(default_factory=list)  # beside `starts`: source line that launched it
+    starts: list[int] = field(default_factory=list)  # ascending
+    launched: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
 
 class _Tally:
@@ -78,12 +78,12 @@ def device_idle(
             inside = [piece for r in rest for piece in clip(loading, *r)]
             tally.add(DATA, total(inside), "", "waiting in the loader's next()")
             rest = subtract(rest, loading)
-        _attribute(tally, rest, a, b, start, host, waits, wait_starts, busy_host)
+        _attribute(tally, rest, a, b, host, waits, wait_starts, busy_host)
     return _causes(tally, steps, (DATA, LAUNCH, COPY, SYNC, OTHER))
 
 
 def _attribute(
-    tally: _Tally, rest: list[Interval], a: int, b: int, start: int, host: HostActivity,
+    tally: _Tally, rest: list[Interval], a: int, b: int, host: HostActivity,
     waits: list[tuple[int, int, str, str]], wait_starts: list[int], busy_host: list[Interval],
 ) -> None:  # fmt: skip
     if not rest:
@@ -92,7 +92,7 @@ def _attribute(
     known = next_record < len(host.starts) and host.starts[next_record] == b
     launched = host.launched[next_record] if known else b
     source = host.sources[next_record] if known else ""
-    if launched <= a and a > start:
+    if launched <= a:
         tally.add(OTHER, total(rest), "", "between queued kernels")
         return
     wait = _waiting_at(a, waits, wait_starts)

@@ -60,9 +60,8 @@ def gaps(intervals: list[Interval], start: int, end: int) -> list[Interval]:
 
 def overlap_ns(intervals: Iterable[Interval]) -> int:
     """Time during which two or more of `intervals` run at once."""
-    edges = sorted(
-        [(start, 1) for start, end in intervals if end > start] + [(end, -1) for start, end in intervals if end > start]
-    )
+    spans = [(start, end) for start, end in intervals if end > start]
+    edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     depth = covered = last = 0
     for time, change in edges:
         if depth >= 2:

@@ -158,6 +158,19 @@ def test_a_kernel_belongs_to_the_step_that_launched_it_and_stretches_the_window(
     assert found.step_us == 250.0
 
 
+def test_when_the_host_runs_ahead_the_device_window_opens_after_earlier_work() -> None:
+    b = Builder()
+    b.steps(100, 200)
+    b.launch("earlier", 50, 60, 400)
+    b.launch("mine", 120, 400, 500)
+    b.launch("later", 210, 500, 900)
+    found = aggregate(b.trace(), MACHINE)
+    assert [r.name for r in found.kernels] == ["mine"]
+    assert found.step_us == 100.0
+    assert found.busy_us == 100.0
+    assert sum(i.time_us for i in found.idle) == 0.0
+
+
 def test_low_coverage_is_told() -> None:
     b = Builder()
     b.steps(0, 1000)
