@@ -120,7 +120,7 @@ def test_an_empty_table_evaluates_nothing():
 
 
 CPU = {
-    "on_gpu": False, "cpu_count": 8.0, "gpu_count": 0.0, "bf16_supported": True, "torch_compile_available": True,
+    "on_gpu": False, "cpu_count": 8.0, "gpu_count": 0.0, "bf16_supported": True, "fixed_shapes": True,
     "cupy_available": False, "step_us": 2e5, "step_spread_frac": 0.05, "steps_measured": 20.0, "conv_frac": 0.6,
     "grouped_conv_frac": 0.0, "max_conv_kernel": 3.0, "channels_last": False, "tensor_eligible_frac": 0.65,
     "half_frac": 0.0, "autocast": "", "amp_capable_loss": True, "elementwise_frac": 0.15, "norm_frac": 0.15,
@@ -188,7 +188,7 @@ COUNTER_EXAMPLES = [
     ("amp_bf16", {"amp_capable_loss": False}, "BCELoss is refused under autocast"),
     ("amp_fp16", {"grad_clipping": True}, "clipping before unscale_ (pytorch#40907)"),
     ("fused_bn_act", {"cupy_available": False}, "nothing to compile the kernels with"),
-    ("compile", {"torch_compile_available": False}, "no compiler"),
+    ("compile", {"fixed_shapes": False}, "each new shape would compile anew"),
     ("fused_optimizer", {"optimizer": "RMSprop"}, "has no fused implementation"),
 ]
 
