@@ -1,0 +1,88 @@
+"""Findings name the user's own lines, modules and kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from advisor.core.environment import Environment
+from advisor.core.profile import (
+    ConvFact,
+    CopyRow,
+    IdleCause,
+    InputStats,
+    KernelRow,
+    ModelFacts,
+    Site,
+    StepProfile,
+)
+from advisor.rules.sites import LIMIT, SELECTORS, select
+
+ROWS = (
+    KernelRow(name="k1", kind="conv", op="aten::convolution", module="net.conv", phase="forward", source="train.py:9", calls=2, time_us=300, limit_us=100, dtype="fp32"),
+    KernelRow(name="k2", kind="conv", op="aten::convolution", module="net.conv", phase="forward", source="train.py:9", calls=1, time_us=100, limit_us=90, dtype="fp32"),
+    KernelRow(name="k3", kind="norm", op="aten::batch_norm", module="net.bn", phase="backward", calls=1, time_us=900, limit_us=890),
+    KernelRow(name="my_raw_kernel", kind="other", calls=3, time_us=6),
+)  # fmt: skip
+PROFILE = StepProfile(
+    script="train.py", argv=(), created="", environment=Environment(), step_kind="optimizer", step_us=None, wall_us=None, kernels=ROWS,
+    idle=(IdleCause(cause="launch", time_us=50, sites=(Site(source="train.py:12", what="aten::add", calls=4, time_us=40),)),),
+    syncs=(
+        Site(source="train.py:20", what="cudaStreamSynchronize from aten::item", calls=1, time_us=70),
+        Site(source="train.py:21", what="cudaDeviceSynchronize", calls=1, time_us=80),
+    ),
+    copies=(CopyRow(kind="h2d", bytes=1048576, time_us=30, calls=2, pageable=True, source="train.py:5"),),
+    input=InputStats(loader="DataLoader", next_us=4000, workers=0, source="train.py:3"),
+    model=ModelFacts(
+        convs=(
+            ConvFact(module="net.conv", in_channels=3, out_channels=30, kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, bias=True, followed_by_bn=True),
+            ConvFact(module="net.dw", in_channels=32, out_channels=32, kernel=(7, 7), stride=(1, 1), padding=(3, 3), dilation=(1, 1), groups=32, bias=False),
+        ),
+        optimizers=("SGD",), env={"CUDA_LAUNCH_BLOCKING": "1"},
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("selector", "expected"),
+    [
+        ("convolutions", ("train.py:9 net.conv: aten::convolution (forward, 400 µs, 3×)",)),
+        (
+            "largest_gaps",
+            (
+                "train.py:9 net.conv: aten::convolution (forward, 210 µs, 3×)",
+                "net.bn: aten::batch_norm (backward, 10 µs)",
+            ),
+        ),
+        ("unattributed_kernels", ("my_raw_kernel (other, 6 µs, 3×)",)),
+        ("launch_gaps", ("train.py:12: aten::add (40 µs, 4×)",)),
+        ("item_syncs", ("train.py:20: cudaStreamSynchronize from aten::item (70 µs)",)),
+        ("explicit_syncs", ("train.py:21: cudaDeviceSynchronize (80 µs)",)),
+        ("h2d_copies", ("train.py:5: 1.00 MiB pageable (30 µs, 2×)",)),
+        ("loader", ("train.py:3: DataLoader, 0 workers (4.00 ms)",)),
+        ("biased_convolutions", ("net.conv: 3×3 3→30 (400 µs)",)),
+        ("depthwise_convolutions", ("net.dw: 7×7 32→32, 32 groups",)),
+        ("unaligned_convolutions", ("net.conv: 3×3 3→30 (400 µs)",)),
+        ("environment_variables", ("CUDA_LAUNCH_BLOCKING=1",)),
+        ("optimizers", ("SGD",)),
+    ],
+)
+def test_selected_places(selector, expected):
+    assert select(selector, PROFILE) == expected
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_selector_takes_an_empty_profile(selector):
+    empty = StepProfile(
+        script="", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
+    )
+    assert all(isinstance(text, str) for text in select(selector, empty))
+    assert select(selector, None) == ()
+
+
+def test_at_most_five_places_are_named():
+    rows = tuple(KernelRow(name=f"k{i}", kind="pool", op=f"aten::pool{i}", time_us=float(i)) for i in range(20))
+    found = select("pools", dataclasses.replace(PROFILE, kernels=rows))
+    assert len(found) == LIMIT
+    assert found[0].startswith("aten::pool19")

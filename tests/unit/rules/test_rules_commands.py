@@ -1,0 +1,107 @@
+"""`advisor rules`, as people call it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rule_files import CASES, spoiled, write
+
+from advisor.cli.main import cli
+
+
+def call(capsys, *words):
+    """Exit code, stdout and stderr of `advisor rules WORDS`."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["rules", *[str(word) for word in words]])
+    output = capsys.readouterr()
+    return ended.value.code, output.out, output.err
+
+
+def test_list_shows_areas_and_rules(capsys):
+    code, out, _ = call(capsys, "list", "--area", "input")
+    assert code == 0
+    assert "input-starved" in out
+    assert "launch-bound" not in out
+
+
+def test_list_as_json_is_json(capsys, tmp_path):
+    write(tmp_path)
+    code, out, _ = call(capsys, "list", "--json", "--rules", tmp_path)
+    rules = {rule["id"]: rule for rule in json.loads(out)}
+    assert code == 0
+    assert rules["slow-thing"]["transform"] == "loader_workers"
+    assert rules["slow-thing"]["gain"]["high"] == "idle_data_frac"
+    assert len(rules) > 60
+
+
+def test_show_tells_what_why_thresholds_counter_examples_and_cases(capsys):
+    code, out, _ = call(capsys, "show", "launch-bound")
+    assert code == 0
+    for words in ("What it says:", "Why:", "`idle_launch_frac` above 15 %: the upper bound", "When it is wrong:", "pytorch/issues/181723", "References:", "not evaluated"):  # fmt: skip
+        assert words in out
+
+
+def test_show_of_no_rule_names_the_nearest(capsys):
+    code, _, err = call(capsys, "show", "launch-bond")
+    assert code == 2
+    assert "Did you mean 'launch-bound'" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_test_passes_on_bundled_rules_and_says_how_many(capsys):
+    code, out, _ = call(capsys, "test")
+    assert code == 0
+    assert "0 failed" in out
+
+
+def test_test_fails_on_a_failing_case(capsys, tmp_path):
+    write(tmp_path, cases=CASES.replace("expect: quiet", "expect: fired"))
+    code, out, _ = call(capsys, "test", tmp_path)
+    assert code == 1
+    assert "FAILED slow-thing: just below: quiet, expected fired" in out
+    assert "of 1 rules" in out
+
+
+def test_lint_shows_place_line_and_caret(capsys, tmp_path):
+    write(tmp_path, spoiled(("above: 5 %", "above: 5"), ("severity: high", "severity: hihg")))
+    code, out, _ = call(capsys, "lint", tmp_path)
+    assert code == 1
+    lines = out.splitlines()
+    at = next(number for number, line in enumerate(lines) if "a number without a unit" in line)
+    assert "slow-thing.yaml:12:14: " in lines[at]
+    assert lines[at + 1].strip() == "above: 5"
+    assert lines[at + 2].index("^") == lines[at + 1].index("5")
+    assert "Did you mean 'high'" in out
+    assert "0 sound rules, 2 faults" in out
+
+
+def test_lint_reads_the_cases_too(capsys, tmp_path):
+    write(tmp_path, cases=CASES.replace("workers: 0}", "workerz: 0}", 1))
+    code, out, _ = call(capsys, "lint", tmp_path)
+    assert code == 1
+    assert "unknown metric 'workerz'" in out
+
+
+def test_lint_of_nothing_is_wrong_usage(capsys, tmp_path):
+    code, _, err = call(capsys, "lint", tmp_path)
+    assert code == 2
+    assert "no rules in" in err
+
+
+def test_help_is_worth_reading(capsys):
+    for words in (("--help",), ("lint", "--help"), ("test", "--help")):
+        code, out, _ = call(capsys, *words)
+        assert code == 0
+        assert "advisor rules" in out or "Commands" in out
+
+
+def test_the_commands_import_neither_torch_nor_cupy():
+    program = (
+        "import sys\nfrom advisor.cli.main import cli\n"
+        "try:\n    cli.main(['rules', 'test'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'cupy', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
