@@ -68,12 +68,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_red
     Channel k;
     load_channel(k, t.vector, channels, saved, weight, bias);
     const i64 stride = (i64)gridDim.x * t.rows_per_pass;
-    for (i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty; row < rows; row += UNROLL * stride) {
+    const i64 step = stride * vectors;
+    i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty;
+    for (i64 first = row * vectors + t.vector; row < rows; row += UNROLL * stride, first += UNROLL * step) {
       Vec16 vx[UNROLL], vdy[UNROLL];
       unsigned int bits[UNROLL];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
-        const i64 at = (row + u * stride) * vectors + t.vector;
+        const i64 at = first + u * step;
         if (row + u * stride < rows) {
           vx[u] = load(x + at);
           vdy[u] = load(dy + at);
@@ -127,12 +129,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_app
     c2[j] = coefficient[channels + t.vector * VEC + j];
   }
   const i64 stride = (i64)gridDim.x * t.rows_per_pass;
-  for (i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty); row >= 0; row -= UNROLL * stride) {
+  const i64 step = stride * vectors;
+  i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty);
+  for (i64 last = row * vectors + t.vector; row >= 0; row -= UNROLL * stride, last -= UNROLL * step) {
     Vec16 vx[UNROLL], vdy[UNROLL];
     unsigned int bits[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const i64 at = (row - u * stride) * vectors + t.vector;
+      const i64 at = last - u * step;
       if (row - u * stride >= 0) {
         vx[u] = load_last(x + at);
         vdy[u] = load_last(dy + at);
@@ -146,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_app
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       if (row - u * stride < 0) continue;
-      const i64 at = (row - u * stride) * vectors + t.vector;
+      const i64 at = last - u * step;
       float g[VEC], d[VEC];
       gradient(k, vx[u], vdy[u], bits[u], slope, g, d);
 #if RESIDUAL

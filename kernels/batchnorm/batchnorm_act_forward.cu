@@ -38,11 +38,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
   if (t.vector >= 0) {
     widen(load(x + t.vector), shift);
     const i64 stride = (i64)gridDim.x * t.rows_per_pass;
-    for (i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty; row < rows; row += UNROLL * stride) {
+    const i64 step = stride * vectors;
+    i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty;
+    for (const Vec16* at = x + row * vectors + t.vector; row < rows; row += UNROLL * stride, at += UNROLL * step) {
       Vec16 v[UNROLL];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u)
-        if (row + u * stride < rows) v[u] = load(x + (row + u * stride) * vectors + t.vector);
+        if (row + u * stride < rows) v[u] = load(at + u * step);
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         if (row + u * stride >= rows) continue;  // no loop for the rest: each turn would wait for memory once more
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_apply(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_apply(
     const Vec16* __restrict__ x, const Vec16* __restrict__ residual, const float* __restrict__ saved,
     const float* __restrict__ weight, const float* __restrict__ bias, Vec16* __restrict__ y,
     unsigned char* __restrict__ mask, i64 rows, int vectors, int tile, float slope) {
@@ -97,15 +99,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_apply(
     offset[j] = bias[c];
   }
   const i64 stride = (i64)gridDim.x * t.rows_per_pass;
+  const i64 step = stride * vectors;
   i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty);
-  for (; row >= 0; row -= UNROLL * stride) {
+  for (i64 last = row * vectors + t.vector; row >= 0; row -= UNROLL * stride, last -= UNROLL * step) {
     Vec16 v[UNROLL];
 #if RESIDUAL
     Vec16 r[UNROLL];
 #endif
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const i64 at = (row - u * stride) * vectors + t.vector;
+      const i64 at = last - u * step;
       if (row - u * stride >= 0) {
         v[u] = load(x + at);  // backward reads x again: keep what fits in L2
 #if RESIDUAL
@@ -116,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_apply(
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       if (row - u * stride < 0) continue;
-      const i64 at = (row - u * stride) * vectors + t.vector;
+      const i64 at = last - u * step;
       float f[VEC];
       widen(v[u], f);
 #if RESIDUAL

@@ -7,6 +7,10 @@
 // Block: THREADS threads as [ty][tx], tx over `tile` channel vectors, ty over rows. Grid: (row blocks, channel tiles).
 // partial: [gridDim.x][2][channels] fp32. ticket: one zeroed counter a channel tile; left zeroed.
 
+struct __align__(16) Double4 {
+  double x, y, z, w;
+};
+
 struct Tile {
   int tx, ty, rows_per_pass, vector;  // vector: this thread's channel vector, or -1 when it has none
 };
@@ -56,12 +60,12 @@ __device__ __forceinline__ bool reduce_channels(
   // them in a few microseconds; with 4-byte loads this tail took as long as the pass itself at 2048 channels.
   const int columns = 2 * width / 4;
   const int groups = THREADS / columns > 0 ? THREADS / columns : 1;
-  double4* scratch = (double4*)shared;  // THREADS of them: 32 * THREADS bytes, as many as `shared` has at VEC = 4
+  Double4* scratch = (Double4*)shared;  // THREADS of them: 32 * THREADS bytes, as many as `shared` has at VEC = 4
   for (int base = 0; base < columns; base += THREADS) {
     const int column = base + (groups > 1 ? threadIdx.x % columns : threadIdx.x);
     const int g = groups > 1 ? threadIdx.x / columns : 0;
     const int stat = column * 4 / width, channel = first + column * 4 % width;
-    double4 sum = {0.0, 0.0, 0.0, 0.0};
+    Double4 sum = {0.0, 0.0, 0.0, 0.0};
     if (column < columns && g < groups && channel < channels) {
       const float4* at = (const float4*)(partial + (i64)stat * channels + channel);
       const i64 step = 2 * (i64)channels / 4;
@@ -78,7 +82,7 @@ __device__ __forceinline__ bool reduce_channels(
     __syncthreads();
     if (column < columns && g == 0) {
       for (int k = 1; k < groups; ++k) {
-        const double4 other = scratch[threadIdx.x + k * columns];
+        const Double4 other = scratch[threadIdx.x + k * columns];
         sum.x += other.x;
         sum.y += other.y;
         sum.z += other.z;
