@@ -1,4 +1,4 @@
-"""Bounds on a gain, as arithmetic over metrics: numbers, metrics, + - * /, parentheses, min, max, known.
+"""Bounds on a gain, as arithmetic over metrics: numbers, times ("20 us"), metrics, + - * /, parentheses, min, max, known.
 
 `known(metric, number)` is the metric's value, or the number where it is missing: `known(busy_frac, 1)` is 1 on a CPU. An
 own parser of 60 lines rather than Python's: there is nothing to escape from, and every error has its column. Units are
@@ -147,7 +147,9 @@ class _Parser:
         offset, kind, text = self.tokens[self.position]
         self.position += kind != "end"
         if kind == "number":
-            return Number(float(text)), ()
+            is_time = self.tokens[self.position][1:] == ("name", "us")
+            self.position += is_time
+            return Number(float(text)), (("us", 1),) if is_time else ()
         if kind == "name" and text in _FUNCTIONS:
             return self.function(offset, text)
         if kind == "name":

@@ -34,6 +34,14 @@ def test_every_case_of_the_rule_holds(rule):
 
 
 @by_id
+def test_the_message_of_a_firing_case_shows_every_value(rule):
+    for case in read_cases(rule):
+        if case.expect is Outcome.FIRED:
+            (finding,) = evaluate([rule], case.table())
+            assert "(not measured)" not in finding.message, case.name
+
+
+@by_id
 def test_the_rule_is_complete(rule):
     assert Path(rule.path).parent.name == rule.area
     assert rule.counter_examples, "say when the rule is wrong"

@@ -31,13 +31,16 @@ def table(**values):
         ("known(busy_frac, 1)", 0.6),
         ("launch_us / step_us", 0.25),
         ("(launch_us + launch_us) / step_us", 0.5),
+        ("20 us * kernels_per_step / step_us", 0.5),
         ("1 - 1 / 2.25", 1 - 1 / 2.25),
         ("conv_frac * 2", None),
         ("idle_frac / h2d_copies", None),
     ],
 )
 def test_values(text, expected):
-    metrics = table(idle_frac=0.4, busy_frac=0.6, launch_us=500.0, step_us=2000.0, h2d_copies=0.0)
+    metrics = table(
+        idle_frac=0.4, busy_frac=0.6, launch_us=500.0, step_us=2000.0, h2d_copies=0.0, kernels_per_step=50.0
+    )
     value = parse(text).value(metrics)
     assert value == (pytest.approx(expected) if expected is not None else None)
 
@@ -64,7 +67,19 @@ def test_long_and_deep_expressions_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["step_us", "step_us + idle_frac", "min(step_us, idle_frac)", "step_us * step_us", "copy_gbps / step_us"]
+    "text",
+    [
+        "step_us",
+        "step_us + idle_frac",
+        "min(step_us, idle_frac)",
+        "step_us * step_us",
+        "copy_gbps / step_us",
+        "20 us",
+        "20 us + 1",
+        "1 us us",
+        "us",
+        "idle_frac us",
+    ],
 )
 def test_units_must_fit(text):
     with pytest.raises(ExpressionError):
