@@ -77,6 +77,7 @@ class SetToNone(Transform):
 
         with all_or_nothing() as undo:
             _converted["calls"] = 0
+            undo.push(lambda: _converted.update(calls=0))
             for optimizer in training.optimizers:
                 undo.push(optimizer.register_step_pre_hook(restore_missing).remove)
             for owner in {_definer(type(o)) for o in training.optimizers} | {torch.nn.Module}:

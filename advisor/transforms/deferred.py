@@ -1,0 +1,236 @@
+"""A number that is still on its way from the GPU.
+
+Stands in for the float, int or bool that `.item()` would have waited for. Arithmetic on lines declared lazy is written down and done
+later, by the same Python operators on the same Python numbers in the same order, so the result is bit-equal; every other use waits
+and makes a plain number. It is no subclass of float: C code would read a float's own, unset value without asking.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, ClassVar
+
+import torch
+
+# Arithmetic written down before it is done, at most: then the oldest is waited for, which bounds memory and recursion.
+_DEEPEST = 64
+
+_DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
+_NUMBERS = (int, float, bool)
+_KINDS: dict[torch.dtype, type] = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), float),
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8), int),
+    torch.bool: bool,
+}
+
+
+class PinnedCopy:
+    """A one-element tensor on its way to the host, behind the work that is queued on the current stream."""
+
+    __slots__ = ("buffer", "event")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.buffer = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+        with torch.no_grad():
+            self.buffer.copy_(tensor.detach().reshape(()), non_blocking=True)
+        self.event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def done(self) -> bool:
+        """Whether it has arrived. Does not wait."""
+        return bool(self.event.query())
+
+    def value(self) -> Any:
+        """The Python number. Waits."""
+        self.event.synchronize()
+        return torch.Tensor.tolist(self.buffer)
+
+
+class Deferred:
+    """A Python number to come. Made by `defer`, and by arithmetic on a lazy line."""
+
+    __slots__ = ("__weakref__", "_copy", "_depth", "_kind", "_left", "_operator", "_right", "_value")
+
+    lazy: ClassVar[set[tuple[CodeType, int]]] = set()
+    """Lines, by code object and number, whose arithmetic stays deferred."""
+
+    __array_ufunc__ = None  # NumPy arrays leave the operator to us
+    __array_priority__ = 1000.0
+
+    def __init__(self, kind: type, copy: Any = None, function: Any = None, left: Any = None, right: Any = None) -> None:
+        self._kind = kind
+        self._copy, self._operator, self._left, self._right = copy, function, left, right
+        self._value: Any = None
+        self._depth: int = 1 + max((side._depth for side in (left, right) if type(side) is Deferred), default=0)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """What the number will be, so that `isinstance(x, float)` answers as for the plain number."""
+        return self._kind
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the type of a number cannot be changed")
+
+    def _settled(self) -> bool:
+        return self._copy is None and self._operator is None
+
+    def _settle(self, wait: bool) -> bool:
+        """Work out the value if that needs no waiting, or with `wait` in any case. Says whether it is known now."""
+        if self._settled():
+            return True
+        if self._copy is not None:
+            if not wait and not self._copy.done():
+                return False
+            self._value, self._copy = self._copy.value(), None
+            return True
+        sides = [side for side in (self._left, self._right) if type(side) is Deferred]
+        if not all(side._settle(wait) for side in sides):
+            self._depth = 1 + max(side._depth for side in sides)
+            return False
+        self._value = self._operator(plain(self._left), plain(self._right))
+        self._operator = self._left = self._right = None
+        self._depth = 1
+        return True
+
+    def _compute(self) -> Any:
+        self._settle(wait=True)
+        return self._value
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        value = self._compute()
+        return type(value), (value,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compute(), name)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.asarray(self._compute(), dtype=dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = {key: plain(value) for key, value in (kwargs or {}).items()}
+        return func(*(plain(argument) for argument in args), **keywords)
+
+    def __hash__(self) -> int:
+        return hash(self._compute())
+
+    def __bool__(self) -> bool:
+        return bool(self._compute())
+
+    def __float__(self) -> float:
+        return float(self._compute())
+
+    def __int__(self) -> int:
+        return int(self._compute())
+
+    def __index__(self) -> int:
+        return operator.index(self._compute())
+
+    def __complex__(self) -> complex:
+        return complex(self._compute())
+
+    def __str__(self) -> str:
+        return str(self._compute())
+
+    def __repr__(self) -> str:
+        return repr(self._compute())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._compute(), spec)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self._compute(), digits) if digits is not None else round(self._compute())
+
+    def __trunc__(self) -> int:
+        return self._compute().__trunc__()  # type: ignore[no-any-return]
+
+    def __floor__(self) -> int:
+        return math.floor(self._compute())  # type: ignore[no-any-return]
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._compute())  # type: ignore[no-any-return]
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self._compute(), plain(other))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(plain(other), self._compute())
+
+    def __abs__(self) -> Any:
+        return abs(self._compute())
+
+    def __pow__(self, other: Any) -> Any:
+        return self._compute() ** plain(other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return plain(other) ** self._compute()
+
+    def __neg__(self) -> Any:
+        return -self._compute()
+
+    def __pos__(self) -> Any:
+        return +self._compute()
+
+
+def defer(tensor: torch.Tensor) -> Deferred | None:
+    """The number in a one-element tensor, to come; None when its dtype has no deferred form."""
+    kind = _KINDS.get(tensor.dtype)
+    if kind is None or tensor.numel() != 1:
+        return None
+    return Deferred(kind, copy=PinnedCopy(tensor))
+
+
+def plain(value: Any) -> Any:
+    """`value`, waited for if it is deferred."""
+    return value._compute() if type(value) is Deferred else value
+
+
+def _combine(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Called from an operator method: deferred on a lazy line and between numbers, else done now.
+
+    A division by what may be zero is done now, so that its error comes where the plain script has it.
+    """
+    numbers = all(type(side) is Deferred or type(side) in _NUMBERS for side in (left, right))
+    if numbers and (function not in _DIVISIONS or (type(right) is not Deferred and right != 0)):
+        frame = sys._getframe(2)
+        if (frame.f_code, frame.f_lineno) in Deferred.lazy:
+            for side in (left, right):
+                if type(side) is Deferred:
+                    side._settle(wait=side._depth >= _DEEPEST)
+            return Deferred(_kind(function, left, right), function=function, left=left, right=right)
+    return function(plain(left), plain(right))
+
+
+def _kind(function: Callable[[Any, Any], Any], left: Any, right: Any) -> type:
+    kinds = [side._kind if type(side) is Deferred else type(side) for side in (left, right)]
+    return float if float in kinds or function is operator.truediv else int
+
+
+def _operators() -> None:
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+        function = getattr(operator, name)
+
+        def forward(self: Deferred, other: Any, function: Any = function) -> Any:
+            return _combine(function, self, other)
+
+        def reflected(self: Deferred, other: Any, function: Any = function) -> Any:
+            return _combine(function, other, self)
+
+        setattr(Deferred, f"__{name}__", forward)
+        setattr(Deferred, f"__r{name}__", reflected)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        function = getattr(operator, name)
+
+        def compare(self: Deferred, other: Any, function: Any = function) -> Any:
+            return function(self._compute(), plain(other))
+
+        setattr(Deferred, f"__{name}__", compare)
+
+
+_operators()

@@ -1,0 +1,49 @@
+"""Scalars that really are on their way from a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import make_loop
+
+from advisor.transforms.defer_sync import DeferSync
+from advisor.transforms.deferred import Deferred, defer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "kind"),
+    [(1.5, torch.float16, float), (0.1, torch.float32, float), (-7, torch.int64, int), (True, torch.bool, bool)],
+)
+def test_values_and_kinds(value, dtype, kind) -> None:
+    tensor = torch.tensor([value], dtype=dtype, device="cuda")
+    number = defer(tensor)
+    assert type(number) is Deferred
+    tensor.zero_()  # later work on the stream does not reach the copy
+    assert isinstance(number, kind)
+    assert number == torch.tensor(value, dtype=dtype).item()
+
+
+def train(switch, steps: int = 8) -> tuple[float, int]:
+    busy, total, hits = torch.randn(2048, 2048, device="cuda"), 0.0, 0
+    unfinished = 0
+    for i in range(steps):
+        for _ in range(20):
+            busy = busy @ busy / 50
+        loss = busy.sum() * 0 + i * 0.1
+        switch(i)
+        total += loss.item()
+        hits += (loss > 0.25).sum().item()
+        unfinished += not torch.cuda.current_stream().query()
+    return total * 1.0, unfinished
+
+
+def test_the_host_runs_ahead_and_numbers_are_equal() -> None:
+    loop = make_loop(device="cuda", steps=1)
+    expected, none = train(lambda i: None)
+    assert none == 0
+    actual, unfinished = train(lambda i: DeferSync().apply(loop.training, {}) if i == 0 else None)
+    assert actual == expected
+    assert unfinished > 0
+    assert DeferSync().effect(loop.training, None, None).passed
