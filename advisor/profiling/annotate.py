@@ -208,8 +208,11 @@ class _LineMode(TorchFunctionMode):
         self._annotator = annotator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Reading an attribute (`x.shape`) starts no operator: no range for it.
-        scope = None if getattr(func, "__name__", "") == "__get__" else self._annotator.open_line()
+        # Reading an attribute (`x.shape`) starts no operator. Opening a `record_function` range must not happen inside a
+        # range of ours: it would end after ours, and ranges that cross are cut short by the profiler.
+        name = getattr(func, "__name__", "")
+        passed_over = name == "__get__" or name.startswith("_record_function")
+        scope = None if passed_over else self._annotator.open_line()
         try:
             return func(*args, **(kwargs or {}))
         finally:

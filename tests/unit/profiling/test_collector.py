@@ -176,6 +176,33 @@ def test_older_versions_of_torch_give_the_same_trace(monkeypatch: pytest.MonkeyP
     assert {"forward", "backward", "optimizer"} <= set(found.phase_us)
 
 
+def test_a_window_that_ends_inside_the_optimizers_step_has_its_phase() -> None:
+    model = modular()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trace_collector = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+    bounds: list[int] = []
+    traces: list[Trace] = []
+
+    def boundary(*_: Any) -> None:
+        bounds.append(time.time_ns())
+        if len(bounds) == 1:
+            trace_collector.start()
+        if len(bounds) == 4:
+            traces.append(trace_collector.stop(bounds[1:]))
+
+    optimizer.register_step_post_hook(boundary)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+    found = aggregate(traces[0], Environment())
+    assert found.steps == 2
+    steps = [r for r in found.kernels if r.op.startswith("aten::_foreach") or r.op == "aten::add_"]
+    assert {r.phase for r in steps if "test_collector" in r.source and r.module == ""} == {"optimizer"}
+    assert found.phase_us["optimizer"] > 0
+    assert found.phase_us.get("other", 0.0) < 0.05 * found.busy_us
+
+
 @pytest.mark.parametrize("clock", [time.time_ns, time.perf_counter_ns, None])
 def test_step_bounds_are_on_the_traces_clock_whatever_the_hosts(clock: Callable[[], int] | None) -> None:
     trace = traced(modular(), "Sequential", clock, steps=3)
