@@ -154,6 +154,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("fp32_conv_frac", "frac", "share of device time in fp32 convolutions and products"),
     _n("fp64_frac", "frac", "share of device time in fp64 kernels"),
     _n("half_frac", "frac", "share of conv and gemm time in fp16 or bf16"),
+    _n("half_rate_ratio", "count", "measured bf16 (else fp16) matrix rate over that of the precision now in use"),
     _n(
         "unaligned_channel_frac", "frac", "share of half-precision conv and gemm time with channels not a multiple of 8"
     ),

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rule_files import RULE, spoiled, write
 
 from advisor.core.errors import AdvisorError
@@ -148,3 +150,14 @@ def test_conditions_nest_six_deep_and_no_further(tmp_path):
         spoiled(("    - metric: workers\n      at_most: 0\n      because: another reason\n", f"    - {inner}\n")),
     )
     assert any("nested deeper than 6" in problem for problem in problems)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    start=st.integers(0, len(RULE)),
+    length=st.integers(0, 40),
+    inserted=st.text(alphabet="ab:-[]{},'\"#% \n01.x", max_size=12),
+)
+def test_a_damaged_rule_is_read_or_refused_never_worse(tmp_path, start, length, inserted):
+    rules, problems = faults(tmp_path, RULE[:start] + inserted + RULE[start + length :])
+    assert rules or problems

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from advisor.core.errors import AdvisorError
 from advisor.rules import yaml_nodes
@@ -111,3 +114,10 @@ def test_the_slow_parser_gives_the_same_tree_and_the_same_refusals(monkeypatch):
     assert parse(good, "f").root == fast
     with pytest.raises(RuleError, match="f:2:1: 'a' stands twice"):
         parse(bad, "f")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=80) | st.text(alphabet="ab:-[]{},&*!|>'\"#%@?~ \n\t0", max_size=80).map(str.encode))
+def test_any_bytes_are_read_or_refused_never_worse(data):
+    with suppress(RuleError):
+        parse(data, "f.yaml")
