@@ -86,7 +86,10 @@ class ChannelsLast(Transform):
         stacks = [ForwardStack.of(root.module) for root in training.roots]
         if any(stack.get(CAPTURE) or stack.get(GRAPH) for stack in stacks):  # looking would compile the hooks in
             return Check(passed=None, detail="the model is compiled or captured, and no trace was taken")
-        seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
+        try:
+            seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
+        except Exception as error:  # the forward is the script's own code
+            return Check(passed=None, detail=f"the forward could not be run again ({type(error).__name__}: {error})")
         if not seen:
             return Check(passed=None, detail="no convolution ran")
         return Check(

@@ -152,14 +152,16 @@ def _pairs(root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
                 candidates[module] = name
     if not candidates:
         return [], refused
-    if isinstance(root.module, torch.nn.parallel.DistributedDataParallel):
-        return [], refused | dict.fromkeys(candidates.values(), "DistributedDataParallel waits for its bias's gradient")
-    if not (root.args or root.kwargs):
-        return [], refused | dict.fromkeys(candidates.values(), "no call of the model was seen")
-    if any(ForwardStack.of(root.module).get(rank) for rank in (CAPTURE, GRAPH)):
-        return [], refused | dict.fromkeys(candidates.values(), "the model is compiled or captured already")
+    why_not = _root_refuses(root)
+    if why_not:
+        return [], refused | dict.fromkeys(candidates.values(), why_not)
+    try:
+        watched = _watch_outputs(root, list(candidates))
+    except Exception as error:  # the forward is the script's own code
+        why_not = f"its forward could not be run again ({type(error).__name__}: {error})"
+        return [], refused | dict.fromkeys(candidates.values(), why_not)
     pairs = []
-    for conv, uses in _watch_outputs(root, list(candidates)).items():
+    for conv, uses in watched.items():
         why_not = uses.refuses()
         if why_not:
             refused[candidates[conv]] = why_not
@@ -168,11 +170,25 @@ def _pairs(root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
     return pairs, refused
 
 
+def _root_refuses(root: RootModule) -> str:
+    if isinstance(root.module, torch.nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel waits for its bias's gradient"
+    if isinstance(root.module, torch.nn.DataParallel) and len(root.module.device_ids) > 1:
+        return "DataParallel runs replicas of it"
+    if not (root.args or root.kwargs):
+        return "no call of the model was seen"
+    if any(ForwardStack.of(root.module).get(rank) for rank in (CAPTURE, GRAPH)):
+        return "the model is compiled or captured already"
+    return ""
+
+
 def _conv_refuses(conv: Any) -> str:
     if type(conv) not in _CONVOLUTIONS:
         return f"a {type(conv).__name__} may use its bias in its own way"
     if not isinstance(conv.bias, torch.nn.Parameter) or not isinstance(conv.weight, torch.nn.Parameter):
         return "its parameters are computed (parametrization)"
+    if conv in _calls:
+        return "its bias is left out already"
     if any(getattr(conv, hooks) for hooks in _HOOKS):
         return "a hook sees its output"
     if conv.bias._backward_hooks:

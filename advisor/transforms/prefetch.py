@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
+from advisor.profiling.patches import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.loader import is_stream, probe
@@ -177,10 +178,14 @@ class _Ahead:
                 return now.batch
             self.current = now.copies
             following = take(iterator)
-            for tensor in tensors_in(following.batch):
-                if _can_move(tensor):
-                    following.copies[id(tensor)] = _Copy(ref(tensor), tensor._version, self.copies.start(tensor))
             pending.append(following)
+            try:
+                for tensor in tensors_in(following.batch):
+                    if _can_move(tensor):
+                        following.copies[id(tensor)] = _Copy(ref(tensor), tensor._version, self.copies.start(tensor))
+            except Exception as error:  # no memory for one batch more: train on without, as the script would have
+                self.stop()
+                say(f"no further batches are copied ahead: {type(error).__name__}: {error}")
             return now.batch
 
         iterator._next_data = next_data  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from loops import CLASSES, ConvNet, assert_close, check_undo_is_exact, make_loop
 from torch import nn
 
 from advisor.transforms.conv_bias import ConvBiasBeforeNorm
+from advisor.transforms.forward import CAPTURE, ForwardStack
 
 
 def names(lines: tuple[str, ...]) -> list[str]:
@@ -129,6 +130,34 @@ def test_an_output_with_any_other_use_keeps_its_bias(model, reason) -> None:
     match = ConvBiasBeforeNorm().match(loop.training, {})
     assert not match.applies
     assert any(part in match.unmatched[0] for part in reason.split("|")), match.unmatched
+
+
+def test_compiled_training_keeps_the_running_mean() -> None:
+    loop, plain = twins()
+    expected = plain.run(3)
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    ForwardStack.of(loop.model).set(
+        CAPTURE, lambda inner, module: torch.compile(inner, backend="aot_eager", fullgraph=True)
+    )
+    torch.testing.assert_close(loop.run(3), expected, rtol=1e-5, atol=1e-6)
+    for name in ("bn1.running_mean", "bn2.running_mean", "conv1.bias"):
+        torch.testing.assert_close(values(loop)[name], values(plain)[name], rtol=1e-4, atol=1e-5)
+    assert "left out already" in ConvBiasBeforeNorm().match(loop.training, {}).reason
+    ForwardStack.of(plain.model).set(CAPTURE, lambda inner, module: inner)
+    assert "compiled or captured" in ConvBiasBeforeNorm().match(plain.training, {}).reason
+
+
+class Once(Base):
+    def combine(self, y):
+        if self.kept:
+            raise ValueError("only once")
+        self.kept = True
+        return self.bn(y)
+
+
+def test_a_forward_that_cannot_run_again_is_left_alone() -> None:
+    match = ConvBiasBeforeNorm().match(make_loop(model=Once, steps=1).training, {})
+    assert "could not be run again" in match.reason
 
 
 def test_hooks_and_subclasses_keep_their_bias() -> None:

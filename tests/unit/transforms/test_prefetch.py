@@ -146,6 +146,16 @@ def test_an_error_of_the_dataset_comes_when_its_batch_is_due(loop) -> None:
         next(iterator)
 
 
+def test_a_copy_that_fails_ends_looking_ahead_and_nothing_else(loop, monkeypatch, capsys) -> None:
+    def broken(self, tensor):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Copies, "start", broken)
+    DevicePrefetch().apply(loop.training, {})
+    assert [batch[0][0].item() for batch in loop.training.loaders[0]] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert capsys.readouterr().err.count("no memory") == 1
+
+
 def test_a_dropped_iterator_goes_at_once(loop) -> None:
     DevicePrefetch().apply(loop.training, {})
     gc.disable()
