@@ -119,7 +119,7 @@ def _device_steps(
     if not device.name:
         # No device records means that nothing is known, not that the device was idle.
         return Aggregate(steps=steps, step_us=(last - first) / 1e3 / steps, syncs=_sync_sites(waits, steps),
-                         launches=len(launches) / steps, coverage_frac=coverage, events=events,
+                         launches=len(launches) / steps, coverage_frac=0.0, events=events,
                          notes=tuple(notes))  # fmt: skip
     if coverage is not None and coverage < LOW_COVERAGE:
         notes.append(f"only {coverage:.0%} of the kernel launches have a device record: shares of time are uncertain")
@@ -290,7 +290,7 @@ def _rows(
         rows.append(
             KernelRow(
                 name=name,
-                kind=kinds.kind(op_name, name, phase=phase, inside_conv=in_conv),
+                kind=_kind(trace, item, op_name, name, phase, in_conv),
                 op=op_name,
                 module=path,
                 module_type=module_type,
@@ -314,6 +314,14 @@ def _rows(
         )
     rows.sort(key=lambda row: (-row.time_us, row.name, row.module, row.source))
     return tuple(rows), sum(row.limit_us for row in rows)
+
+
+def _kind(trace: Trace, item: _Work, op_name: str, name: str, phase: str, in_conv: bool) -> str:
+    found = kinds.kind(op_name, name, phase=phase, inside_conv=in_conv)
+    if found == "copy" and item.op >= 0 and trace.ops.name[item.op] == "aten::copy_" and trace.ops.strides:
+        layouts = shapes.layouts(trace.ops.shapes[item.op], trace.ops.strides[item.op])
+        return "layout" if len(set(layouts)) > 1 else found
+    return found
 
 
 def _unit(tree: HostTree, op: int) -> int:

@@ -30,6 +30,11 @@ _ADVISOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _PACKAGES = tuple({os.path.abspath(sysconfig.get_paths()[k]) + os.sep for k in ("purelib", "platlib")})
 _UNSEEN = object()
+# Calls that start no operator: attributes (`x.shape` is `__get__`) and questions about a tensor. Nor may a range of ours
+# stand around the opening of a `record_function`: that would end after ours, and the profiler cuts ranges that cross.
+_NO_WORK = frozenset(
+    ["__get__", "__set__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex", "is_contiguous", "element_size", "data_ptr", "storage_offset", "get_device", "type", "has_names", "is_pinned", "ndimension", "nelement", "__hash__", "untyped_storage"]
+)
 _WRAPPERS = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 
@@ -208,10 +213,8 @@ class _LineMode(TorchFunctionMode):
         self._annotator = annotator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Reading an attribute (`x.shape`) starts no operator. Opening a `record_function` range must not happen inside a
-        # range of ours: it would end after ours, and ranges that cross are cut short by the profiler.
         name = getattr(func, "__name__", "")
-        passed_over = name == "__get__" or name.startswith("_record_function")
+        passed_over = name in _NO_WORK or name.startswith("_record_function")
         scope = None if passed_over else self._annotator.open_line()
         try:
             return func(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ from typing import TypeVar
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import ProfilerCost, Quantity, StepProfile
+from advisor.core.profile import IdleCause, ProfilerCost, Quantity, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.profiling import sampler
 from advisor.profiling.aggregate import Aggregate, Precision, aggregate
@@ -72,7 +72,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         excluded=steps.excluded,
         kernels=found.kernels,
         busy_us=found.busy_us,
-        idle=found.idle,
+        idle=_with_loader_line(found.idle, facts.input.source),
         syncs=found.syncs,
         copies=found.copies,
         launches=found.launches,
@@ -148,6 +148,16 @@ def _from_trace(found: Aggregate) -> dict[str, Quantity]:
         for name, value in values.items()
         if value is not None
     }
+
+
+def _with_loader_line(idle: tuple[IdleCause, ...], source: str) -> tuple[IdleCause, ...]:
+    """The trace does not see the line that iterates the loader; discovery does."""
+    return tuple(
+        replace(cause, sites=tuple(replace(site, source=site.source or source) for site in cause.sites))
+        if cause.cause == "data"
+        else cause
+        for cause in idle
+    )
 
 
 def _created(path: Path) -> str:

@@ -461,17 +461,17 @@ def flops(op: str, shapes: str, dtypes: str, arguments: str = "") -> float:
     return cost(op, shapes, dtypes, arguments).flops
 
 
-def layout(shapes: str, strides: str) -> str:
-    """ "nhwc" or "nchw" for the first dense tensor of four or more dimensions, "" when that cannot be told.
+@lru_cache(maxsize=65536)
+def layouts(shapes: str, strides: str) -> tuple[str, ...]:
+    """ "nhwc" or "nchw" of each dense tensor of four or more dimensions, in order; those that fit both are left out.
 
     A tensor with one channel or one pixel fits both and tells nothing.
     """
-    if not strides:
-        return ""
     try:
-        pairs = list(zip(json.loads(shapes), json.loads(strides), strict=False))
+        pairs = list(zip(json.loads(shapes), json.loads(strides), strict=False)) if strides else []
     except ValueError:
-        return ""
+        return ()
+    found = []
     for shape, stride in pairs:
         if len(shape) < 4 or len(stride) != len(shape) or isinstance(shape[0], list):
             continue
@@ -479,7 +479,12 @@ def layout(shapes: str, strides: str) -> str:
         if channels <= 1 or spatial <= 1:
             continue
         if stride[1] == 1 and stride[-1] == channels:
-            return "nhwc"
-        if stride[-1] == 1 and stride[1] == spatial:
-            return "nchw"
-    return ""
+            found.append("nhwc")
+        elif stride[-1] == 1 and stride[1] == spatial:
+            found.append("nchw")
+    return tuple(found)
+
+
+def layout(shapes: str, strides: str) -> str:
+    """Layout of an operator's first tensor that has one; "" when that cannot be told."""
+    return next(iter(layouts(shapes, strides)), "")

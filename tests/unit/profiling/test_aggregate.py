@@ -135,6 +135,19 @@ def test_streams_that_overlap_are_busy_once() -> None:
     assert found.busy_us + sum(i.time_us for i in found.idle) == pytest.approx(found.step_us)
 
 
+def test_a_copy_between_layouts_is_a_change_of_layout() -> None:
+    b = Builder()
+    b.steps(0, 100)
+    shape = "[[2, 3, 4, 5], [2, 3, 4, 5], []]"
+    for start, strides in ((1, "[[60, 1, 15, 3], [60, 20, 5, 1], []]"), (40, "[[60, 20, 5, 1], [60, 20, 5, 1], []]")):
+        b.op("aten::_to_copy", start, start + 20)
+        b.op("aten::copy_", start + 1, start + 19, shapes=shape, strides=strides, dtypes="float,float,")
+        b.launch(f"copy_at_{start}", start + 2, start + 5, start + 25)
+    found = aggregate(b.trace(), MACHINE)
+    assert row(found, "copy_at_1").kind == "layout"
+    assert row(found, "copy_at_40").kind == "copy"
+
+
 def test_means_over_steps() -> None:
     b = Builder()
     b.steps(0, 100, 200)

@@ -8,7 +8,7 @@ from synthetic_trace import Builder
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import ModelFacts, Spread
+from advisor.core.profile import InputStats, ModelFacts, Spread
 from advisor.core.provenance import Provenance
 from advisor.profiling.assemble import assemble
 from advisor.profiling.records import FactsRecord, StepsRecord, Window, save_trace
@@ -66,6 +66,16 @@ def test_a_complete_run_has_everything(run: Path) -> None:
     assert profile.utilization["power_w"].value == 300.0
     assert profile.environment.shared_gpu
     assert profile.created.endswith("Z")
+
+
+def test_waiting_for_data_is_told_at_the_line_that_iterates_the_loader(run: Path) -> None:
+    b = traced()
+    b.op("next", 71, 95, annotation="user:enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
+    save_trace(run / "trace.json", b.trace())
+    storage.save(run / "facts.json", FactsRecord(input=InputStats(source="train.py:30")))
+    data = next(i for i in assemble(run, MACHINE).idle if i.cause == "data")
+    assert data.time_us == 24.0
+    assert data.sites[0].source == "train.py:30"
 
 
 def test_the_scripts_tf32_setting_decides_the_rate(run: Path) -> None:
