@@ -22,8 +22,9 @@ from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import AUTOCAST, ForwardStack, Layer
-from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, tensors_in
+from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, target_of, tensors_in
 from advisor.transforms.scaling import scale_losses
+from advisor.transforms.targets import targets
 
 _HALF = (torch.float16, torch.bfloat16)
 _LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -39,7 +40,11 @@ class _Autocast(Transform):
             return Match(applies=False, reason=reason)
         sites, unmatched = [], []
         for root in training.roots:
-            why_not = _root_refuses(root)
+            applied = ForwardStack.of(target_of(training, root)).get(AUTOCAST)
+            if applied is not None:  # then the output and its graph show our own casts, not the script's
+                why_not = "is applied already" if applied is self._layer_for(training, parameters) else ""
+            else:
+                why_not = _module_refuses(root.module) or _output_refuses(root)
             if why_not:
                 unmatched.append(f"{root.name}: {why_not}")
             else:
@@ -49,11 +54,11 @@ class _Autocast(Transform):
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         """Parameters: `cache` ("false" switches autocast's cache of cast weights off)."""
-        layer = _layer(self.dtype, training.device.type, parameters.get("cache", "true") != "false")
+        layer = self._layer_for(training, parameters)
         with all_or_nothing() as undo:
-            for root in training.roots:
-                if not _root_refuses(root):
-                    stack = ForwardStack.of(root.module)
+            for module in targets(training):
+                if not _module_refuses(module):
+                    stack = ForwardStack.of(module)
                     undo.push(functools.partial(stack.clear, AUTOCAST))
                     stack.set(AUTOCAST, layer)
             self._scale(training, undo)
@@ -61,7 +66,8 @@ class _Autocast(Transform):
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         label = _LABELS[self.dtype]
-        on = [root.name for root in training.roots if ForwardStack.of(root.module).get(AUTOCAST) is not None]
+        roots = training.roots
+        on = [r.name for r in roots if ForwardStack.of(target_of(training, r)).get(AUTOCAST) is not None]
         if not on:
             return Check(passed=False, detail="no model runs under autocast")
         if after is None:
@@ -76,6 +82,9 @@ class _Autocast(Transform):
             else "no convolutions or products",
             numbers={"half_frac": share},
         )
+
+    def _layer_for(self, training: Training, parameters: Mapping[str, str]) -> Layer:
+        return _layer(self.dtype, training.device.type, parameters.get("cache", "true") != "false")
 
     def _device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
         raise NotImplementedError
@@ -166,10 +175,14 @@ def _training_refuses(training: Training) -> str:
     return ""
 
 
-def _root_refuses(root: RootModule) -> str:
-    for name, module in root.module.named_modules():
-        if isinstance(module, torch.nn.BCELoss):
+def _module_refuses(module: torch.nn.Module) -> str:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.BCELoss):
             return f"{name} is a BCELoss, which autocast refuses"
+    return ""
+
+
+def _output_refuses(root: RootModule) -> str:
     for tensor in tensors_in(root.output):
         if tensor.dtype in _HALF:
             return f"its output is {_LABELS[tensor.dtype]} already"

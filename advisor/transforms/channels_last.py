@@ -24,6 +24,7 @@ from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.patch import all_or_nothing, map_tensors, replace_attribute, tensors_in
 from advisor.transforms.replay import replay
+from advisor.transforms.targets import targets
 
 _CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
 
@@ -62,9 +63,9 @@ class ChannelsLast(Transform):
                 undo.push(functools.partial(_relayout, training, weight, None, plain))
                 _relayout(training, weight, plain, nhwc)
             replace_attribute(undo, torch.Tensor, "view", _tolerant_view(torch.Tensor.view))
-            for root in training.roots:
-                if any(isinstance(module, _CONVOLUTIONS) for module in root.module.modules()):
-                    stack = ForwardStack.of(root.module)
+            for target in targets(training):
+                if any(isinstance(module, _CONVOLUTIONS) for module in target.modules()):
+                    stack = ForwardStack.of(target)
                     undo.push(functools.partial(stack.clear, INPUT_LAYOUT))
                     stack.set(INPUT_LAYOUT, _nhwc_inputs)
         return undo
@@ -83,7 +84,7 @@ class ChannelsLast(Transform):
                 detail=f"{share:.0%} of convolution time is on NHWC tensors",
                 numbers={"nhwc_frac": share},
             )
-        stacks = [ForwardStack.of(root.module) for root in training.roots]
+        stacks = [ForwardStack.of(target) for target in targets(training)]
         if any(stack.get(CAPTURE) or stack.get(GRAPH) for stack in stacks):  # looking would compile the hooks in
             return Check(passed=None, detail="the model is compiled or captured, and no trace was taken")
         try:

@@ -26,8 +26,9 @@ from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack
-from advisor.transforms.patch import all_or_nothing, tensors_in
+from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
 from advisor.transforms.replay import replay
+from advisor.transforms.targets import targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -35,6 +36,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 # Convolution → calls without its bias since `apply`.
 _calls: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+
+
+# Root module → its pairs as last matched: looking again at each switching would cost a forward pass.
+_found: WeakKeyDictionary[torch.nn.Module, list[_Pair]] = WeakKeyDictionary()
 
 
 class ConvBiasBeforeNorm(Transform):
@@ -49,19 +54,24 @@ class ConvBiasBeforeNorm(Transform):
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         sites, unmatched = [], []
         for root in training.roots:
-            pairs, refused = _pairs(root)
+            pairs, refused = _pairs(training, root)
+            if pairs:
+                _found[root.module] = pairs
             sites += [f"{root.name}.{pair.name}" for pair in pairs]
             unmatched += [f"{root.name}.{name}: {why_not}" for name, why_not in refused.items()]
         reason = "" if sites else "; ".join(unmatched[:3]) or "no convolution has a bias"
         return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        pairs = [pair for root in training.roots for pair in _pairs(root)[0]]
+        pairs = []
+        for root in training.roots:
+            if root.module not in _found:
+                _found[root.module] = _pairs(training, root)[0]
+            pairs += _found[root.module]
         with all_or_nothing() as undo:
             for pair in pairs:
                 for module, layer in ((pair.conv, pair.without_bias), (pair.norm, pair.with_whole_mean)):
                     stack = ForwardStack.of(module)
-                    undo.push(functools.partial(stack.forget, layer))
                     undo.push(functools.partial(stack.clear, SUBMODULE))
                     stack.set(SUBMODULE, layer)
                 undo.push(functools.partial(_calls.pop, pair.conv, None))
@@ -76,6 +86,12 @@ class ConvBiasBeforeNorm(Transform):
                 undo.push(optimizer.register_step_pre_hook(give_gradients).remove)
         return undo
 
+    def release(self, training: Training) -> None:
+        for root in training.roots:
+            for pair in _found.pop(root.module, []):
+                ForwardStack.of(pair.conv).forget(pair.without_bias)
+                ForwardStack.of(pair.norm).forget(pair.with_whole_mean)
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         convs = [module for root in training.roots for module in root.module.modules() if module in _calls]
         if not convs:
@@ -83,7 +99,7 @@ class ConvBiasBeforeNorm(Transform):
         ran = sum(_calls[conv] > 0 for conv in convs)
         numbers = {"convolutions": float(len(convs)), "ran": float(ran)}
         if ran == 0:
-            captured = any(ForwardStack.of(r.module).get(rank) for r in training.roots for rank in (CAPTURE, GRAPH))
+            captured = any(ForwardStack.of(t).get(rank) for t in targets(training) for rank in (CAPTURE, GRAPH))
             return Check(
                 passed=None if captured else False,
                 detail="no call was seen" + (" (the model is compiled or captured)" if captured else ""),
@@ -139,7 +155,7 @@ class _Pair:
             bias.grad = self.zeros
 
 
-def _pairs(root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
+def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
     """The convolutions of `root` whose bias can go, and why the others' cannot."""
     refused: dict[str, str] = {}
     candidates: dict[torch.nn.Module, str] = {}
@@ -152,7 +168,7 @@ def _pairs(root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
                 candidates[module] = name
     if not candidates:
         return [], refused
-    why_not = _root_refuses(root)
+    why_not = _root_refuses(training, root)
     if why_not:
         return [], refused | dict.fromkeys(candidates.values(), why_not)
     try:
@@ -170,14 +186,14 @@ def _pairs(root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
     return pairs, refused
 
 
-def _root_refuses(root: RootModule) -> str:
+def _root_refuses(training: Training, root: RootModule) -> str:
     if isinstance(root.module, torch.nn.parallel.DistributedDataParallel):
         return "DistributedDataParallel waits for its bias's gradient"
     if isinstance(root.module, torch.nn.DataParallel) and len(root.module.device_ids) > 1:
         return "DataParallel runs replicas of it"
     if not (root.args or root.kwargs):
         return "no call of the model was seen"
-    if any(ForwardStack.of(root.module).get(rank) for rank in (CAPTURE, GRAPH)):
+    if any(ForwardStack.of(target_of(training, root)).get(rank) for rank in (CAPTURE, GRAPH)):
         return "the model is compiled or captured already"
     return ""
 

@@ -146,7 +146,7 @@ class ForwardStack:
     def forget(self, layer: Layer) -> None:
         """Drop every remembered composition with `layer`, so that what it compiled or captured can be freed."""
         self._composed = {
-            key: value for key, value in self._composed.items() if all(member is not layer for _, member in key)
+            key: value for key, value in self._composed.items() if all(member != layer for _, member in key)
         }
 
     def plain_state(self, state: dict[str, Any]) -> dict[str, Any]:

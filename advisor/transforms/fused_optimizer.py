@@ -114,11 +114,20 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _fused_works(cls: type[Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one fused step on a throw-away parameter succeeds: support differs by class, device and torch release."""
-    parameter = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
+    # The kernels themselves: a throw-away optimizer's `step` would be seen by everyone who watches optimizers.
+    weight, gradient, first, second = ([torch.zeros(1, device=device, dtype=dtype)] for _ in range(4))
+    step = [torch.ones((), device=device)]
+    rates: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "maximize": False}
+    adam: dict[str, Any] = {**rates, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False}
     try:
-        cls([parameter], lr=0.1, fused=True).step()
-    except (RuntimeError, TypeError, NotImplementedError):
+        if cls is torch.optim.SGD:
+            sgd: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+            torch._fused_sgd_(weight, gradient, [], **rates, **sgd)
+        elif cls is torch.optim.Adagrad:
+            torch._fused_adagrad_(weight, gradient, first, step, **rates, lr_decay=0.0, eps=1e-8)
+        else:
+            torch._fused_adam_(weight, gradient, first, second, [], step, **adam)
+    except (RuntimeError, TypeError, AttributeError):  # NotImplementedError is a RuntimeError
         return False
     return True
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from advisor.profiling.training import Training
+from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Undo
+from advisor.transforms.targets import targets
 
 _MISSING = object()
 
@@ -80,6 +82,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(value, note)
     return found
+
+
+def target_of(training: Training, root: RootModule) -> torch.nn.Module:
+    """The module whose forward transforms work on for this root (see `targets`)."""
+    return targets(replace(training, roots=[root]))[0]
 
 
 def parameters_of(training: Training) -> list[torch.nn.Parameter]:

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -33,6 +33,9 @@ from advisor.transforms.patch import all_or_nothing, replace_attribute, tensors_
 _SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 _counts = {"ahead": 0, "on demand": 0}
 
+# Loader → why it cannot be looked ahead in, "" when it can: asking reads an item of its dataset.
+_refusals: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
+
 
 class DevicePrefetch(Transform):
     """Copy batches to the GPU one step ahead."""
@@ -48,7 +51,7 @@ class DevicePrefetch(Transform):
         sites, unmatched = [], []
         for index, loader in enumerate(training.loaders):
             name = f"{type(loader.dataset).__name__}, loader {index + 1}"
-            why_not = _why_not(loader)
+            why_not = _refusals[loader] = _why_not(loader)
             if why_not:
                 unmatched.append(f"{name}: {why_not}")
             else:
@@ -57,7 +60,7 @@ class DevicePrefetch(Transform):
         return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        loaders = [loader for loader in training.loaders if not _why_not(loader)]
+        loaders = [loader for loader in training.loaders if not self._cached_why_not(loader)]
         _counts.update({"ahead": 0, "on demand": 0})
         device = training.device
         if device.index is None:
@@ -86,6 +89,11 @@ class DevicePrefetch(Transform):
             for iterator in _running_iterators(loaders):
                 ahead.look_ahead(iterator)
         return undo
+
+    def _cached_why_not(self, loader: DataLoader[Any]) -> str:
+        if loader not in _refusals:
+            _refusals[loader] = _why_not(loader)
+        return _refusals[loader]
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         hits, misses = _counts["ahead"], _counts["on demand"]

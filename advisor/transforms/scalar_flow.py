@@ -8,6 +8,7 @@ lines that are not listed as lazy make plain numbers, so what leaves through the
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -33,6 +34,7 @@ class Flow:
     meters: set[str] = field(default_factory=set)
 
 
+@functools.lru_cache(maxsize=64)
 def scope_of(code: CodeType) -> Scope | None:
     """The syntax tree that `code` was compiled from; None when its file is gone, edited since, or it is no plain function."""
     try:

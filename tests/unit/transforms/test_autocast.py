@@ -56,6 +56,27 @@ def test_it_refuses_what_has_mixed_precision_already(transform) -> None:
     assert "GradScaler" in transform.match(loop.training, ANYWAY).reason
 
 
+def test_fp16_can_still_be_tried_where_bf16_stands() -> None:
+    loop = make_loop()
+    undo = AutocastBf16().apply(loop.training, ANYWAY)
+    loop.run(1)
+    assert "applied already" in AutocastBf16().match(loop.training, ANYWAY).reason
+    assert AutocastFp16().match(loop.training, ANYWAY).applies
+    undo.run()
+    AutocastFp16().apply(loop.training, ANYWAY)  # with bf16 casts still in the graph of the last output
+    assert AutocastFp16().effect(loop.training, None, None).passed
+
+
+def test_data_parallel_over_one_device_is_seen_through() -> None:
+    loop = make_loop()
+    inner, wrapped = loop.model, nn.DataParallel(loop.model, device_ids=None)
+    wrapped.device_ids = [0]
+    loop.training.roots[0].module = wrapped
+    AutocastBf16().apply(loop.training, ANYWAY)
+    assert "forward" in vars(inner)
+    assert "forward" not in vars(wrapped)
+
+
 def test_a_script_that_enters_autocast_itself_keeps_its_own() -> None:
     loop = make_loop()
     AutocastBf16().apply(loop.training, {})

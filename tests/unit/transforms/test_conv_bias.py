@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from loops import CLASSES, ConvNet, assert_close, check_undo_is_exact, make_loop, twins, values
 from torch import nn
 
+from advisor.transforms import conv_bias
 from advisor.transforms.conv_bias import ConvBiasBeforeNorm
 from advisor.transforms.forward import CAPTURE, ForwardStack
 
@@ -145,6 +146,20 @@ def test_compiled_training_keeps_the_running_mean() -> None:
     assert "left out already" in ConvBiasBeforeNorm().match(loop.training, {}).reason
     ForwardStack.of(plain.model).set(CAPTURE, lambda inner, module: inner)
     assert "compiled or captured" in ConvBiasBeforeNorm().match(plain.training, {}).reason
+
+
+def test_switching_on_again_looks_no_second_time(monkeypatch) -> None:
+    loop = make_loop()
+    transform = ConvBiasBeforeNorm()
+    transform.match(loop.training, {})
+    monkeypatch.setattr(conv_bias, "replay", None)
+    undo = transform.apply(loop.training, {})
+    first = loop.model.conv1.forward.composed
+    undo.run()
+    transform.apply(loop.training, {})
+    assert loop.model.conv1.forward.composed is first
+    transform.release(loop.training)
+    assert loop.model not in conv_bias._found
 
 
 class Once(Base):

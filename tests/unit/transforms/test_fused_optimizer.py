@@ -80,6 +80,21 @@ def test_what_it_refuses() -> None:
     assert "sparse" in transform.match(loop.training, {}).reason
 
 
+def test_looking_makes_no_optimizer_step() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    steps = []
+    handle = register_optimizer_step_pre_hook(lambda *args: steps.append(args))
+    try:
+        for optimizer in FUSED:
+            loop = make_loop(optimizer=optimizer, steps=0)
+            assert FusedOptimizer().match(loop.training, {}).applies
+            FusedOptimizer().apply(loop.training, {})
+    finally:
+        handle.remove()
+    assert steps == []
+
+
 def test_a_group_added_meanwhile_gets_the_scripts_own_flags_back() -> None:
     loop = make_loop(optimizer=torch.optim.Adam)
     undo = FusedOptimizer().apply(loop.training, {})

@@ -178,7 +178,9 @@ def test_the_tree_is_that_of_the_running_code(tmp_path) -> None:
     exec(compile(file.read_text(), str(file), "exec"), space)
     code = space["f"].__wrapped__.__code__
     assert scope_of(code).name == "f"
+    scope_of.cache_clear()
     file.write_text("import functools\n\n@functools.cache\ndef f(x):\n    return x + 1\n")  # edited since
     assert scope_of(code) is None
+    scope_of.cache_clear()
     file.unlink()
     assert scope_of(code) is None
