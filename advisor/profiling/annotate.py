@@ -33,7 +33,29 @@ _UNSEEN = object()
 # Calls that start no operator: attributes (`x.shape` is `__get__`) and questions about a tensor. Nor may a range of ours
 # stand around the opening of a `record_function`: that would end after ours, and the profiler cuts ranges that cross.
 _NO_WORK = frozenset(
-    ["__get__", "__set__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex", "is_contiguous", "element_size", "data_ptr", "storage_offset", "get_device", "type", "has_names", "is_pinned", "ndimension", "nelement", "__hash__", "untyped_storage"]
+    [
+        "__get__",
+        "__set__",
+        "dim",
+        "size",
+        "numel",
+        "stride",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "element_size",
+        "data_ptr",
+        "storage_offset",
+        "get_device",
+        "type",
+        "has_names",
+        "is_pinned",
+        "ndimension",
+        "nelement",
+        "__hash__",
+        "untyped_storage",
+    ]
 )
 _WRAPPERS = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 

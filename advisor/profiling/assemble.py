@@ -14,7 +14,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.profile import IdleCause, ProfilerCost, Quantity, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.profiling import sampler
-from advisor.profiling.aggregate import Aggregate, Precision, aggregate
+from advisor.profiling.aggregate import Aggregate, aggregate
 from advisor.profiling.records import (
     FACTS_FILE,
     SAMPLES_FILE,
@@ -25,6 +25,7 @@ from advisor.profiling.records import (
     StepsRecord,
     load_trace,
 )
+from advisor.profiling.rows import Precision
 from advisor.profiling.session import Session
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ from synthetic_trace import BASE, Builder, resnet_like
 from advisor.core.environment import Environment
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
-from advisor.profiling.aggregate import MAX_NAME, Aggregate, Precision, aggregate
+from advisor.profiling.aggregate import Aggregate, aggregate
+from advisor.profiling.rows import MAX_NAME, Precision
 
 MACHINE = Environment(device="cuda", copy_gbps=1000.0, matrix_tflops={"fp32": 50.0, "tf32": 400.0, "bf16": 800.0})
 CONV = "[[2, 4, 9, 9], [8, 4, 3, 3], [], [], [], [], [], [], []]"
@@ -195,6 +196,21 @@ def test_low_coverage_is_told() -> None:
     found = aggregate(b.trace(), MACHINE)
     assert found.coverage_frac == 0.9
     assert any("90%" in note for note in found.notes)
+
+
+def test_a_replayed_graph_is_one_launch_of_many_kernels_and_said_to_be_opaque() -> None:
+    b = Builder()
+    b.steps(0, 100)
+    call = b.call("cudaGraphLaunch", 5, 9)
+    b.record("sm90_xmma_fprop", 10, 40, call=call)
+    b.record("bn_fw_tr", 40, 60, call=call)
+    found = aggregate(b.trace(), MACHINE)
+    assert found.launches == 1.0
+    assert {(r.name, r.op, r.kind) for r in found.kernels} == {
+        ("sm90_xmma_fprop", "", "conv"),
+        ("bn_fw_tr", "", "norm"),
+    }
+    assert any("CUDA graph replays" in note for note in found.notes)
 
 
 def test_no_device_records_are_a_failure_and_not_idleness() -> None:
