@@ -1,7 +1,7 @@
 """DRAM bytes over time, read from the GPU's performance monitors while the script runs (CUPTI PM sampling).
 
 Every `interval_ns` the hardware writes its counters into a buffer, with no replay and no serialisation of kernels; the
-buffer is decoded after the window. Time stamps are on Kineto's clock, so samples can be laid over its kernels.
+buffer is decoded after the window. Which clock the time stamps are of differs by version of CUPTI: see clock.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ METRICS = (b"dram__bytes_read.sum", b"dram__bytes_write.sum")
 INTERVAL_NS = 20_000  # finer than most kernels of interest; 50,000 samples/s cost 0.2 % of a ResNet-50 step on an H200
 MAX_SAMPLES = 100_000  # two seconds at 20 µs; a longer window gets a longer interval
 HARDWARE_BUFFER_BYTES = 512 << 20  # holds two seconds at 20 µs on a GPU with 80 memory sub-partitions
+LONG_FIRST = 1.5  # the first sample may begin when the counters were enabled or last stopped: milliseconds, not µs
 CHUNK_SAMPLES = 20_000  # samples decoded at a time: bounds the memory of the counter data image
 
 
@@ -62,13 +63,21 @@ class DramCounters:
         self.library.call("cuptiPmSamplingStart", cupti.PmSamplingObject(pPmSamplingObject=self._sampler))
 
     def stop(self) -> DramSamples:
-        """Sampling has ended; returns all samples since `start`, ordered by time, bytes per sample.
+        """Sampling has ended; returns the samples since `start`, ordered by time, bytes per sample.
+
+        Time stamps are in units of CUPTI's choice. A first sample that also holds the time before `start` is left out.
 
         Raises:
             CountersUnavailable: CUPTI refused.
         """
         self.library.call("cuptiPmSamplingStop", cupti.PmSamplingObject(pPmSamplingObject=self._sampler))
-        return self._decode()
+        samples = self._decode()
+        if len(samples.start_ns) > 1:
+            first, second = (samples.end_ns[i] - samples.start_ns[i] for i in (0, 1))
+            if first > LONG_FIRST * second:
+                for column in (samples.start_ns, samples.end_ns, samples.read_bytes, samples.write_bytes):
+                    del column[0]  # type: ignore[attr-defined]
+        return samples
 
     def close(self) -> None:
         """The GPU's counters are free for others again. May be called twice; never raises."""
