@@ -21,13 +21,15 @@ from torch._C._autograd import DeviceType, _disable_profiler, _profiler_enabled
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler as autograd_profiler
 
-from advisor.core.trace import DeviceTable, DramSamples, OpTable, RuntimeTable, Trace
+from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
 from advisor.profiling.annotate import Annotator
+from advisor.profiling.clock import BURST
 from advisor.profiling.hostcalls import is_launch
 from advisor.profiling.kinds import VIEWS
 from advisor.profiling.session import Session
 from advisor.profiling.training import Training
 
+TRACED_SLOWDOWN = 2.0  # a step that is bound by the host may take twice its time under the profiler
 CLOCK = "advisor:clock"  # a range whose host time is known on every clock: ties the trace's clock to the host's
 # Above this many events the slow sources (a chrome trace for launch geometry, the event tree for strides) are left out.
 DETAIL_LIMIT = 200_000
@@ -49,18 +51,22 @@ class TraceCollector:
         device: where the training step runs.
         session: `counters` says whether DRAM counters are wanted.
         training: its roots give the modules their paths; None leaves modules named by their class.
+        step_s: usual time of a step with no profiler on, from which the counters' interval follows; 0 if unknown.
     """
 
-    def __init__(self, device: torch.device, session: Session, training: Training | None = None) -> None:
+    def __init__(
+        self, device: torch.device, session: Session, training: Training | None = None, *, step_s: float = 0.0
+    ) -> None:
         self.notes: list[str] = []
         self._cuda = _cuda_usable(device)
         self._annotator = Annotator(training.roots if training is not None else ())
         self._profile: autograd_profiler.profile | None = None
         self._anchors: list[tuple[int, int]] = []  # (CLOCK_REALTIME, perf_counter) at the mark of `start`, in ns
-        self._counters: Any = None
+        self._dram: Any = None
         if self._cuda and session.counters:
             # Made here and not in `start`: enabling the counters takes a moment that belongs to no step.
-            self._counters = self._open_counters(device)
+            # The window has one step more than is wanted, the one that its start disturbs.
+            self._dram = self._open_counters(device, TRACED_SLOWDOWN * (session.detail_steps + 1) * step_s or 1.0)
 
     def start(self) -> None:
         """Tracing is on, the device's queue is empty, and `notes` says what could not be had."""
@@ -82,12 +88,11 @@ class TraceCollector:
             self.notes.append(f"no trace: the profiler did not start ({type(error).__name__}: {error})")
             return
         self._profile = profile
-        if self._counters is not None:
+        if self._dram is not None:
             try:
-                self._counters.start()
+                self._dram.start()
             except Exception as error:
-                self.notes.append(f"DRAM counters unavailable: {error}")
-                self._close_counters()
+                self._give_up_counters(error)
         self._annotator.start()
         with _RecordFunctionFast(CLOCK):
             self._anchors.append((time.time_ns(), time.perf_counter_ns()))
@@ -109,54 +114,51 @@ class TraceCollector:
             self.notes.append(self._annotator.failure)
         device = "cuda" if self._cuda else "cpu"
         if self._profile is None:
-            self._close_counters()
+            if self._dram is not None:
+                self._dram.close()
             return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
         if self._cuda:
             torch.cuda.synchronize()  # records of kernels that have not finished would be missing
-        dram = self._read_counters()
+        if self._dram is not None:
+            try:
+                self._dram.stop()
+            except Exception as error:
+                self._give_up_counters(error)
         self._profile = None
         try:
             with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
                 autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
             results = _disable_profiler()
-            trace = read_events(results, device, dram=dram, notes=self.notes)
+            trace = read_events(results, device, notes=self.notes)
         except Exception as error:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
-            return Trace(device=device, step_bounds_ns=bounds, dram=dram, notes=self.notes)
+            return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
         _set_bounds(trace, bounds, self._anchors)
+        if self._dram is not None:
+            trace.notes.extend(self._dram.notes)
+            try:
+                trace = self._dram.laid_over(trace)
+            except Exception as error:
+                self._give_up_counters(error)
         if not self._annotator.lines:
             trace.notes.append("source lines not annotated: the script runs compiled code, which guards against it")
         return trace
 
-    def _open_counters(self, device: torch.device) -> Any:
+    def _open_counters(self, device: torch.device, window_s: float) -> Any:
         try:
-            from advisor.profiling.counters import DramCounters
+            from advisor.profiling.dramwindow import DramWindow
 
-            return DramCounters(device.index if device.index is not None else torch.cuda.current_device())
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            return DramWindow(index, window_s=window_s)
         except Exception as error:
-            self.notes.append(f"DRAM counters unavailable: {error}")
+            self._give_up_counters(error)
             return None
 
-    def _read_counters(self) -> DramSamples:
-        if self._counters is None:
-            return DramSamples()
-        try:
-            samples: DramSamples = self._counters.stop()
-            if getattr(self._counters, "note", ""):
-                self.notes.append(f"DRAM counters: {self._counters.note}")
-            return samples
-        except Exception as error:
-            self.notes.append(f"DRAM counters unavailable: {error}")
-            return DramSamples()
-        finally:
-            self._close_counters()
-
-    def _close_counters(self) -> None:
-        counters, self._counters = self._counters, None
-        close = getattr(counters, "close", None)
-        if close is not None:
-            with contextlib.suppress(Exception):
-                close()
+    def _give_up_counters(self, error: Exception) -> None:
+        self.notes.append(f"DRAM counters unavailable: {error}")
+        window, self._dram = self._dram, None
+        if window is not None:
+            window.close()
 
 
 def _cuda_usable(device: torch.device) -> bool:
@@ -190,12 +192,13 @@ def _set_bounds(trace: Trace, given: list[int], anchors: list[tuple[int, int]]) 
         offset = min(offsets, key=lambda o: abs(given[0] + o - ops.start_ns[clock]))
         bounds[:] = [max(b + offset, ready) for b in given]
     if len(bounds) < 2 or bounds[-1] <= bounds[0]:
-        bounds[:] = [ready, max(ops.end_ns)]
+        bursts = (t for t, name in zip(ops.start_ns, ops.name, strict=True) if name == BURST and t > ready)
+        bounds[:] = [ready, min(bursts, default=max(ops.end_ns))]
         trace.notes.append("step bounds unknown: the whole traced window counts as one step")
 
 
-def read_events(results: Any, device: str, *, dram: DramSamples | None = None, notes: list[str] | None = None) -> Trace:
-    """A Trace from Kineto's raw events (`_ProfilerResult` of torch), with empty step bounds.
+def read_events(results: Any, device: str, *, notes: list[str] | None = None) -> Trace:
+    """A Trace from Kineto's raw events (`_ProfilerResult` of torch), with empty step bounds and no DRAM samples.
 
     Records whose start or duration is zero where it cannot be are dropped and counted in a note
     (CUPTI of CUDA 12.6 to 13.0 loses time stamps so: pytorch#192021).
@@ -231,7 +234,6 @@ def read_events(results: Any, device: str, *, dram: DramSamples | None = None, n
         ops=reader.ops,
         runtime=reader.runtime,
         kernels=reader.device,
-        dram=dram or DramSamples(),
         launches=launches,
         launches_matched=matched,
         notes=notes,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable
 
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.trace import DramSamples
+from advisor.profiling.clock import BURST, share_inside
+from advisor.profiling.collector import TraceCollector
 from advisor.profiling.counters import DramCounters
 from advisor.profiling.sampler import Sampler, summarise
+from advisor.profiling.session import Session
 
 COPY_BYTES = 4 << 30
 LONG_WINDOW_S = 2.0
 TOLERANCE = 0.05  # counted against expected bytes; refresh and page tables stay well below
 ALIGNED = 0.95  # share of the copy's traffic that must fall inside Kineto's interval for it
+BESIDE_NS = 3_000_000  # of the idle time beside the copy, less than the distance to the window's bursts
 
 
 def run(device_index: int) -> int:
@@ -43,8 +49,8 @@ def run(device_index: int) -> int:
     beside.start()  # NVML's GPM reads performance monitors too: both must work at the same time
     with counters:
         agree = _known_copy(counters, lambda: target.copy_(source), size)
-        agree &= _aligned_with_kineto(counters, lambda: target.copy_(source))
         _cost(counters)
+    agree &= _aligned_with_kineto(device_index, lambda: target.copy_(source), size)
     agree &= _long_window(device_index, lambda: target.copy_(source), size)
     closed_ns = time.time_ns()
     _hammer(lambda: target.copy_(source))
@@ -123,38 +129,49 @@ def _known_copy(counters: DramCounters, copy: Callable[[], object], size: int) -
     return agree
 
 
-def _aligned_with_kineto(counters: DramCounters, copy: Callable[[], object]) -> bool:
-    from torch.profiler import ProfilerActivity, profile
+def _aligned_with_kineto(device_index: int, copy: Callable[[], object], size: int) -> bool:
+    """A copy in a traced window: its bytes must lie in its record's time, by the clock that the window's bursts give."""
+    import torch
 
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        samples, _ = _window(counters, copy)
-    spans = [
-        (event.start_ns(), event.end_ns())
-        for event in prof.profiler.kineto_results.events()
-        if "CUDA" in str(event.device_type()) and event.duration_ns() > 100_000
-    ]
-    if not spans:
-        print("clocks: Kineto has no record of the copy")
+    collector = TraceCollector(
+        torch.device("cuda", device_index), Session(mode="profile", run_dir="", script="", detail_steps=1)
+    )
+    collector.start()
+    time.sleep(0.005)
+    begun = time.time_ns()
+    copy()
+    torch.cuda.synchronize()
+    ended = time.time_ns()
+    time.sleep(0.005)
+    trace = collector.stop([begun, ended])
+    for note in trace.notes:
+        print(f"clocks: {note}")
+    bursts = [t for name, t in zip(trace.ops.name, trace.ops.start_ns, strict=True) if name == BURST]
+    records = list(zip(trace.kernels.start_ns, trace.kernels.end_ns, strict=True))
+    print(f"clocks: {len(bursts)} bursts, {len(records)} device records, {len(trace.dram.start_ns)} samples placed")
+    if not records or not trace.dram.start_ns:
         return False
-    begin, end = max(spans, key=lambda span: span[1] - span[0])
-    inside = 0.0
-    for start, stop, read, write in zip(
-        samples.start_ns, samples.end_ns, samples.read_bytes, samples.write_bytes, strict=True
-    ):
-        overlap = max(0, min(stop, end) - max(start, begin))
-        inside += (read + write) * overlap / (stop - start)
+    begin, end = max(records, key=lambda record: record[1] - record[0])
+    samples = _between(trace.dram, begin - BESIDE_NS, end + BESIDE_NS)
+    step = samples.end_ns[0] - samples.start_ns[0] if samples.start_ns else 0
+    share = share_inside(samples, [(begin, end)], slack_ns=step)
     busy = [
         t for t, read in zip(samples.start_ns, samples.read_bytes, strict=True) if read > max(samples.read_bytes) / 2
     ]
-    if not busy:
-        print("clocks: no traffic sampled")
-        return False
-    share = inside / _total(samples)
+    counted = _total(samples) / (2 * size)
+    good = share > ALIGNED and abs(counted - 1) < TOLERANCE
     print(
-        f"clocks: {share:.4f} of the traffic lies inside Kineto's interval ({(end - begin) / 1e3:.0f} us); "
-        f"first busy sample {(busy[0] - begin) / 1e3:+.1f} us from its start"
+        f"clocks: x{counted:.4f} of the copy's bytes, {share:.4f} of them inside Kineto's interval ({(end - begin) / 1e3:.0f} us) "
+        f"± {step / 1e3:.1f} us; first busy sample {(busy[0] - begin) / 1e3 if busy else math.nan:+.1f} us from its start "
+        f"{'ok' if good else 'WRONG'}"
     )
-    return share > ALIGNED
+    return good
+
+
+def _between(samples: DramSamples, begin: int, end: int) -> DramSamples:
+    kept = [i for i, t in enumerate(samples.start_ns) if begin <= t < end]
+    columns = {f.name: [getattr(samples, f.name)[i] for i in kept] for f in dataclasses.fields(samples)}
+    return DramSamples(**columns)
 
 
 def _cost(counters: DramCounters) -> None:

@@ -168,7 +168,9 @@ class ProfileDriver:
         try:
             from advisor.profiling.collector import TraceCollector
 
-            self._collector = TraceCollector(self.training.device, self.session, self.training)
+            wall = spread(self._times.wall_us)
+            step_s = wall.median / 1e6 if wall else 0.0
+            self._collector = TraceCollector(self.training.device, self.session, self.training, step_s=step_s)
             self._collector.start()
         except Exception as error:
             self._collector = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,8 @@ from torch import nn
 
 from advisor.core.environment import Environment
 from advisor.core.profile import KernelRow
-from advisor.core.trace import DramSamples, Trace
-from advisor.profiling import collector
+from advisor.core.trace import DramSamples, OpTable, Trace
+from advisor.profiling import collector, dramwindow
 from advisor.profiling.aggregate import Aggregate, aggregate
 from advisor.profiling.annotate import step_marker
 from advisor.profiling.collector import TraceCollector, read_events
@@ -351,31 +350,32 @@ def test_geometry_comes_from_an_exported_trace_where_events_do_not_carry_it() ->
 
 
 class Counters:
-    """Stands in for DramCounters."""
+    """Stands in for DramCounters, on the trace's own clock or, with `ahead_ns`, on another."""
 
     note = "3 samples lost"
+    interval_ns = 20_000
     closed = False
+    window_s, ahead_ns = 0.0, 0
 
-    def __init__(self, device_index: int) -> None:
-        self.index = device_index
+    def __init__(self, device_index: int, *, window_s: float) -> None:
+        Counters.window_s = window_s
 
     def start(self) -> None: ...
 
     def stop(self) -> DramSamples:
-        return DramSamples(start_ns=[1], end_ns=[2], read_bytes=[3.0], write_bytes=[4.0])
+        now = time.time_ns() + self.ahead_ns
+        return DramSamples(start_ns=[now], end_ns=[now + 20_000], read_bytes=[3.0], write_bytes=[4.0])
 
     def close(self) -> None:
         Counters.closed = True
 
 
 def with_counters(monkeypatch: pytest.MonkeyPatch, made: Any) -> TraceCollector:
-    module = types.ModuleType("advisor.profiling.counters")
-    module.DramCounters = made  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "advisor.profiling.counters", module)
+    monkeypatch.setattr(dramwindow, "DramCounters", made)
     monkeypatch.setattr(collector, "_cuda_usable", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return TraceCollector(torch.device("cuda", 0), Session(mode="profile", run_dir="", script="train.py"))
+    return TraceCollector(torch.device("cuda", 0), Session(mode="profile", run_dir="", script="train.py"), step_s=0.5)
 
 
 def test_dram_samples_are_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,10 +385,30 @@ def test_dram_samples_are_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trace.dram.read_bytes == [3.0]
     assert any("3 samples lost" in note for note in trace.notes)
     assert Counters.closed
+    assert Counters.window_s == pytest.approx(2 * 4 * 0.5)  # three steps and the one that the start disturbs
+
+
+def test_a_window_of_unknown_bounds_ends_before_the_last_burst() -> None:
+    names = ["advisor:burst", collector.CLOCK, "aten::conv2d", "advisor:burst"]
+    ops = OpTable(
+        name=names, start_ns=[10, 20, 30, 80], end_ns=[18, 22, 60, 90], annotation=["burst", "clock", "", "burst"]
+    )
+    trace = Trace(device="cuda", step_bounds_ns=[], ops=ops)
+    collector._set_bounds(trace, [], [])
+    assert trace.step_bounds_ns == [22, 80]
+
+
+def test_dram_samples_on_a_clock_in_doubt_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counters, "ahead_ns", 10**10)
+    trace_collector = with_counters(monkeypatch, Counters)
+    trace_collector.start()
+    trace = trace_collector.stop()
+    assert trace.dram == DramSamples()
+    assert any("counter clock could not be aligned" in note for note in trace.notes)
 
 
 def test_counters_that_are_refused_are_a_note_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(index: int) -> None:
+    def refused(index: int, *, window_s: float) -> None:
         raise PermissionError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
     trace_collector = with_counters(monkeypatch, refused)

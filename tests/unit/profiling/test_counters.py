@@ -132,6 +132,15 @@ def test_samples_without_a_beginning_are_dropped(gpu: FakeCupti) -> None:
     assert dram.stop().read_bytes == [100.0, 101.0, 102.0]
 
 
+def test_a_first_sample_that_spans_the_time_before_the_start_is_dropped(gpu: FakeCupti) -> None:
+    gpu.samples = [(10**6, 10**9, 1e9, 1e9), *series(3)]
+    dram = counters.DramCounters(0)
+    dram.start()
+    got = dram.stop()
+    assert (got.start_ns, got.read_bytes) == ([s[0] for s in series(3)], [100.0, 101.0, 102.0])
+    assert len(got.end_ns) == len(got.write_bytes) == 3
+
+
 def test_a_decoder_that_makes_no_progress_ends(gpu: FakeCupti) -> None:
     gpu.chunk = 0
     dram = counters.DramCounters(0)
