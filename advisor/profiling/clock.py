@@ -19,7 +19,8 @@ from advisor.profiling.intervals import Interval, clip, total, union
 
 BURST = "advisor:burst"  # the host's range around each burst's launches
 QUIET_SAMPLES = 3  # idle samples that set a burst apart
-IDLE_SAMPLES = 10  # idle time that is left around a burst, in sampling intervals
+# Idle time around a burst: samples enough to be seen, and time enough for sampling to come up and for its last records to be out.
+IDLE_SAMPLES, IDLE_S = 10, 0.005
 BURST_SAMPLES = 8  # a burst's length, in sampling intervals: most of its samples lie wholly inside it
 BUFFER_BYTES = 128 << 20
 MAX_COPIES = 256
@@ -60,7 +61,7 @@ class BurstSource:
     def __init__(self, device_index: int, interval_ns: int) -> None:
         import torch
 
-        self._idle_s = IDLE_SAMPLES * interval_ns / 1e9
+        self._idle_s = max(IDLE_SAMPLES * interval_ns / 1e9, IDLE_S)
         self._device = torch.device("cuda", device_index)
         free, _ = torch.cuda.mem_get_info(self._device)
         cache = int(getattr(torch.cuda.get_device_properties(self._device), "L2_cache_size", 0))
@@ -89,7 +90,7 @@ class BurstSource:
         return int(self._source.numel())
 
     def fire(self) -> None:
-        """The GPU has been idle, has copied, and is idle again. Takes about 30 sampling intervals."""
+        """The GPU has been idle, has copied, and is idle again. Takes milliseconds."""
         import torch
         from torch._C._profiler import _RecordFunctionFast
 
