@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -59,6 +60,7 @@ class _Autocast(Transform):
             for module in targets(training):
                 if not _module_refuses(module):
                     stack = ForwardStack.of(module)
+                    undo.push(functools.partial(_yielding.discard, module))
                     undo.push(functools.partial(stack.clear, AUTOCAST))
                     stack.set(AUTOCAST, layer)
             self._scale(training, undo)
@@ -67,9 +69,14 @@ class _Autocast(Transform):
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         label = _LABELS[self.dtype]
         roots = training.roots
-        on = [r.name for r in roots if ForwardStack.of(target_of(training, r)).get(AUTOCAST) is not None]
+        layered = {r.name: target_of(training, r) for r in roots}
+        layered = {
+            name: module for name, module in layered.items() if ForwardStack.of(module).get(AUTOCAST) is not None
+        }
+        on = [name for name, module in layered.items() if module not in _yielding]
         if not on:
-            return Check(passed=False, detail="no model runs under autocast")
+            why = "the script's own autocast is on" if layered else "no model runs under autocast"
+            return Check(passed=False, detail=why)
         if after is None:
             return Check(passed=True, detail=f"{', '.join(on)} under {label} autocast")
         rows = [row for row in after.kernels if row.kind in ("conv", "gemm")]
@@ -139,6 +146,9 @@ def _layer(dtype: torch.dtype, device_type: str, cache: bool) -> Layer:
     return _layers.setdefault((dtype, device_type, cache), _make_layer(dtype, device_type, cache))
 
 
+# Modules whose last calls were under the script's own autocast.
+_yielding: WeakSet[torch.nn.Module] = WeakSet()
+
 # One layer object for each setting, so that a forward stack recognises it when it is switched on again.
 _layers: dict[tuple[torch.dtype, str, bool], Layer] = {}
 
@@ -150,6 +160,8 @@ def _make_layer(dtype: torch.dtype, device_type: str, cache: bool) -> Layer:
     def wrap(inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled(device_type):  # the script's own choice for this call stands
+                if not torch.compiler.is_compiling():
+                    _yielding.add(module)
                 return inner(*args, **kwargs)
             with torch.autocast(device_type, dtype=dtype, cache_enabled=cache):
                 output = inner(*args, **kwargs)

@@ -153,7 +153,14 @@ def _relayout(
 
 def _nhwc_inputs(inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
     def to_nhwc(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous(memory_format=torch.channels_last) if _is_image(tensor) else tensor
+        if not _is_image(tensor):
+            return tensor
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+        if tensor.shape[1] == 1 and tensor.stride(1) != 1:
+            # One channel is contiguous in both layouts, and convolutions then take it for NCHW: say which by its strides.
+            _, _, height, width = tensor.shape
+            tensor = tensor.as_strided(tensor.shape, (height * width, 1, width, 1))
+        return tensor
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return inner(*map_tensors(args, to_nhwc), **map_tensors(kwargs, to_nhwc))
@@ -179,7 +186,9 @@ def _nhwc_inputs_seen(root: RootModule) -> list[bool]:
     seen: list[bool] = []
 
     def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        seen.extend(_is_nhwc(tensor) for tensor in args[:1] if isinstance(tensor, torch.Tensor))
+        seen.extend(
+            tensor.stride(1) == 1 for tensor in args[:1] if isinstance(tensor, torch.Tensor) and tensor.dim() == 4
+        )
 
     hooks = [m.register_forward_pre_hook(note) for m in root.module.modules() if isinstance(m, _CONVOLUTIONS)]
     try:

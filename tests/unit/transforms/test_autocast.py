@@ -83,6 +83,9 @@ def test_a_script_that_enters_autocast_itself_keeps_its_own() -> None:
     x = next(loop.batches)[0]
     with torch.autocast("cpu", dtype=torch.float16):
         assert loop.model(x).dtype == torch.float16
+    check = AutocastBf16().effect(loop.training, None, None)
+    assert check.passed is False
+    assert "own autocast" in check.detail
 
 
 def test_it_refuses_bce_and_slow_cpus(monkeypatch) -> None:

@@ -53,6 +53,17 @@ def test_undo_also_straightens_state_that_appeared_meanwhile() -> None:
     assert loop.run(1) == plain.run(1)
 
 
+def test_one_channel_images_are_nhwc_too() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    loop = make_loop()
+    loop.training.roots[0].module, loop.training.roots[0].args = model, (torch.randn(2, 1, 8, 8),)
+    plain = model(*loop.training.roots[0].args)
+    ChannelsLast().apply(loop.training, {})
+    torch.testing.assert_close(model(*loop.training.roots[0].args), plain)
+    check = ChannelsLast().effect(loop.training, None, None)
+    assert check.numbers == {"nhwc_inputs": 2.0, "convolutions": 2.0}
+
+
 def test_a_view_that_is_wrong_anyway_still_raises() -> None:
     loop = make_loop(model=ViewNet)
     undo = ChannelsLast().apply(loop.training, {})
