@@ -128,6 +128,7 @@ class ProfileDriver:
             self._probe = MemoryProbe(self.training.device)
         self._timed_boundaries = [step]
         self._timed = _window(step)
+        self._save_steps()
         self._tell_phase(0, self.session.steps, always=True)
 
     def _time(self, step: StepEvent) -> None:

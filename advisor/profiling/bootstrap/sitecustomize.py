@@ -13,13 +13,8 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE))  # the folder of the advisor package
-# What the command line of a multiprocessing helper holds: it is a worker of a process that is attached already.
-_HELPERS = (
-    "--multiprocessing-fork",
-    "multiprocessing.spawn",
-    "multiprocessing.forkserver",
-    "multiprocessing.resource_tracker",
-)
+# What a multiprocessing helper runs with `-c`: it is a worker of a process that is attached already.
+_HELPERS = ("multiprocessing.spawn", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
 # Programs that start training processes and do not train themselves.
 _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "pip", "uv")
 
@@ -53,7 +48,8 @@ def _wanted() -> bool:
     if "ADVISOR_ATTACHED" in os.environ:
         return False  # a subprocess of the script: a compile worker, a tool
     words = sys.orig_argv
-    if any(helper in word for word in words for helper in _HELPERS):
+    code = words[words.index("-c") + 1] if "-c" in words[:-1] else ""
+    if "--multiprocessing-fork" in words or any(helper in code for helper in _HELPERS):
         return False
     if "LOCAL_RANK" in os.environ:
         return True
@@ -145,13 +141,15 @@ class _OwnPackage:
         )
 
 
-_step_aside()
 try:
-    if _wanted():
-        os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
-        if "torch" in sys.modules:
-            _attach()
-        else:
-            sys.meta_path.insert(0, _AfterTorch())
-except Exception as _error:
-    _say(f"switched off, the script goes on: {type(_error).__name__}: {_error}")
+    _step_aside()
+finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
+    try:
+        if _wanted():
+            os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
+            if "torch" in sys.modules:
+                _attach()
+            else:
+                sys.meta_path.insert(0, _AfterTorch())
+    except Exception as _error:
+        _say(f"switched off, the script goes on: {type(_error).__name__}: {_error}")

@@ -1,0 +1,474 @@
+"""Real scripts under the launcher and plainly: what a script can see of itself and of the world must be the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from advisor.core import storage
+from advisor.profiling.launcher import Exit, ScriptCommand, launch
+from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
+from advisor.profiling.session import Session
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(
+    folder: Path, *words: str, steps: int = 4, keep_running: bool = False, timeout_s: float = 100, **variables: str
+) -> tuple[Exit, str, Path]:
+    """Under the launcher, in `folder`: how it ended, what it printed, the run folder."""
+    run_dir = folder / "run"
+    session = Session(
+        mode="profile", run_dir=str(run_dir), script=words[0], warmup=4, steps=steps, keep_running=keep_running
+    )
+    output = folder / "output.txt"
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        ended = launch(
+            ScriptCommand.parse(words),
+            session,
+            timeout_s=timeout_s,
+            environment={"OMP_NUM_THREADS": "1", **variables},
+            output=output,
+        )
+    finally:
+        os.chdir(before)
+    return ended, output.read_text(), run_dir
+
+
+LOOP = """
+import torch
+torch.set_num_threads(1)
+from torch import nn
+torch.manual_seed(3)
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def train(count):
+    losses = []
+    for _ in range(count):
+        x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 5, (8,))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+"""
+
+OWN_VIEW = (
+    """
+import json, multiprocessing, os, pickle, random, sys
+class Item:
+    def __init__(self, value):
+        self.value = value
+class Data:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index
+def collate(batch):
+    return Item(sum(batch))
+def child(queue):
+    hooks = [type(finder).__name__ for finder in sys.meta_path]
+    queue.put((Item(2), "ADVISOR_ATTACHED" in os.environ and "_AfterTorch" in hooks))
+"""
+    + LOOP
+    + """
+if __name__ == "__main__":
+    import numpy
+    from torch.utils.data import DataLoader
+    before = (torch.initial_seed(), random.random(), float(numpy.random.rand()) * 0)
+    losses = train(12)
+    loader = DataLoader(Data(), batch_size=4, num_workers=1, collate_fn=collate, multiprocessing_context="spawn")
+    batches = [item.value for item in loader]
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(queue,))
+    process.start()
+    item, hooked = queue.get()
+    process.join()
+    random.seed(1); numpy.random.seed(1)
+    print(json.dumps({
+        "argv": sys.argv, "file": __file__, "name": __name__, "path": sys.path, "spec": str(__spec__),
+        "cwd": os.getcwd(), "losses": losses, "batches": batches, "spawned": [type(item).__module__, item.value, hooked],
+        "draws": [torch.rand(3).tolist(), random.random(), float(numpy.random.rand())], "seed": before[0],
+        "loader": type(torch.__loader__).__name__, "own_loader": "exec_module" in vars(torch.__loader__),
+        "stdin": sys.stdin.isatty(), "modules": "sitecustomize" in sys.modules,
+        "patched": [name for name, value in (("call", nn.Module.__call__), ("backward", torch.autograd.backward))
+                    if "advisor" in getattr(getattr(value, "__code__", None), "co_filename", "")],
+    }))
+    sys.exit(7)
+"""
+)
+
+
+def test_a_script_sees_the_same_world_and_draws_the_same_numbers(tmp_path: Path) -> None:
+    write(tmp_path, OWN_VIEW)
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--lr", "0.1", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    ended, output, run_dir = run(tmp_path, "train.py", "--lr", "0.1", "--help", keep_running=True)
+    assert plain.returncode == ended.code == 7
+    expected, seen = json.loads(plain.stdout), json.loads(output.splitlines()[-1])
+    expected["modules"] = seen["modules"]  # Python leaves the module in place that ran at its start
+    assert seen == expected
+    assert seen["spawned"] == ["__main__", 2, False]
+    assert not ended.stopped_by_advisor
+    assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
+
+
+def test_a_script_is_stopped_once_measured(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        LOOP
+        + """
+import atexit
+atexit.register(print, "atexit ran")
+try:
+    train(1000)
+    print("not stopped")
+finally:
+    print("finally ran")
+""",
+    )
+    ended, output, run_dir = run(tmp_path, "train.py", steps=6)
+    assert (ended.code, ended.signal, ended.stopped_by_advisor) == (0, 0, True)
+    assert "finally ran" in output
+    assert "atexit ran" in output
+    assert "not stopped" not in output
+    assert "Traceback" not in output
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert record.complete
+    assert record.kind == "optimizer"
+    assert record.step_us is not None
+    assert record.step_us.n == 6
+    assert len(record.losses) == len(record.loader_us) == 6
+    assert record.backwards == (1,) * 6
+    assert len(record.traced_wall_us) == 3
+    facts = storage.load(run_dir / FACTS_FILE, FactsRecord)
+    assert facts.model.roots == ("Sequential",)
+    assert facts.model.batch_size == 8
+    assert facts.model.convs[0].followed_by_bn
+
+
+def test_a_bare_except_does_not_keep_a_script_training(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        LOOP
+        + """
+for _ in range(1000):
+    try:
+        train(1)
+    except:
+        pass
+print("not stopped")
+""",
+    )
+    ended, output, _ = run(tmp_path, "train.py", steps=3)
+    assert ended.code == 0
+    assert ended.stopped_by_advisor
+    assert "not stopped" not in output
+
+
+def test_what_was_gathered_is_on_disk_when_a_short_script_dies(tmp_path: Path) -> None:
+    write(tmp_path, LOOP + "train(6)\nimport os\nos._exit(3)\n")
+    ended, _, run_dir = run(tmp_path, "train.py", steps=50)
+    assert ended.code == 3
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert record.steps_seen >= 4
+    assert not record.complete
+    assert record.wall_us is not None
+    assert (run_dir / FACTS_FILE).exists()
+
+
+def test_a_script_that_ends_in_its_warm_up_gives_a_provisional_record(tmp_path: Path) -> None:
+    write(tmp_path, LOOP + "train(3)\nraise ValueError('the script is broken')\n")
+    ended, output, run_dir = run(tmp_path, "train.py")
+    assert ended.code == 1
+    assert "ValueError: the script is broken" in output
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert record.provisional
+    assert record.wall_us is not None
+    assert record.wall_us.n >= 1
+    assert record.steps_seen == 3
+    assert any("warm-up" in note for note in record.notes)
+
+
+def test_a_script_without_steps_says_so(tmp_path: Path) -> None:
+    write(tmp_path, "import torch\ntorch.ones(3).sum()\n")
+    ended, _, run_dir = run(tmp_path, "train.py")
+    assert ended.code == 0
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert (record.kind, record.steps_seen, record.step_us) == ("none", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "number"),
+    [
+        ("import sys; sys.exit(7)", 7, 0),
+        ("import os; os._exit(0)", 0, 0),
+        ("import sys; sys.exit('a message')", 1, 0),
+        ("raise RuntimeError('x')", 1, 0),
+        ("import ctypes; ctypes.string_at(0)", 139, signal.SIGSEGV),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, signal.SIGKILL),
+        ("raise KeyboardInterrupt", 130, signal.SIGINT),
+    ],
+)
+def test_exit_codes_and_signals_are_the_scripts_own(tmp_path: Path, body: str, code: int, number: int) -> None:
+    write(tmp_path, body)
+    ended, _, run_dir = run(tmp_path, "train.py")
+    assert (ended.code, ended.signal) == (code, number)
+    assert not (run_dir / STEPS_FILE).exists()  # torch was never imported
+
+
+def test_the_users_own_sitecustomize_runs_once(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    write(site, "import builtins; builtins.runs = getattr(builtins, 'runs', 0) + 1", "sitecustomize.py")
+    write(tmp_path, "import builtins, sitecustomize\nprint('runs', builtins.runs, sitecustomize.__file__)")
+    ended, output, _ = run(tmp_path, "train.py", PYTHONPATH=str(site))
+    assert ended.code == 0
+    assert f"runs 1 {site}" in output
+
+
+def test_a_broken_sitecustomize_of_the_user_is_shown_and_advisor_still_attaches(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    write(site, "raise ValueError('their fault')", "sitecustomize.py")
+    write(tmp_path, "import sys\nprint([type(finder).__name__ for finder in sys.meta_path][0])")
+    ended, output, _ = run(tmp_path, "train.py", PYTHONPATH=str(site))
+    assert ended.code == 0
+    assert "their fault" in output
+    assert "_AfterTorch" in output
+
+
+def test_a_module_named_advisor_in_the_script_goes_first(tmp_path: Path) -> None:
+    write(tmp_path, "name = 'the script' + chr(39) + 's own'", "advisor.py")
+    write(tmp_path, "import torch, advisor\nprint(advisor.name)")
+    ended, output, _ = run(tmp_path, "train.py")
+    assert ended.code == 0
+    assert "the script's own" in output
+    assert "[advisor] switched off" in output
+
+
+def test_a_fault_of_advisor_leaves_the_training_alone(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    # The planted fault: the judge of intervals fails at the fifth step.
+    write(
+        site,
+        """
+        import sys, importlib.util
+        class Plant:
+            def find_spec(self, name, path=None, target=None):
+                if name != "advisor.profiling.driver":
+                    return None
+                sys.meta_path.remove(self)
+                from advisor.profiling.steps import StepWatcher
+                judge = StepWatcher._judge
+                def faulty(self, interval):
+                    if self.seen == 5:
+                        raise ZeroDivisionError("planted")
+                    return judge(self, interval)
+                StepWatcher._judge = faulty
+                return None
+        sys.meta_path.insert(0, Plant())
+        """,
+        "sitecustomize.py",
+    )
+    write(tmp_path, LOOP + "print('trained', len(train(20)))\n")
+    ended, output, run_dir = run(tmp_path, "train.py", PYTHONPATH=str(site), steps=50)
+    assert ended.code == 0
+    assert "trained 20" in output
+    assert output.count("[advisor]") == 1
+    assert "ZeroDivisionError: planted" in output
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert not record.complete
+    assert record.wall_us is not None
+
+
+def test_disabled_is_a_true_no_op(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "import os\nprint(sorted(k for k in os.environ if k.startswith('ADVISOR')), os.environ.get('PYTHONPATH'))",
+    )
+    ended, output, _ = run(tmp_path, "train.py", ADVISOR_DISABLE="1", PYTHONPATH="/x")
+    assert ended.code == 0
+    assert output == "['ADVISOR_DISABLE'] /x\n"
+
+
+def test_subprocesses_of_the_script_are_left_alone(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import subprocess, sys
+        probe = "import sys; print([type(finder).__name__ for finder in sys.meta_path][0])"
+        print("script", [type(finder).__name__ for finder in sys.meta_path][0])
+        print("below", subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout)
+        """,
+    )
+    _, output, _ = run(tmp_path, "train.py")
+    assert "script _AfterTorch" in output
+    assert "below" in output
+    assert output.count("_AfterTorch") == 1
+
+
+def test_a_timeout_ends_the_whole_tree(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import subprocess, sys, time
+        below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open("pid", "w").write(str(below.pid))
+        time.sleep(60)
+        """,
+    )
+    ended, _, _ = run(tmp_path, "train.py", timeout_s=2)
+    assert ended.timed_out
+    assert ended.code == 143
+    pid = int((tmp_path / "pid").read_text())
+    time.sleep(0.1)
+    stat = Path(f"/proc/{pid}/stat")
+    assert not stat.exists() or ") Z " in stat.read_text()
+
+
+SUPERVISOR = """
+import sys
+from advisor.profiling.launcher import ScriptCommand, launch
+from advisor.profiling.session import Session
+ended = launch(ScriptCommand.parse([sys.argv[1]]), Session(mode="profile", run_dir="run", script=sys.argv[1]))
+sys.exit(ended.code)
+"""
+
+
+def supervise(folder: Path, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+        [sys.executable, "-c", SUPERVISOR, "train.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # no terminal, so a signal to the supervisor alone has to be passed on
+        **options,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_the_script_once(tmp_path: Path, number: signal.Signals) -> None:
+    write(
+        tmp_path,
+        """
+        import signal, sys, time
+        got = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: got.append(number))
+        print("ready", flush=True)
+        end = time.time() + 20
+        while not got and time.time() < end:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        print("got", len(got), int(got[0]), flush=True)
+        sys.exit(9)
+        """,
+    )
+    process = supervise(tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert output == f"got 1 {int(number)}\n"
+    assert process.returncode == 9
+
+
+def test_a_second_interrupt_kills_a_script_that_does_not_react(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import signal, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(60)
+        """,
+    )
+    process = supervise(tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 137
+
+
+def test_stdin_is_the_scripts_own(tmp_path: Path) -> None:
+    write(tmp_path, "print('read', input())")
+    process = supervise(tmp_path)
+    output, _ = process.communicate("a line\n", timeout=30)
+    assert output == "read a line\n"
+
+
+def test_a_command_whose_descendant_trains(tmp_path: Path) -> None:
+    write(tmp_path, LOOP + "train(1000)\nprint('not stopped')\n")
+    (tmp_path / "go.sh").write_text(f"cd .\n{sys.executable} train.py\necho after\n")
+    ended, output, run_dir = run(tmp_path, "sh", "go.sh", steps=3)
+    assert ended.code == 0
+    assert ended.stopped_by_advisor
+    assert output == "after\n"
+    assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
+
+
+@pytest.mark.slow
+def test_all_ranks_of_torchrun_stop_at_the_same_step(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import os, torch, torch.distributed as dist
+        torch.set_num_threads(1)
+        from torch import nn
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        done = 0
+        try:
+            for _ in range(1000):
+                optimizer.zero_grad()
+                model(torch.randn(3 + rank, 4)).sum().backward()
+                done += 1
+                optimizer.step()
+            print("not stopped")
+        finally:
+            open(f"rank{rank}", "w").write(str(done))
+        """,
+    )
+    words = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    ended, output, run_dir = run(tmp_path, *words, steps=5)
+    assert ended.code == 0, output
+    assert ended.stopped_by_advisor
+    assert "not stopped" not in output
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text() == str(4 + 5 + 1 + 3)
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert record.complete
+    facts = storage.load(run_dir / FACTS_FILE, FactsRecord)
+    assert (facts.model.distributed, facts.model.world_size, facts.model.backend) == ("ddp", 2, "gloo")
+    assert facts.model.roots == ("Linear",)
