@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 _MISSING = object()
 
@@ -21,6 +22,19 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         pass
+
+
+_all: WeakSet[Patches] = WeakSet()
+
+
+def _forked() -> None:
+    # A forked child (a DataLoader worker) is not the training process: its hooks only pass calls on.
+    for patches in list(_all):
+        patches.active = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Patch:
@@ -52,12 +66,7 @@ class Patches:
         self.on_fault: list[Callable[[BaseException], None]] = []
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], None]] = []
-        self._pid = os.getpid()
-        os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        # A forked child (a DataLoader worker) is not the training process.
-        self.active = False
+        _all.add(self)
 
     def replace(self, owner: Any, name: str, replacement: Any) -> Patch:
         """Set `owner.name`; taken back by `restore` or `restore_all`."""

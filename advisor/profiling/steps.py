@@ -89,7 +89,8 @@ class StepWatcher:
         self._old_pattern: tuple[Hashable, ...] = ()
         self._position = 0
         self._history: deque[Hashable] = deque(maxlen=2 * MAX_PERIOD)
-        self._alive: set[int] = set()
+        self._alive: set[Hashable] = set()  # ids of the optimizers that a period has to hold
+        self._past: set[Hashable] = set()
         self._optimizer_calls = 0
         self._backward_calls = 0
         self._changed = False
@@ -232,7 +233,9 @@ class StepWatcher:
             self._changed = True
             self._history.clear()
             if self.kind == "optimizer":
-                self._alive = {id(o) for o in living_optimizers()} | {id(o) for o in self.training.optimizers}
+                # Those of the old pattern may be of a model that is done with: only new ones are waited for.
+                self._past.update(self._old_pattern)
+                self._alive = ({id(o) for o in living_optimizers()} - self._past) | {key}
         self._history.append(key)
         period = self._find_period()
         if not period:
@@ -242,25 +245,26 @@ class StepWatcher:
             self._boundary()
 
     def _find_period(self) -> int:
+        history = tuple(self._history)
         if self.kind == "period":
-            return smallest_period(self._history)
-        if len(self._alive) == 1 and len(set(self._history)) == 1:
-            return 1
-        period = smallest_period(self._history, covering=self._alive)
-        if not period and len(self._history) > MAX_PERIOD:
+            return smallest_period(history)
+        if len(self._alive) == 1 and not self._old_pattern:
+            return 1  # there is but one optimizer, and never was another
+        period = smallest_period(history, covering=self._alive)
+        if not period and len(history) > MAX_PERIOD:
             # An optimizer that exists is never stepped: go by those that are.
-            period = smallest_period(self._history, covering=set(self._history))
+            period = smallest_period(history, covering=set(history))
         return period
 
     def _settle(self, pattern: tuple[Hashable, ...]) -> None:
         self._position = 0
         old = self._old_pattern
-        if len(old) == len(pattern):
-            # The same round entered elsewhere (one update was left out): keep where the step began before.
-            for shift in range(len(old)):
-                if old[shift:] + old[:shift] == pattern:
-                    pattern, self._position = old, shift
-                    break
+        if old:
+            # A round entered in its middle: let it begin where the old one did, at the first of a run of such calls.
+            starts = [i for i in range(len(pattern)) if pattern[i] == old[0] and pattern[i - 1] != old[0]]
+            if starts and starts[0]:
+                shift = starts[0]
+                pattern, self._position = pattern[shift:] + pattern[:shift], len(pattern) - shift
         self._pattern = pattern
         if self.kind == "optimizer":
             stepped = set(pattern)

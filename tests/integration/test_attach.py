@@ -93,7 +93,7 @@ if __name__ == "__main__":
     import numpy
     from torch.utils.data import DataLoader
     before = (torch.initial_seed(), random.random(), float(numpy.random.rand()) * 0)
-    losses = train(12)
+    losses = train(30)
     loader = DataLoader(Data(), batch_size=4, num_workers=1, collate_fn=collate, multiprocessing_context="spawn")
     batches = [item.value for item in loader]
     queue = multiprocessing.get_context("spawn").SimpleQueue()

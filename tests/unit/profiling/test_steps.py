@@ -1,0 +1,398 @@
+"""Steps found in loops as people write them; each loop is real, small and in this process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from advisor.profiling import steps, stop
+from advisor.profiling.attach import Attached, attach_training
+from advisor.profiling.period import smallest_period
+from advisor.profiling.session import Session
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import StepEvent, Training
+
+
+class Loop:
+    """What hooks have seen of a loop run in a test."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.training: Training
+        self.watcher: StepWatcher
+        self.training, self.watcher = attach_training(Session(mode="search", run_dir=str(folder), script="x"))
+        self.events: list[StepEvent] = []
+        self.training.on_step.append(self.events.append)
+
+    @property
+    def reasons(self) -> list[str]:
+        return [event.reason for event in self.events]
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    gc.collect()  # optimizers of earlier tests are waited for as long as they live
+    loop = Loop(tmp_path)
+    yield loop
+    loop.watcher.detach()
+    Attached.training = Attached.watcher = Attached.discovery = None
+    stop.forget()
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.01)
+
+
+def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    losses = []
+    for _ in range(6):
+        loss = model(torch.randn(4, 3)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [event.index for event in loop.events] == list(range(6))
+    assert loop.reasons[0] == steps.FIRST
+    assert [event.loss.item() for event in loop.events if event.loss is not None] == losses
+    assert loop.watcher.kind == "optimizer"
+    assert loop.watcher.usual_backwards == 1
+    assert loop.training.optimizers == [optimizer]
+
+
+def test_accumulation_counts_backwards_not_steps(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for number in range(20):
+        model(torch.randn(4, 3)).sum().backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(loop.events) == 5
+    assert loop.watcher.usual_backwards == 4
+    assert loop.training.batch_size == 16
+
+
+def test_a_round_with_another_number_of_backwards_is_not_clean(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for number in range(8):
+        for _ in range(1 if number == 6 else 2):
+            model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    assert loop.reasons[6] in (steps.BACKWARDS, steps.SHAPES)
+    assert not loop.events[6].clean
+    assert loop.events[7].reason in ("", steps.OWN)
+
+
+@pytest.mark.parametrize("critics", [1, 2, 5])
+def test_a_gan_steps_once_a_round(loop: Loop, critics: int) -> None:
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    for_generator, for_critic = sgd(generator), sgd(critic)
+    ends = []
+    for _ in range(5):
+        for _ in range(critics):
+            for_critic.zero_grad()
+            critic(torch.randn(4, 3)).sum().backward()
+            critic(generator(torch.randn(4, 2)).detach()).sum().backward()
+            for_critic.step()
+        for_generator.zero_grad()
+        critic(generator(torch.randn(4, 2))).sum().backward()
+        before = len(loop.events)
+        for_generator.step()
+        ends.append(len(loop.events) - before)
+    # Two rounds show the period; from then on each round ends with the generator's update and nowhere else.
+    assert ends == [0, 1, 1, 1, 1]
+    assert len(loop.events) == 4
+    assert loop.watcher.pattern_length == critics + 1
+    assert loop.watcher.usual_backwards == 2 * critics + 1
+    assert {root.name for root in loop.training.roots} == {"Linear", "Linear#2"}
+
+
+def test_a_second_optimizer_that_appears_later_changes_the_pattern(loop: Loop) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = sgd(first)
+    for _ in range(4):
+        first(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    other = sgd(second)
+    for _ in range(6):
+        first(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        second(torch.randn(4, 2)).sum().backward()
+        other.step()
+    assert loop.watcher.pattern_length == 2
+    changed = [event for event in loop.events if event.reason == steps.PATTERN]
+    assert len(changed) == 1
+    assert len(loop.training.optimizers) == 2
+
+
+def test_an_optimizer_that_is_never_stepped_does_not_hide_the_steps(loop: Loop) -> None:
+    model, idle = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, unused = sgd(model), sgd(idle)
+    for _ in range(20):
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    assert len(loop.events) >= 7
+    assert loop.watcher.pattern_length == 1
+    assert unused not in loop.training.optimizers
+
+
+def test_optimizers_of_an_earlier_model_are_let_go(loop: Loop) -> None:
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        for _ in range(16):
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+    assert loop.training.optimizers == [optimizer]
+    assert [root.module for root in loop.training.roots] == [model]
+
+
+def test_evaluation_and_new_epochs_are_left_out(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    data = TensorDataset(torch.randn(40, 3))
+    train, test = DataLoader(data, batch_size=8), DataLoader(data, batch_size=20)
+    for _ in range(3):
+        model.train()
+        for (x,) in train:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            for (x,) in test:
+                model(x)
+    unclean = {event.index: event.reason for event in loop.events if not event.clean and event.reason != steps.OWN}
+    assert set(unclean) == {0, 5, 10}
+    assert unclean[5] in (steps.EVALUATION, steps.EPOCH)
+    assert loop.training.loaders == [train]
+    assert loop.training.batch_size == 8
+    assert loop.training.fixed_shapes
+
+
+def test_the_smaller_last_batch_is_left_out_and_shapes_stay_fixed(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x in torch.randn(44, 3).split(8):
+            model(x).sum().backward()
+            optimizer.step()
+    shapes = [event.index for event in loop.events if event.reason == steps.SHAPES]
+    assert shapes == [5, 11, 17]
+    assert loop.training.fixed_shapes
+    assert loop.training.batch_size == 8
+
+
+def test_shapes_that_always_vary_are_no_reason(loop: Loop) -> None:
+    model = nn.Conv2d(1, 1, 3)
+    optimizer = sgd(model)
+    for number in range(24):
+        model(torch.randn(2, 1, 8 + number % 6, 8)).sum().backward()
+        optimizer.step()
+    assert not loop.training.fixed_shapes
+    late = loop.events[12:]
+    assert not any(event.reason == steps.SHAPES for event in late)
+
+
+def test_a_new_iterator_each_step_is_part_of_the_step(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    loader = DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=8)
+    for _ in range(12):
+        (x,) = next(iter(loader))
+        model(x).sum().backward()
+        optimizer.step()
+    assert not any(event.reason == steps.EPOCH for event in loop.events[steps.MIN_INTERVALS :])
+
+
+def test_a_skipped_update_ends_the_step(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 3)).square().sum()
+        scaler.scale(loss * (float("inf") if number == 5 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if number == 3:
+            assert loop.events[3].loss is not None
+            assert loop.events[3].loss.item() == loss.item()  # the loss, not the scaled one
+    assert len(loop.events) == 8
+    assert loop.reasons[5] == steps.SKIPPED
+    assert loop.training.scalers == [scaler]
+
+
+def test_a_disabled_scaler_counts_each_step_once(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(5):
+        scaler.scale(model(torch.randn(4, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(loop.events) == 5
+
+
+def test_a_closure_may_run_backward_as_often_as_it_likes(loop: Loop) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    x, y = torch.randn(16, 3), torch.randn(16, 1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(8):
+        optimizer.step(closure)
+    assert len(loop.events) == 8
+    assert not {steps.BACKWARDS, steps.SHAPES} & set(loop.reasons)
+    assert loop.training.batch_size == 16
+
+
+def test_the_scripts_own_marker_overrides(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for _ in range(6):
+        for _ in range(2):
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+        loop.watcher.mark()
+    assert loop.watcher.kind == "marker"
+    marked = loop.events[2:]  # the first round's two updates came before the first mark
+    assert len(marked) == 6
+    assert loop.watcher.usual_backwards == 2
+
+
+def test_without_an_optimizer_the_period_of_backward_passes_serves(loop: Loop) -> None:
+    weight = torch.randn(3, 2, requires_grad=True)
+    for _ in range(10):
+        (torch.randn(4, 3) @ weight).square().sum().backward()
+        with torch.no_grad():
+            assert weight.grad is not None
+            weight -= 0.01 * weight.grad
+            weight.grad = None
+    assert loop.watcher.kind == "period"
+    assert len(loop.events) >= 7
+    assert loop.watcher.pattern_length == 1
+
+
+def test_backward_passes_are_not_taken_for_steps_while_an_optimizer_exists(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for _ in range(2):
+        for _ in range(40):
+            model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    assert loop.watcher.kind == "optimizer"
+    assert len(loop.events) == 2
+
+
+def test_a_gradient_penalty_is_no_backward_pass_of_its_own(loop: Loop) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    for _ in range(5):
+        x = torch.randn(4, 3, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        optimizer.step()
+    assert loop.watcher.usual_backwards == 1
+
+
+def test_a_failing_listener_switches_advisor_off_and_the_loop_goes_on(
+    loop: Loop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+
+    def listener(event: StepEvent) -> None:
+        if event.index == 2:
+            raise ZeroDivisionError("planted")
+
+    loop.training.on_step.append(listener)
+    call, backward = nn.Module.__call__, torch.autograd.backward
+    for _ in range(6):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    assert len(loop.events) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "ZeroDivisionError: planted" in lines[0]
+    assert torch.autograd.backward is not backward
+    assert "advisor" not in torch.autograd.backward.__code__.co_filename
+    assert "advisor" not in nn.Module.__call__.__code__.co_filename
+    del call
+
+
+def test_a_stop_passes_through_the_users_optimizer_call(loop: Loop, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    session = Session(mode="profile", run_dir=str(tmp_path), script="x")
+    loop.training.on_step.append(lambda event: stop.stop(session, "measured") if event.index == 1 else None)
+
+    def train() -> None:
+        for _ in range(4):
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit) as caught:
+        train()
+    assert caught.value.code == 0
+    assert len(loop.events) == 2
+    assert '"stopped"' in (tmp_path / "progress.jsonl").read_text()
+
+
+def test_the_users_errors_and_results_pass_unchanged(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        model(torch.randn(4, 3)).backward()
+    assert not loop.watcher.in_backward
+    x = torch.ones(2, requires_grad=True)
+    (grad,) = torch.autograd.grad(outputs=x.square().sum(), inputs=x)
+    assert grad.tolist() == [2.0, 2.0]
+
+
+def test_detach_leaves_torch_as_it_was() -> None:
+    names = [
+        (nn.Module, "__call__"),
+        (torch.autograd, "backward"),
+        (torch.autograd, "grad"),
+        (torch.amp.grad_scaler.GradScaler, "step"),
+        (torch.amp.grad_scaler.GradScaler, "scale"),
+        (DataLoader, "__iter__"),
+        (torch.optim.Optimizer, "zero_grad"),
+        (torch.nn.utils, "clip_grad_norm_"),
+        (torch.Tensor, "to"),
+    ]
+    before = [(owner, name, vars(owner).get(name)) for owner, name in names]
+    _, watcher = attach_training(Session(mode="search", run_dir="unused", script="x"))
+    assert vars(nn.Module)["__call__"] is not before[0][2]
+    watcher.detach()
+    assert [(owner, name, vars(owner).get(name)) for owner, name in names] == before
+
+
+@pytest.mark.parametrize(
+    ("sequence", "covering", "period"),
+    [
+        ("aaaa", "", 1),
+        ("abab", "", 2),
+        ("aabaab", "ab", 3),
+        ("aaaaa", "ab", 0),
+        ("aab", "", 0),
+        ("xaaaabaaaab", "ab", 5),
+        ("abcabd", "", 0),
+    ],
+)
+def test_smallest_period(sequence: str, covering: str, period: int) -> None:
+    assert smallest_period(sequence, covering=frozenset(covering)) == period
