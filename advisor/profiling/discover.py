@@ -180,6 +180,27 @@ class Discovery:
 
     # -- looking closely --------------------------------------------------------------------------------------------
 
+    def look_once_an_optimizer_is_made(self) -> None:
+        """Begin the close look when the script makes its first optimizer; without one it begins at the first boundary.
+
+        Not earlier: making an optimizer loads Dynamo and torch.fx, and both keep the `nn.Module.__call__` that they find
+        when they are loaded as the true one.
+        """
+        plain = torch.optim.Optimizer.__init__
+
+        @wraps(plain)
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            plain(optimizer, *args, **kwargs)
+            begin()
+
+        def look() -> None:
+            self.patches.restore(patch)
+            if not self._looks:
+                self.look()
+
+        begin = self.patches.guard(look)
+        patch = self.patches.replace(torch.optim.Optimizer, "__init__", init)
+
     def look(self) -> None:
         """Observe every module call, `zero_grad`, clipping and host-to-device moves for the next steps."""
         self._unwatch()
@@ -458,7 +479,7 @@ class Discovery:
 def attach(training: Training, watcher: StepWatcher, *, keep_inputs: bool = True) -> Discovery:
     """Begin to look: `training` fills up within the first steps. `keep_inputs` keeps each root's latest arguments."""
     discovery = Discovery(training, watcher, keep_inputs=keep_inputs)
-    discovery.look()
+    discovery.look_once_an_optimizer_is_made()
     discovery.hook_loaders()
     training.on_step.insert(0, discovery.on_step)
     return discovery

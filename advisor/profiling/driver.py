@@ -11,7 +11,6 @@ import atexit
 import itertools
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -156,10 +155,7 @@ class ProfileDriver:
         self.phase = "traced"
         if not self.records:
             return
-        self._times = step_times(self._timed_boundaries)
-        self._losses = _values(self._clean_losses(self._timed_boundaries, self._times))
-        if self._probe is not None:
-            self._memory = self._probe.stats(len(self._timed_boundaries) - 1)
+        self._measure()
         self._read_facts()
         self._save_steps()
         self._tell_phase(0, self.session.detail_steps, always=True)
@@ -202,8 +198,16 @@ class ProfileDriver:
             tell(self.session, "measured", steps=len(self._backwards))
         if self.session.keep_running:
             self.watcher.detach()
+            self._let_go()
             return
         stop(self.session, "measured")
+
+    def _let_go(self) -> None:
+        """Drop every reference into the script: what it frees from now on is to be freed."""
+        training = self.training
+        for found in (training.roots, training.optimizers, training.scalers, training.loaders, training.on_step):
+            found.clear()
+        self._warm_boundaries, self._timed_boundaries, self._bounds = [], [], []
 
     def _take_trace(self) -> None:
         collector, self._collector = self._collector, None
@@ -238,19 +242,20 @@ class ProfileDriver:
             self.phase = "done"
 
     def _close(self) -> None:
-        if self.phase == "timed":
-            self._times = step_times(self._timed_boundaries)
-            self._losses = _values(self._clean_losses(self._timed_boundaries, self._times))
-            if self._probe is not None:
-                self._memory = self._probe.stats(len(self._timed_boundaries) - 1)
-        elif self.phase == "warm-up" and len(self._warm_boundaries) > 1:
-            self._times = step_times(self._warm_boundaries)
-            self._losses = _values(self._clean_losses(self._warm_boundaries, self._times))
-            self._memory = MemoryProbe(self.training.device).stats(0)
+        if self.phase in ("warm-up", "timed"):
+            self._measure()
         self._take_trace()
         self._read_facts()
         self._save_steps()
         tell(self.session, "ended", phase=self.phase, steps=self.watcher.seen)
+
+    def _measure(self) -> None:
+        """Read times, losses and memory; waits for the device."""
+        boundaries = self._boundaries()
+        self._times = step_times(boundaries)
+        self._losses = _values([boundaries[position].loss for position in self._times.positions[:MAX_LOSSES]])
+        probe = self._probe or MemoryProbe(self.training.device)
+        self._memory = probe.stats(max(len(self._timed_boundaries) - 1, 0))
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -271,13 +276,19 @@ class ProfileDriver:
         self._saved_ns = time.perf_counter_ns()
         storage.save(self.session.folder / STEPS_FILE, self.record())
 
+    def _provisional(self) -> bool:
+        """No clean step has been timed yet: the warm-up's are all there is."""
+        return not self._backwards
+
+    def _boundaries(self) -> list[StepEvent]:
+        return self._warm_boundaries + self._timed_boundaries[1:] if self._provisional() else self._timed_boundaries
+
     def record(self) -> StepsRecord:
         """Everything about the steps so far. Event times appear once a phase is over: reading them waits for the GPU."""
-        provisional = self.phase == "warm-up" or len(self._timed_boundaries) < 2
+        provisional = self._provisional()
         times = self._times
         if times is None:
-            boundaries = self._warm_boundaries if provisional else self._timed_boundaries
-            times = step_times([_without_event(step) for step in boundaries])
+            times = step_times([_without_event(step) for step in self._boundaries()])
         notes = list(self._notes)
         if provisional and self.watcher.seen:
             notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
@@ -304,10 +315,6 @@ class ProfileDriver:
             provisional=provisional,
             notes=tuple(notes),
         )
-
-    @staticmethod
-    def _clean_losses(boundaries: Sequence[StepEvent], times: StepTimes) -> list[Any]:
-        return [boundaries[position].loss for position in times.positions[:MAX_LOSSES]]
 
     # -- progress ---------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from advisor.profiling.training import StepEvent, Training
 
 # Marks count as unusual from the first interval on, but a mode of shapes or backward passes needs a few to compare with.
 MIN_INTERVALS = 4
+MEMORY = 64  # steps after which what was usual begins to be forgotten
 MAX_SIGNATURES = 64  # more distinct input shapes than this: shapes vary, and there is nothing to compare with
 # Backward passes without any Optimizer.step, while an optimizer exists, before they are taken for steps: accumulation
 # over more micro-batches than this has not been seen in CNN training.
@@ -334,10 +335,15 @@ class StepWatcher:
         if not signature or len(counts) > MAX_SIGNATURES or self.closure_steps:
             return False
         counts[signature] += 1
-        if counts[signature] >= counts[self._usual_signature]:
+        if counts[signature] > counts[self._usual_signature]:
             self._usual_signature = signature
+        if counts.total() > MEMORY:
+            # Half forgotten, so that another image size from some epoch on becomes the usual one.
+            for known in counts:
+                counts[known] //= 2
+            self._signatures = counts = +counts
         usual = counts[self._usual_signature]
-        total = sum(counts.values()) if len(counts) > 1 else usual
+        total = counts.total()
         other = signature != self._usual_signature
         if other and (not _smaller_batch(signature, self._usual_signature) or 5 * (total - usual) > total > 10):
             # Not the epoch's last, smaller batch: the shapes vary from step to step.
