@@ -49,6 +49,7 @@ class Session:
     protect_files: bool = False  # search and measure: divert torch.save, keep what the script overwrites
     seed: int | None = None  # measure: seed every generator at import, so that two arms see the same data
     strict: bool = False  # run: a plan item that does not fit is an error
+    model_hash: str = ""  # run: the model that the plan was proved on; another one trains without the plan
 
     @property
     def folder(self) -> Path:

@@ -56,6 +56,8 @@ class Guard:
         self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
         self._settled: set[str] = set()
         self.active = True
+        if not _alive(run_dir.resolve()):
+            hold(run_dir)
         sys.addaudithook(self._hook)  # cannot be removed again; `stop` makes it idle
 
     def stop(self) -> None:
@@ -253,7 +255,10 @@ _EVENTS: dict[str, Callable[..., None]] = {
 
 
 def protect(run_dir: Path) -> Guard:
-    """Start guarding in this process: the audit hook, `torch.save`, and trackers that stay offline or in the run folder."""
+    """Start guarding in this process: the audit hook, `torch.save`, and trackers that stay offline or in the run folder.
+
+    Call once a process, as early as may be.
+    """
     for name, value in tracker_environment(run_dir).items():
         os.environ[name] = value
     guard = Guard(run_dir)

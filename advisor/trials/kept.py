@@ -6,13 +6,21 @@ follows at one of the first step boundaries. What does not fit by then is left o
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from advisor.core.plan import PlanItem
-from advisor.profiling.training import Training
+from advisor.core.errors import ExitCode
+from advisor.core.plan import Plan, PlanItem
+from advisor.profiling.attach import attach_training
+from advisor.profiling.patches import say
+from advisor.profiling.session import Session, tell
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform, Undo
+from advisor.trials import planfile
 
 # Gradients that are zeroed in place, batch shapes that vary: some facts show only after a few steps.
 PATIENCE = 6
@@ -75,3 +83,97 @@ class KeptChanges:
             return f"{type(error).__name__}: {error}"
         self.standing.append(Standing(transform, item.parameters, undo, match.sites, transform.title))
         return ""
+
+
+class RunDriver:
+    """The run mode: applies a plan and gets out of the way. A `Training.on_step` listener until everything stands."""
+
+    current: RunDriver | None = None  # the one of this process, for `disable`
+
+    def __init__(
+        self,
+        training: Training,
+        session: Session,
+        watcher: StepWatcher,
+        find: Callable[[str], Transform] = registry.get,
+    ) -> None:
+        self.training, self.session, self.watcher = training, session, watcher
+        self.kept = KeptChanges(training, session.kept, find)
+        self.kept.settle()
+        RunDriver.current = self
+        training.on_step.append(self.on_step)
+
+    def on_step(self, event: StepEvent) -> None:
+        """One boundary; after the last one needed nothing of advisor's watching is left in the process.
+
+        Raises:
+            SystemExit: under `strict`, when the plan does not fit.
+        """
+        settled = self.kept.settle()
+        expected = self.session.model_hash
+        if expected and self.training.roots:
+            if planfile.model_hash(root.module for root in self.training.roots) != expected:
+                self._give_up("the plan was proved on another model (modules, parameters or dtypes differ)")
+                return
+            self.session = _without_hash(self.session)
+        if not settled:
+            return
+        problems = [f"{name} ({reason})" for name, reason in self.kept.left_out.items()]
+        if problems and self.session.strict:
+            self._give_up("these items of the plan do not fit: " + ", ".join(problems))
+            return
+        on = [standing.transform.id for standing in self.kept.standing]
+        tell(self.session, "applied", transforms=on, left_out=self.kept.left_out)
+        say("training with " + (", ".join(on) or "no change of the plan"))
+        for problem in problems:
+            say(f"without {problem}")
+        self._leave()
+
+    def undo(self) -> None:
+        """The process is as without the plan."""
+        self.kept.undo()
+        self._leave()
+
+    def _give_up(self, reason: str) -> None:
+        self.kept.undo()
+        tell(self.session, "applied", transforms=[], error=reason)
+        if self.session.strict:
+            say(f"{reason}; stopped, because of --strict")
+            raise SystemExit(int(ExitCode.USAGE))
+        say(f"{reason}; training goes on without the plan")
+        self._leave()
+
+    def _leave(self) -> None:
+        for root in self.training.roots:
+            root.args, root.kwargs, root.output, root.output_grads = (), {}, None, ()
+        if self.on_step in self.training.on_step:
+            self.training.on_step.remove(self.on_step)
+        self.watcher.detach()
+
+
+def attach_run(session: Session) -> None:
+    """The run mode, in the child, once torch is imported."""
+    training, watcher = attach_training(session)
+    RunDriver(training, session, watcher)
+
+
+def enable(plan: Plan, *, strict: bool = False) -> None:
+    """Apply a plan in this process, before training begins. A second call replaces the first."""
+    disable()
+    items = tuple(item for item in plan.items if item.status == "kept")
+    # No run folder: what `tell` would write there goes nowhere.
+    session = Session(
+        mode="run", run_dir=os.devnull, script=plan.script, kept=items, strict=strict, model_hash=plan.hashes.model
+    )
+    attach_run(session)
+
+
+def disable() -> None:
+    """Take back what `enable` or `advisor run` applied here; no error when nothing is."""
+    driver, RunDriver.current = RunDriver.current, None
+    if driver is not None:
+        driver.undo()
+
+
+def _without_hash(session: Session) -> Session:
+    return dataclasses.replace(session, model_hash="")

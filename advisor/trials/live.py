@@ -24,6 +24,7 @@ from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Blocks, Check, Verdict
 from advisor.profiling.aggregate import aggregate
+from advisor.profiling.attach import attach_training
 from advisor.profiling.collector import TraceCollector
 from advisor.profiling.facts import model_facts
 from advisor.profiling.patches import say
@@ -34,7 +35,7 @@ from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
-from advisor.trials import files, planfile, planner, records
+from advisor.trials import planfile, planner, records
 from advisor.trials.gate import Gate
 from advisor.trials.kept import KeptChanges, Standing
 from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, Decision, decide, gain_interval, median
@@ -54,6 +55,12 @@ WARMUP_PATIENCE = 20  # steps after the warm-up in which none was clean, before 
 ALARM_GRACE_S = 20.0
 
 Steps = Generator[None, StepEvent, None]
+
+
+def attach_search(session: Session) -> None:
+    """The search mode, in the child, once torch is imported."""
+    training, watcher = attach_training(session)
+    SearchDriver(training, session, watcher)
 
 
 class _OutOfTime(Exception):
@@ -129,7 +136,6 @@ class SearchDriver:
         find: Callable[[str], Transform] = registry.get,
     ) -> None:
         self.training, self.session, self.watcher, self.find = training, session, watcher, find
-        self.guard = files.protect(session.folder) if session.protect_files else None
         self.kept = KeptChanges(training, session.kept, find)
         self.kept.settle()
         self._notes: list[str] = []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from advisor.core import storage
+from advisor.profiling.attach import attach_training
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.stop import stop
@@ -16,11 +17,17 @@ from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
-from advisor.trials import files, planfile, records
+from advisor.trials import planfile, records
 from advisor.trials.kept import KeptChanges
 
 # Both arms run the same number of steps, so that their losses can be compared: not all of them need be clean.
 UNCLEAN_FACTOR = 3
+
+
+def attach_measure(session: Session) -> None:
+    """The measure mode, in the child, once torch is imported."""
+    training, watcher = attach_training(session)
+    MeasureDriver(training, session, watcher)
 
 
 class MeasureDriver:
@@ -34,7 +41,6 @@ class MeasureDriver:
         find: Callable[[str], Transform] = registry.get,
     ) -> None:
         self.training, self.session, self.watcher = training, session, watcher
-        self.guard = files.protect(session.folder) if session.protect_files else None
         if session.seed is not None:
             seed_everything(session.seed)
         self.kept = KeptChanges(training, session.kept, find)
@@ -73,6 +79,7 @@ class MeasureDriver:
         record = records.Measurement(
             step_us=times.step_us,
             wall_us=times.wall_us,
+            span_us=_span_us(self._boundaries),
             losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
             batch_size=self.training.batch_size,
             peak_bytes=torch.cuda.max_memory_allocated(self.training.device) if on_gpu else 0,
@@ -82,6 +89,13 @@ class MeasureDriver:
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)
+
+
+def _span_us(boundaries: list[StepEvent]) -> float:
+    """Wall time a step over the whole stretch, epoch starts and evaluations included."""
+    if len(boundaries) < 2:
+        return 0.0
+    return (boundaries[-1].host_ns - boundaries[0].host_ns) / 1e3 / (len(boundaries) - 1)
 
 
 def seed_everything(seed: int) -> None:

@@ -14,7 +14,6 @@ TRIALS_DIR = "trials"
 CURRENT_FILE = "current.json"
 SEARCH_FILE = "search.json"
 MEASURE_FILE = "measure.json"
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +54,9 @@ class Measurement:
 
     step_us: tuple[float, ...] = ()
     wall_us: tuple[float, ...] = ()
+    span_us: float = 0.0  # wall time a step over all steps, epoch starts and evaluations included
     losses: tuple[float, ...] = ()
     batch_size: int = 0
-    first_step_us: float = 0.0
     peak_bytes: int = 0
     model_hash: str = ""
     applied: tuple[str, ...] = ()

@@ -1,0 +1,68 @@
+"""Do two sets of runs train alike: loss trajectories of fresh processes with the same seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from advisor.core.verdict import Check
+
+# Losses of single steps jump with their batch; means over this many steps are compared.
+WINDOW = 5
+# Fewer losses than this say nothing about a trajectory.
+LEAST = 10
+# Allowed difference of window means, relative to the loss's own size: training amplifies any other rounding, and random
+# layers or augmentation may draw other numbers. A wrong gradient or a frozen layer is off by more within tens of steps.
+TOLERANCE, PRECISION_TOLERANCE = 0.10, 0.15
+# The plain runs' own spread, times this, is allowed as well.
+SPREAD_FACTOR = 4.0
+
+
+def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], *, precision: bool = False) -> Check:
+    """Whether every stack run's losses stay in the envelope of the plain runs.
+
+    passed is None when the plain runs have no losses or are not finite themselves: nothing to compare with. A stack run
+    without losses, with too few, or with NaN or infinite ones fails.
+    """
+    plain = [run for run in plain if run]
+    if not plain:
+        return Check(passed=None, detail="the script's steps have no loss that advisor can see")
+    if not all(math.isfinite(value) for run in plain for value in run):
+        return Check(passed=None, detail="the plain script's own losses are not finite")
+    if not stack or not all(len(run) > 0 for run in stack):
+        return Check(passed=False, detail="no losses were seen with the changes on")
+    if not all(math.isfinite(value) for run in stack for value in run):
+        return Check(passed=False, detail="the loss became NaN or infinite")
+    length = min(len(run) for run in (*plain, *stack))
+    if length < LEAST:
+        return Check(
+            passed=False, detail=f"only {length} losses to compare, fewer than {LEAST}", numbers={"steps": length}
+        )
+    tolerance = PRECISION_TOLERANCE if precision else TOLERANCE
+    plain_windows = [_windows(run[:length]) for run in plain]
+    stack_windows = [_windows(run[:length]) for run in stack]
+    values = [value for run in plain for value in run[:length]]
+    scale = math.fsum(abs(v) for v in values) / len(values)
+    worst = 0.0
+    for i in range(len(plain_windows[0])):
+        column = [run[i] for run in plain_windows]
+        centre = math.fsum(column) / len(column)
+        allowed = tolerance * max(abs(centre), scale) + SPREAD_FACTOR * (max(column) - min(column))
+        difference = max(abs(run[i] - centre) for run in stack_windows)
+        worst = max(worst, difference / allowed if allowed > 0 else (0.0 if difference == 0 else math.inf))
+    numbers = {"steps": float(length), "of_bound": worst}
+    told = (
+        f"losses of {length} steps at {worst:.0%} of the envelope"
+        if math.isfinite(worst)
+        else "losses differ from a constant zero"
+    )
+    return Check(
+        passed=worst <= 1.0,
+        detail=told if worst <= 1.0 else f"the loss leaves the plain runs' envelope ({told})",
+        numbers=numbers,
+    )
+
+
+def _windows(values: Sequence[float]) -> list[float]:
+    count = len(values) // WINDOW
+    return [math.fsum(values[i * WINDOW : (i + 1) * WINDOW]) / WINDOW for i in range(count)]

@@ -1,0 +1,657 @@
+"""The supervisor's side of `apply` and `run`: starts the script as often as the proof needs, and writes what came of it.
+
+Live candidates are tried inside search processes; one that ends too early or crashes is started again with what is left.
+What only a fresh process can show is tried in pairs of fresh processes. At the end the kept changes together run against
+the plain script, twice each, in fresh processes with the same seed; what does not hold there is not kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.findings import Interval, Recommendation, Semantics
+from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text
+from advisor.core.verdict import Blocks, Check, StackVerdict, TrialLog, Verdict
+from advisor.profiling import environment, launcher
+from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.profiling.session import Session
+from advisor.trials import files, losses, planfile, planner, records
+from advisor.trials.statistics import (
+    INCONCLUSIVE,
+    KEPT,
+    MORE,
+    PROCESS_STAGES,
+    REVERTED,
+    decide,
+    median,
+    process_speedup,
+)
+
+Say = Callable[[str], None]
+Launch = Callable[..., Exit]
+
+TRIALS_FILE, PLAN_FILE, OUTPUT_FILE = "trials.json", "plan.yaml", "script-output.log"
+KEPT_ITEMS = "kept"
+
+# Steps before the first candidate: discovery looks for three, libraries set themselves up in the first.
+WARMUP_STEPS = 5
+# A fresh process is timed after this many steps (changes that wait for the optimizer's state settle within six) ...
+ARM_WARMUP, ARM_STEPS = 12, 30
+# ... which bounds one arm on a fast GPU at its start-up, and at 40 steps of 120 ms for a ResNet-50 in fp32.
+SEED = 20_240_229
+# Of the time allowed this share is kept for the comparison of the stack, which alone decides what the plan says.
+STACK_SHARE, STACK_LEAST_S = 0.25, 20.0
+# A trial may take this share of the whole, and 120 s where there is less: torch.compile's first step takes 46 to 82 s for
+# ResNet-50 class models on an H200.
+TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
+# First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
+LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
+# Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
+IDLE_LAUNCHES = 2
+# Crashes in a row, each with another candidate on, before the script itself is blamed.
+CRASHES = 4
+# A process that trains on after all its limits is ended.
+LAUNCH_GRACE_S = 60.0
+ARM_TIMEOUT_S = 300.0
+STACK_RUNS = ("plain", "stack", "stack", "plain")
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    command: ScriptCommand
+    run_dir: Path
+    launch: Launch
+    say: Say
+    min_gain: float
+    max_pairs: int
+    trial_timeout_s: float
+    deadline: float  # time.time() at which no new candidate begins
+    candidates: Sequence[Recommendation] = ()
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    script_failed: bool = False
+    model_hash: str = ""
+    late: bool = False
+    _crashes: int = 0
+
+    # -- live -------------------------------------------------------------------------------------------------------
+
+    def live(self, candidates: Sequence[Recommendation]) -> None:
+        """Try all candidates; afterwards each has a verdict on disk, or there is no more time, or the script fails."""
+        idle = 0
+        while not (self.interrupted or self.script_failed or self.late):
+            left = self.left(candidates)
+            if not left:
+                return
+            if time.time() >= self.deadline:
+                self.late = True
+                return
+            before, verdicts_before = self._progress(), len(records.verdicts(self.run_dir))
+            (self.run_dir / records.SEARCH_FILE).unlink(missing_ok=True)
+            ended = self._run(
+                "search",
+                candidates=tuple(left),
+                kept=self.kept_items(),
+                min_gain=self.min_gain,
+                max_pairs=self.max_pairs,
+                trial_timeout_s=self.trial_timeout_s,
+                deadline_unix_s=self.deadline,
+                timeout_s=max(30.0, self.deadline - time.time()) + self.trial_timeout_s + LAUNCH_GRACE_S,
+            )
+            record = self._search_record()
+            if record is not None:
+                self.model_hash = record.model_hash or self.model_hash
+                self.notes += [note for note in record.notes if note not in self.notes]
+                self.late = self.late or record.out_of_time
+                if record.restart:
+                    records.clear_current(self.run_dir)
+                    self.fresh(next(c for c in left if c.transform == record.restart))
+                    idle = 0
+                    continue
+            if self.interrupted:
+                return
+            if not ended.stopped_by_advisor and (ended.code != 0 or ended.timed_out):
+                self._crashed(ended, verdicts_before)
+                continue
+            idle = 0 if self._progress() != before else idle + 1
+            if idle >= IDLE_LAUNCHES:
+                self._give_up(left)
+                idle = 0
+
+    def _crashed(self, ended: Exit, verdicts_before: int) -> None:
+        current = records.load_current(self.run_dir)
+        if current is None:
+            self.script_failed = True
+            self.notes.append(f"the script ended with exit code {ended.code} in the search; see {OUTPUT_FILE}")
+            return
+        if ended.signal == getattr(signal, "SIGALRM", None) or ended.timed_out:
+            reason = f"its {current.phase} did not end within {current.limit_s:.0f} s"
+        elif ended.signal == signal.SIGKILL:
+            reason = f"the process was killed in its {current.phase}; the machine may have run out of memory"
+        elif ended.signal:
+            reason = f"the process died of signal {ended.signal} in its {current.phase}"
+        else:
+            last = _last_line(self.run_dir / OUTPUT_FILE)
+            reason = f"the script failed in its {current.phase}" + (f": {last}" if last else "")
+        self._crashes = self._crashes + 1 if len(records.verdicts(self.run_dir)) == verdicts_before else 1
+        if self._crashes >= CRASHES:
+            # One candidate after the other "fails" without any of them coming to a verdict: it is the script.
+            self.script_failed = True
+            self.notes.append(f"the search ended: the script failed {CRASHES} times in a row; see {OUTPUT_FILE}")
+        self._conclude_current(current, "failed", reason)
+
+    def _give_up(self, left: Sequence[Recommendation]) -> None:
+        current = records.load_current(self.run_dir) or records.InTrial(
+            transform=left[0].transform, parameters=dict(left[0].parameters)
+        )
+        self._conclude_current(
+            current, INCONCLUSIVE, "the script ends before a trial fits into it; let it run for more steps"
+        )
+
+    def _conclude_current(self, current: records.InTrial, status: str, reason: str) -> None:
+        candidate = next(
+            (
+                c
+                for c in self.candidates
+                if (c.transform, dict(c.parameters)) == (current.transform, current.parameters)
+            ),
+            Recommendation(transform=current.transform, parameters=current.parameters),
+        )
+        verdict = Verdict(
+            transform=candidate.transform,
+            status=status,
+            reason=reason,
+            parameters=dict(candidate.parameters),
+            title=candidate.title,
+            semantics=candidate.semantics,
+            predicted=candidate.predicted,
+            blocks=Blocks(off_us=current.off_us, on_us=current.on_us, steps_per_block=current.steps_per_block),
+        )
+        records.save_verdict(self.run_dir, verdict)
+        records.clear_current(self.run_dir)
+        self.say(f"{verdict.title or verdict.transform}: {status}, {reason}")
+
+    def left(self, candidates: Sequence[Recommendation]) -> list[Recommendation]:
+        """Candidates without a verdict."""
+        done = {(v.transform, tuple(sorted(v.parameters.items()))) for v in records.verdicts(self.run_dir)}
+        return [c for c in candidates if (c.transform, tuple(sorted(c.parameters.items()))) not in done]
+
+    def kept_items(self, names: Sequence[str] | None = None) -> tuple[PlanItem, ...]:
+        """Kept so far, in the order of trial."""
+        return tuple(
+            PlanItem(
+                transform=v.transform, status=KEPT_ITEMS, parameters=dict(v.parameters), semantics=v.semantics.value
+            )
+            for v in records.verdicts(self.run_dir)
+            if v.status == KEPT and (names is None or v.transform in names)
+        )
+
+    def _progress(self) -> tuple[object, ...]:
+        current = records.load_current(self.run_dir)
+        pairs = (current.transform, len(current.off_us)) if current is not None else ()
+        return len(records.verdicts(self.run_dir)), pairs
+
+    def _search_record(self) -> records.SearchRecord | None:
+        try:
+            return storage.load(self.run_dir / records.SEARCH_FILE, records.SearchRecord)
+        except AdvisorError:
+            return None
+
+    # -- fresh processes --------------------------------------------------------------------------------------------
+
+    def arm(self, kept: tuple[PlanItem, ...]) -> records.Measurement | None:
+        """One fresh process with these changes; None when it gave no measurement."""
+        path = self.run_dir / records.MEASURE_FILE
+        path.unlink(missing_ok=True)
+        ended = self._run(
+            "measure",
+            kept=kept,
+            warmup=ARM_WARMUP,
+            steps=ARM_STEPS,
+            seed=SEED,
+            timeout_s=max(ARM_TIMEOUT_S, self.trial_timeout_s + LAUNCH_GRACE_S),
+        )
+        if ended.code != 0 or ended.timed_out:
+            return None
+        try:
+            found = storage.load(path, records.Measurement)
+        except AdvisorError:
+            return None
+        return found if found.step_us else None
+
+    def fresh(self, candidate: Recommendation) -> None:
+        """Try a candidate that must be on from the start, in ABBA pairs of fresh processes."""
+        title = candidate.title or candidate.transform
+        kept = self.kept_items()
+        item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
+        pairs: list[tuple[float, float]] = []
+        off_runs: list[records.Measurement] = []
+        on_runs: list[records.Measurement] = []
+        status, reason, gain = INCONCLUSIVE, "no time was left for it", None
+        numerics: Check | None = None
+        while not self.interrupted:
+            if time.time() >= self.deadline:
+                break
+            arms = {}
+            for on in (False, True) if len(pairs) % 2 == 0 else (True, False):
+                self.say(f"{title}: fresh runs, pair {len(pairs) + 1}, {'with' if on else 'without'} it")
+                arms[on] = self.arm((*kept, item) if on else kept)
+                if arms[on] is None:
+                    break
+            off, on_arm = arms.get(False), arms.get(True)
+            if off is None or on_arm is None:
+                if self.interrupted:
+                    return
+                status, reason = (
+                    "failed",
+                    "a fresh run with it gave no measurement" if off is not None else "fresh runs gave no measurement",
+                )
+                break
+            if candidate.transform not in on_arm.applied:
+                status, reason = "not applicable", on_arm.left_out.get(candidate.transform, "it was not applied")
+                break
+            off_runs.append(off)
+            on_runs.append(on_arm)
+            # Epoch starts count here: they are what worker processes make longer or shorter.
+            pairs.append((off.span_us, on_arm.span_us))
+            if len(pairs) == 2 and all(b >= a for a, b in pairs):
+                status, reason = REVERTED, "no faster in either of two pairs of fresh runs"
+                break
+            decision = decide(pairs, self.min_gain, max_pairs=PROCESS_STAGES[-1], stages=PROCESS_STAGES)
+            if decision.status != MORE:
+                status, reason, gain = decision.status, decision.reason, decision.gain
+                break
+        if status == KEPT:
+            numerics = losses.compare(
+                [r.losses for r in off_runs],
+                [r.losses for r in on_runs],
+                precision=candidate.semantics is Semantics.PRECISION,
+            )
+            if numerics.passed is not True:
+                status, reason = (
+                    (REVERTED, f"it changes the training: {numerics.detail}")
+                    if numerics.passed is False
+                    else (INCONCLUSIVE, f"its losses could not be compared: {numerics.detail}")
+                )
+        records.save_verdict(
+            self.run_dir,
+            Verdict(
+                transform=candidate.transform,
+                status=status,
+                reason=reason,
+                parameters=dict(candidate.parameters),
+                title=candidate.title,
+                semantics=candidate.semantics,
+                predicted=candidate.predicted,
+                gain=gain,
+                effect=Check(passed=True, detail="on from the start in fresh runs") if on_runs else None,
+                numerics=numerics,
+                timing=Check(passed=status == KEPT, detail=reason) if pairs else None,
+                blocks=Blocks(
+                    off_us=tuple(p[0] for p in pairs), on_us=tuple(p[1] for p in pairs), steps_per_block=ARM_STEPS
+                ),
+            ),
+        )
+        self.say(f"{title}: {status}, {reason}")
+
+    def stack(self) -> StackVerdict | None:
+        """The kept changes together against the plain script; drops the last ones until the rest holds. None: nothing kept."""
+        kept = list(self.kept_items())
+        if not kept or self.interrupted:
+            return None
+        runs: dict[str, list[records.Measurement]] = {"plain": [], "stack": []}
+        for arm in STACK_RUNS:
+            self.say(f"all kept changes against the plain script: fresh run of the {arm}")
+            found = self.arm(tuple(kept) if arm == "stack" else ())
+            if self.interrupted:
+                return StackVerdict(passed=None, detail="interrupted before the kept changes were compared together")
+            if found is None and arm == "plain":
+                return StackVerdict(passed=None, detail="the plain script gave no measurement in a fresh run")
+            if found is None:
+                break
+            self._drop_unapplied(found, kept)
+            runs[arm].append(found)
+        verdict = self._judge(runs["plain"], runs["stack"], kept)
+        while verdict.passed is not True and kept and not self.interrupted:
+            dropped = kept.pop()
+            self._revert(dropped, f"with the changes before it, it did not hold in fresh runs: {verdict.detail}")
+            if not kept:
+                return dataclasses.replace(verdict, detail=f"nothing is kept: {verdict.detail}")
+            self.say(f"without {dropped.transform}: fresh run of the stack")
+            again = [m for m in (self.arm(tuple(kept)), self.arm(tuple(kept))) if m is not None]
+            verdict = self._judge(runs["plain"], again, kept)
+        return verdict
+
+    def _drop_unapplied(self, found: records.Measurement, kept: list[PlanItem]) -> None:
+        for name, reason in found.left_out.items():
+            for item in [i for i in kept if i.transform == name]:
+                kept.remove(item)
+                self._revert(item, f"it could not be applied in a fresh run: {reason}", status=INCONCLUSIVE)
+
+    def _revert(self, item: PlanItem, reason: str, status: str = REVERTED) -> None:
+        for verdict in records.verdicts(self.run_dir):
+            if verdict.transform == item.transform and verdict.status == KEPT:
+                records.save_verdict(self.run_dir, dataclasses.replace(verdict, status=status, reason=reason))
+
+    def _judge(
+        self, plain: list[records.Measurement], stack: list[records.Measurement], kept: list[PlanItem]
+    ) -> StackVerdict:
+        if not stack:
+            return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
+        found = process_speedup([m.step_us for m in plain], [m.step_us for m in stack])
+        precision = any(item.semantics == Semantics.PRECISION.value for item in kept)
+        check = losses.compare([m.losses for m in plain], [m.losses for m in stack], precision=precision)
+        plain_us, stack_us = (tuple(median(m.step_us) for m in arm) for arm in (plain, stack))
+        batch = plain[0].batch_size
+
+        def rate(times: tuple[float, ...]) -> float | None:
+            return batch / (math.fsum(times) / len(times)) * 1e6 if batch and times else None
+
+        detail, passed = check.detail, check.passed
+        if found is None:
+            passed, detail = False, "too few steps were timed in fresh runs"
+        elif found[0] <= 1.0:
+            passed, detail = (
+                False,
+                f"not faster beyond noise in fresh runs ({found[1]:.2f}×, {found[0]:.2f} to {found[2]:.2f})",
+            )
+        elif passed is None:
+            # Steps without a loss (hand-written gradients) leave the numeric gate of each change as the proof.
+            passed = True
+        return StackVerdict(
+            passed=passed,
+            detail=detail,
+            plain_us=plain_us,
+            stack_us=stack_us,
+            speedup=found[1] if found else None,
+            speedup_low=found[0] if found else None,
+            speedup_high=found[2] if found else None,
+            samples_per_s_plain=rate(plain_us),
+            samples_per_s_stack=rate(stack_us),
+            losses_plain=plain[0].losses,
+            losses_stack=stack[0].losses,
+        )
+
+    # -- launching --------------------------------------------------------------------------------------------------
+
+    def _run(self, mode: str, *, timeout_s: float, **orders: Any) -> Exit:
+        session = Session(
+            mode=mode,
+            run_dir=str(self.run_dir),
+            script=self.command.name,
+            argv=self.command.arguments,
+            protect_files=True,
+            **{"warmup": WARMUP_STEPS, **orders},
+        )
+        try:
+            ended = self.launch(
+                self.command,
+                session,
+                on_progress=self._told,
+                timeout_s=timeout_s,
+                environment=files.tracker_environment(self.run_dir),
+                output=self.run_dir / OUTPUT_FILE,
+            )
+        except KeyboardInterrupt:
+            self.interrupted = True
+            ended = Exit(code=130, signal=int(signal.SIGINT))
+        finally:
+            for problem in files.restore(self.run_dir):
+                self.notes.append(f"could not be put back: {problem}")
+                self.script_failed = True  # another start would find other files
+        if ended.code == 130 or ended.signal == signal.SIGINT:
+            self.interrupted = True
+        return ended
+
+    def _told(self, event: dict[str, Any]) -> None:
+        kind, name = event.get("event"), event.get("title") or event.get("transform")
+        if kind == "trial":
+            self.say(f"trying {name}")
+        elif kind == "verdict":
+            self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
+        elif kind == "fault":
+            self.say(f"advisor switched itself off in the script: {event.get('error')}")
+
+
+def apply_search(
+    command: ScriptCommand,
+    recommendations: Sequence[Recommendation],
+    profile: StepProfile | None,
+    *,
+    ask: Callable[[Recommendation], bool] | None = None,
+    min_gain: float = 0.01,
+    max_time_s: float = 600.0,
+    max_pairs: int = 20,
+    run_dir: Path,
+    say: Say,
+    launch: Launch = launcher.launch,
+) -> tuple[TrialLog, Plan, int]:
+    """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
+
+    Args:
+        ask: asked before each candidate; None tries all of them (`--auto`).
+        max_time_s: no candidate begins after this, less what the comparison of the stack needs.
+
+    Returns:
+        The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time or
+        the script left it open.
+    """
+    started = time.time()
+    files.hold(run_dir)
+    reserve = max(STACK_LEAST_S, STACK_SHARE * max_time_s)
+    search = _Search(
+        command=command,
+        run_dir=run_dir,
+        launch=launch,
+        say=say,
+        min_gain=min_gain,
+        max_pairs=max_pairs,
+        trial_timeout_s=max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s),
+        deadline=started + max(0.0, max_time_s - reserve),
+    )
+    ordered = planner.order(recommendations, profile)
+    stack: StackVerdict | None = None
+    wanted: list[Recommendation] = []
+    skipped: dict[str, str] = {}
+    try:
+        for candidate in ordered:
+            reason = _not_tried(candidate, search.trial_timeout_s)
+            if not reason and ask is not None and not ask(candidate):
+                reason = "not wanted"
+            if reason:
+                skipped[candidate.transform] = reason
+            else:
+                wanted.append(candidate)
+        search.candidates = wanted
+        if wanted:
+            search.live(wanted)
+            stack = search.stack()
+    except KeyboardInterrupt:
+        search.interrupted = True
+    for candidate in ordered:
+        if candidate in search.left(ordered):
+            reason = skipped.get(candidate.transform) or _why_open(search)
+            records.save_verdict(run_dir, _skipped(candidate, reason))
+    verdicts = tuple(records.verdicts(run_dir))
+    if search.interrupted:
+        search.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
+    log = TrialLog(
+        script=command.name,
+        argv=command.arguments,
+        verdicts=verdicts,
+        stack=stack,
+        files_written=files.written(run_dir),
+        seconds=time.time() - started,
+        complete=not (search.interrupted or search.script_failed or search.late),
+        notes=tuple(search.notes),
+    )
+    storage.save(run_dir / TRIALS_FILE, log)
+    plan = _plan(command, log, profile, search.model_hash, run_dir)
+    planfile.write(run_dir / PLAN_FILE, plan)
+    return log, plan, _exit_code(log)
+
+
+def run_plan(
+    command: ScriptCommand,
+    path: Path,
+    plan: Plan,
+    *,
+    run_dir: Path,
+    strict: bool = False,
+    say: Say,
+    launch: Launch = launcher.launch,
+) -> int:
+    """Train with the plan to the end; returns the script's own exit code.
+
+    Another machine, torch or model: the plan's proof does not hold, so the plain script trains, and why is said. Another
+    script text alone is said too; each item is still matched against the live model.
+
+    Raises:
+        AdvisorError: with `strict`, when anything has changed since the plan was proved.
+    """
+    kept = tuple(item for item in plan.items if item.status == KEPT_ITEMS)
+    own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
+    now = PlanHashes(
+        script=planfile.script_hash(Path(command.name)),
+        environment=_environment_text(),
+        kernels=planfile.kernels_hash(),
+    )
+    changed = planfile.mismatches(plan.hashes, now, uses_kernels=bool(own_kernels))
+    if changed and strict:
+        raise AdvisorError(
+            f"{path} does not fit: " + "; ".join(changed),
+            expected="what it was proved on",
+            fix="Prove it again with `advisor apply --auto`, or leave --strict out.",
+        )
+    for change in changed:
+        say(f"plan: {change}")
+    if plan.hashes.environment and now.environment and plan.hashes.environment != now.environment:
+        say("its gains are not proved here, so the plain script trains; prove a plan here with `advisor apply --auto`")
+        kept = ()
+    elif plan.hashes.kernels and plan.hashes.kernels != now.kernels and own_kernels:
+        say("training without " + ", ".join(item.transform for item in own_kernels))
+        kept = tuple(item for item in kept if item not in own_kernels)
+    if not kept:
+        say("the plan has no change to apply; the plain script trains")
+    session = Session(
+        mode="run",
+        run_dir=str(run_dir),
+        script=command.name,
+        argv=command.arguments,
+        kept=kept,
+        strict=strict,
+        model_hash=plan.hashes.model,
+    )
+    planfile.write(run_dir / PLAN_FILE, plan)
+    return launch(command, session).code
+
+
+# Transforms that put bundled CUDA sources in place: their proof is of those sources.
+_OWN_KERNELS = frozenset({"fused_bn_act"})
+
+
+def _not_tried(candidate: Recommendation, trial_timeout_s: float) -> str:
+    if candidate.semantics is Semantics.TRAINING:
+        return "it changes the recipe: advice for you, never applied"
+    first = LONG_FIRST_STEP_S.get(candidate.transform, 0.0)
+    if first > trial_timeout_s:
+        needed = first / TRIAL_SHARE / 60
+        return f"its first step takes about {first / 60:.0f} min; give it time with --max-time {needed:.0f}m"
+    return ""
+
+
+def _why_open(search: _Search) -> str:
+    if search.interrupted:
+        return "interrupted"
+    if search.script_failed:
+        return "the script failed in the search"
+    return "out of time"
+
+
+def _skipped(candidate: Recommendation, reason: str) -> Verdict:
+    return Verdict(
+        transform=candidate.transform,
+        status="skipped",
+        reason=reason,
+        parameters=dict(candidate.parameters),
+        title=candidate.title,
+        semantics=candidate.semantics,
+        predicted=candidate.predicted,
+    )
+
+
+def _exit_code(log: TrialLog) -> int:
+    if any(v.status == KEPT for v in log.verdicts):
+        return int(ExitCode.OK if log.stack is not None and log.stack.passed else ExitCode.INCONCLUSIVE)
+    open_ended = any(v.status == INCONCLUSIVE for v in log.verdicts) or not log.complete
+    return int(ExitCode.INCONCLUSIVE if open_ended else ExitCode.OK)
+
+
+def _plan(command: ScriptCommand, log: TrialLog, profile: StepProfile | None, model_hash: str, run_dir: Path) -> Plan:
+    stack = log.stack
+    speedup = ""
+    if stack is not None and stack.passed and stack.speedup is not None:
+        speedup = f"{stack.speedup:.2f}× ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
+    ordered = sorted(log.verdicts, key=lambda v: v.status != KEPT)
+    return Plan(
+        script=command.name,
+        argv=command.arguments,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        items=tuple(
+            PlanItem(
+                transform=v.transform,
+                status=v.status,
+                parameters=dict(v.parameters),
+                semantics=v.semantics.value,
+                reason=v.reason,
+                predicted=_interval_text(v.predicted),
+                measured=_interval_text(v.gain),
+            )
+            for v in ordered
+        ),
+        hashes=PlanHashes(
+            script=planfile.script_hash(Path(command.name)),
+            model=model_hash,
+            environment=planfile.environment_text(profile.environment) if profile is not None else "",
+            kernels=planfile.kernels_hash(),
+        ),
+        speedup=speedup,
+        run=str(run_dir),
+    )
+
+
+def _interval_text(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    return f"{percent_text(interval.low)} to {percent_text(interval.high)} of the step"
+
+
+def _environment_text() -> str:
+    try:
+        return planfile.environment_text(environment.probe())
+    except AdvisorError:
+        return ""
+
+
+def _last_line(path: Path) -> str:
+    """The last line of the script's output, where Python puts the error's own text."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 8192))
+            lines = stream.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
