@@ -346,7 +346,9 @@ class Discovery:
         return move
 
     def _observe_move(self, tensor: torch.Tensor, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not isinstance(result, torch.Tensor) or result.device.type != "cuda" or tensor.device.type != "cpu":
+        if type(tensor) is not torch.Tensor or type(result) is not torch.Tensor:
+            return  # a fake tensor has no address
+        if result.device.type != "cuda" or tensor.device.type != "cpu":
             return
         batch = self.seen.batch
         if tensor.data_ptr() in batch.pointers:

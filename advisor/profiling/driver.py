@@ -165,7 +165,7 @@ class ProfileDriver:
         try:
             from advisor.profiling.collector import TraceCollector
 
-            wall = spread(self._times.wall_us)
+            wall = spread(self._times.wall_us) if self._times else None
             step_s = wall.median / 1e6 if wall else 0.0
             self._collector = TraceCollector(self.training.device, self.session, self.training, step_s=step_s)
             self._collector.start()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
+from advisor.profiling.annotate import module_names
 from advisor.profiling.discover import Discovery, Observations, inner
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
@@ -76,7 +77,7 @@ def model_facts(
     sizes: Counter[str] = Counter()
     for parameter in parameters:
         sizes[dtype_name(parameter.dtype)] += parameter.numel()
-    convs = tuple(_convs(modules, seen))
+    convs = tuple(_convs(training, seen))
     backwards = (watcher.usual_backwards if watcher is not None else 0) or 1
     called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.closure_steps)
     world = _world()
@@ -134,11 +135,12 @@ def input_stats(training: Training, discovery: Discovery | None = None, next_us:
     )
 
 
-def _convs(modules: list[nn.Module], seen: Observations) -> Iterator[ConvFact]:
+def _convs(training: Training, seen: Observations) -> Iterator[ConvFact]:
     done: set[int] = set()
-    for root in modules:
-        leaves = [(path, m) for path, m in inner(root).named_modules() if next(m.children(), None) is None]
-        for position, (path, module) in enumerate(leaves):
+    names = module_names(training.roots)  # as the trace's rows have them
+    for root in training.roots:
+        leaves = [module for module in root.module.modules() if next(module.children(), None) is None]
+        for position, module in enumerate(leaves):
             if not isinstance(module, nn.modules.conv._ConvNd) or id(module) in done:
                 continue
             done.add(id(module))
@@ -147,13 +149,13 @@ def _convs(modules: list[nn.Module], seen: Observations) -> Iterator[ConvFact]:
                 normed = call.followed_by_bn
             else:
                 # Not seen running (compiled, or out of this step): the order of registration is the order of most forwards.
-                following = leaves[position + 1][1] if position + 1 < len(leaves) else None
+                following = leaves[position + 1] if position + 1 < len(leaves) else None
                 normed = (
                     isinstance(following, nn.modules.batchnorm._BatchNorm)
                     and following.num_features == module.out_channels
                 )
             yield ConvFact(
-                module=path or type(module).__name__,
+                module=names[id(module)].partition("|")[0],
                 in_channels=module.in_channels,
                 out_channels=module.out_channels,
                 kernel=tuple(module.kernel_size),

@@ -317,15 +317,17 @@ class StepWatcher:
             self._mark_counts[mark] += 1
             if self._intervals < MIN_INTERVALS or 2 * self._mark_counts[mark] <= self._intervals:
                 reasons.append(mark)
-        usual, counts = self.usual_backwards, self._backward_counts
-        counts[interval.backwards] += 1
-        if counts[interval.backwards] >= counts[usual]:
-            self.usual_backwards = interval.backwards
-        self.closure_steps |= interval.closure
-        if self._intervals > MIN_INTERVALS and interval.backwards != usual and not self.closure_steps:
-            reasons.append(BACKWARDS)
-        if self._other_shapes(interval.signature):
-            reasons.append(SHAPES)
+        if not {FIRST, PATTERN}.intersection(reasons):
+            # Those two hold what came before steps were known: nothing to compare with, nothing to learn from.
+            usual, counts = self.usual_backwards, self._backward_counts
+            counts[interval.backwards] += 1
+            if counts[interval.backwards] >= counts[usual]:
+                self.usual_backwards = interval.backwards
+            self.closure_steps |= interval.closure
+            if self._intervals > MIN_INTERVALS and interval.backwards != usual and not self.closure_steps:
+                reasons.append(BACKWARDS)
+            if self._other_shapes(interval.signature):
+                reasons.append(SHAPES)
         if self._disturbed:
             reasons.append(OWN)
         return reasons[0] if reasons else ""

@@ -116,6 +116,8 @@ def test_a_gan_steps_once_a_round(loop: Loop, critics: int) -> None:
     assert len(loop.events) == 4
     assert loop.watcher.pattern_length == critics + 1
     assert loop.watcher.usual_backwards == 2 * critics + 1
+    assert loop.training.fixed_shapes
+    assert loop.training.batch_size == 4
     assert {root.name for root in loop.training.roots} == {"Linear", "Linear#2"}
 
 

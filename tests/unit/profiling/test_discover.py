@@ -1,0 +1,291 @@
+"""What is found in live loops, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from advisor.profiling import discover, facts, stop
+from advisor.profiling.attach import Attached, attach_training
+from advisor.profiling.discover import Discovery, capture_next_step, inner
+from advisor.profiling.session import Session
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import StepEvent, Training
+
+Found = tuple[Training, StepWatcher, Discovery]
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Iterator[Found]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gc.collect()
+    training, watcher = attach_training(Session(mode="search", run_dir=str(tmp_path), script="x"))
+    assert Attached.discovery is not None
+    yield training, watcher, Attached.discovery
+    watcher.detach()
+    training.optimizers.clear()
+    training.roots.clear()
+    Attached.training = Attached.watcher = Attached.discovery = None
+    stop.forget()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding="same", bias=False)
+        self.conv2 = nn.Conv2d(8, 8, 3, groups=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv1(x)))  # the norm follows conv1, though it is registered after conv2
+        return self.head(self.drop(self.conv2(x)).mean((2, 3)))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, **options: object) -> None:
+    loss = nn.CrossEntropyLoss()
+    for _ in range(steps):
+        optimizer.zero_grad(**options)  # type: ignore[arg-type]
+        loss(model(torch.randn(4, 3, 8, 8)), torch.randint(0, 4, (4,))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def test_facts_of_a_model_in_training(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True), 6)
+    assert discovery.finished
+    assert [root.name for root in training.roots] == ["Net"]  # the loss owns no parameters
+    assert training.roots[0].module is model
+    told = facts.model_facts(training, discovery, watcher)
+    assert told.roots == ("Net",)
+    assert told.parameters == sum(p.numel() for p in model.parameters())
+    assert told.module_counts["Conv2d"] == 2
+    assert told.optimizers == ("SGD",)
+    assert told.optimizer_foreach is True
+    assert not told.optimizer_fused
+    assert told.zero_grad_to_none
+    assert told.grad_clipping
+    assert told.dropout
+    assert told.fixed_shapes
+    assert (told.batch_size, told.accumulation, told.backwards) == (4, 1, 1)
+    assert (told.autocast, told.parameter_dtype, told.distributed) == ("", "fp32", "")
+    first, second = told.convs
+    assert (first.module, first.kernel, first.padding, first.bias) == ("Net.conv1", (3, 3), (1, 1), False)
+    assert (first.input_shape, first.dtype, first.layout) == ((4, 3, 8, 8), "fp32", "nchw")
+    assert first.followed_by_bn
+    assert not second.followed_by_bn
+    assert second.groups == 2
+
+
+def test_gradients_that_are_zeroed_in_place_are_told(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 4, set_to_none=False)
+    assert not facts.model_facts(training, discovery, watcher).zero_grad_to_none
+
+
+def test_the_scripts_own_autocast_and_layout_are_told(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)).sum()
+        loss.backward()
+        optimizer.step()
+    told = facts.model_facts(training, discovery, watcher)
+    assert told.autocast == "bf16"
+    assert told.channels_last
+    assert {conv.dtype for conv in told.convs} == {"bf16"}
+    assert {conv.layout for conv in told.convs} == {"nhwc"}
+
+
+def test_convolutions_that_were_not_seen_go_by_registration(found: Found) -> None:
+    training, watcher, _ = found
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+    convs = facts.model_facts(training).convs  # without what the look has seen
+    assert [conv.followed_by_bn for conv in convs] == [True, False]
+    assert convs[0].layout == ""
+    assert watcher.seen == 4
+
+
+def test_the_input_pipeline_is_told(found: Found) -> None:
+    training, _, discovery = found
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(24, 3), torch.zeros(24)), batch_size=6)
+    for x, _ in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    told = facts.input_stats(training, discovery, 12.0)
+    assert (told.loader, told.batch_size, told.workers, told.next_us) == ("DataLoader", 6, 0, 12.0)
+    assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4 + 6 * 4, "fp32")
+    assert "test_discover.py:" in told.source
+    assert training.loaders == [loader]
+
+
+def test_the_next_step_is_captured_whole(found: Found) -> None:
+    training, _, _ = found
+    model = Net()
+    seen: list[tuple[torch.Tensor, ...]] = []
+    inputs: list[torch.Tensor] = []
+
+    def listener(event: StepEvent) -> None:
+        if event.index == 4:
+            assert training.roots[0].output is None
+            capture_next_step(training)
+        if event.index == 5:
+            assert not training.keep_gradients
+            root = training.roots[0]
+            assert root.output_grads[0] is not None
+            seen.append((root.args[0], root.output, root.output_grads[0]))
+
+    training.on_step.append(listener)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(7):
+        x = torch.randn(4, 3, 8, 8)
+        inputs.append(x)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    ((argument, output, grad),) = seen
+    assert argument is inputs[5]
+    assert torch.equal(grad, 2 * output)  # d(sum of squares)/d(output)
+
+
+def test_a_captured_output_used_twice_has_the_whole_gradient(found: Found) -> None:
+    training, _, _ = found
+    model = nn.Linear(3, 2)
+    grads: list[torch.Tensor] = []
+
+    def listener(event: StepEvent) -> None:
+        if event.index == 4:
+            capture_next_step(training)
+        if event.index == 5 and training.roots[0].output_grads[0] is not None:
+            grads.append(training.roots[0].output_grads[0])
+
+    training.on_step.append(listener)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        out = model(torch.randn(4, 3))
+        (out.sum() + 2 * out.sum()).backward()
+        optimizer.step()
+    assert torch.equal(grads[0], torch.full((4, 2), 3.0))
+
+
+def test_looking_changes_no_number_and_no_state(found: Found) -> None:
+    _, watcher, _ = found
+    observed = Net()
+    plain = copy.deepcopy(observed)
+    torch.manual_seed(5)
+    train(observed, torch.optim.SGD(observed.parameters(), lr=0.1), 6)
+    draw = torch.rand(3)
+    assert watcher.seen == 6
+    watcher.detach()
+    torch.manual_seed(5)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
+    assert torch.equal(draw, torch.rand(3))
+    assert all(
+        torch.equal(a, b) for a, b in zip(observed.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
+    assert not vars(observed).keys() ^ vars(plain).keys()
+    assert not observed._forward_hooks
+    assert not observed._forward_pre_hooks
+
+
+def test_roots_that_change_are_found_again(found: Found) -> None:
+    training, _, _ = found
+    first, second = nn.Linear(3, 2), nn.Conv2d(3, 2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for number in range(12):
+        out = first(torch.randn(4, 3)) if number < 6 else second(torch.randn(4, 3, 2, 2))
+        optimizer.zero_grad()
+        out.sum().backward()
+        optimizer.step()
+    assert [root.module for root in training.roots] == [second]
+
+
+def test_checkpointed_forwards_are_no_roots(found: Found) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    training, _, _ = found
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+            return out
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+    assert [root.name for root in training.roots] == ["Checkpointed"]
+    assert training.roots[0].calls == 1
+
+
+def test_a_compiled_model_is_traced_without_our_hooks(found: Found) -> None:
+    training, watcher, discovery = found
+    model = torch.compile(Net(), backend="eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 7)
+    assert watcher.patches.fault is None
+    assert watcher.seen == 7
+    assert inner(training.roots[0].module).__class__ is Net
+    assert training.roots[0].name == "Net"
+    told = facts.model_facts(training, discovery, watcher)
+    assert told.compiled
+    from torch._dynamo.utils import counters
+
+    assert counters["stats"]["unique_graphs"] <= 2  # one, and one more when sizes become symbolic: none for our wrapper
+
+
+def test_inner_sees_through_wrappers() -> None:
+    model = nn.Linear(1, 1)
+    assert inner(nn.DataParallel(model)) is model
+    assert inner(model) is model
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        (torch.zeros(3, 2), (3, 2)),
+        ([torch.zeros(3, 2), torch.zeros(3)], (3, 2)),
+        ({"id": "x", "image": torch.zeros(5, 1)}, (5, 1)),
+        ((("a", "b"), [torch.zeros(4)]), (4,)),
+        ("text", ()),
+        (torch.tensor(1.0), ()),
+    ],
+)
+def test_first_shape(batch: object, shape: tuple[int, ...]) -> None:
+    assert discover._first_shape(batch) == shape
+
+
+def test_averaged_weights_are_told_by_name() -> None:
+    model = nn.Linear(1, 1)
+    gc.collect()
+    before = facts._has_average()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    assert not before
+    assert facts._has_average()
+    del average

@@ -1,0 +1,247 @@
+"""The profile mode's phases, and what is on disk when it ends early. The loop is real; the collector is a fake."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.core import storage
+from advisor.core.trace import Trace
+from advisor.profiling import driver as module
+from advisor.profiling import stop
+from advisor.profiling.attach import Attached, attach_training
+from advisor.profiling.driver import ProfileDriver
+from advisor.profiling.records import (
+    FACTS_FILE,
+    STEPS_FILE,
+    TRACE_FILE,
+    FactsRecord,
+    StepsRecord,
+    load_trace,
+)
+from advisor.profiling.session import Session
+
+
+class FakeCollector:
+    """Notes what it is asked; `fail` names the call that raises."""
+
+    fail = ""
+    bounds: list[int]
+    started = 0
+
+    def __init__(self, *args: object, **options: object) -> None:
+        if self.fail == "init":
+            raise OSError("planted")
+
+    def start(self) -> None:
+        type(self).started += 1
+        if self.fail == "start":
+            raise OSError("planted")
+
+    def stop(self, bounds: list[int]) -> Trace:
+        if self.fail == "stop":
+            raise OSError("planted")
+        type(self).bounds = bounds
+        return Trace(device="cpu", step_bounds_ns=bounds)
+
+
+Start = Callable[..., ProfileDriver]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    torch.set_num_threads(1)
+    gc.collect()
+    fake = types.ModuleType("advisor.profiling.collector")
+    fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "advisor.profiling.collector", fake)
+    # Writing takes longer than these tiny steps: what it disturbs is another test's matter.
+    monkeypatch.setattr("advisor.profiling.steps.LISTENER_NS", 10**12)
+    made = []
+
+    def begin(**options: object) -> ProfileDriver:
+        values: dict[str, object] = {
+            "mode": "profile",
+            "run_dir": str(tmp_path),
+            "script": "x",
+            "warmup": 5,
+            "steps": 6,
+        }
+        session = Session(**{**values, **options})  # type: ignore[arg-type]
+        training, watcher = attach_training(session)
+        assert Attached.discovery is not None
+        driver = ProfileDriver(training, session, watcher, Attached.discovery)
+        training.on_step.append(driver.on_step)
+        watcher.patches.on_fault.append(driver._on_fault)
+        made.append(driver)
+        return driver
+
+    yield begin
+    for driver in made:
+        driver.watcher.detach()
+        driver._let_go()
+    Attached.training = Attached.watcher = Attached.discovery = None
+    stop.forget()
+
+
+def train(steps: int) -> int:
+    """Steps done before the script was stopped."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for done in range(steps):
+        try:
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+        except SystemExit:
+            return done
+    return steps
+
+
+def collector() -> type[FakeCollector]:
+    found: type[FakeCollector] = sys.modules["advisor.profiling.collector"].TraceCollector
+    return found
+
+
+def steps_record(folder: Path) -> StepsRecord:
+    return storage.load(folder / STEPS_FILE, StepsRecord)
+
+
+def test_the_phases_follow_each_other_and_the_script_is_stopped(start: Start, tmp_path: Path) -> None:
+    driver = start(detail_steps=2)
+    # 5 boundaries of warm-up, 6 timed, 1 that the profiler's start disturbs, 2 traced: the 14th stops the script.
+    assert train(100) == 13
+    assert driver.phase == "done"
+    record = steps_record(tmp_path)
+    assert (record.complete, record.provisional, record.kind) == (True, False, "optimizer")
+    assert (record.steps_seen, record.warmup) == (14, 5)
+    assert record.step_us is not None
+    assert record.step_us.n == len(record.losses) == len(record.loader_us) == len(record.backwards) == 6
+    assert record.first_step_us is not None
+    assert record.first_step_us > 0
+    assert len(record.traced_wall_us) == 2
+    assert record.timed is not None
+    assert record.traced is not None
+    assert record.timed.end_unix_ns <= record.traced.start_unix_ns
+    assert record.timed.end_monotonic_ns - record.timed.start_monotonic_ns == pytest.approx(
+        1e3 * sum(record.step_us.raw), rel=0.2, abs=2e6
+    )
+    assert len(load_trace(tmp_path / TRACE_FILE).step_bounds_ns) == 3
+    assert storage.load(tmp_path / FACTS_FILE, FactsRecord).model.roots == ("Linear",)
+    told = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    phases = [event["phase"] for event in told if event["event"] == "phase"]
+    assert list(dict.fromkeys(phases)) == ["warm-up", "timed", "traced", "reading the trace"]
+    assert [event["event"] for event in told][-2:] == ["measured", "stopped"]
+
+
+def test_with_keep_running_all_hooks_are_taken_back(start: Start, tmp_path: Path) -> None:
+    before = nn.Module.__call__
+    driver = start(keep_running=True)
+    assert train(40) == 40
+    assert nn.Module.__call__ is before
+    assert steps_record(tmp_path).complete
+    assert driver.training.roots == []
+
+
+@pytest.mark.parametrize("call", ["init", "start", "stop"])
+def test_a_collector_that_fails_costs_the_trace_only(start: Start, tmp_path: Path, call: str) -> None:
+    start()
+    collector().fail = call
+    assert train(100) < 100
+    record = steps_record(tmp_path)
+    assert record.complete
+    assert record.step_us is not None
+    assert any("no trace: OSError: planted" in note for note in record.notes)
+    assert not (tmp_path / TRACE_FILE).exists()
+
+
+def test_no_trace_when_none_is_wanted(start: Start, tmp_path: Path) -> None:
+    start(detail_steps=0)
+    assert train(100) == 10
+    assert collector().started == 0
+    assert steps_record(tmp_path).complete
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase", "provisional"), [(3, "warm-up", True), (8, "timed", False), (12, "traced", False)]
+)
+def test_an_early_end_leaves_what_there_is(
+    start: Start, tmp_path: Path, steps: int, phase: str, provisional: bool
+) -> None:
+    driver = start()
+    assert train(steps) == steps
+    driver.at_exit()
+    record = steps_record(tmp_path)
+    assert (record.phase, record.provisional, record.complete, record.steps_seen) == (phase, provisional, False, steps)
+    assert record.wall_us is not None
+    assert (tmp_path / FACTS_FILE).exists()
+
+
+def test_a_process_without_steps_leaves_anothers_record_alone(start: Start, tmp_path: Path) -> None:
+    (tmp_path / STEPS_FILE).write_text("another's")
+    start().at_exit()
+    assert (tmp_path / STEPS_FILE).read_text() == "another's"
+
+
+def test_a_fault_leaves_what_there_is(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = start()
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(driver, "_time", fail)
+    assert train(30) == 30
+    record = steps_record(tmp_path)
+    assert not record.complete
+    assert record.wall_us is not None
+    assert any("ZeroDivisionError: planted" in note for note in record.notes)
+
+
+def test_a_loss_that_is_not_a_number_is_written_as_none(start: Start, tmp_path: Path) -> None:
+    start()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        while True:
+            (model(torch.randn(4, 3)).sum() * float("nan")).backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        loop()
+    assert json.loads((tmp_path / STEPS_FILE).read_text())["losses"] == [None] * 6
+
+
+def test_ranks_stop_by_counting_alone(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    driver = start(deadline_unix_s=1.0)  # a clock of its own must not stop one rank before the others
+    assert not driver.records
+    assert train(100) == 5 + 6 + 1 + 3 - 1
+    assert not (tmp_path / STEPS_FILE).exists()
+    assert collector().started == 0
+
+
+def test_slow_steps_need_fewer(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WARMUP_S", 0.0)
+    monkeypatch.setattr(module, "TIMED_S", 0.0)
+    start(warmup=50, steps=50)
+    assert train(200) < 20
+    record = steps_record(tmp_path)
+    assert record.complete
+    assert record.step_us is not None
+    assert record.step_us.n >= module.MIN_TIMED
+
+
+def test_a_deadline_ends_the_measurement(start: Start, tmp_path: Path) -> None:
+    start(deadline_unix_s=1.0)
+    assert train(100) < 8
+    assert steps_record(tmp_path).wall_us is not None

@@ -1,0 +1,60 @@
+"""Ending the script: once asked, it is asked again, and at last the process is ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.profiling import stop
+from advisor.profiling.session import Session
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    stop.forget()
+    yield
+    stop.forget()
+
+
+def test_nothing_is_raised_before_a_stop() -> None:
+    stop.insist()
+    assert not stop.requested()
+
+
+def test_a_stop_is_told_once_and_raised_again(tmp_path: Path) -> None:
+    session = Session(mode="profile", run_dir=str(tmp_path), script="x")
+    with pytest.raises(stop.StopTraining) as caught:
+        stop.stop(session, "measured")
+    assert caught.value.code == 0
+    assert isinstance(caught.value, SystemExit)
+    assert stop.requested()
+    for _ in range(stop.MAX_RAISES - 1):
+        with pytest.raises(stop.StopTraining):
+            stop.insist()
+    assert (tmp_path / "progress.jsonl").read_text().count('"stopped"') == 1
+
+
+def test_a_script_that_swallows_it_for_ever_is_ended(tmp_path: Path) -> None:
+    script = f"""
+from advisor.profiling import stop
+from advisor.profiling.session import Session
+session = Session(mode="profile", run_dir={str(tmp_path)!r}, script="x")
+print("begun", end="")
+for turn in range(10):
+    try:
+        if turn == 0:
+            stop.stop(session, "measured")
+        else:
+            stop.insist()
+    except BaseException:
+        pass
+print("not ended")
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout == "begun"

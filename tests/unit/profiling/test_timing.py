@@ -1,0 +1,68 @@
+"""Step times from boundaries, and the spread of repeated values."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.profiling.timing import spread, step_times
+from advisor.profiling.training import StepEvent
+
+
+class FakeEvent:
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms, self.waited = at_ms, False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at_ms - self.at_ms
+
+
+def boundary(index: int, ms: float, reason: str = "", event: FakeEvent | None = None) -> StepEvent:
+    return StepEvent(index=index, host_ns=int(ms * 1e6), event=event, clean=not reason, reason=reason)  # type: ignore[arg-type]
+
+
+def test_only_clean_intervals_count_and_the_others_are_told_by_reason() -> None:
+    times = step_times(
+        [
+            boundary(0, 100, "first step"),
+            boundary(1, 110),
+            boundary(2, 150, "evaluation"),
+            boundary(3, 161),
+            boundary(4, 200, "evaluation"),
+            boundary(5, 230, "another batch shape"),
+        ]
+    )
+    assert times.wall_us == (10_000.0, 11_000.0)
+    assert times.step_us == times.wall_us
+    assert times.positions == (1, 3)
+    assert times.excluded == {"evaluation": 2, "another batch shape": 1}
+
+
+def test_cuda_events_stand_for_the_step_where_there_are_any() -> None:
+    events = [FakeEvent(at) for at in (0.0, 9.0, 18.5)]
+    times = step_times([boundary(i, 10.0 * i, event=event) for i, event in enumerate(events)])
+    assert times.event_us == (9_000.0, 9_500.0)
+    assert times.step_us == times.event_us
+    assert times.wall_us == (10_000.0, 10_000.0)
+    assert events[-1].waited
+
+
+def test_two_kinds_of_time_do_not_mix() -> None:
+    times = step_times([boundary(0, 0), boundary(1, 10, event=FakeEvent(1.0)), boundary(2, 20, event=FakeEvent(9.0))])
+    assert times.event_us == ()
+    assert times.step_us == (10_000.0, 10_000.0)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_no_interval_no_time(count: int) -> None:
+    assert step_times([boundary(0, 0)][:count]).wall_us == ()
+
+
+def test_spread() -> None:
+    told = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert told is not None
+    assert (told.median, told.p10, told.p90, told.n) == (3.0, 1.4, pytest.approx(4.6), 5)
+    assert told.raw == (5.0, 1.0, 3.0, 2.0, 4.0)
+    assert spread([]) is None
