@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,10 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import DramSamples, OpTable, Trace
 from advisor.profiling.records import load_trace, save_trace
 
-NUMBERS = ("start_ns", "end_ns", "thread", "correlation", "sequence", "forward_thread", "flops")
 TRACE = Trace(
     device="cuda",
     step_bounds_ns=[1, 2],
-    ops=OpTable(
-        name=["aten::conv2d", "µ"],
-        annotation=["", ""],
-        shapes=["[[1]]", ""],
-        dtypes=["", ""],
-        strides=["", ""],
-        **{key: [1, 2] for key in NUMBERS},  # type: ignore[arg-type]
-    ),
+    ops=OpTable(**{column.name: ["µ", ""] if "str" in str(column.type) else [1, 2] for column in fields(OpTable)}),  # type: ignore[arg-type]
     dram=DramSamples(start_ns=[1], end_ns=[2], read_bytes=[1.5], write_bytes=[0.0]),
     launches=3,
     notes=["a note"],
