@@ -306,14 +306,18 @@ def restore(run_dir: Path) -> tuple[str, ...]:
     """
     root = run_dir.resolve() / "files"
     entries, problems = _journal(run_dir), []
-    for entry in reversed(entries):
+    vanished: set[int] = set()
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        if entry["action"] == "created" and not os.path.lexists(entry["path"]):
+            vanished.add(index)  # a temporary file that the script made and removed: nobody's result
         try:
             _undo(root, entry)
         except OSError as error:
             problems.append(f"{entry['path']}: {error.strerror or error}")
     if entries and not problems:
         with open(root / ("restored-" + JOURNAL), "a", encoding="utf-8") as done:
-            done.writelines(json.dumps(entry) + "\n" for entry in entries)
+            done.writelines(json.dumps(entry) + "\n" for i, entry in enumerate(entries) if i not in vanished)
         (root / JOURNAL).unlink()
         shutil.rmtree(root / SEEN, ignore_errors=True)
     return tuple(problems)

@@ -1,7 +1,9 @@
 """The numeric gate: does the training step still compute what it computed, on the live model, without moving it an inch.
 
 At a step boundary each root module's latest call is replayed from saved state: same inputs, same random state, same
-output gradients; forward, backward, buffers. The plain step is replayed several times to learn its own noise (repeats;
+output gradients; forward, backward, buffers. (The output gradients have the captured ones' size and random signs: backward is
+linear in them, so any fault shows, and a net that has learnt its batch by heart, whose own gradients are all cancellation,
+is judged like any other.) The plain step is replayed several times to learn its own noise (repeats;
 inputs and weights moved by one rounding of the compute dtype; other seeds for models with dropout), then the step with the
 change. Parameters, buffers, gradients, random state and plain attributes are put back, and a fingerprint over their
 bits says so.
@@ -154,22 +156,40 @@ class Gate:
         self._hooks = []
 
     def judge(
-        self, on: Callable[[], None], off: Callable[[], None], semantics: Semantics, precision: str = "half"
+        self,
+        on: Callable[[], None],
+        off: Callable[[], None],
+        semantics: Semantics,
+        precision: str = "half",
+        computes_in: str = "fp64",
     ) -> GateResult:
-        """Compare, and leave the change on. `precision` is the class that a PRECISION change computes in: half or tf32.
+        """Compare, and leave the change on.
+
+        Args:
+            on, off: switch the change; `on` must leave the loop as it will be timed.
+            semantics: what the change promises.
+            precision: the class that a PRECISION change computes in: half or tf32.
+            computes_in: the coarsest class that the loop as it stands is known to round to inside its models (autocast
+                in a forward, kept changes): fp64, fp32, tf32 or half.
 
         Raises:
             Whatever `on` or a replay with the change on raises; everything saved is put back before.
         """
         modules = [call.root.module for call in self._calls]
         self._let_go()  # the step's graph hangs on its output; replays need the room
+        finite = all(bool(torch.isfinite(g).all()) for call in self._calls for g in call.grads if g is not None)
+        if not finite:
+            on()
+            return GateResult(Check(passed=None, detail="the plain step's gradients are NaN or infinite themselves"))
+        for call in self._calls:
+            call.grads = [None if g is None else _random_like(g) for g in call.grads]
         with _quiet(self.watcher), _Saved(modules, self.training) as saved:
             if any(_has_update_hooks(module) for module in modules):
                 on()
                 return GateResult(
                     Check(passed=None, detail="parameters update themselves in backward: no replay is possible")
                 )
-            plain = [self._plain(call, saved, semantics, precision) for call in self._calls]
+            plain = [self._plain(call, saved, semantics, precision, computes_in) for call in self._calls]
             hooks = [dict(o._optimizer_step_post_hooks) for o in self.training.optimizers]  # type: ignore[attr-defined]
             before = [_optimizer_state(o) for o in self.training.optimizers]
             on()
@@ -190,11 +210,10 @@ class Gate:
 
     # -- the plain step ---------------------------------------------------------------------------------------------
 
-    def _plain(self, call: _Call, saved: _Saved, semantics: Semantics, precision: str) -> _Plain:
-        script_class = _compute_class(self.training.device, call)
+    def _plain(self, call: _Call, saved: _Saved, semantics: Semantics, precision: str, computes_in: str) -> _Plain:
+        script_class = _coarser(_compute_class(self.training.device, call), computes_in)
         # What the candidate's own rounding would do is the yardstick for a change of precision.
-        target_class = precision if semantics is Semantics.PRECISION else script_class
-        target_class = max(target_class, script_class, key=lambda name: _EPSILON[name])
+        target_class = _coarser(precision, script_class) if semantics is Semantics.PRECISION else script_class
         base = _replay(call, saved)
         plain = _Plain(base, _replay(call, saved, rolled=True), target_class)
         if not _finite(base):
@@ -690,6 +709,10 @@ def _compute_class(device: torch.device, call: _Call) -> str:
     return "tf32" if tf32 else "fp32"
 
 
+def _coarser(one: str, other: str) -> str:
+    return max(one, other, key=lambda name: _EPSILON[name])
+
+
 def _has_update_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
@@ -711,6 +734,15 @@ def _rolled(leaf: Any) -> Any:
     with torch.no_grad():
         other = torch.roll(leaf, 1, 0) if leaf.size(0) > 1 else leaf.flip(-1)
         return torch.empty_like(leaf).copy_(other).requires_grad_(leaf.requires_grad)
+
+
+def _random_like(gradient: torch.Tensor) -> torch.Tensor:
+    """Normal random values of the same root mean square (of a mean loss's, where it is zero), the same ones each time."""
+    generator = torch.Generator().manual_seed(gradient.numel() % 2**31)
+    row = torch.randn(8191, generator=generator).to(gradient.device)
+    values = row.repeat(-(-gradient.numel() // row.numel()))[: gradient.numel()].view(gradient.shape)
+    rms = gradient.float().square().mean().sqrt().clamp_min(1.0 / max(1, gradient.numel()))
+    return torch.empty_like(gradient).copy_(values * rms)
 
 
 def _jittered(leaf: Any, amount: float, generator: torch.Generator) -> Any:

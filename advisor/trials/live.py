@@ -24,8 +24,9 @@ from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Blocks, Check, Verdict
 from advisor.profiling.aggregate import aggregate
-from advisor.profiling.attach import attach_training
+from advisor.profiling.attach import Attached, attach_training
 from advisor.profiling.collector import TraceCollector
+from advisor.profiling.discover import capture_next_step
 from advisor.profiling.facts import model_facts
 from advisor.profiling.patches import say
 from advisor.profiling.session import Session, tell
@@ -36,6 +37,7 @@ from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
 from advisor.trials import planfile, planner, records
+from advisor.trials.batches import BatchWatch
 from advisor.trials.gate import Gate
 from advisor.trials.kept import KeptChanges, Standing
 from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, Decision, decide, gain_interval, median
@@ -145,6 +147,8 @@ class SearchDriver:
         self._ends_at = math.inf
         self._routine = self._search()
         next(self._routine)
+        if watcher is not None:
+            watcher.patches.on_fault.append(self._on_fault)
         training.on_step.append(self.on_step)
 
     def on_step(self, event: StepEvent) -> None:
@@ -158,6 +162,14 @@ class SearchDriver:
             self._routine.send(event)
         except StopIteration:
             stop(self.session, "search done")
+
+    def _on_fault(self, error: BaseException) -> None:
+        """Advisor is off in this process: nothing is to be measured here any more, and the training is thrown away."""
+        with contextlib.suppress(Exception):
+            self._routine.close()
+        with contextlib.suppress(Exception):
+            self.kept.undo()
+        stop(self.session, "advisor switched itself off")
 
     # -- the search -------------------------------------------------------------------------------------------------
 
@@ -250,7 +262,7 @@ class SearchDriver:
                 resumed.steps_per_block,
             )
         self._note(current)
-        gate, switch = Gate(self.training, self.watcher), None
+        gate, switch, watch = Gate(self.training, self.watcher), None, BatchWatch(self.training)
         first_us, memory = 0.0, 0
         sites: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         checks: dict[str, Check | None] = {"effect": None, "numerics": None, "timing": None}
@@ -277,7 +289,10 @@ class SearchDriver:
         transform: Transform | None = None
         try:
             transform = self.find(candidate.transform)
+            watch.start()
             captured = yield from self._capture(gate)
+            fed = watch.fed()
+            watch.stop()
             match = transform.match(self.training, parameters)
             sites = (match.sites, match.unmatched)
             if not match.applies:
@@ -293,7 +308,9 @@ class SearchDriver:
             self._note(dataclasses.replace(current, phase="gate"))
             if captured:
                 with self._alarm():
-                    result = gate.judge(switch.on, switch.off, transform.semantics, _precision(transform))
+                    result = gate.judge(
+                        switch.on, switch.off, transform.semantics, _precision(transform), self._computes_in()
+                    )
                 numerics, first_us = result.check, result.first_us
             else:
                 numerics = Check(passed=None, detail="no model call with gradients was seen to replay")
@@ -305,8 +322,18 @@ class SearchDriver:
                 return verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
 
             self._note(dataclasses.replace(current, phase="warm-up"))
+            if fed:
+                watch.start()
             with self._alarm():
-                first_us += yield from self._settle()
+                extra_us, still_fed = yield from self._settle(watch)
+            first_us += extra_us
+            watch.stop()
+            gate.release()  # what the watched steps left
+            if fed and still_fed is False:
+                checks["numerics"] = Check(passed=False, detail="the model does not get the loader's batches any more")
+                return verdict(
+                    REVERTED, "it changes the training: the model does not get the loader's batches any more"
+                )
 
             self._note(dataclasses.replace(current, phase="effect"))
             after = (yield from self._trace()) if traced else None
@@ -335,12 +362,21 @@ class SearchDriver:
             return verdict("failed", f"{type(error).__name__}: {_first_line(error)}")
         finally:
             gate.release()
+            watch.stop()
             if switch is not None and switch.is_on and all(switch.standing is not s for s in self.kept.standing):
                 switch.off()
                 if transform is not None:
                     transform.release(self.training)
                 if self.training.device.type == "cuda":
                     torch.cuda.empty_cache()
+
+    def _computes_in(self) -> str:
+        """What the loop as it stands rounds to inside its models, as far as a look from outside cannot tell."""
+        discovery = Attached.discovery
+        if discovery is not None and discovery.seen.autocast is not None:
+            return "half"
+        kept = {_precision(s.transform) for s in self.kept.standing if s.transform.semantics is Semantics.PRECISION}
+        return "half" if "half" in kept else "tf32" if kept else "fp64"
 
     def _rivals(self, candidate: Recommendation, transform: Transform) -> list[Standing]:
         conflicts = {*candidate.conflicts, *transform.conflicts}
@@ -368,35 +404,47 @@ class SearchDriver:
                 return True
         return False
 
-    def _settle(self) -> Generator[None, StepEvent, float]:
-        """Wait until step times agree; what the steps until then took more than later ones, microseconds."""
+    def _settle(self, watch: BatchWatch) -> Generator[None, StepEvent, tuple[float, bool | None]]:
+        """Wait until step times agree.
+
+        Returns:
+            What the steps until then took more than later ones, µs, and whether `watch` saw the loader's batches arrive
+            in all of them (None: not watched, or nothing to compare).
+        """
         times: list[float] = []
+        fed: bool | None = None
         while True:
+            watching = watch.active and len(times) < MIN_SETTLE
+            if watching:
+                capture_next_step(self.training)  # a root's inputs are those of its latest captured call
             self._synchronize()
             start = time.perf_counter()
             yield
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e6)
+            if watching:
+                arrived = watch.fed()
+                fed = arrived if fed is None else fed and arrived is not False
             self._check_time()
             last = times[-3:]
             if len(times) >= MAX_SETTLE or (len(times) >= MIN_SETTLE and max(last) <= SETTLED_SPREAD * min(last)):
                 usual = stdlib_statistics.median(last)
-                return math.fsum(max(0.0, t - usual) for t in times[:-3])
+                return math.fsum(max(0.0, t - usual) for t in times[:-3]), fed
 
     def _trace(self) -> Generator[None, StepEvent, StepProfile | None]:
         """A trace of one clean step, as far as an effect check reads it; None where there is no profiler to be had."""
         plain = dataclasses.replace(self.session, counters=False)
         for _ in range(3):
             collector = TraceCollector(self.training.device, plain)
+            ends: list[int] = []
             try:
                 collector.start()
-                start = time.perf_counter_ns()
+                ends.append(time.perf_counter_ns())
                 event = yield
-                trace = collector.stop([start, event.host_ns])
-                found = aggregate(trace, Environment(device=self.training.device.type))
-            except Exception as error:
-                self._notes.append(f"no trace for effect checks ({type(error).__name__}: {_first_line(error)})")
-                return None
+                ends.append(event.host_ns)
+            finally:
+                trace = collector.stop(ends)  # also when the search is given up here: a profiler must not stay on
+            found = aggregate(trace, Environment(device=self.training.device.type))
             if found.kernels:
                 return StepProfile(
                     script=self.session.script,

@@ -48,6 +48,8 @@ class MeasureDriver:
         self._losses: list[torch.Tensor | None] = []
         self._boundaries: list[StepEvent] = []
         self._seen = 0
+        if watcher is not None:
+            watcher.patches.on_fault.append(lambda error: stop(session, "advisor switched itself off"))
         tell(session, "phase", phase="warm-up")
         training.on_step.append(self.on_step)
 
