@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,6 +25,7 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
+from advisor.transforms import tf32
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.transforms.targets import targets
@@ -168,17 +169,47 @@ class _Replay(torch.autograd.Function):
         )
 
 
-class GraphLayer:
-    """A layer for ForwardStack. `replays` counts graph replays over all signatures: the effect check reads it."""
+class GraphedForward:
+    """What stands for one inner forward: replays where a captured graph fits, else the inner forward itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module) -> None:
+        self.inner = inner
+        self.module = ref(module)
         self.captured: dict[Any, _Captured] = {}
         self.failed: dict[Any, str] = {}
+        self.calls: dict[Any, int] = {}
 
-    @property
-    def replays(self) -> int:
-        """Forward replays so far."""
-        return sum(captured.replays for captured in self.captured.values())
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        if (
+            _paused
+            or module is None
+            or kwargs
+            or not module.training
+            or not torch.is_grad_enabled()
+            or not args
+            or not all(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return self.inner(*args, **kwargs)
+        key = _signature(args)
+        captured = self.captured.get(key)
+        if captured is not None and captured.moved(module):
+            del self.captured[key]
+            captured = None
+        if captured is None:
+            calls = self.calls[key] = self.calls.get(key, 0) + 1
+            if key in self.failed or calls <= _WARM_CALLS or len(self.captured) >= _MAX_SIGNATURES:
+                return self.inner(*args)
+            try:
+                captured = self.captured[key] = _Captured(self.inner, module, args)
+            except Exception as error:
+                self.failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                return self.inner(*args)
+        if captured.busy():
+            return self.inner(*args)
+        outputs = _Replay.apply(captured, *args, *captured.parameters)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(list(outputs), captured.structure)
 
     def free(self) -> None:
         """Give the graphs' memory back. A gradient that lies in a graph's pool is moved out first."""
@@ -186,43 +217,57 @@ class GraphLayer:
             captured.keep_gradients()
         self.captured.clear()
 
+
+def _signature(args: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """What a captured graph has frozen in: inputs, and the flags by which libraries choose their kernels."""
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        tf32.settings(),
+        *((a.shape, a.dtype, a.stride(), a.requires_grad) for a in args),
+    )
+
+
+class GraphLayer:
+    """A layer for ForwardStack: one GraphedForward for each different forward below it."""
+
+    def __init__(self) -> None:
+        self.forwards: WeakSet[GraphedForward] = WeakSet()  # alive as long as the stack remembers the composition
+
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-        calls: dict[Any, int] = {}
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if (
-                kwargs
-                or not module.training
-                or not torch.is_grad_enabled()
-                or not args
-                or not all(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
-                or torch.cuda.is_current_stream_capturing()
-            ):
-                return inner(*args, **kwargs)
-            key = (
-                id(inner),
-                torch.is_autocast_enabled("cuda"),
-                *((a.shape, a.dtype, a.stride(), a.requires_grad) for a in args),
-            )
-            captured = self.captured.get(key)
-            if captured is not None and captured.moved(module):
-                del self.captured[key]
-                captured = None
-            if captured is None:
-                calls[key] = calls.get(key, 0) + 1
-                if key in self.failed or calls[key] <= _WARM_CALLS or len(self.captured) >= _MAX_SIGNATURES:
-                    return inner(*args)
-                try:
-                    captured = self.captured[key] = _Captured(inner, module, args)
-                except Exception as error:
-                    self.failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    return inner(*args)
-            if captured.busy():
-                return inner(*args)
-            outputs = _Replay.apply(captured, *args, *captured.parameters)  # type: ignore[no-untyped-call]
-            return pytree.tree_unflatten(list(outputs), captured.structure)
-
+        forward = GraphedForward(inner, module)
+        self.forwards.add(forward)
         return forward
+
+    @property
+    def replays(self) -> int:
+        """Forward replays so far."""
+        return sum(captured.replays for forward in self.forwards for captured in forward.captured.values())
+
+    @property
+    def failures(self) -> list[str]:
+        """Why captures failed."""
+        return [reason for forward in self.forwards for reason in forward.failed.values()]
+
+    def free(self) -> None:
+        """Give the memory of all graphs back."""
+        for forward in self.forwards:
+            forward.free()
+
+
+_paused = False
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Forwards run eagerly meanwhile, captured or not: a trace then shows the operators, which a replay hides."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 _layers: WeakKeyDictionary[torch.nn.Module, GraphLayer] = WeakKeyDictionary()
@@ -279,7 +324,7 @@ class CudaGraphs(Transform):
             layer = ForwardStack.of(module).get(GRAPH)
             if isinstance(layer, GraphLayer):
                 replays += layer.replays
-                failed += list(layer.failed.values())
+                failed += layer.failures
         if replays:
             return Check(passed=True, detail=f"graphs replayed {replays} times", numbers={"replays": replays})
         return Check(passed=False, detail="no graph was replayed" + (f" ({failed[0]})" if failed else ""))

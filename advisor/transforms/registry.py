@@ -40,3 +40,8 @@ def get(identifier: str) -> Transform:
     transform = getattr(import_module(f"advisor.transforms.{module}"), name)()
     assert isinstance(transform, Transform)  # a line above names a class that is none
     return transform
+
+
+def title(identifier: str, otherwise: str = "") -> str:
+    """The transform's own title; `otherwise` when there is no such transform."""
+    return get(identifier).title if identifier in TRANSFORMS else otherwise

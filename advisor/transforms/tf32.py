@@ -82,6 +82,13 @@ def _precision(operation: str) -> str:
     return str(torch._C._get_fp32_precision_getter("cuda", operation))  # type: ignore[attr-defined]
 
 
+def settings() -> tuple[object, ...]:
+    """The TF32 flags in force, whichever interface they were set by: equal tuples mean equal flags."""
+    if _new_interface():
+        return _precision("conv"), _precision("matmul")
+    return _legacy_cudnn(), _legacy_matmul()
+
+
 def _readable(read: Callable[[], _T]) -> _T | None:
     try:
         return read()

@@ -34,7 +34,7 @@ from advisor.profiling.steps import BACKWARDS, SHAPES, StepWatcher
 from advisor.profiling.stop import stop
 from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
-from advisor.transforms import registry
+from advisor.transforms import cuda_graphs, registry
 from advisor.transforms.base import Transform
 from advisor.trials import planfile, planner, records
 from advisor.trials.batches import BatchWatch
@@ -187,7 +187,12 @@ class SearchDriver:
             if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
                 late = True
                 break
-            tell(session, "trial", transform=candidate.transform, title=candidate.title)
+            tell(
+                session,
+                "trial",
+                transform=candidate.transform,
+                title=registry.title(candidate.transform, candidate.title),
+            )
             try:
                 verdict = yield from self._try(candidate)
             except _Unclean as problem:
@@ -438,10 +443,11 @@ class SearchDriver:
             collector = TraceCollector(self.training.device, plain)
             ends: list[int] = []
             try:
-                collector.start()
-                ends.append(time.perf_counter_ns())
-                event = yield
-                ends.append(event.host_ns)
+                with cuda_graphs.paused():  # the kernels of a replay belong to no operator
+                    collector.start()
+                    ends.append(time.perf_counter_ns())
+                    event = yield
+                    ends.append(event.host_ns)
             finally:
                 trace = collector.stop(ends)  # also when the search is given up here: a profiler must not stay on
             found = aggregate(trace, Environment(device=self.training.device.type))
@@ -565,7 +571,7 @@ class SearchDriver:
             status=status,
             reason=reason,
             parameters=dict(candidate.parameters),
-            title=candidate.title or (transform.title if transform is not None else ""),
+            title=transform.title if transform is not None else candidate.title,
             semantics=transform.semantics if transform is not None else candidate.semantics,
             predicted=candidate.predicted,
             **more,  # type: ignore[arg-type]
