@@ -36,7 +36,7 @@ def interleaved(
     for number in range(WARMUP_ROUNDS + rounds):
         for name, run in contenders.items():
             inputs = sets[number % len(sets)]
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = _event(), _event()
             pad.zero_()  # about 20 us of device time: the launches below queue up behind it
             begin.record()
             run(inputs)
@@ -59,3 +59,7 @@ def copy_gbps() -> float:
     sets = [(source, torch.empty_like(source))]
     found = interleaved({"copy": lambda pair: pair[1].copy_(pair[0])}, sets, rounds=15)
     return 2 * source.numel() / found["copy"].median / 1e6
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,162 @@
+"""`advisor bench models`: whole trainings, as written and after `advisor apply --auto`, beside what people tune by hand.
+
+The scripts are docs/examples, unmodified, in their setting of synthetic data on the GPU. `apply` measures plain and applied in
+fresh processes itself; the hand-tuned baselines run in fresh processes right after, in the same session of the machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from advisor import pipeline
+from advisor.bench import results
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.plan import PlanItem
+from advisor.ops import sources
+from advisor.profiling.launcher import ScriptCommand, launch
+from advisor.profiling.session import Session
+from advisor.resources import kernels_dir
+from advisor.trials import records
+
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
+    "cifar_resnet18_b128": ("cifar.py", "--device-data", "--epochs", "200"),
+    "mobilenet_v3_large_b256": ("imagenet.py", "--arch", "mobilenet_v3_large", "-b", "256", "--device-data"),
+}
+# What a knowing user writes by hand; and the same with torch.compile's one line.
+HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
+BASELINES = {"hand_tuned": HAND_TUNED, "hand_tuned_compiled": (*HAND_TUNED, "compile")}
+WARMUP, STEPS = 15, 40
+MAX_SEARCH_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """One training. Step times are medians in milliseconds of fresh processes, seconds are wall time of the whole search."""
+
+    name: str
+    script: str
+    batch: int
+    plain_ms: float
+    applied_ms: float | None
+    plain_images_per_s: float
+    applied_images_per_s: float | None
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+    kept: tuple[str, ...]
+    trials: tuple[str, ...]  # "channels_last: kept, 29–31 %"
+    losses: str
+    apply_s: float
+    hand_tuned_ms: float | None
+    hand_tuned_compiled_ms: float | None
+    kernel_sha: dict[str, str]
+    torch: str
+    date: str
+
+
+def run(*, pattern: str, json_out: Path | None, baselines: bool, say: Callable[[str], None]) -> int:
+    """Run each training, and write after each, so that an interrupted run leaves what it had.
+
+    Raises:
+        AdvisorError: without a GPU (exit code 5), without docs/examples, or when `pattern` matches nothing.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise AdvisorError("no benchmark here: no CUDA GPU", exit_code=ExitCode.GPU_REQUIRED)
+    examples = kernels_dir().parent / "docs" / "examples"
+    if not examples.is_dir():
+        raise AdvisorError("this installation has no docs/examples", fix="Run it from a checkout.")
+    chosen = {name: words for name, words in SCRIPTS.items() if pattern in name}
+    if not chosen:
+        raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(SCRIPTS))
+    target = (json_out or results.folder() / "models.json").resolve()
+    rows = [row for row in _on_file(target) if row["name"] not in chosen]
+    home = Path.cwd()
+    for name, (script, *arguments) in chosen.items():
+        words = (str(examples / script), *arguments)
+        with tempfile.TemporaryDirectory(prefix="advisor-bench-") as scratch:
+            os.chdir(scratch)
+            try:
+                row = _measure(name, words, baselines=baselines, say=say)
+            finally:
+                os.chdir(home)
+        rows.append(storage.to_plain(row))
+        results.write(target, "models", rows)
+    return ExitCode.OK
+
+
+def _on_file(path: Path) -> list[dict[str, object]]:
+    if not path.exists():
+        return []
+    rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8")).get("rows", [])
+    return rows
+
+
+def _measure(name: str, words: tuple[str, ...], *, baselines: bool, say: Callable[[str], None]) -> ModelRow:
+    import torch
+
+    found = pipeline.apply(words, auto=True, max_time_s=MAX_SEARCH_S, say=say)
+    if found.profile is None or found.log is None or found.profile.step_us is None:
+        raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
+    stack, batch = found.log.stack, found.profile.model.batch_size
+    plain_us = statistics.median(stack.plain_us) if stack and stack.plain_us else found.profile.step_us.median
+    applied_us = statistics.median(stack.stack_us) if stack and stack.stack_us else None
+    times = {
+        baseline: _fresh(words, items, found.run_dir / baseline, say)
+        for baseline, items in BASELINES.items()
+        if baselines
+    }
+    return ModelRow(
+        name=name,
+        script=" ".join((Path(words[0]).name, *words[1:])),
+        batch=batch,
+        plain_ms=plain_us / 1e3,
+        applied_ms=applied_us / 1e3 if applied_us else None,
+        plain_images_per_s=batch / plain_us * 1e6,
+        applied_images_per_s=batch / applied_us * 1e6 if applied_us else None,
+        speedup=stack.speedup if stack else None,
+        speedup_low=stack.speedup_low if stack else None,
+        speedup_high=stack.speedup_high if stack else None,
+        kept=tuple(v.transform for v in found.log.verdicts if v.status == "kept"),
+        trials=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in found.log.verdicts),
+        losses=stack.detail if stack else "",
+        apply_s=found.log.seconds,
+        hand_tuned_ms=times.get("hand_tuned"),
+        hand_tuned_compiled_ms=times.get("hand_tuned_compiled"),
+        kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
+        torch=torch.__version__,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _fresh(words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Callable[[str], None]) -> float | None:
+    """Median step in milliseconds of a fresh process with these transforms on; None when it gave no measurement."""
+    say(f"fresh run with {', '.join(items)}")
+    command = ScriptCommand.parse(words)
+    session = Session(
+        mode="measure",
+        run_dir=str(folder),
+        script=command.name,
+        argv=command.arguments,
+        warmup=WARMUP,
+        steps=STEPS,
+        kept=tuple(PlanItem(transform=item, status="kept") for item in items),
+        protect_files=True,
+    )
+    folder.mkdir(parents=True)
+    launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
+    try:
+        measured = storage.load(folder / records.MEASURE_FILE, records.Measurement)
+    except AdvisorError:
+        return None
+    return statistics.median(measured.step_us) / 1e3 if measured.step_us else None
