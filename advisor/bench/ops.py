@@ -101,26 +101,37 @@ def _measure(
     itemsize = dtype.itemsize
     weight = (torch.rand(c, device="cuda") + 0.5).requires_grad_()
     bias = torch.randn(c, device="cuda").requires_grad_()
-    buffers = torch.zeros(c, device="cuda"), torch.ones(c, device="cuda")
+
+    def running() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(c, device="cuda"), torch.ones(c, device="cuda")
 
     def tensor() -> torch.Tensor:
         return torch.randn(n, h, w, c, device="cuda").to(dtype).permute(0, 3, 1, 2)
 
     sets = [
-        {"x": tensor().requires_grad_(), "r": tensor().requires_grad_() if residual else None, "dy": tensor()}
+        {
+            "x": tensor().requires_grad_(),
+            "r": tensor().requires_grad_() if residual else None,
+            "dy": tensor(),
+            "running": running(),
+        }
         for _ in range(timing.rotation(elements * itemsize * (3 if residual else 2)))
     ]
 
     def of(function: Callable[..., torch.Tensor]) -> Callable[[dict[str, Any]], torch.Tensor]:
-        return lambda s: function(s["x"], s["r"], *buffers, weight, bias, 0.1, 1e-5, activation, 0.01)
+        return lambda s: function(s["x"], s["r"], *s["running"], weight, bias, 0.1, 1e-5, activation, 0.01)
 
     contenders = {"advisor": of(api.batchnorm_act), "eager": of(reference.batchnorm_act)}
     if compiled:
         torch._dynamo.reset()
         contenders["compile"] = of(torch.compile(reference.batchnorm_act, dynamic=False))
     forward = timing.interleaved(contenders, sets)
+    # Statistics of its own for each: autograd refuses a graph whose buffers a later forward has changed.
     graphs = {
-        name: [(run(s), [t for t in (s["x"], s["r"], weight, bias) if t is not None], s["dy"]) for s in sets]
+        name: [
+            (run({**s, "running": running()}), [t for t in (s["x"], s["r"], weight, bias) if t is not None], s["dy"])
+            for s in sets
+        ]
         for name, run in contenders.items()
     }
 

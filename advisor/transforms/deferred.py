@@ -44,8 +44,9 @@ class PinnedCopy:
         return bool(self.event.query())
 
     def value(self) -> Any:
-        """The Python number. Waits."""
-        self.event.synchronize()
+        """The Python number. Waits, if it has not arrived."""
+        if not self.event.query():
+            self.event.synchronize()
         return torch.Tensor.tolist(self.buffer)
 
 

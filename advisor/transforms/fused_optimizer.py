@@ -114,6 +114,8 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _fused_works(cls: type[Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one fused step on a throw-away parameter succeeds: support differs by class, device and torch release."""
+    if cls is torch.optim.Adagrad and device.type == "cuda":
+        return False  # the class itself refuses `fused` there (seen up to torch 2.13), whatever its kernel can do
     # The kernels themselves: a throw-away optimizer's `step` would be seen by everyone who watches optimizers.
     weight, gradient, first, second = ([torch.zeros(1, device=device, dtype=dtype)] for _ in range(4))
     step = [torch.ones((), device=device)]
