@@ -108,7 +108,7 @@ def _measure(
     def tensor() -> torch.Tensor:
         return torch.randn(n, h, w, c, device="cuda").to(dtype).permute(0, 3, 1, 2)
 
-    sets = [
+    sets: list[dict[str, Any]] = [
         {
             "x": tensor().requires_grad_(),
             "r": tensor().requires_grad_() if residual else None,
