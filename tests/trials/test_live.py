@@ -1,7 +1,7 @@
 import json
 import time
 
-from loops import candidates, find, train
+from searched_loop import candidates, find, train
 
 from advisor.core import storage
 from advisor.core.plan import PlanItem

@@ -133,7 +133,7 @@ def test_another_gpu_or_thread_count_is_another_machine(
 ) -> None:
     children += [Environment(copy_gbps=float(rate), rates_provenance="measured") for rate in (1, 2, 3)]
     seen = [environment.probe().copy_gbps]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # not what the tests themselves run with
     seen.append(environment.probe().copy_gbps)
     FakeNvml().use(monkeypatch)
     seen.append(environment.probe().copy_gbps)
