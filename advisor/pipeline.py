@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,10 @@ FINDINGS_FILE = "findings.json"
 TRIALS_FILE = "trials.json"
 PLAN_FILE = "plan.yaml"
 REPORT_FILE = "report.html"
+OUTPUT_FILE = "script-output.log"
+
+# The shortest warm-up in which a script can be understood: discovery looks at three steps, and its findings are then read.
+LEAST_WARMUP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +194,8 @@ def _profile(
     session = Session(
         mode="profile",
         run_dir=str(run_dir),
-        script=command.name,
-        argv=command.arguments,
+        script=command.words[0],
+        argv=command.words[1:],
         warmup=warmup,
         steps=steps,
         detail_steps=detail_steps,
@@ -203,12 +208,19 @@ def _profile(
     sampler.start()
     try:
         ended = launcher.launch(command, session, on_progress=_teller(say))
+        shorter = _shorter(session, ended.code)
+        if shorter is not None:
+            _restore(run_dir)
+            say("the script ended before all was measured; once more with shorter windows, its files put aside")
+            launcher.launch(command, shorter, on_progress=_teller(say), output=run_dir / OUTPUT_FILE)
     finally:
         sampler.stop()
-        if protect_files:
-            _restore(run_dir)
+        _restore(run_dir)
     say("reading the trace")
     measured = assemble(run_dir, machine, exit_code=ended.code)
+    if shorter is not None:
+        note = "the script ends early, so this was measured in a second run with shorter windows"
+        measured = replace(measured, notes=(*measured.notes, note))
     if refused:
         measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
     storage.save(run_dir / PROFILE_FILE, measured)
@@ -219,6 +231,31 @@ def _profile(
     storage.save(run_dir / FINDINGS_FILE, found)
     _write_report(run_dir, measured, found, None)
     return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=measured, findings=found)
+
+
+def _shorter(session: Session, code: int) -> Session | None:
+    """Orders for a second start whose windows fit into the steps that the first one made; None where there is no need or
+    no hope. The first has run to its own end, so what the second writes is put aside: the first's results stand.
+    """
+    from advisor.profiling.records import OWN_WORK, STEPS_FILE, StepsRecord
+
+    if code or session.keep_running or session.detail_steps < 1:
+        return None
+    try:
+        first = storage.load(session.folder / STEPS_FILE, StepsRecord)
+    except AdvisorError:
+        return None
+    if first.complete or first.traced is not None or first.kind == "none":
+        return None
+    # Not every step can be timed: epochs begin, an evaluation comes between. Reading the model's facts at the start of the
+    # timed window and starting the profiler cost two more, and those are advisor's own doing.
+    passed_over = sum(count for reason, count in first.excluded.items() if reason != OWN_WORK)
+    detail = max(1, min(session.detail_steps, first.steps_seen // 8))
+    warmup = max(LEAST_WARMUP, min(session.warmup, first.steps_seen // 4))
+    steps = min(session.steps, first.steps_seen - warmup - detail - 2 - passed_over)
+    if steps < 1:
+        return None
+    return replace(session, warmup=warmup, steps=steps, detail_steps=detail, protect_files=True)
 
 
 def _nothing_measured(measured: StepProfile, code: int) -> str:
@@ -341,6 +378,7 @@ def apply(
     if not auto and ask is None and not dry_run:
         raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
     _recover(say)
+    started = time.monotonic()
     if words:
         command = ScriptCommand.parse(words, module=module)
         run_dir = new_run_dir(command.name, out)
@@ -361,7 +399,7 @@ def apply(
         measured, found = result.profile, result.findings
     else:
         source = load_run("last")
-        command = ScriptCommand.parse((source.profile.script, *source.profile.argv), module=_is_module(source.profile))
+        command = ScriptCommand.parse((source.profile.script, *source.profile.argv))
         run_dir = new_run_dir(command.name, out)
         measured = source.profile
         found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
@@ -378,7 +416,7 @@ def apply(
         measured,
         ask=None if auto else ask,
         min_gain=min_gain,
-        max_time_s=max_time_s,
+        max_time_s=max(0.0, max_time_s - (time.monotonic() - started)),
         run_dir=run_dir,
         say=say,
     )
@@ -398,11 +436,6 @@ def _chosen(
         if name not in known and name not in skip
     ]
     return tuple(chosen)
-
-
-def _is_module(measured: StepProfile) -> bool:
-    """A run recorded with -m: its script is a module's name."""
-    return not Path(measured.script).exists() and bool(re.fullmatch(r"[A-Za-z_][\w.]*", measured.script))
 
 
 def _restore(run_dir: Path) -> None:
@@ -439,7 +472,7 @@ def run(
         plan = folder / PLAN_FILE
     loaded = planfile.read(plan)
     if not words:
-        words, module = (loaded.script, *loaded.argv), not Path(loaded.script).exists()
+        words, module = (loaded.script, *loaded.argv), False
     from advisor.profiling.launcher import ScriptCommand
 
     command = ScriptCommand.parse(words, module=module)

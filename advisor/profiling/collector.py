@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,22 @@ _DEVICE_ACTIVITIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _HOST_ACTIVITIES = frozenset({"cpu_op", "user_annotation"})
 _RUNTIME_ACTIVITIES = frozenset({"cuda_runtime", "cuda_driver"})
 _RUNTIME_NAME = re.compile(r"^cu(da)?[A-Z]\w+$")
+# Kineto reads its log level when it is set up first; above all its levels it prints nothing into the script's stderr.
+_KINETO_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 _ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg)")
+
+
+@contextlib.contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Kineto is silent if it is set up in here, unless the user has asked for its log."""
+    if _KINETO_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_KINETO_LEVEL] = _SILENT
+    try:
+        yield
+    finally:
+        os.environ.pop(_KINETO_LEVEL, None)
 
 
 class TraceCollector:
@@ -82,7 +97,8 @@ class TraceCollector:
             )
             if self._cuda:
                 torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
-            profile._prepare_trace()  # type: ignore[no-untyped-call]
+            with _quiet_kineto():
+                profile._prepare_trace()  # type: ignore[no-untyped-call]
             profile._start_trace()  # type: ignore[no-untyped-call]
         except Exception as error:
             self.notes.append(f"no trace: the profiler did not start ({type(error).__name__}: {error})")

@@ -214,7 +214,7 @@ class ProfileDriver:
         if collector is None:
             return
         if self.records:
-            tell(self.session, "phase", phase="reading the trace", done=0, total=1)
+            tell(self.session, "phase", phase="reading the trace", done=0, total=0)
         try:
             trace: Trace = collector.stop([bound.host_ns for bound in self._bounds])
             save_trace(self.session.folder / TRACE_FILE, trace)

@@ -46,17 +46,22 @@ class BrokenScript(AdvisorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
-    """What to run. `name` is the script as the user wrote it; `literal` says that `argv` is a command of the user's own
-    (torchrun, a shell script), in which some descendant trains."""
+    """What to run. `name` is the script or module as the user wrote it; `literal` says that `argv` is a command of the
+    user's own (torchrun, a shell script), in which some descendant trains."""
 
     argv: tuple[str, ...]
     name: str
     arguments: tuple[str, ...] = ()
     literal: bool = False
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What `parse` makes this command of again: a script, `-m` or a program first, then what follows it."""
+        return self.argv if self.literal else self.argv[1:]
+
     @classmethod
     def parse(cls, words: Sequence[str], module: bool = False) -> ScriptCommand:
-        """Make a command of `train.py args`, `pkg.mod args` (with `module`) or `torchrun … train.py`.
+        """Make a command of `train.py args`, `-m pkg.mod args` (or `pkg.mod args` with `module`) or `torchrun … train.py`.
 
         The script is compiled, not run, so that a broken one is told at once.
 
@@ -64,6 +69,8 @@ class ScriptCommand:
             BrokenScript: with Python's own message, for a script with a syntax error.
             AdvisorError: when there is nothing to run, or it is missing, a folder, or unreadable.
         """
+        if not module and words[:1] == ("-m",):
+            words, module = words[1:], True
         if not words:
             raise AdvisorError("no script given", expected="a Python script, -m with a module, or a command")
         first, arguments = words[0], tuple(words[1:])
@@ -75,7 +82,12 @@ class ScriptCommand:
         path = Path(first)
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise AdvisorError(f"{first} is a folder", expected="a Python script", fix=_scripts_in(path))
-        if path.suffix.lower() in (".py", ".pyw") or path.is_dir() or _is_python(path):
+        # A program of Python's (torchrun) has an interpreter of its own, so it is run as it is.
+        if (
+            path.suffix.lower() in (".py", ".pyw")
+            or path.is_dir()
+            or (_is_python(path) and shutil.which(first) is None)
+        ):
             if not path.exists():
                 raise AdvisorError(f"no script {first}", expected="a file that exists", fix=_nearest(path))
             _compile(path / "__main__.py" if path.is_dir() else path)

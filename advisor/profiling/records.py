@@ -25,6 +25,7 @@ FACTS_FILE = "facts.json"
 TRACE_FILE = "trace.json"
 
 MAX_LOSSES = 512
+OWN_WORK = "advisor's own work"  # a reason in `StepsRecord.excluded`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

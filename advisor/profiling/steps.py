@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from advisor.profiling import stop
 from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
+from advisor.profiling.records import OWN_WORK
 from advisor.profiling.session import Session
 from advisor.profiling.training import StepEvent, Training
 
@@ -44,7 +45,7 @@ LISTENER_FRAC, LISTENER_NS = 0.01, 200_000
 
 FIRST, PATTERN, EPOCH, EVALUATION = "first step", "step pattern changed", "new epoch", "evaluation"
 SKIPPED, SHAPES, BACKWARDS = "skipped by GradScaler", "another batch shape", "another number of backward passes"
-COMPILE, OWN = "compilation", "advisor's own work"
+COMPILE, OWN = "compilation", OWN_WORK
 
 
 @dataclass(slots=True, eq=False)

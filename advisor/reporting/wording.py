@@ -215,8 +215,8 @@ def step_sentence(profile: StepProfile) -> str:
 
 
 def next_apply(profile: StepProfile, command: str) -> str:
-    """The command that tries what was found, ready to be pasted. A module run is found again by its recorded run."""
-    if profile.script.endswith(".py"):
+    """The command that tries what was found, ready to be pasted. A launcher's command is found again by its recorded run."""
+    if profile.script.endswith(".py") or profile.script == "-m":
         return f"{command} apply --auto {script(profile)}"
     return f"{command} apply --auto"
 
@@ -224,9 +224,9 @@ def next_apply(profile: StepProfile, command: str) -> str:
 def next_run(trials: TrialLog, command: str, plan: str = "") -> str:
     """The command that trains with the plan: the one at the path `plan`, else the last proved one.
 
-    A module or a launcher's command is found again in the plan itself, so only a script is spelled out.
+    A launcher's command is found again in the plan itself, so only a script or a module is spelled out.
     """
     words = ["--plan", plan] if plan else []
-    if trials.script.endswith(".py"):
+    if trials.script.endswith(".py") or trials.script == "-m":
         words += [trials.script, *trials.argv]
     return f"{command} run {shlex.join(words)}".rstrip()

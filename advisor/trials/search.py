@@ -52,10 +52,12 @@ ARM_WARMUP, ARM_STEPS = 12, 30
 # ... which bounds one arm on a fast GPU at its start-up, and at 40 steps of 120 ms for a ResNet-50 in fp32.
 SEED = 20_240_229
 # Of the time allowed this share is kept for the comparison of the stack, which alone decides what the plan says.
-STACK_SHARE, STACK_LEAST_S = 0.25, 20.0
+STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
+# Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200.
+ARM_START_S = 5.0
 # A trial may take this share of the whole, and 120 s where there is less: torch.compile's first step takes 46 to 82 s for
-# ResNet-50 class models on an H200.
-TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
+# ResNet-50 class models on an H200. But never more than half of the whole.
+TRIAL_SHARE, TRIAL_LEAST_S, TRIAL_MOST_SHARE = 0.2, 120.0, 0.5
 # First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
@@ -180,7 +182,6 @@ class _Search:
             status=status,
             reason=reason,
             parameters=dict(candidate.parameters),
-            title=candidate.title,
             semantics=candidate.semantics,
             predicted=candidate.predicted,
             blocks=Blocks(off_us=current.off_us, on_us=current.on_us, steps_per_block=current.steps_per_block),
@@ -414,8 +415,8 @@ class _Search:
         session = Session(
             mode=mode,
             run_dir=str(self.run_dir),
-            script=self.command.name,
-            argv=self.command.arguments,
+            script=self.command.words[0],
+            argv=self.command.words[1:],
             protect_files=True,
             **{"warmup": WARMUP_STEPS, **orders},
         )
@@ -475,7 +476,7 @@ def apply_search(
     """
     started = time.time()
     files.hold(run_dir)
-    reserve = max(STACK_LEAST_S, STACK_SHARE * max_time_s)
+    reserve = _stack_reserve_s(profile, max_time_s)
     search = _Search(
         command=command,
         run_dir=run_dir,
@@ -483,7 +484,7 @@ def apply_search(
         say=say,
         min_gain=min_gain,
         max_pairs=max_pairs,
-        trial_timeout_s=max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s),
+        trial_timeout_s=min(max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s), max(TRIAL_MOST_SHARE * max_time_s, 1.0)),
         deadline=started + max(0.0, max_time_s - reserve),
         stack_deadline=started + max_time_s,
     )
@@ -514,8 +515,8 @@ def apply_search(
     if search.interrupted:
         search.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
     log = TrialLog(
-        script=command.name,
-        argv=command.arguments,
+        script=command.words[0],
+        argv=command.words[1:],
         verdicts=verdicts,
         stack=stack,
         files_written=files.written(run_dir),
@@ -574,8 +575,8 @@ def run_plan(
     session = Session(
         mode="run",
         run_dir=str(run_dir),
-        script=command.name,
-        argv=command.arguments,
+        script=command.words[0],
+        argv=command.words[1:],
         kept=kept,
         strict=strict,
         model_hash=plan.hashes.model,
@@ -586,6 +587,13 @@ def run_plan(
 
 # Transforms that put bundled CUDA sources in place: their proof is of those sources.
 _OWN_KERNELS = frozenset({"fused_bn_act"})
+
+
+def _stack_reserve_s(profile: StepProfile | None, max_time_s: float) -> float:
+    """What the comparison of the stack needs: its fresh runs at the plain script's step time, up to half of the whole."""
+    step = profile.wall_us or profile.step_us if profile is not None else None
+    runs_s = len(STACK_RUNS) * (ARM_START_S + (ARM_WARMUP + ARM_STEPS) * step.median / 1e6) if step is not None else 0.0
+    return max(STACK_LEAST_S, STACK_SHARE * max_time_s, min(runs_s, STACK_MOST_SHARE * max_time_s))
 
 
 def _not_tried(candidate: Recommendation, trial_timeout_s: float) -> str:
@@ -616,7 +624,6 @@ def _skipped(candidate: Recommendation, reason: str) -> Verdict:
         status="skipped",
         reason=reason,
         parameters=dict(candidate.parameters),
-        title=candidate.title,
         semantics=candidate.semantics,
         predicted=candidate.predicted,
     )
@@ -636,8 +643,8 @@ def _plan(command: ScriptCommand, log: TrialLog, profile: StepProfile | None, mo
         speedup = f"{stack.speedup:.2f}× ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
     ordered = sorted(log.verdicts, key=lambda v: v.status != KEPT)
     return Plan(
-        script=command.name,
-        argv=command.arguments,
+        script=command.words[0],
+        argv=command.words[1:],
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         items=tuple(
             PlanItem(

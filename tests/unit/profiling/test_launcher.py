@@ -43,6 +43,22 @@ def test_a_command_is_run_as_given(here: Path) -> None:
     assert command.name == "train.py"
 
 
+def test_a_program_of_pythons_keeps_its_own_interpreter(here: Path) -> None:
+    (here / "launcher").write_text("#!/some/other/python\n")
+    (here / "launcher").chmod(0o755)
+    command = ScriptCommand.parse(["./launcher", "train.py", "--lr", "1"])
+    assert command.argv == ("./launcher", "train.py", "--lr", "1")
+    assert (command.literal, command.name) == (True, "train.py")
+
+
+@pytest.mark.parametrize("words", [("train.py", "--lr", "1"), ("-m", "train", "-m"), ("sh", "x.sh", "train.py")])
+def test_the_recorded_words_make_the_same_command(here: Path, words: tuple[str, ...]) -> None:
+    (here / "train.py").write_text("x = 1")
+    command = ScriptCommand.parse(words)
+    assert command.words == words
+    assert ScriptCommand.parse(command.words) == command
+
+
 def test_a_script_without_suffix_is_known_by_its_first_line(here: Path) -> None:
     (here / "train").write_text("#!/usr/bin/env python3\nprint(1)\n")
     assert ScriptCommand.parse(["./train"]).argv == (sys.executable, "./train")
