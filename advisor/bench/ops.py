@@ -47,6 +47,8 @@ class OpRow:
     spread: float
     eager_spread: float
     n: int
+    advisor_host_us: float  # host time of the call itself
+    eager_host_us: float
     error: float
     baseline_error: float
     kernel_sha: str
@@ -142,7 +144,9 @@ def _measure(
 
         return run
 
-    backward = timing.interleaved({name: backward_of(name) for name in contenders}, range(len(sets)))
+    backwards = {name: backward_of(name) for name in contenders}
+    backward = timing.interleaved(backwards, range(len(sets)))
+    hosts = timing.host(contenders, sets), timing.host(backwards, range(len(sets)))
     small = (min(n, 8), c, h, w)
     mine = verify.errors(small, dtype, activation, residual, seed=1)
     theirs = verify.errors(small, dtype, activation, residual, seed=1, function=reference.batchnorm_act)
@@ -162,14 +166,16 @@ def _measure(
             spread=(found["advisor"].p90 - found["advisor"].p10) / found["advisor"].median,
             eager_spread=(found["eager"].p90 - found["eager"].p10) / found["eager"].median,
             n=found["advisor"].n,
+            advisor_host_us=host["advisor"],
+            eager_host_us=host["eager"],
             error=mine[key],
             baseline_error=theirs[key],
             kernel_sha=sources.sha256(source),
             torch=torch.__version__,
             date=made,
         )
-        for kind, found, limit, key, source in (
-            ("forward", forward, limits[0], "output", spec.FORWARD),
-            ("backward", backward, limits[1], "gradient", spec.BACKWARD),
+        for kind, found, limit, key, source, host in (
+            ("forward", forward, limits[0], "output", spec.FORWARD, hosts[0]),
+            ("backward", backward, limits[1], "gradient", spec.BACKWARD, hosts[1]),
         )
     ]

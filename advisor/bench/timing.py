@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,9 @@ Inputs = TypeVar("Inputs")
 # Enough rounds for a median that two runs agree on within a per cent on an idle H200, in about 50 ms a contender and shape.
 ROUNDS = 25
 WARMUP_ROUNDS = 3
+PAD_BYTES = (
+    4 << 30
+)  # about a millisecond of writes; a forward or backward of one operation is launched in a third of that
 
 
 def rotation(nbytes: int) -> int:
@@ -28,16 +32,16 @@ def interleaved(
 ) -> dict[str, Spread]:
     """Time each contender `rounds` times in milliseconds, one after the other within a round.
 
-    The GPU is kept busy ahead of each timed call, so that host time between launches is not measured where the device
-    would hide it; a contender whose launches cannot keep up with the device still shows it.
+    The GPU is kept busy ahead of each timed call for longer than the host needs to launch it, so that this is device time.
+    What the launches cost the host is a second number: `host`.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    pad = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    pad = torch.empty(PAD_BYTES, dtype=torch.uint8, device="cuda")
     for number in range(WARMUP_ROUNDS + rounds):
         for name, run in contenders.items():
             inputs = sets[number % len(sets)]
             begin, end = _event(), _event()
-            pad.zero_()  # about 20 us of device time: the launches below queue up behind it
+            pad.zero_()  # the launches below queue up behind it, and it drives everything out of L2
             begin.record()
             run(inputs)
             end.record()
@@ -45,6 +49,20 @@ def interleaved(
             if number >= WARMUP_ROUNDS:
                 times[name].append(begin.elapsed_time(end))
     return {name: spread(values) for name, values in times.items()}
+
+
+def host(contenders: Mapping[str, Callable[[Inputs], object]], sets: Sequence[Inputs]) -> dict[str, float]:
+    """Host microseconds that a call takes until it returns, the median of calls that never wait for the device."""
+    found: dict[str, float] = {}
+    for name, run in contenders.items():
+        times = []
+        for number in range(ROUNDS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run(sets[number % len(sets)])
+            times.append((time.perf_counter() - begin) * 1e6)
+        found[name] = statistics.median(times)
+    return found
 
 
 def spread(values: Sequence[float]) -> Spread:
