@@ -176,11 +176,14 @@ class _Reader:
             values["parameters"] = {
                 name: self.text(value, f"parameter {name!r} of {what}") for name, value in pairs.items()
             }
-        return PlanItem(
-            transform=self.choice(found["transform"], f"transform of {what}", tuple(TRANSFORMS)),
-            status=self.choice(found["status"], f"status of {what}", STATUSES),
-            **values,
+        status = self.choice(found["status"], f"status of {what}", STATUSES)
+        # What is only on record may be advice that no transform stands for.
+        transform = (
+            self.choice(found["transform"], f"transform of {what}", tuple(TRANSFORMS))
+            if status == "kept"
+            else self.text(found["transform"], f"transform of {what}")
         )
+        return PlanItem(transform=transform, status=status, **values)
 
 
 def script_hash(path: Path) -> str:

@@ -1,0 +1,62 @@
+import math
+import random
+
+import pytest
+
+from advisor.trials import losses
+
+
+def curve(seed=0, steps=42, start=2.3, fall=0.01, noise=0.01):
+    r = random.Random(seed)
+    return [start - fall * i + r.gauss(0, noise) for i in range(steps)]
+
+
+def test_the_same_training_with_other_rounding_passes():
+    assert losses.compare([curve(1), curve(2)], [curve(3), curve(4)]).passed is True
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_nan_fails_and_all_nan_fails(bad):
+    one = curve(3)
+    one[20] = bad
+    assert losses.compare([curve(1)], [one]).passed is False
+    assert losses.compare([curve(1)], [[bad] * 42]).passed is False
+
+
+def test_no_losses_with_the_changes_fails():
+    assert losses.compare([curve(1)], []).passed is False
+    assert losses.compare([curve(1)], [[]]).passed is False
+    assert losses.compare([curve(1)], [curve(2), []]).passed is False
+
+
+def test_too_few_steps_fail():
+    check = losses.compare([curve(1)], [curve(2, steps=losses.LEAST - 1)])
+    assert check.passed is False
+    assert "only 9" in check.detail
+
+
+def test_a_script_without_losses_cannot_be_compared():
+    assert losses.compare([], [curve(1)]).passed is None
+    assert losses.compare([()], [curve(1)]).passed is None
+
+
+def test_a_plain_script_that_diverges_is_no_measure():
+    assert losses.compare([[*curve(1)[:20], math.nan]], [curve(2)]).passed is None
+
+
+def test_a_training_that_stands_still_or_blows_up_fails():
+    falling = curve(1, fall=0.03)
+    assert losses.compare([falling], [[2.3] * 42]).passed is False
+    assert losses.compare([falling], [[2.3 + 0.05 * i for i in range(42)]]).passed is False
+
+
+def test_plain_runs_that_differ_widen_the_envelope():
+    apart = [curve(1, start=2.0, fall=0.0), curve(2, start=2.6, fall=0.0)]
+    assert losses.compare(apart, [curve(3, start=3.0, fall=0.0)]).passed is True
+    assert losses.compare(apart[:1], [curve(3, start=3.0, fall=0.0)]).passed is False
+
+
+def test_precision_changes_get_more_room():
+    stack = [curve(2, start=2.3 * 1.12, fall=0.0)]
+    assert losses.compare([curve(1, fall=0.0)], stack).passed is False
+    assert losses.compare([curve(1, fall=0.0)], stack, precision=True).passed is True

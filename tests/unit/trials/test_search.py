@@ -1,0 +1,469 @@
+"""The supervisor's side, with children that are told what to leave in the run folder."""
+
+import dataclasses
+import random
+import signal
+import time
+
+import pytest
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError
+from advisor.core.findings import Interval, Recommendation, Semantics
+from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.verdict import TrialLog, Verdict
+from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.trials import files, planfile, records, search
+
+
+def candidate(name, **more):
+    return Recommendation(transform=name, title=f"title of {name}", predicted=Interval(low=0.1, high=0.2), **more)
+
+
+class Script:
+    """Stands for the launcher and the script: `search` and `measure` decide what each child does."""
+
+    def __init__(self, run_dir):
+        self.run_dir, self.launches = run_dir, []
+        self.verdicts = {}  # transform → status, or a callable(session) → Exit
+        self.step_us = {(): 1000.0}  # kept transforms → step time
+        self.restart_only = set()
+        self.loss = lambda kept, step: 2.0 - 0.01 * step
+        self.steps_a_life = None  # candidates a child gets through before the script ends by itself
+        self.stops = Exit(code=0, stopped_by_advisor=True)
+
+    def __call__(self, command, session, *, on_progress=None, timeout_s=None, environment=None, output=None):
+        self.launches.append(session)
+        assert session.protect_files
+        assert environment["WANDB_MODE"] == "offline"
+        return self.search(session) if session.mode == "search" else self.measure(session)
+
+    def search(self, session):
+        for done, item in enumerate(session.candidates):
+            if done == self.steps_a_life:
+                return Exit(code=0)
+            storage.save(
+                self.run_dir / "trials" / "current.json", records.InTrial(transform=item.transform, phase="gate")
+            )
+            if item.transform in self.restart_only:
+                storage.save(self.run_dir / records.SEARCH_FILE, records.SearchRecord(restart=item.transform))
+                return self.stops
+            outcome = self.verdicts[item.transform]
+            if callable(outcome):
+                return outcome(session)
+            records.save_verdict(
+                self.run_dir,
+                Verdict(transform=item.transform, status=outcome, reason="as told", semantics=item.semantics),
+            )
+            records.clear_current(self.run_dir)
+        storage.save(self.run_dir / records.SEARCH_FILE, records.SearchRecord(complete=True, model_hash="m0"))
+        return self.stops
+
+    def measure(self, session):
+        names = tuple(item.transform for item in session.kept)
+        r = random.Random(len(self.launches))
+        base = self.step_us.get(names, self.step_us[()])
+        if base is None:
+            return Exit(code=1)
+        steps = tuple(base * (1 + r.gauss(0, 0.01)) for _ in range(30))
+        storage.save(
+            self.run_dir / records.MEASURE_FILE,
+            records.Measurement(
+                step_us=steps,
+                span_us=sum(steps) / 30,
+                losses=tuple(self.loss(names, i) for i in range(42)),
+                batch_size=32,
+                applied=names,
+                complete=True,
+            ),
+        )
+        return self.stops
+
+
+@pytest.fixture
+def script(tmp_path):
+    return Script(tmp_path)
+
+
+COMMAND = ScriptCommand(argv=("python", "train.py"), name="train.py", arguments=("--lr", "0.1"))
+
+
+def apply(script, *names, **more):
+    items = [n if isinstance(n, Recommendation) else candidate(n) for n in names]
+    said = []
+    log, plan, code = search.apply_search(
+        COMMAND, items, None, run_dir=script.run_dir, say=said.append, launch=script, **more
+    )
+    assert storage.load(script.run_dir / "trials.json", TrialLog) == log
+    assert planfile.read(script.run_dir / "plan.yaml") == plan
+    return log, plan, code, {v.transform: v for v in log.verdicts}
+
+
+def test_what_is_kept_goes_into_the_plan_with_its_speedup(script):
+    script.verdicts = {"tf32": "kept", "channels_last": "reverted", "compile": "kept"}
+    script.step_us[("tf32", "compile")] = 500.0
+    log, plan, code, _ = apply(script, "compile", "tf32", "channels_last")
+    assert code == 0
+    assert [(i.transform, i.status) for i in plan.items] == [
+        ("tf32", "kept"),
+        ("compile", "kept"),
+        ("channels_last", "reverted"),
+    ]
+    assert log.stack.passed
+    assert 1.9 < log.stack.speedup_low < log.stack.speedup < log.stack.speedup_high < 2.1
+    assert log.stack.samples_per_s_stack == pytest.approx(64_000, rel=0.02)
+    assert plan.speedup.startswith("2.0")
+    assert plan.hashes.model == "m0"
+    arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
+    assert arms == [(), ("tf32", "compile"), ("tf32", "compile"), ()]
+    assert len({s.seed for s in script.launches if s.mode == "measure"}) == 1
+    assert log.complete
+
+
+def test_nothing_to_do_is_a_good_answer(script):
+    log, plan, code, _ = apply(script)
+    assert (code, log.verdicts, log.stack, plan.items) == (0, (), None, ())
+    script.verdicts = {"tf32": "reverted", "compile": "not applicable"}
+    assert apply(script, "tf32", "compile")[2] == 0
+
+
+def test_only_inconclusive_trials_say_so_in_the_exit_code(script):
+    script.verdicts = {"tf32": "inconclusive"}
+    assert apply(script, "tf32")[2] == 4
+
+
+def test_a_script_that_ends_too_early_is_started_again_with_what_is_left(script):
+    script.verdicts = {"tf32": "kept", "channels_last": "reverted", "compile": "reverted"}
+    script.steps_a_life = 1
+    script.step_us[("tf32",)] = 700.0
+    _, _, _, verdicts = apply(script, *script.verdicts)
+    assert {n: v.status for n, v in verdicts.items()} == script.verdicts
+    searches = [s for s in script.launches if s.mode == "search"]
+    assert [len(s.candidates) for s in searches] == [3, 2, 1]
+    assert [i.transform for i in searches[1].kept] == ["tf32"]
+
+
+def test_a_script_too_short_for_any_trial_comes_to_an_end(script):
+    script.verdicts = {"tf32": "kept"}
+    script.steps_a_life = 0
+    _, _, code, verdicts = apply(script, "tf32", "compile")
+    assert code == 4
+    assert verdicts["tf32"].status == "inconclusive"
+    assert "more steps" in verdicts["tf32"].reason
+    assert len(script.launches) < 8
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (Exit(code=1), "the script failed in its gate: RuntimeError: boom"),
+        (Exit(code=137, signal=int(signal.SIGKILL)), "out of memory"),
+        (Exit(code=139, signal=int(signal.SIGSEGV)), "signal 11"),
+        (Exit(code=142, signal=int(signal.SIGALRM)), "did not end within"),
+        (Exit(code=143, timed_out=True), "did not end within"),
+    ],
+)
+def test_a_crash_is_blamed_on_the_candidate_and_the_search_goes_on(script, ended, told):
+    (script.run_dir / search.OUTPUT_FILE).write_text("Traceback\nRuntimeError: boom\n\n")
+    script.verdicts = {"tf32": lambda session: ended, "compile": "reverted"}
+    _, _, code, verdicts = apply(script, "tf32", "compile")
+    assert verdicts["tf32"].status == "failed"
+    assert told in verdicts["tf32"].reason
+    assert verdicts["tf32"].predicted is not None
+    assert verdicts["compile"].status == "reverted"
+    assert code == 0
+
+
+def test_a_script_that_fails_by_itself_is_not_started_for_ever(script):
+    script.verdicts = dict.fromkeys("abcdefgh", lambda session: Exit(code=1))
+    log, _, code, verdicts = apply(script, *"abcdefgh")
+    assert len(script.launches) == search.CRASHES
+    assert code == 4
+    assert not log.complete
+    assert verdicts["h"].status == "skipped"
+    assert any("in a row" in note for note in log.notes)
+
+
+def test_a_failure_outside_any_trial_ends_the_search(script):
+    def fails(session):
+        records.clear_current(script.run_dir)
+        return Exit(code=3)
+
+    script.verdicts = {"tf32": fails}
+    log, _, code, verdicts = apply(script, "tf32")
+    assert (code, verdicts["tf32"].status, len(script.launches)) == (4, "skipped", 1)
+    assert "exit code 3" in log.notes[0]
+
+
+def test_a_fault_of_our_own_costs_one_candidate(script):
+    inner = script.__call__
+    script.verdicts = {"tf32": lambda session: Exit(code=0, stopped_by_advisor=True), "compile": "reverted"}
+
+    def launch(command, session, *, on_progress, **more):
+        if session.candidates[0].transform == "tf32":
+            on_progress({"event": "fault", "error": "KeyError: 1"})
+        return inner(command, session, **more)
+
+    log, _, _ = search.apply_search(
+        COMMAND,
+        [candidate("tf32"), candidate("compile")],
+        None,
+        run_dir=script.run_dir,
+        say=lambda text: None,
+        launch=launch,
+    )
+    assert [(v.transform, v.status) for v in log.verdicts] == [("tf32", "failed"), ("compile", "reverted")]
+    assert "KeyError" in log.verdicts[0].reason
+
+
+# -- the stack ------------------------------------------------------------------------------------------------------
+
+
+def test_a_combination_that_loses_falls_back_to_its_best_part(script):
+    script.verdicts = {"tf32": "kept", "channels_last": "kept"}
+    script.step_us |= {("tf32",): 600.0, ("tf32", "channels_last"): 1100.0}
+    log, plan, code, verdicts = apply(script, "tf32", "channels_last")
+    assert code == 0
+    assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32"]
+    assert verdicts["channels_last"].status == "reverted"
+    assert "did not hold in fresh runs" in verdicts["channels_last"].reason
+    assert log.stack.passed
+
+
+def test_nothing_is_kept_when_no_part_holds(script):
+    script.verdicts = {"tf32": "kept", "channels_last": "kept"}
+    script.step_us |= {("tf32",): 1200.0, ("tf32", "channels_last"): 1100.0}
+    log, plan, code, verdicts = apply(script, "tf32", "channels_last")
+    assert not [i for i in plan.items if i.status == "kept"]
+    assert {v.status for v in verdicts.values()} == {"reverted"}
+    assert log.stack.passed is False
+    assert plan.speedup == ""
+    assert code == 0
+
+
+def test_a_stack_that_trains_otherwise_is_not_kept(script):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us[("tf32",)] = 500.0
+    script.loss = lambda kept, step: float("nan") if kept and step > 20 else 2.0 - 0.01 * step
+    log, plan, _, verdicts = apply(script, "tf32")
+    assert verdicts["tf32"].status == "reverted"
+    assert "NaN" in verdicts["tf32"].reason
+    assert log.stack.passed is False
+    assert plan.speedup == ""
+
+
+def test_a_stack_that_crashes_is_not_kept(script):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us[("tf32",)] = None
+    _, plan, _, verdicts = apply(script, "tf32")
+    assert verdicts["tf32"].status == "reverted"
+    assert "no measurement" in verdicts["tf32"].reason
+    assert plan.items[0].status == "reverted"
+
+
+def test_a_gain_within_the_noise_of_fresh_runs_is_left_open(script):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us[("tf32",)] = 998.0
+    _, plan, code, verdicts = apply(script, "tf32")
+    assert verdicts["tf32"].status in ("inconclusive", "reverted")
+    assert plan.items[0].status != "kept"
+    assert code in (0, 4)
+
+
+def test_what_a_fresh_run_cannot_apply_is_not_kept(script):
+    script.verdicts = {"tf32": "kept", "compile": "kept"}
+    script.step_us |= {("tf32",): 500.0, ("tf32", "compile"): 500.0}
+    inner = script.measure
+
+    def measure(session):
+        ended = inner(session)
+        found = storage.load(script.run_dir / records.MEASURE_FILE, records.Measurement)
+        if any(i.transform == "compile" for i in session.kept):
+            found = dataclasses.replace(found, left_out={"compile": "no module was seen"})
+            storage.save(script.run_dir / records.MEASURE_FILE, found)
+        return ended
+
+    script.measure = measure
+    _, plan, _, verdicts = apply(script, "tf32", "compile")
+    assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32"]
+    assert "no module was seen" in verdicts["compile"].reason
+
+
+# -- fresh pairs ----------------------------------------------------------------------------------------------------
+
+
+def test_restart_only_changes_are_tried_in_pairs_of_fresh_processes(script):
+    script.restart_only = {"loader_workers"}
+    script.verdicts = {"tf32": "kept"}
+    script.step_us |= {("loader_workers",): 400.0, ("loader_workers", "tf32"): 300.0}
+    _, plan, code, verdicts = apply(script, "tf32", "loader_workers")
+    verdict = verdicts["loader_workers"]
+    assert (code, verdict.status) == (0, "kept")
+    assert verdict.gain.low > 0.5
+    assert len(verdict.blocks.off_us) == 3
+    assert verdict.numerics.passed
+    assert [i.transform for i in plan.items] == ["loader_workers", "tf32"]
+    order = [len(s.kept) for s in script.launches if s.mode == "measure"][:6]
+    assert order == [0, 1, 1, 0, 0, 1]
+    assert [i.transform for i in [s for s in script.launches if s.mode == "search"][-1].kept] == ["loader_workers"]
+
+
+def test_a_restart_only_loser_costs_two_pairs(script):
+    script.restart_only = {"loader_workers"}
+    script.step_us[("loader_workers",)] = 1300.0
+    _, _, code, verdicts = apply(script, "loader_workers")
+    assert (code, verdicts["loader_workers"].status) == (0, "reverted")
+    assert len([s for s in script.launches if s.mode == "measure"]) == 4
+
+
+def test_a_restart_only_change_that_fails_or_trains_otherwise(script):
+    script.restart_only = {"loader_workers"}
+    script.step_us[("loader_workers",)] = None
+    assert apply(script, "loader_workers")[3]["loader_workers"].status == "failed"
+    other = Script(script.run_dir / "b")
+    other.run_dir.mkdir()
+    other.restart_only = {"loader_workers"}
+    other.step_us[("loader_workers",)] = 400.0
+    other.loss = lambda kept, step: 9.0 if kept else 2.0
+    verdict = apply(other, "loader_workers")[3]["loader_workers"]
+    assert verdict.status == "reverted"
+    assert "changes the training" in verdict.reason
+
+
+# -- asking, time, interruption -------------------------------------------------------------------------------------
+
+
+def test_asked_item_by_item(script):
+    script.verdicts = {"tf32": "reverted"}
+    _, _, _, verdicts = apply(script, "tf32", "compile", ask=lambda r: r.transform == "tf32")
+    assert verdicts["tf32"].status == "reverted"
+    assert (verdicts["compile"].status, verdicts["compile"].reason) == ("skipped", "not wanted")
+
+
+def test_recipes_and_long_first_steps_are_not_tried(script):
+    script.verdicts = {}
+    recipe = candidate("batch_size", semantics=Semantics.TRAINING)
+    _, _, code, verdicts = apply(script, recipe, "compile_max_autotune")
+    assert code == 0
+    assert "recipe" in verdicts["batch_size"].reason
+    assert "--max-time 20m" in verdicts["compile_max_autotune"].reason
+    assert script.launches == []
+    script.verdicts = {"compile_max_autotune": "reverted"}
+    (script.run_dir / "long").mkdir()
+    script.run_dir = script.run_dir / "long"
+    assert apply(script, "compile_max_autotune", max_time_s=1200.0)[3]["compile_max_autotune"].status == "reverted"
+
+
+def test_out_of_time(script):
+    def slow(session):
+        assert session.deadline_unix_s <= time.time() + 10
+        storage.save(script.run_dir / records.SEARCH_FILE, records.SearchRecord(out_of_time=True))
+        records.clear_current(script.run_dir)
+        return script.stops
+
+    script.verdicts = {"tf32": slow}
+    log, _, code, verdicts = apply(script, "tf32", "compile", max_time_s=25.0)
+    assert {v.reason for v in verdicts.values()} == {"out of time"}
+    assert code == 4
+    assert not log.complete
+
+
+def test_ctrl_c_writes_what_is_proved_so_far(script):
+    script.verdicts = {"tf32": "kept", "compile": lambda session: Exit(code=130, signal=int(signal.SIGINT))}
+    log, plan, code, verdicts = apply(script, "tf32", "compile")
+    assert verdicts["tf32"].status == "kept"
+    assert (verdicts["compile"].status, verdicts["compile"].reason) == ("skipped", "interrupted")
+    assert code == 4
+    assert not log.complete
+    assert plan.speedup == ""
+    assert not [s for s in script.launches if s.mode == "measure"]
+
+    def interrupted(*args, **more):
+        raise KeyboardInterrupt
+
+    (script.run_dir / "again").mkdir()
+    log, _, code = search.apply_search(
+        COMMAND, [candidate("tf32")], None, run_dir=script.run_dir / "again", say=print, launch=interrupted
+    )
+    assert (log.verdicts[0].status, code) == ("skipped", 4)
+
+
+def test_the_users_files_are_put_back_after_every_child(script, tmp_path_factory):
+    users = tmp_path_factory.mktemp("user") / "best.pt"
+    users.write_text("mine")
+    inner = script.search
+
+    def overwrites(session):
+        guard = files.Guard(script.run_dir)
+        users.write_text("theirs")
+        guard.stop()
+        return inner(session)
+
+    script.search = overwrites
+    script.verdicts = {"tf32": "reverted"}
+    log = apply(script, "tf32")[0]
+    assert users.read_text() == "mine"
+    assert log.files_written == (str(users.resolve()),)
+
+
+# -- run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """This machine, and a plan that was proved on it."""
+    text = "NVIDIA H200 sm_90 torch 2.11"
+    monkeypatch.setattr(search, "_environment_text", lambda: text)
+    monkeypatch.setattr(planfile, "kernels_hash", lambda: "k0")
+    trained = tmp_path / "train.py"
+    trained.write_text("pass")
+    items = (
+        PlanItem(transform="tf32", status="kept"),
+        PlanItem(transform="fused_bn_act", status="kept"),
+        PlanItem(transform="compile", status="reverted"),
+    )
+    hashes = PlanHashes(script=planfile.script_hash(trained), model="m0", environment=text, kernels="k0")
+    plan = Plan(script=str(trained), argv=(), created="now", items=items, hashes=hashes)
+    return ScriptCommand(argv=("python", str(trained)), name=str(trained)), plan
+
+
+def run_plan(command, plan, tmp_path, *, code=0, **more):
+    sessions, said = [], []
+
+    def launch(command, session):
+        sessions.append(session)
+        return Exit(code=code)
+
+    (tmp_path / "run").mkdir(exist_ok=True)
+    ended = search.run_plan(
+        command, tmp_path / "plan.yaml", plan, run_dir=tmp_path / "run", say=said.append, launch=launch, **more
+    )
+    return ended, sessions[0], said
+
+
+def test_a_plan_that_fits_is_handed_to_the_script(machine, tmp_path):
+    ended, session, said = run_plan(*machine, tmp_path, code=7)
+    assert ended == 7
+    assert [i.transform for i in session.kept] == ["tf32", "fused_bn_act"]
+    assert (session.mode, session.model_hash, session.protect_files) == ("run", "m0", False)
+    assert said == []
+
+
+def test_what_changed_is_named_and_its_items_fall_back(machine, tmp_path):
+    command, plan = machine
+    elsewhere = dataclasses.replace(
+        plan, hashes=dataclasses.replace(plan.hashes, environment="NVIDIA A100 sm_80 torch 2.9")
+    )
+    _, session, said = run_plan(command, elsewhere, tmp_path)
+    assert session.kept == ()
+    assert "A100" in said[0]
+    kernels = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, kernels="old"))
+    _, session, said = run_plan(command, kernels, tmp_path)
+    assert [i.transform for i in session.kept] == ["tf32"]
+    assert any("fused_bn_act" in text for text in said)
+    edited = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, script="0" * 64))
+    _, session, said = run_plan(command, edited, tmp_path)
+    assert len(session.kept) == 2
+    assert "script" in said[0]
+    with pytest.raises(AdvisorError, match="script's text has changed"):
+        run_plan(command, edited, tmp_path, strict=True)
