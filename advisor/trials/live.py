@@ -40,7 +40,18 @@ from advisor.trials import planfile, planner, records
 from advisor.trials.batches import BatchWatch
 from advisor.trials.gate import Gate
 from advisor.trials.kept import KeptChanges, Standing
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, Decision, decide, gain_interval, median
+from advisor.trials.statistics import (
+    INCONCLUSIVE,
+    KEPT,
+    MORE,
+    REVERTED,
+    STAGES,
+    Decision,
+    bursty,
+    decide,
+    gain_interval,
+    median,
+)
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15
@@ -112,19 +123,62 @@ class _Switch:
 
 
 @dataclass(slots=True)
-class _Times:
-    """Block medians of a trial so far; on a GPU also the wall time of the same blocks, synchronised at both ends."""
+class _Arm:
+    """Blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends."""
 
-    off: list[float] = field(default_factory=list)
-    on: list[float] = field(default_factory=list)
-    off_wall: list[float] = field(default_factory=list)
-    on_wall: list[float] = field(default_factory=list)
+    medians: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    walls: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Times:
+    """All blocks of a trial so far."""
+
+    off: _Arm = field(default_factory=_Arm)
+    on: _Arm = field(default_factory=_Arm)
     steps: int = 0
     dropped: int = 0
+    bursty: int = 0  # blocks whose steps come in bursts
+
+    @classmethod
+    def resumed(cls, found: records.InTrial) -> _Times:
+        off = _Arm(list(found.off_us), list(found.off_mean_us), list(found.off_wall_us))
+        on = _Arm(list(found.on_us), list(found.on_mean_us), list(found.on_wall_us))
+        return cls(off, on, found.steps_per_block, 0, found.bursty)
+
+    def noted(self, current: records.InTrial) -> records.InTrial:
+        """`current` with every whole pair."""
+        pairs = len(self.pairs)
+        return dataclasses.replace(
+            current,
+            off_us=tuple(self.off.medians[:pairs]),
+            on_us=tuple(self.on.medians[:pairs]),
+            off_mean_us=tuple(self.off.means[:pairs]),
+            on_mean_us=tuple(self.on.means[:pairs]),
+            off_wall_us=tuple(self.off.walls[:pairs]),
+            on_wall_us=tuple(self.on.walls[:pairs]),
+            steps_per_block=self.steps,
+            bursty=self.bursty,
+        )
+
+    @property
+    def by_means(self) -> bool:
+        """Whether bursts make medians meaningless: in a quarter of the blocks or more."""
+        return 4 * self.bursty >= len(self.off.medians) + len(self.on.medians) > 0
+
+    @property
+    def off_us(self) -> list[float]:
+        return self.off.means if self.by_means else self.off.medians
+
+    @property
+    def on_us(self) -> list[float]:
+        return self.on.means if self.by_means else self.on.medians
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
-        return list(zip(self.off, self.on, strict=False))
+        return list(zip(self.off_us, self.on_us, strict=False))
 
 
 class SearchDriver:
@@ -257,15 +311,8 @@ class SearchDriver:
         parameters = dict(candidate.parameters)
         current = records.InTrial(transform=candidate.transform, parameters=parameters, limit_s=limit)
         resumed = records.load_current(self.session.folder)
-        times = _Times()
-        if resumed is not None and (resumed.transform, resumed.parameters) == (candidate.transform, parameters):
-            times = _Times(
-                list(resumed.off_us),
-                list(resumed.on_us),
-                list(resumed.off_wall_us),
-                list(resumed.on_wall_us),
-                resumed.steps_per_block,
-            )
+        same = resumed is not None and (resumed.transform, resumed.parameters) == (candidate.transform, parameters)
+        times = _Times.resumed(resumed) if resumed is not None and same else _Times()
         self._note(current)
         gate, switch, watch = Gate(self.training, self.watcher), None, BatchWatch(self.training)
         first_us, memory = 0.0, 0
@@ -281,7 +328,10 @@ class SearchDriver:
                 reason,
                 gain=decision.gain if decision else None,
                 blocks=Blocks(
-                    off_us=tuple(times.off), on_us=tuple(times.on), steps_per_block=times.steps, dropped=times.dropped
+                    off_us=tuple(times.off_us),
+                    on_us=tuple(times.on_us),
+                    steps_per_block=times.steps,
+                    dropped=times.dropped,
                 ),
                 first_step_us=first_us,
                 break_even_steps=math.ceil(first_us / saved) if saved and saved > 0 else None,
@@ -483,50 +533,34 @@ class SearchDriver:
     ) -> Generator[None, StepEvent, tuple[Decision, int]]:
         step_s = max(self._step_us, 1.0) / 1e6
         times.steps = times.steps or min(MAX_BLOCK_STEPS, max(MIN_BLOCK_STEPS, math.ceil(BLOCK_S / step_s)))
-        peaks: dict[bool, int] = {True: 0, False: 0}
         while True:
             decision = decide(times.pairs, self.session.min_gain, max_pairs=self.session.max_pairs)
             if decision.status != MORE:
-                if times.off:
-                    self._step_us = median(times.on if decision.status == KEPT else times.off)
-                return _against_the_wall(decision, times), peaks[True] - peaks[False]
+                if times.off_us:
+                    self._step_us = median(times.on_us if decision.status == KEPT else times.off_us)
+                return _against_the_wall(decision, times), times.on.peak_bytes - times.off.peak_bytes
             # Begin with the state that is on: ABBA order, and one toggle a pair.
             for state in (switch.is_on, not switch.is_on):
                 self._synchronize()
                 switch.on() if state else switch.off()
                 try:
-                    block = yield from self._block(times)
+                    yield from self._block(times, times.on if state else times.off)
                 except _OutOfTime:
                     if len(times.pairs) < 2 or len(times.pairs) == self.session.max_pairs:
                         raise
                     last = decide(times.pairs, self.session.min_gain, max_pairs=len(times.pairs))
                     told = f"out of time: {last.reason}"
-                    few = len(times.pairs) < 6 and last.status == KEPT  # fewer looks were agreed on than this one
+                    few = (
+                        len(times.pairs) < STAGES[0] and last.status == KEPT
+                    )  # fewer looks were agreed on than this one
                     status = INCONCLUSIVE if few else last.status
                     return _against_the_wall(dataclasses.replace(last, status=status, reason=told), times), 0
-                (times.on if state else times.off).append(block[0])
-                if self.training.device.type == "cuda":
-                    (times.on_wall if state else times.off_wall).append(block[1])
-                    peaks[state] = max(peaks[state], torch.cuda.max_memory_allocated(self.training.device))
-            pairs = len(times.pairs)
-            self._note(
-                dataclasses.replace(
-                    current,
-                    phase="timing",
-                    off_us=tuple(times.off[:pairs]),
-                    on_us=tuple(times.on[:pairs]),
-                    off_wall_us=tuple(times.off_wall[:pairs]),
-                    on_wall_us=tuple(times.on_wall[:pairs]),
-                    steps_per_block=times.steps,
-                )
-            )
+            self._note(times.noted(dataclasses.replace(current, phase="timing")))
 
-    def _block(self, times: _Times) -> Generator[None, StepEvent, tuple[float, float]]:
-        """Median step time of one block, and its wall time a step (NaN when an unclean step fell into it), µs.
-
-        The step after a switch or a synchronisation is not timed: it pays for them.
-        """
-        if self.training.device.type == "cuda":
+    def _block(self, times: _Times, arm: _Arm) -> Steps:
+        """Time one block into `arm`. The step after a switch or a synchronisation is not timed: it pays for them."""
+        on_gpu = self.training.device.type == "cuda"
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.training.device)
         start = time.perf_counter()
         boundaries = [(yield)]
@@ -540,10 +574,16 @@ class SearchDriver:
                 raise _OutOfTime
         self._synchronize()
         wall = (time.perf_counter() - start) * 1e6
-        measured = step_times(boundaries)
+        measured = step_times(boundaries).step_us
         unclean = len(boundaries) - 1 - clean
         times.dropped += unclean
-        return median(measured.step_us), math.nan if unclean else wall / len(boundaries)
+        times.bursty += bursty(measured)
+        arm.medians.append(median(measured))
+        arm.means.append(math.fsum(measured) / len(measured))
+        if on_gpu:
+            # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
+            arm.walls.append(math.nan if unclean else wall / len(boundaries))
+            arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(self.training.device))
 
     def _check_time(self) -> None:
         if time.monotonic() > self._ends_at:
@@ -602,7 +642,7 @@ def _against_the_wall(decision: Decision, times: _Times) -> Decision:
     """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept."""
     if decision.status != KEPT or decision.gain is None:
         return decision
-    walls = [p for p in zip(times.off_wall, times.on_wall, strict=False) if not any(map(math.isnan, p))]
+    walls = [p for p in zip(times.off.walls, times.on.walls, strict=False) if not any(map(math.isnan, p))]
     by_wall = gain_interval(walls) if len(walls) >= 4 else None
     # The two clocks differ by what the host does after its last launch; hidden work leaves no gain on the wall at all.
     if by_wall is None or by_wall[0].high >= 0.5 * decision.gain.low:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 from collections.abc import Callable
 
@@ -81,7 +82,7 @@ class MeasureDriver:
         record = records.Measurement(
             step_us=times.step_us,
             wall_us=times.wall_us,
-            span_us=_span_us(self._boundaries),
+            every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
             losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
             batch_size=self.training.batch_size,
             peak_bytes=torch.cuda.max_memory_allocated(self.training.device) if on_gpu else 0,
@@ -91,13 +92,6 @@ class MeasureDriver:
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)
-
-
-def _span_us(boundaries: list[StepEvent]) -> float:
-    """Wall time a step over the whole stretch, epoch starts and evaluations included."""
-    if len(boundaries) < 2:
-        return 0.0
-    return (boundaries[-1].host_ns - boundaries[0].host_ns) / 1e3 / (len(boundaries) - 1)
 
 
 def seed_everything(seed: int) -> None:

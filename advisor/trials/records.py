@@ -28,11 +28,14 @@ class InTrial:
     parameters: dict[str, str] = field(default_factory=dict)
     phase: str = "match"
     limit_s: float = 0.0
-    off_us: tuple[float, ...] = ()
+    off_us: tuple[float, ...] = ()  # block medians
     on_us: tuple[float, ...] = ()
+    off_mean_us: tuple[float, ...] = ()
+    on_mean_us: tuple[float, ...] = ()
     off_wall_us: tuple[float, ...] = ()
     on_wall_us: tuple[float, ...] = ()
     steps_per_block: int = 0
+    bursty: int = 0  # blocks whose steps come in bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class Measurement:
 
     step_us: tuple[float, ...] = ()
     wall_us: tuple[float, ...] = ()
-    span_us: float = 0.0  # wall time a step over all steps, epoch starts and evaluations included
+    every_us: tuple[float, ...] = ()  # wall time of every step after the warm-up, epoch starts and evaluations included
     losses: tuple[float, ...] = ()
     batch_size: int = 0
     peak_bytes: int = 0

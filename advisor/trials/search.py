@@ -34,6 +34,7 @@ from advisor.trials.statistics import (
     MORE,
     PROCESS_STAGES,
     REVERTED,
+    bursty,
     decide,
     median,
     process_speedup,
@@ -87,6 +88,7 @@ class _Search:
     interrupted: bool = False
     script_failed: bool = False
     model_hash: str = ""
+    restarted: set[str] = field(default_factory=set)  # candidates that only fresh processes can try
     fault: str = ""  # of advisor's own, in the latest child
     late: bool = False
     _crashes: int = 0
@@ -121,6 +123,7 @@ class _Search:
                 self.notes += [note for note in record.notes if note not in self.notes]
                 self.late = self.late or record.out_of_time
                 if record.restart:
+                    self.restarted.add(record.restart)
                     records.clear_current(self.run_dir)
                     self.fresh(next(c for c in left if c.transform == record.restart))
                     idle = 0
@@ -272,7 +275,7 @@ class _Search:
             off_runs.append(off)
             on_runs.append(on_arm)
             # Epoch starts count here: they are what worker processes make longer or shorter.
-            pairs.append((off.span_us, on_arm.span_us))
+            pairs.append((_mean(off.every_us), _mean(on_arm.every_us)))
             if len(pairs) == 2 and all(b >= a for a, b in pairs):
                 status, reason = REVERTED, "no faster in either of two pairs of fresh runs"
                 break
@@ -375,10 +378,13 @@ class _Search:
     ) -> StackVerdict:
         if not stack:
             return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
-        found = process_speedup([m.step_us for m in plain], [m.step_us for m in stack])
+        # Where batches come in bursts, or the loader was changed, only the whole flow of steps tells the rate.
+        flow = any(bursty(m.step_us) for m in (*plain, *stack)) or any(i.transform in self.restarted for i in kept)
+        plain_steps, stack_steps = ([m.every_us if flow else m.step_us for m in arm] for arm in (plain, stack))
+        found = process_speedup(plain_steps, stack_steps, means=flow)
         precision = any(item.semantics == Semantics.PRECISION.value for item in kept)
         check = losses.compare([m.losses for m in plain], [m.losses for m in stack], precision=precision)
-        plain_us, stack_us = (tuple(median(m.step_us) for m in arm) for arm in (plain, stack))
+        plain_us, stack_us = (tuple((_mean if flow else median)(s) for s in arm) for arm in (plain_steps, stack_steps))
         batch = plain[0].batch_size
 
         def rate(times: tuple[float, ...]) -> float | None:
@@ -612,6 +618,10 @@ def _why_open(search: _Search) -> str:
     if search.script_failed:
         return "the script failed in the search"
     return "out of time"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
 
 
 def _in_trial(candidate: Recommendation) -> records.InTrial:

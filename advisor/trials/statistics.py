@@ -22,6 +22,10 @@ STAGES = (6, 12, 20)
 # Fresh processes cost seconds each, and what needs them (loader workers) changes the step by tens of per cent.
 PROCESS_STAGES = (3, 4, 6)
 
+# Steps this many times longer or shorter than the median are no stragglers of one kind of step when they make up more than
+# this share: a loader with eight workers delivers every eighth batch late.
+BURST_RATIO, BURST_SHARE = 1.5, 0.08
+
 KEPT, REVERTED, INCONCLUSIVE, MORE = "kept", "reverted", "inconclusive", "more"
 
 
@@ -163,33 +167,48 @@ def decide(
     return Decision(MORE, gain, point, told)
 
 
+def bursty(steps: Sequence[float]) -> bool:
+    """Whether steps come in bursts, as where loader workers deliver several batches at once: then a median says nothing
+    about the rate, and means have to serve."""
+    usable = [s for s in steps if math.isfinite(s) and s > 0]
+    if len(usable) < 3:
+        return False
+    middle = median(usable)
+    odd = sum(not middle / BURST_RATIO <= s <= middle * BURST_RATIO for s in usable)
+    return odd >= 2 and odd >= BURST_SHARE * len(usable)
+
+
 def process_speedup(
-    plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], confidence: float = CONFIDENCE
+    plain: Sequence[Sequence[float]],
+    stack: Sequence[Sequence[float]],
+    *,
+    means: bool = False,
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, float, float] | None:
     """Speed-up (low, point, high) of fresh processes, from each process's step times: plain over stack.
 
-    Each process gives up to six block medians. The variance of an arm's mean is that of its blocks plus that between
-    its processes, so two processes that disagree widen the interval; degrees of freedom are the blocks' (Welch).
-    None when an arm has fewer than two blocks.
+    Each process gives up to six blocks, by their medians or `means`. The variance of an arm's mean is that of its blocks
+    plus that between its processes, so two processes that disagree widen the interval; degrees of freedom are the blocks'
+    (Welch). None when an arm has fewer than two blocks.
     """
-    means: list[float] = []
+    centres_of: list[float] = []
     errors: list[float] = []
     counts: list[int] = []
     for arm in (plain, stack):
-        per_process = [[math.log(m) for m in block_medians(steps)] for steps in arm]
+        per_process = [p for p in ([math.log(m) for m in block_centres(steps, means=means)] for steps in arm) if p]
         blocks = [m for process in per_process for m in process]
         if len(blocks) < 2:
             return None
-        centres = [math.fsum(p) / len(p) for p in per_process if p]
+        centres = [math.fsum(p) / len(p) for p in per_process]
         mean = math.fsum(centres) / len(centres)
-        within = math.fsum((m - c) ** 2 for p, c in zip(per_process, centres, strict=False) for m in p)
+        within = math.fsum((m - c) ** 2 for p, c in zip(per_process, centres, strict=True) for m in p)
         variance = within / max(1, len(blocks) - len(centres)) / len(blocks)
         if len(centres) > 1:
             variance += math.fsum((c - mean) ** 2 for c in centres) / (len(centres) - 1) / len(centres)
-        means.append(mean)
+        centres_of.append(mean)
         errors.append(variance)
         counts.append(len(blocks))
-    difference = means[0] - means[1]
+    difference = centres_of[0] - centres_of[1]
     total = errors[0] + errors[1]
     if total == 0.0:
         return math.exp(difference), math.exp(difference), math.exp(difference)
@@ -198,9 +217,10 @@ def process_speedup(
     return math.exp(difference - half), math.exp(difference), math.exp(difference + half)
 
 
-def block_medians(steps: Sequence[float], blocks: int = 6) -> list[float]:
-    """Medians of up to `blocks` equal runs of neighbouring steps, at least three steps each."""
+def block_centres(steps: Sequence[float], *, means: bool = False, blocks: int = 6) -> list[float]:
+    """Medians (or means) of up to `blocks` equal runs of neighbouring steps, at least three steps each."""
     usable = [s for s in steps if math.isfinite(s) and s > 0]
     count = max(1, min(blocks, len(usable) // 3))
     size = len(usable) // count
-    return [median(usable[i * size : (i + 1) * size]) for i in range(count)] if usable else []
+    runs = [usable[i * size : (i + 1) * size] for i in range(count)] if usable else []
+    return [math.fsum(run) / len(run) if means else median(run) for run in runs]

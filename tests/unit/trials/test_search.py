@@ -70,7 +70,7 @@ class Script:
             self.run_dir / records.MEASURE_FILE,
             records.Measurement(
                 step_us=steps,
-                span_us=sum(steps) / 30,
+                every_us=steps,
                 losses=tuple(self.loss(names, i) for i in range(42)),
                 batch_size=32,
                 applied=names,

@@ -114,3 +114,24 @@ def test_process_speedup_widens_when_processes_disagree():
     wide = st.process_speedup([run(100, 1), run(130, 2)], [run(50, 3), run(50, 4)])
     assert wide[0] < low
     assert st.process_speedup([[1.0]], [[1.0]]) is None
+
+
+def test_bursts_are_told_from_stragglers():
+    assert st.bursty([1.0, 24.0] * 10)
+    assert st.bursty(([1.0] * 7 + [40.0]) * 4)  # eight workers
+    assert not st.bursty([1.0 + 0.01 * (i % 5) for i in range(30)])
+    assert not st.bursty([1.0] * 29 + [500.0])  # one pause
+    assert not st.bursty([1.0, 50.0])
+
+
+def test_means_tell_the_rate_of_bursts():
+    def starved(seed, wait):
+        r = random.Random(seed)
+        return [(1.0 if i % 2 else wait) * math.exp(r.gauss(0, 0.01)) for i in range(36)]
+
+    low, point, high = st.process_speedup(
+        [starved(1, 48), starved(2, 48)], [starved(3, 23), starved(4, 23)], means=True
+    )
+    assert low < point < high
+    assert point == pytest.approx(49 / 24, rel=0.02)
+    assert low > 1.5

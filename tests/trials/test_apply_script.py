@@ -1,0 +1,171 @@
+"""Search, fresh pairs, stack and run through the real launcher, on a real script, with the real transforms."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from advisor.core.findings import Recommendation
+from advisor.profiling.launcher import ScriptCommand
+from advisor.trials import planfile, search
+
+SCRIPT = '''
+import os, shutil, sys, time
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(1)
+epochs = int(sys.argv[1])
+
+
+class Slow(Dataset):
+    """Items that take their time, as decoding does."""
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, i):
+        time.sleep(0.003)
+        return torch.full((3, 8, 8), float(i % 7)) + torch.arange(64.0).view(8, 8) / 64, i % 5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8 * 36, 5)
+
+    def forward(self, x):
+        return self.fc(F.relu(self.bn(self.conv(x))).flatten(1))
+
+
+if __name__ == "__main__":
+    shutil.rmtree("out", ignore_errors=True)
+    os.makedirs("out")
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, foreach=False)
+    loader = DataLoader(Slow(), batch_size=8, shuffle=True)
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+        torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, f"out/epoch{epoch}.pt")
+        if epoch:
+            os.remove(f"out/epoch{epoch - 1}.pt")
+        with open("history.csv", "a") as history:
+            history.write(f"{epoch},{loss.item()}\\n")
+    print("trained", epoch + 1)
+'''
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    Path("out").mkdir()
+    Path("out/best.pt").write_text("weeks of training")
+    Path("history.csv").write_text("0,9.9\n")
+    return tmp_path
+
+
+def tree(folder):
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in folder.rglob("*")
+        if p.is_file() and "runs" not in p.parts and "__pycache__" not in p.parts
+    }
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(Path(search.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_a_starved_script_gets_workers_and_keeps_its_files(place):
+    before = tree(place)
+    command = ScriptCommand.parse(["train.py", "500"])
+    candidates = [
+        Recommendation(transform="loader_workers", parameters={"workers": "2"}, title="workers"),
+        Recommendation(transform="cudnn_benchmark", title="benchmark"),
+        Recommendation(transform="fused_optimizer", title="fused"),
+    ]
+    run_dir = place / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    said = []
+    log, plan, code = search.apply_search(
+        command, candidates, None, run_dir=run_dir, say=said.append, max_time_s=150.0, max_pairs=6
+    )
+    verdicts = {v.transform: v for v in log.verdicts}
+    output = (run_dir / search.OUTPUT_FILE).read_text()
+    assert verdicts["loader_workers"].status == "kept", (verdicts, output)
+    assert verdicts["loader_workers"].gain.low > 0.1
+    assert verdicts["cudnn_benchmark"].status == "not applicable"
+    assert verdicts["fused_optimizer"].numerics.passed, verdicts["fused_optimizer"]
+    assert log.stack.passed, log.stack
+    assert log.stack.speedup_low > 1.1
+    assert code == 0
+    assert tree(place) == before
+    names = {Path(name).name for name in log.files_written}
+    assert {"best.pt", "history.csv"} <= names
+
+    # The plan trains to the end, and its checkpoint is the plain script's.
+    plan_path = run_dir / search.PLAN_FILE
+    assert planfile.read(plan_path) == plan
+    (place / "runs" / "b").mkdir()
+    code = search.run_plan(
+        ScriptCommand.parse(["train.py", "2"]), plan_path, plan, run_dir=place / "runs" / "b", say=said.append
+    )
+    assert code == 0
+    loads = (
+        "import sys, torch; sys.argv = ['train.py', '0']; from train import Net; net = Net();"
+        "c = torch.load('out/epoch1.pt'); print(net.load_state_dict(c['net'], strict=True));"
+        "o = torch.optim.Adam(net.parameters(), foreach=False); o.load_state_dict(c['optimizer'])"
+    )
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, cwd=place, check=False)
+    assert "All keys matched" in done.stdout, done.stderr
+
+
+def test_enable_inside_a_script_and_disable(place):
+    plan = search.Plan(
+        script="train.py", argv=(), created="", items=(search.PlanItem(transform="fused_optimizer", status="kept"),)
+    )
+    planfile.write(place / "plan.yaml", plan)
+    body = SCRIPT.replace("0.003", "0.0").replace(
+        "import torch\n", "import torch\nimport advisor\nadvisor.enable('plan.yaml')\n", 1
+    )
+    body += (
+        "    print('fused', optimizer.param_groups[0]['fused'])\n"
+        "    advisor.disable()\n"
+        "    print('then', optimizer.param_groups[0]['fused'], type(net).__call__ is torch.nn.Module.__call__)\n"
+    )
+    Path("own.py").write_text(body)
+    done = subprocess.run(
+        [sys.executable, "own.py", "1"], capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"fused True\nthen (None|False) True", done.stdout), done.stdout
+    assert "training with fused_optimizer" in done.stderr
+    assert not list(place.glob("**/progress.jsonl"))
+
+
+def test_a_plan_for_another_model_trains_plainly_or_refuses(place):
+    items = (search.PlanItem(transform="fused_optimizer", status="kept"),)
+    plan = search.Plan(
+        script="train.py", argv=(), created="", items=items, hashes=search.PlanHashes(model="of another model")
+    )
+    Path("train.py").write_text(SCRIPT.replace("0.003", "0.0"))
+    command = ScriptCommand.parse(["train.py", "1"])
+    for name, strict, expected in (("lenient", False, 0), ("strict", True, 2)):
+        run_dir = place / "runs" / name
+        run_dir.mkdir(parents=True)
+        said = []
+        code = search.run_plan(command, place / "plan.yaml", plan, run_dir=run_dir, strict=strict, say=said.append)
+        assert code == expected
+        assert "another model" in (run_dir / "progress.jsonl").read_text()
