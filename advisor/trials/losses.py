@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -14,8 +15,10 @@ LEAST = 10
 # Allowed difference of window means, relative to the loss's own size: training amplifies any other rounding, and random
 # layers or augmentation may draw other numbers. A wrong gradient or a frozen layer is off by more within tens of steps.
 TOLERANCE, PRECISION_TOLERANCE = 0.10, 0.15
-# The plain runs' own spread, times this, is allowed as well.
+# The plain runs' own spread, times this, is allowed as well; and so is this many times what the losses jump by from step to
+# step: trainings with small batches and large steps go apart from any difference in rounding, and are as good as before.
 SPREAD_FACTOR = 4.0
+JUMP_FACTOR = 2.0
 
 
 def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], *, precision: bool = False) -> Check:
@@ -43,11 +46,13 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     stack_windows = [_windows(run[:length]) for run in stack]
     values = [value for run in plain for value in run[:length]]
     scale = math.fsum(abs(v) for v in values) / len(values)
+    jumps = _jumps(plain[0][:length])
     worst = 0.0
     for i in range(len(plain_windows[0])):
         column = [run[i] for run in plain_windows]
         centre = math.fsum(column) / len(column)
-        allowed = tolerance * max(abs(centre), scale) + SPREAD_FACTOR * (max(column) - min(column))
+        spread = SPREAD_FACTOR * (max(column) - min(column))
+        allowed = tolerance * max(abs(centre), scale) + spread + JUMP_FACTOR * jumps
         difference = max(abs(run[i] - centre) for run in stack_windows)
         worst = max(worst, difference / allowed if allowed > 0 else (0.0 if difference == 0 else math.inf))
     numbers = {"steps": float(length), "of_bound": worst}
@@ -61,6 +66,12 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
         detail=told if worst <= 1.0 else f"the loss leaves the plain runs' envelope ({told})",
         numbers=numbers,
     )
+
+
+def _jumps(values: Sequence[float]) -> float:
+    """Standard deviation of the losses around their trend, from the differences of neighbours."""
+    differences = [b - a for a, b in itertools.pairwise(values)]
+    return math.sqrt(math.fsum(d * d for d in differences) / len(differences) / 2.0)
 
 
 def _windows(values: Sequence[float]) -> list[float]:

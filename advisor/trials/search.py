@@ -27,6 +27,7 @@ from advisor.core.verdict import Blocks, Check, StackVerdict, TrialLog, Verdict
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
+from advisor.transforms import registry
 from advisor.trials import files, losses, planfile, planner, records
 from advisor.trials.statistics import (
     INCONCLUSIVE,
@@ -243,7 +244,7 @@ class _Search:
 
     def fresh(self, candidate: Recommendation) -> None:
         """Try a candidate that must be on from the start, in ABBA pairs of fresh processes."""
-        title = candidate.title or candidate.transform
+        title = registry.title(candidate.transform, candidate.title) or candidate.transform
         kept = self.kept_items()
         item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
         pairs: list[tuple[float, float]] = []
@@ -302,7 +303,7 @@ class _Search:
                 status=status,
                 reason=reason,
                 parameters=dict(candidate.parameters),
-                title=candidate.title,
+                title=title,
                 semantics=candidate.semantics,
                 predicted=candidate.predicted,
                 gain=gain,

@@ -51,7 +51,7 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path):
     assert kept.gain.low > 0.01
     assert len(kept.blocks.off_us) == len(kept.blocks.on_us) >= 6
     assert 0.15 < kept.timing.numbers["gain"] < 0.6
-    assert kept.title == "title of faster"
+    assert kept.title == "a change of the tests"
     record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
     assert record.complete
     assert record.model_hash

@@ -60,3 +60,12 @@ def test_precision_changes_get_more_room():
     stack = [curve(2, start=2.3 * 1.12, fall=0.0)]
     assert losses.compare([curve(1, fall=0.0)], stack).passed is False
     assert losses.compare([curve(1, fall=0.0)], stack, precision=True).passed is True
+
+
+def test_losses_that_jump_from_batch_to_batch_get_room_for_it():
+    jumping = curve(1, noise=0.6, fall=0.0)
+    other = [value + (0.35 if i % 10 < 5 else -0.35) for i, value in enumerate(jumping)]
+    assert losses.compare([jumping], [other]).passed is True
+    steady = curve(1, noise=0.01, fall=0.0)
+    shifted = [value + (0.35 if i % 10 < 5 else -0.35) for i, value in enumerate(steady)]
+    assert losses.compare([steady], [shifted]).passed is False
