@@ -27,7 +27,6 @@ from advisor.core.verdict import Blocks, Check, StackVerdict, TrialLog, Verdict
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
-from advisor.transforms import registry
 from advisor.trials import files, losses, planfile, planner, records
 from advisor.trials.statistics import (
     INCONCLUSIVE,
@@ -192,7 +191,7 @@ class _Search:
         )
         records.save_verdict(self.run_dir, verdict)
         records.clear_current(self.run_dir)
-        self.say(f"{verdict.title or verdict.transform}: {status}, {reason}")
+        self.say(f"{verdict.transform}: {status}, {reason}")
 
     def left(self, candidates: Sequence[Recommendation]) -> list[Recommendation]:
         """Candidates without a verdict."""
@@ -244,7 +243,7 @@ class _Search:
 
     def fresh(self, candidate: Recommendation) -> None:
         """Try a candidate that must be on from the start, in ABBA pairs of fresh processes."""
-        title = registry.title(candidate.transform, candidate.title) or candidate.transform
+        name = candidate.transform
         kept = self.kept_items()
         item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
         pairs: list[tuple[float, float]] = []
@@ -257,7 +256,7 @@ class _Search:
                 break
             arms = {}
             for on in (False, True) if len(pairs) % 2 == 0 else (True, False):
-                self.say(f"{title}: fresh runs, pair {len(pairs) + 1}, {'with' if on else 'without'} it")
+                self.say(f"{name}: fresh runs, pair {len(pairs) + 1}, {'with' if on else 'without'} it")
                 arms[on] = self.arm((*kept, item) if on else kept)
                 if arms[on] is None:
                     break
@@ -303,7 +302,6 @@ class _Search:
                 status=status,
                 reason=reason,
                 parameters=dict(candidate.parameters),
-                title=title,
                 semantics=candidate.semantics,
                 predicted=candidate.predicted,
                 gain=gain,
@@ -315,7 +313,7 @@ class _Search:
                 ),
             ),
         )
-        self.say(f"{title}: {status}, {reason}")
+        self.say(f"{name}: {status}, {reason}")
 
     def stack(self) -> StackVerdict | None:
         """The kept changes together against the plain script; drops the last ones until the rest holds. None: nothing kept."""
