@@ -20,7 +20,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUNS := advisor-runs
 ifeq ($(CUDA_MAJOR),)
-DEMO := docs/examples/cifar.py --width 16 --batch-size 64 --epochs 50
+DEMO := docs/examples/cifar.py --width 8 --batch-size 32 --epochs 50
 else
 DEMO := docs/examples/cifar.py --epochs 200
 endif
@@ -42,9 +42,9 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/advisor profile $(DEMO)
-	$(BIN)/advisor apply --auto --max-time 3m $(DEMO)
+	$(BIN)/advisor apply --auto --max-time 3m $(DEMO) || test $$? -eq 4  # 4: a busy machine was too noisy to settle a change
 	@echo
-	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -1)"
+	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -n 1)"
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" --durations 10

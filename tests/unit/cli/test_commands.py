@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import importlib
 import json
 from pathlib import Path
 
@@ -271,11 +272,17 @@ def test_kernels(invoke, pipeline):
     assert invoke("kernels", "verify").exit_code == ExitCode.GPU_REQUIRED
 
 
-def test_bench(invoke, pipeline, tmp_path):
-    assert invoke("bench", "ops", "--filter", "bn", "--json", str(tmp_path / "x.json"), "--no-baselines").exit_code == 0
-    (what,), kwargs = pipeline.calls["bench"]
-    kwargs.pop("say")
-    assert (what, kwargs) == ("ops", {"filter": "bn", "json_out": tmp_path / "x.json", "baselines": False})
+@pytest.mark.parametrize("what", ["ops", "models"])
+def test_bench(invoke, monkeypatch, tmp_path, what):
+    called = []
+    for name in ("ops", "models"):
+        module = importlib.import_module(f"advisor.bench.{name}")
+        monkeypatch.setattr(module, "run", lambda name=name, **options: called.append((name, options)) or 0)
+    out = tmp_path / "x.json"
+    assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--no-baselines").exit_code == 0
+    ((name, options),) = called
+    options.pop("say")
+    assert (name, options) == (what, {"pattern": "bn", "json_out": out, "baselines": False})
 
 
 @pytest.fixture
