@@ -73,10 +73,6 @@ class FakePipeline(types.ModuleType):
         self._record("kernels_verify")
         return self.kernel_rows
 
-    def bench(self, what, **kwargs):
-        self._record("bench", what, **kwargs)
-        return self.exit_code
-
 
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
