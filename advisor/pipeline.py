@@ -9,6 +9,7 @@ import datetime
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -218,6 +219,8 @@ def _profile(
         _restore(run_dir)
     say("reading the trace")
     measured = assemble(run_dir, machine, exit_code=ended.code)
+    if ended.code and not ended.stopped_by_advisor:
+        measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
     if shorter is not None:
         note = "the script ends early, so this was measured in a second run with shorter windows"
         measured = replace(measured, notes=(*measured.notes, note))
@@ -225,7 +228,7 @@ def _profile(
         measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
     storage.save(run_dir / PROFILE_FILE, measured)
     if measured.step_us is None and measured.wall_us is None:
-        say(_nothing_measured(measured, ended.code))
+        say(_nothing_measured(measured, _ended(ended.code, ended.signal)))
         return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=None)
     found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
     storage.save(run_dir / FINDINGS_FILE, found)
@@ -258,11 +261,21 @@ def _shorter(session: Session, code: int) -> Session | None:
     return replace(session, warmup=warmup, steps=steps, detail_steps=detail, protect_files=True)
 
 
-def _nothing_measured(measured: StepProfile, code: int) -> str:
+def _ended(code: int, number: int) -> str:
+    """How a script ended that was not stopped; empty when all went well."""
+    if number:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"the script was ended by {name}" + (
+            "; the machine may have run out of memory" if name == "SIGKILL" else ""
+        )
+    return f"the script ended with exit code {code}" if code else ""
+
+
+def _nothing_measured(measured: StepProfile, ended: str) -> str:
+    if ended:
+        return f"{ended}, before enough training steps were seen"
     if measured.steps_seen:
         return f"only {measured.steps_seen} steps were seen, too few to measure; let the script train for longer"
-    if code:
-        return f"the script ended with exit code {code} before a training step was seen"
     return "no training step was seen; if the script trains without an optimizer, call advisor.step() after each step"
 
 
@@ -394,8 +407,15 @@ def apply(
             say=say,
             protect_files=True,
         )
-        if result.profile is None or result.findings is None:
-            return ApplyResult(run_dir=run_dir, exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE))
+        if result.profile is None or result.findings is None or result.exit_code:
+            if result.exit_code:
+                say("the script does not run to where it could be measured, so nothing is tried")
+            return ApplyResult(
+                run_dir=run_dir,
+                exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE),
+                profile=result.profile,
+                findings=result.findings,
+            )
         measured, found = result.profile, result.findings
     else:
         source = load_run("last")
@@ -410,6 +430,9 @@ def apply(
     if dry_run:
         found = replace(found, recommendations=candidates)
         return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+    if not candidates and not measured.complete:
+        say("too little was measured to say what would help; let the script train for longer")
+        return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
     log, plan, exit_code = apply_search(
         command,
         candidates,

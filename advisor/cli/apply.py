@@ -90,7 +90,7 @@ def apply(
     stream = sys.stderr if form == "text" else sys.stdout
     if form != "text" and result.profile is not None:
         output.say(output.run_text(form, result.profile, result.findings, result.log, stream=stream), stream)
-    elif not quiet or dry_run:
+    elif (dry_run or not quiet) and (dry_run or result.log is not None):
         output.say(
             output.apply_text(
                 result.profile, result.findings, result.log, run_dir=result.run_dir, dry_run=dry_run, stream=stream

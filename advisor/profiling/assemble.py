@@ -103,11 +103,14 @@ def _read(path: Path, kind: type[T], gaps: list[str]) -> T | None:
     try:
         return storage.load(path, kind)
     except AdvisorError as error:
-        gaps.append(f"{path.name} was not used: {error.found}")
+        gaps.append(f"{path.name} was not used: {error.found}" if path.exists() else f"no {path.name} was left")
         return None
 
 
 def _aggregate(path: Path, environment: Environment, precision: Precision, gaps: list[str]) -> Aggregate:
+    if not path.exists():
+        gaps.append("no steps were traced, so there are no times of single operations")
+        return Aggregate()
     try:
         return aggregate(load_trace(path), environment, precision=precision)
     except AdvisorError as error:

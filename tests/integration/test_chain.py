@@ -1,0 +1,271 @@
+"""The whole chain as a user runs it, on a CPU: the command line, real processes, a real script, files on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The optimizer's loop over many small parameters is nearly all of this step, so a fused optimizer is a gain that no noise
+# hides; the convolution and the batch norm are there to be found.
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+torch.set_num_threads(1)
+epochs = int(sys.argv[1])
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 36, 5)
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1 / 400)) for _ in range(400)])
+    def forward(self, x):
+        x = self.fc(torch.relu(self.bn(self.conv(x))).flatten(1))
+        return x * torch.stack(tuple(self.scales)).sum(0)
+net = Net()
+if "--resume" in sys.argv:
+    net.load_state_dict(torch.load("net.pt"), strict=True)
+    print("resumed")
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, foreach=False)
+x, y = torch.randn(64, 8, 3, 8, 8), torch.randint(0, 5, (64, 8))
+for epoch in range(epochs):
+    for images, labels in zip(x, y):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(images), labels)
+        loss.backward()
+        optimizer.step()
+    torch.save(net.state_dict(), "net.pt")
+print("trained", epochs)
+"""
+
+LOOP = """
+import os, sys
+import torch
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def advisor(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`advisor words` in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", "advisor", *words],
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def python(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=100
+    )
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADVISOR_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100", **variables}
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> None:
+    (folder / name).write_text(textwrap.dedent(text))
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "advisor-runs" not in path.parts and "__pycache__" not in path.parts
+    }
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def proved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str], dict[str, str]]:
+    """A folder in which the script was profiled, then applied with no script named; and its files before that."""
+    folder = tmp_path_factory.mktemp("chain")
+    write(folder, SCRIPT)
+    (folder / "net.pt").write_text("weeks of training")
+    before = tree(folder)
+    profiled = advisor(folder, "profile", "-o", "first", "train.py", "500")
+    assert profiled.returncode == 0, profiled.stderr
+    (folder / "advisor-runs").mkdir()
+    (folder / "first").rename(folder / "advisor-runs" / "first")
+    (folder / "net.pt").write_text("weeks of training")
+    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-time", "2m")
+    return folder, applied, before
+
+
+def run_of(folder: Path, holding: str) -> Path:
+    return next((folder / "advisor-runs").glob(f"*/{holding}")).parent
+
+
+def test_profile_finds_what_is_slow_and_report_and_recommend_say_so_again(proved) -> None:
+    folder, _, _ = proved
+    saved = json.loads((folder / "advisor-runs/first/profile.json").read_text())
+    profile = saved.get("data", saved)
+    assert profile["complete"], profile["notes"]
+    assert profile["step_us"]["n"] == 20
+    assert profile["argv"] == ["500"]
+    recommended = advisor(folder, "recommend", "advisor-runs/first")
+    assert recommended.returncode == 0, recommended.stderr
+    assert "fused_optimizer" in recommended.stdout
+    text = advisor(folder, "report", "advisor-runs/first").stdout
+    assert "optimizer-loops-over-tensors" in text
+    assert f"train.py:{SCRIPT[: SCRIPT.index('optimizer.step')].count(chr(10)) + 1}" in text
+    assert advisor(folder, "report", "advisor-runs/first", "--html", "again.html").returncode == 0
+    page = (folder / "again.html").read_text()
+    assert "<html" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    (folder / "again.html").unlink()
+
+
+def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
+    folder, applied, before = proved
+    assert applied.returncode == 0, applied.stderr
+    run = run_of(folder, "plan.yaml")
+    plan = yaml.safe_load((run / "plan.yaml").read_text())
+    assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan
+    assert float(plan["speedup"].split("×")[0]) > 1.2
+    saved = json.loads((run / "trials.json").read_text())
+    verdict = saved.get("data", saved)["verdicts"][0]
+    assert verdict["gain"]["low"] > 0.1
+    assert verdict["predicted"] is not None
+    assert all(verdict[check]["passed"] for check in ("effect", "numerics", "timing"))
+    assert (
+        "Fused optimizer" in (run / "report.html").read_text() or "fused optimizer" in (run / "report.html").read_text()
+    )
+    assert tree(folder) == before
+
+
+def test_run_trains_to_the_end_and_the_checkpoint_is_the_plain_scripts(proved) -> None:
+    folder, _, _ = proved
+    ran = advisor(folder, "run", "train.py", "2")
+    assert (ran.returncode, last_line(ran.stdout)) == (0, "trained 2"), ran.stderr
+    assert "training with fused_optimizer" in ran.stderr
+    plain = python(folder, "train.py", "1", "--resume")
+    assert (plain.returncode, plain.stdout.split()) == (0, ["resumed", "trained", "1"]), plain.stderr
+
+
+def test_enable_in_the_script_and_a_true_no_op(proved) -> None:
+    folder, _, _ = proved
+    plan = run_of(folder, "plan.yaml") / "plan.yaml"
+    text = SCRIPT + 'print("fused", optimizer.param_groups[0].get("fused"))\n'
+    write(folder, f'import advisor\nadvisor.enable(r"{plan}")\n' + text, "own.py")
+    with_plan = python(folder, "own.py", "1")
+    assert last_line(with_plan.stdout) == "fused True", with_plan.stderr
+    without = python(folder, "own.py", "1", ADVISOR_DISABLE="1")
+    assert last_line(without.stdout) == "fused None"
+    assert without.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("schema_version: 1", "schema_version: 99", "schema_version"),
+        ("transform: fused_optimizer", "transform: warp_drive", "warp_drive"),
+        ("items:", "items: [", "plan.yaml"),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_one_line(proved, tmp_path: Path, old: str, new: str, said: str) -> None:
+    folder, _, _ = proved
+    text = (run_of(folder, "plan.yaml") / "plan.yaml").read_text()
+    assert old in text
+    (tmp_path / "plan.yaml").write_text(text.replace(old, new))
+    ran = advisor(folder, "run", "--plan", str(tmp_path / "plan.yaml"), "train.py", "1")
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert said in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_a_plan_of_another_model_trains_the_plain_script(proved) -> None:
+    folder, _, _ = proved
+    write(folder, SCRIPT.replace("nn.Conv2d(3, 4, 3)", "nn.Conv2d(3, 4, 3, bias=False)"), "other.py")
+    ran = advisor(folder, "run", "other.py", "1")
+    assert (ran.returncode, last_line(ran.stdout)) == (0, "trained 1"), ran.stderr
+    assert "model" in ran.stderr
+    assert "training with" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("raise RuntimeError('boom')", 1, "exit code 1"),
+        ("os._exit(9)", 9, "exit code 9"),
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+    ],
+)
+def test_a_script_that_fails_keeps_its_exit_code_and_what_was_measured(
+    tmp_path: Path, end: str, code: int, said: str
+) -> None:
+    write(tmp_path, LOOP + f"train(12)\n{end}\n")
+    found = advisor(tmp_path, "profile", "-o", "run", "train.py")
+    assert found.returncode == code
+    assert said in found.stderr
+    assert (tmp_path / "run" / "profile.json").exists()
+    assert (tmp_path / "run" / "report.html").exists()
+    if code == 1:
+        assert advisor(tmp_path, "apply", "--auto", "train.py").returncode == 1
+
+
+def test_a_short_script_is_measured_in_a_second_run_that_writes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, LOOP + "train(16)\nopen('log.txt', 'a').write('once\\n')\nprint('done')\n")
+    found = advisor(tmp_path, "profile", "train.py")
+    assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
+    assert "second run" in found.stderr
+    assert "Where the time goes" in found.stderr
+    assert (tmp_path / "log.txt").read_text() == "once\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("profile", "trian.py"), 2, "Did you mean train.py?"),
+        (("profile", "broken.py"), 1, "SyntaxError"),
+        (("profile", "nothing.py"), 0, "no training step was seen"),
+        (("apply", "--auto", "nothing.py"), 4, "no training step was seen"),
+        (("apply", "--auto"), 2, "no run"),
+        (("apply", "--auto", "--only", "warp_drive", "train.py"), 2, "warp_drive"),
+        (("run", "train.py"), 2, "no plan"),
+        (("run", "--plan", "none.yaml", "train.py"), 2, "none.yaml"),
+        (("recommend", "nowhere"), 2, "nowhere"),
+        (("report", "newer"), 2, "schema"),
+        (("report", "torn"), 2, "profile.json"),
+        (("kernels", "verify"), 5, "GPU"),
+    ],
+)
+def test_bad_input_gets_one_clear_line_and_its_exit_code(
+    tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    write(tmp_path, LOOP)
+    write(tmp_path, "x = = 1", "broken.py")
+    write(tmp_path, "print('hello')", "nothing.py")
+    for name, text in (("newer", '{"schema_version": 99}'), ("torn", '{"schema_version": 1, "da')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "profile.json").write_text(text)
+    found = advisor(tmp_path, *words, CUDA_VISIBLE_DEVICES="")
+    assert found.returncode == code, found.stderr
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
