@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.xdist_group("chain")  # the proved run is made once
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # The optimizer's loop over many small parameters is nearly all of this step, so a fused optimizer is a gain that no noise
