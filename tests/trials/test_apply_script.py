@@ -31,7 +31,7 @@ class Slow(Dataset):
         return 256
 
     def __getitem__(self, i):
-        time.sleep(0.003)
+        time.sleep(0.002)
         return torch.full((3, 8, 8), float(i % 7)) + torch.arange(64.0).view(8, 8) / 64, i % 5
 
 
@@ -137,7 +137,7 @@ def test_enable_inside_a_script_and_disable(place):
         script="train.py", argv=(), created="", items=(search.PlanItem(transform="fused_optimizer", status="kept"),)
     )
     planfile.write(place / "plan.yaml", plan)
-    body = SCRIPT.replace("0.003", "0.0").replace(
+    body = SCRIPT.replace("0.002", "0.0").replace(
         "import torch\n", "import torch\nimport advisor\nadvisor.enable('plan.yaml')\n", 1
     )
     body += (
@@ -160,7 +160,7 @@ def test_a_plan_for_another_model_trains_plainly_or_refuses(place):
     plan = search.Plan(
         script="train.py", argv=(), created="", items=items, hashes=search.PlanHashes(model="of another model")
     )
-    Path("train.py").write_text(SCRIPT.replace("0.003", "0.0"))
+    Path("train.py").write_text(SCRIPT.replace("0.002", "0.0"))
     command = ScriptCommand.parse(["train.py", "1"])
     for name, strict, expected in (("lenient", False, 0), ("strict", True, 2)):
         run_dir = place / "runs" / name
