@@ -201,7 +201,7 @@ def _finding(page: _Page, finding: Finding, explain: bool) -> list[str]:
     mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
     about = [
         f"predicted to save {wording.saves(finding.gain)}" if finding.gain else "",
-        wording.SEMANTICS[finding.semantics],
+        wording.SEMANTICS[finding.semantics] if finding.transform or finding.gain else "",
     ]
     about.append(f"apply: {finding.transform}" if finding.transform else "for you to decide")
     lines = page.wrap(f"{finding.title}  [{finding.rule}]", 4)

@@ -160,8 +160,11 @@ def decide(
     if gain.low > min_gain:
         return Decision(KEPT, gain, point, told)
     if gain.high < min_gain:
-        slower = "slower: " if gain.high < 0 else f"no gain above {min_gain:.1%}: "
-        return Decision(REVERTED, gain, point, slower + told)
+        if gain.high < 0:
+            told = f"slower: {-point:.1%} added to the step ({-gain.high:.1%} to {-gain.low:.1%}, {len(pairs)} pairs)"
+        else:
+            told = f"no gain above {min_gain:.1%}: {told}"
+        return Decision(REVERTED, gain, point, told)
     if len(pairs) >= usable[-1]:
         return Decision(INCONCLUSIVE, gain, point, f"noise hides whether it gains {min_gain:.1%}: {told}")
     return Decision(MORE, gain, point, told)
