@@ -348,10 +348,10 @@ class SearchDriver:
             captured = yield from self._capture(gate)
             fed = watch.fed()
             watch.stop()
-            if transform.id == "amp_fp16" and any(s.transform.id == "amp_bf16" for s in self.kept.standing):
-                # The same matrix rate with less range: it would need loss scaling for nothing but cuDNN's fp16 batch norms.
+            if transform.id == "amp_fp16" and self._bf16_serves():
+                # The same matrix rate with less range: loss scaling for nothing but cuDNN's fp16 batch norms.
                 return verdict(
-                    "skipped", "bf16 stands, which needs no loss scaling; name it with --only to try it alone"
+                    "skipped", "bf16 runs as fast on this GPU and needs no loss scaling; `--only amp_fp16` tries it"
                 )
             match = transform.match(self.training, parameters)
             sites = (match.sites, match.unmatched)
@@ -429,6 +429,13 @@ class SearchDriver:
                     transform.release(self.training)
                 if self.training.device.type == "cuda":
                     torch.cuda.empty_cache()
+
+    def _bf16_serves(self) -> bool:
+        """Whether bf16 is, or was, a candidate on a GPU with bf16 matrix units."""
+        if self.training.device.type != "cuda" or torch.cuda.get_device_capability(self.training.device) < (8, 0):
+            return False
+        tried = (v.transform for v in records.verdicts(self.session.folder))
+        return "amp_bf16" in {*tried, *(c.transform for c in self.session.candidates)}
 
     def _computes_in(self) -> str:
         """What the loop as it stands rounds to inside its models, as far as a look from outside cannot tell."""

@@ -100,7 +100,7 @@ def test_a_starved_script_gets_workers_and_keeps_its_files(place):
     run_dir.mkdir(parents=True)
     said = []
     log, plan, code = search.apply_search(
-        command, candidates, None, run_dir=run_dir, say=said.append, max_time_s=150.0, max_pairs=6
+        command, candidates, None, run_dir=run_dir, say=said.append, max_time_s=400.0, max_pairs=6
     )
     verdicts = {v.transform: v for v in log.verdicts}
     output = (run_dir / search.OUTPUT_FILE).read_text()
