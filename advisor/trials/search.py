@@ -57,8 +57,8 @@ STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
 # Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200.
 ARM_START_S = 5.0
 # A trial may take this share of the whole, and 120 s where there is less: torch.compile's first step takes 46 to 82 s for
-# ResNet-50 class models on an H200. But never more than half of the whole.
-TRIAL_SHARE, TRIAL_LEAST_S, TRIAL_MOST_SHARE = 0.2, 120.0, 0.5
+# ResNet-50 class models on an H200. But never more than there is before the stack's turn.
+TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
 # First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
@@ -489,7 +489,7 @@ def apply_search(
         say=say,
         min_gain=min_gain,
         max_pairs=max_pairs,
-        trial_timeout_s=min(max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s), max(TRIAL_MOST_SHARE * max_time_s, 1.0)),
+        trial_timeout_s=min(max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s), max(max_time_s - reserve, 1.0)),
         deadline=started + max(0.0, max_time_s - reserve),
         stack_deadline=started + max_time_s,
     )

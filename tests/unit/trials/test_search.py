@@ -4,6 +4,7 @@ import dataclasses
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -366,6 +367,13 @@ def test_out_of_time(script):
     assert {v.reason for v in verdicts.values()} == {"out of time"}
     assert code == 4
     assert not log.complete
+
+
+@pytest.mark.parametrize(("step_ms", "seconds"), [(1.0, 50.0), (400.0, 4 * (5 + 42 * 0.4)), (60_000.0, 100.0)])
+def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_ms, seconds):
+    profile = SimpleNamespace(wall_us=SimpleNamespace(median=step_ms * 1e3), step_us=None)
+    assert search._stack_reserve_s(profile, 200.0) == pytest.approx(seconds)
+    assert search._stack_reserve_s(None, 200.0) == 50.0
 
 
 def test_ctrl_c_writes_what_is_proved_so_far(script):
