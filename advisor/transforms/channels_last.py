@@ -35,7 +35,7 @@ class ChannelsLast(Transform):
     id = "channels_last"
     title = "channels_last (NHWC) memory layout"
     semantics = Semantics.REASSOCIATED
-    after = ("amp_bf16", "amp_fp16", "tf32")
+    after = ("tf32",)
     order = 20
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

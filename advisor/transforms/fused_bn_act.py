@@ -29,7 +29,7 @@ class FusedBatchNormAct(Transform):
     id = "fused_bn_act"
     title = "Fused BatchNorm + add + activation kernels"
     semantics = Semantics.REASSOCIATED
-    after = ("amp_bf16", "amp_fp16", "channels_last")
+    after = ("channels_last",)
     order = 40
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

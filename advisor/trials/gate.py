@@ -346,7 +346,9 @@ def _worst_ratio(found: _Distance, noise: list[_Distance], target_class: str) ->
         ("the gradient's direction", 1.0 - found.cosine, [1.0 - d.cosine for d in noise]),
         ("the gradient's scale", abs(found.scale - 1.0), [abs(d.scale - 1.0) for d in noise]),
     ):
-        rows.append((value / min(0.5, max(0.5 * static, NOISE_FACTOR * max(of_noise, default=0.0))), what, value))
+        # As for single groups: where one rounding already turns the gradient, roundings in every layer may turn it further.
+        ceiling = _CEILING if target_class in _ROUNDED else 0.5
+        rows.append((value / min(ceiling, max(0.5 * static, NOISE_FACTOR * max(of_noise, default=0.0))), what, value))
     return max(rows)
 
 

@@ -17,10 +17,12 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"loader_workers", "prefetch"}),
     frozenset({"defer_sync", "set_to_none"}),
     frozenset({"tf32"}),
-    frozenset({"amp_bf16", "amp_fp16"}),
+    # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
+    # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms), and what loses is not tried again.
     frozenset({"channels_last"}),
-    frozenset({"cudnn_benchmark", "conv_bias"}),
-    frozenset({"fused_bn_act"}),
+    frozenset({"fused_bn_act", "conv_bias"}),
+    frozenset({"amp_bf16", "amp_fp16"}),
+    frozenset({"cudnn_benchmark"}),
     frozenset({"fused_optimizer"}),
     frozenset({"compile"}),
     frozenset({"cuda_graphs"}),

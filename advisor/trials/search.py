@@ -2,7 +2,7 @@
 
 Live candidates are tried inside search processes; one that ends too early or crashes is started again with what is left.
 What only a fresh process can show is tried in pairs of fresh processes. At the end the kept changes together run against
-the plain script, twice each, in fresh processes with the same seed; what does not hold there is not kept.
+the plain script, twice each, in fresh processes, each pair with a seed of its own; what does not hold there is not kept.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ class _Search:
 
     # -- fresh processes --------------------------------------------------------------------------------------------
 
-    def arm(self, kept: tuple[PlanItem, ...]) -> records.Measurement | None:
-        """One fresh process with these changes; None when it gave no measurement."""
+    def arm(self, kept: tuple[PlanItem, ...], turn: int = 0) -> records.Measurement | None:
+        """One fresh process with these changes, seeded by its turn; None when it gave no measurement."""
         path = self.run_dir / records.MEASURE_FILE
         path.unlink(missing_ok=True)
         ended = self._run(
@@ -230,7 +230,7 @@ class _Search:
             kept=kept,
             warmup=ARM_WARMUP,
             steps=ARM_STEPS,
-            seed=SEED,
+            seed=SEED + turn,
             timeout_s=max(ARM_TIMEOUT_S, self.trial_timeout_s + LAUNCH_GRACE_S),
         )
         if ended.code != 0 or ended.timed_out:
@@ -328,7 +328,9 @@ class _Search:
                 break
             for arm in STACK_RUNS:
                 self.say(f"all kept changes against the plain script, in fresh processes: {arm}")
-                found = self.arm(tuple(kept) if arm == "stack" else ())
+                # A seed for each turn: the plain runs then span what chance does to the losses, where the same seed twice would
+                # span nothing, and a training that rounding sends another way would look broken.
+                found = self.arm(tuple(kept) if arm == "stack" else (), turn=len(runs[arm]))
                 if self.interrupted:
                     return StackVerdict(
                         passed=None, detail="interrupted before the kept changes were compared together"
