@@ -257,9 +257,26 @@ class SearchDriver:
                 break
             self._conclude(verdict)
         else:
+            yield from self._look_again()
             self._write(restart, complete=True)
             return
         self._write(restart, out_of_time=late)
+
+    def _look_again(self) -> Steps:
+        """Try once more what a later kept change may have made worth it; only a better verdict takes the first one's place."""
+        session = self.session
+        for candidate in planner.second_look(records.verdicts(session.folder), session.candidates):
+            if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
+                return
+            title = registry.title(candidate.transform, candidate.title)
+            tell(session, "trial", transform=candidate.transform, title=f"{title}, once more")
+            try:
+                verdict = yield from self._try(candidate)
+            except _Unclean as problem:
+                self._conclude(self._verdict(candidate, None, "failed", str(problem)))
+                return
+            if verdict is not None and verdict.status == KEPT:
+                self._conclude(verdict)
 
     def _warm_up(self) -> Steps:
         recent: list[StepEvent] = [(yield)]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
+from advisor.core.verdict import Verdict
 
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
@@ -29,6 +30,7 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"compile_max_autotune"}),
 )
 _UNKNOWN = next(i for i, stage in enumerate(STAGES) if "fused_bn_act" in stage)  # beside the kernels
+LONG_FIRST_STEP_US = 10e6
 _BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
 # An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.
 BOUND_FRAC = 0.2
@@ -75,6 +77,32 @@ def _stage(transform: str) -> int:
 
 def _expected(item: Recommendation) -> float:
     return 0.0 if item.predicted is None else 0.5 * (item.predicted.low + item.predicted.high)
+
+
+def second_look(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+    """Candidates whose time may have come: right and in effect, not faster then, and something was kept after them.
+
+    Half precision gains nothing while the host's launches bound the step, and all it has once a graph is kept. What takes
+    longer than `LONG_FIRST_STEP_US` to switch on is not tried twice.
+    """
+    last_kept = max((i for i, v in enumerate(verdicts) if v.status == "kept"), default=-1)
+    kept = {v.transform for v in verdicts if v.status == "kept"}
+    again = {
+        (v.transform, tuple(sorted(v.parameters.items())))
+        for v in verdicts[: max(last_kept, 0)]
+        if v.status in ("reverted", "inconclusive")
+        and v.timing is not None
+        and v.effect is not None
+        and v.effect.passed
+        and v.numerics is not None
+        and v.numerics.passed
+        and v.first_step_us < LONG_FIRST_STEP_US
+    }
+    return tuple(
+        c
+        for c in candidates
+        if (c.transform, tuple(sorted(c.parameters.items()))) in again and not kept & set(c.conflicts)
+    )
 
 
 def conflicting(

@@ -26,16 +26,16 @@ ALL = [
 ]
 
 
-def test_a_step_bound_by_the_gpu_goes_from_input_over_precision_to_graphs():
+def test_a_step_bound_by_the_gpu_goes_from_input_over_layout_to_graphs():
     assert names(planner.order(ALL, profile(launch=50.0))) == [
-        "prefetch", "amp_bf16", "channels_last", "fused_bn_act", "fused_optimizer", "compile", "cuda_graphs",
+        "prefetch", "channels_last", "fused_bn_act", "amp_bf16", "fused_optimizer", "compile", "cuda_graphs",
     ]  # fmt: skip
 
 
 def test_what_bounds_the_step_comes_first():
     # Mixed precision alone is slower on a launch-bound step and would be dropped, although it pays once launches are gone.
     launch_bound = [item("cuda_graphs", after=("amp_bf16",)), item("amp_bf16"), item("channels_last")]
-    assert names(planner.order(launch_bound, profile(launch=600.0))) == ["cuda_graphs", "amp_bf16", "channels_last"]
+    assert names(planner.order(launch_bound, profile(launch=600.0))) == ["cuda_graphs", "channels_last", "amp_bf16"]
     starved = [item("amp_bf16"), item("loader_workers"), item("prefetch")]
     assert names(planner.order(starved, profile(data=500.0, launch=100.0)))[0] == "loader_workers"
     assert names(planner.order([item("tf32"), item("defer_sync")], profile(sync=300.0)))[0] == "defer_sync"
