@@ -80,16 +80,16 @@ def _expected(item: Recommendation) -> float:
 
 
 def second_look(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
-    """Candidates whose time may have come: right and in effect, not faster then, and something was kept after them.
+    """Candidates whose time may have come: right and in effect, not faster then, and CUDA graphs were kept after them.
 
     Half precision gains nothing while the host's launches bound the step, and all it has once a graph is kept. What takes
     longer than `LONG_FIRST_STEP_US` to switch on is not tried twice.
     """
-    last_kept = max((i for i, v in enumerate(verdicts) if v.status == "kept"), default=-1)
+    graphed = next((i for i, v in enumerate(verdicts) if v.status == "kept" and v.transform == "cuda_graphs"), 0)
     kept = {v.transform for v in verdicts if v.status == "kept"}
     again = {
         (v.transform, tuple(sorted(v.parameters.items())))
-        for v in verdicts[: max(last_kept, 0)]
+        for v in verdicts[:graphed]
         if v.status in ("reverted", "inconclusive")
         and v.timing is not None
         and v.effect is not None
