@@ -30,6 +30,14 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
     "cifar_resnet18_b128": ("cifar.py", "--device-data", "--epochs", "200"),
     "mobilenet_v3_large_b256": ("imagenet.py", "--arch", "mobilenet_v3_large", "-b", "256", "--device-data"),
+    "unet64_b32": ("unet.py", "--workers", "12", "--epochs", "200"),
+    # These architectures are torchvision's.
+    "efficientnet_b0_b256": ("imagenet.py", "--arch", "efficientnet_b0", "-b", "256", "--device-data"),
+    "convnext_tiny_b256": ("imagenet.py", "--arch", "convnext_tiny", "-b", "256", "--lr", "0.01", "--device-data"),
+    "vgg16_b128": ("imagenet.py", "--arch", "vgg16", "-b", "128", "--lr", "0.01", "--device-data"),
+    "resnext50_32x4d_b256": ("imagenet.py", "--arch", "resnext50_32x4d", "-b", "256", "--device-data"),
+    "regnet_y_3_2gf_b256": ("imagenet.py", "--arch", "regnet_y_3_2gf", "-b", "256", "--device-data"),
+    "densenet121_b256": ("imagenet.py", "--arch", "densenet121", "-b", "256", "--device-data"),
 }
 # What a knowing user writes by hand; and the same with torch.compile's one line.
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")

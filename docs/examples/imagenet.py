@@ -22,11 +22,20 @@ import torch.backends.cudnn as cudnn
 import torch.nn as nn
 import torch.utils.data
 
+try:
+    import torchvision.models as zoo
+except (ImportError, RuntimeError):  # RuntimeError: built for another torch
+    zoo = None
+
 model_names = ["mobilenet_v3_large", "resnet18", "resnet50"]
+if zoo is not None:
+    model_names += sorted(set(zoo.list_models(module=zoo)) - {*model_names, "googlenet", "inception_v3"})  # two losses
 
 parser = argparse.ArgumentParser(description="PyTorch ImageNet training")
 parser.add_argument("data", metavar="DATA", nargs="?", default="imagenet", help="folder with train.pt and val.pt")
-parser.add_argument("-a", "--arch", metavar="ARCH", default="resnet50", choices=model_names)
+parser.add_argument(
+    "-a", "--arch", metavar="ARCH", default="resnet50", choices=model_names, help=", ".join(model_names)
+)
 parser.add_argument("-j", "--workers", default=4, type=int, metavar="N", help="data loading workers")
 parser.add_argument("--epochs", default=90, type=int, metavar="N")
 parser.add_argument("--start-epoch", default=0, type=int, metavar="N")
@@ -60,7 +69,7 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     print(f"=> creating model '{args.arch}'")
-    model = getattr(models, args.arch)(num_classes=args.num_classes)
+    model = getattr(models if hasattr(models, args.arch) else zoo, args.arch)(num_classes=args.num_classes)
     model = model.to(device)
 
     criterion = nn.CrossEntropyLoss().to(device)
