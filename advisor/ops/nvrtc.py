@@ -30,6 +30,25 @@ def unavailable() -> str:
     return ""
 
 
+def on_device(tensor: torch.Tensor) -> str:
+    """Why kernels cannot run where this tensor is; empty when they can."""
+    return unavailable() if tensor.is_cuda else "not on a CUDA device"
+
+
+@cache
+def arch(device: int) -> int:
+    """The device's architecture as one number: 90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@cache
+def sm_count(device: int) -> int:
+    """Streaming multiprocessors of the device."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 def options(defines: Mapping[str, int]) -> tuple[str, ...]:
     """Compiler options for a variant. `defines` are the macros that the source documents."""
     return ("-std=c++17", *(f"-D{name}={value}" for name, value in sorted(defines.items())))

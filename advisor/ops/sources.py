@@ -22,6 +22,15 @@ def source(name: str) -> str:
     Raises:
         AdvisorError: when the file or an include is missing.
     """
+    return inlined(kernels_dir() / name, (kernels_dir() / "include",))
+
+
+def inlined(file: Path, folders: tuple[Path, ...]) -> str:
+    """The text of `file` with every `#include "x"` replaced, once, by the first `x` that one of `folders` has.
+
+    Raises:
+        AdvisorError: when the file or an include is missing.
+    """
     seen: set[str] = set()
 
     def read(path: Path) -> str:
@@ -37,11 +46,11 @@ def source(name: str) -> str:
             if include in seen:
                 return ""
             seen.add(include)
-            return read(kernels_dir() / "include" / include)
+            return read(next((f / include for f in folders if (f / include).is_file()), folders[-1] / include))
 
         return _INCLUDE.sub(insert, text)
 
-    return read(kernels_dir() / name)
+    return read(file)
 
 
 def sha256(name: str) -> str:

@@ -21,9 +21,7 @@ fell_back: Counter[str] = Counter()
 
 def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str) -> str:
     """Why the kernels cannot take these tensors; empty when they can."""
-    if not x.is_cuda:
-        return "not on a CUDA device"
-    reason = nvrtc.unavailable()
+    reason = nvrtc.on_device(x)
     if reason:
         return reason
     if residual is not None and (
@@ -32,14 +30,13 @@ def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str)
         or not residual.is_contiguous(memory_format=torch.channels_last)
     ):
         return "residual differs in shape, dtype or layout"
-    major, minor = torch.cuda.get_device_capability(x.device)
     return spec.unsupported(
         shape=tuple(x.shape),
         channels_last=x.is_contiguous(memory_format=torch.channels_last),
         dtype=str(x.dtype).removeprefix("torch."),
         activation=activation,
         residual=residual is not None,
-        arch=major * 10 + minor,
+        arch=nvrtc.arch(x.device.index or 0),
     )
 
 

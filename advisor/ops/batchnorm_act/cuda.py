@@ -36,7 +36,7 @@ _BLOCK = (spec.THREADS, 1, 1)
 @lru_cache(maxsize=4096)
 def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int) -> _Launch:
     name = str(dtype).removeprefix("torch.")
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = nvrtc.sm_count(device)
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
     defines = tuple(
