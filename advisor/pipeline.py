@@ -369,6 +369,7 @@ def apply(
     skip: Sequence[str] = (),
     min_gain: float = 0.01,
     max_time_s: float = 600.0,
+    max_pairs: int = 20,
     out: Path | None = None,
     rules_dirs: Sequence[Path] = (),
     say: Say,
@@ -440,6 +441,7 @@ def apply(
         ask=None if auto else ask,
         min_gain=min_gain,
         max_time_s=max(0.0, max_time_s - (time.monotonic() - started)),
+        max_pairs=max_pairs,
         run_dir=run_dir,
         say=say,
     )

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from advisor.cli import output
-from advisor.cli.ask import ask
+from advisor.cli import ask, output
 from advisor.cli.parameters import (
     SCRIPT_CONTEXT,
     Duration,
@@ -29,6 +28,13 @@ from advisor.cli.progress import Progress
 @click.option("--skip", multiple=True, metavar="ID", help="Do not try this transform (repeatable).")
 @click.option("--min-gain", type=Percent(), default="1%", show_default=True, help="Keep a change only above this gain.")
 @click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End the search after this long.")
+@click.option(
+    "--max-pairs",
+    type=click.IntRange(min=3, max=20),
+    default=20,
+    show_default=True,
+    help="Compare at most so many pairs; fewer are sooner done and prove only large gains.",
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @rules_option
 @format_option("text", "json", "md")
@@ -45,6 +51,7 @@ def apply(
     skip: tuple[str, ...],
     min_gain: float,
     max_time: float,
+    max_pairs: int,
     out: Path | None,
     rules_dirs: tuple[Path, ...],
     form: str,
@@ -70,6 +77,8 @@ def apply(
         )
     if clash := set(only) & set(skip):
         raise click.UsageError(f"{sorted(clash)[0]} is in both --only and --skip", click.get_current_context())
+    if not auto and not dry_run:
+        ask.terminal()  # nobody to answer: said before any work
     from advisor import pipeline
 
     with Progress(live=auto, quiet=quiet, verbose=verbose) as say:
@@ -77,12 +86,13 @@ def apply(
             words,
             module=module,
             auto=auto,
-            ask=None if auto or dry_run else ask,
+            ask=None if auto or dry_run else ask.ask,
             dry_run=dry_run,
             only=only,
             skip=skip,
             min_gain=min_gain,
             max_time_s=max_time,
+            max_pairs=max_pairs,
             out=out,
             rules_dirs=rules_dirs,
             say=say,

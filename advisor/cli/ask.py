@@ -13,14 +13,17 @@ from advisor.reporting import wording
 def terminal() -> tuple[TextIO, TextIO]:
     """Streams to read answers from and write questions to: the controlling terminal if there is one.
 
-    stdin may be meant for the script, so it is read only where it is a terminal itself, or where there is none.
+    stdin may be meant for the script, so it is read only where it is a terminal itself.
+
+    Raises:
+        AdvisorError: when there is no terminal, so that nobody can answer.
     """
-    if not sys.stdin.isatty():
-        try:
-            return open("/dev/tty", encoding="utf-8"), open("/dev/tty", "w", encoding="utf-8")
-        except OSError:
-            pass
-    return sys.stdin, sys.stderr
+    if sys.stdin.isatty():
+        return sys.stdin, sys.stderr
+    try:
+        return open("/dev/tty", encoding="utf-8"), open("/dev/tty", "w", encoding="utf-8")
+    except OSError:
+        raise _nobody() from None
 
 
 def ask(recommendation: Recommendation) -> bool:
@@ -41,9 +44,13 @@ def ask(recommendation: Recommendation) -> bool:
         questions.flush()
         answer = answers.readline()
         if not answer:
-            raise AdvisorError(
-                "`apply` asks before each change, and nobody is there to answer",
-                fix="Use --auto to try them all, or --dry-run to see them.",
-            )
+            raise _nobody()
         if answer.strip().lower() in ("y", "yes", "n", "no"):
             return answer.strip().lower().startswith("y")
+
+
+def _nobody() -> AdvisorError:
+    return AdvisorError(
+        "`apply` asks before each change, and nobody is there to answer",
+        fix="Use --auto to try them all, or --dry-run to see them.",
+    )

@@ -279,7 +279,9 @@ class _Search:
             if len(pairs) == 2 and all(b >= a for a, b in pairs):
                 status, reason = REVERTED, "no faster in either of two pairs of fresh runs"
                 break
-            decision = decide(pairs, self.min_gain, max_pairs=PROCESS_STAGES[-1], stages=PROCESS_STAGES)
+            decision = decide(
+                pairs, self.min_gain, max_pairs=min(self.max_pairs, PROCESS_STAGES[-1]), stages=PROCESS_STAGES
+            )
             if decision.status != MORE:
                 status, reason, gain = decision.status, decision.reason, decision.gain
                 break
@@ -476,6 +478,7 @@ def apply_search(
     Args:
         ask: asked before each candidate; None tries all of them (`--auto`).
         max_time_s: no candidate begins after this, less what the comparison of the stack needs.
+        max_pairs: most pairs of blocks, or of fresh runs, in a trial.
 
     Returns:
         The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time or

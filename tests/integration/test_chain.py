@@ -17,8 +17,8 @@ pytestmark = pytest.mark.xdist_group("chain")  # the proved run is made once
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The optimizer's loop over many small parameters is nearly all of this step, so a fused optimizer is a gain that no noise
-# hides; the convolution and the batch norm are there to be found.
+# The optimizer's loop over many small parameters, a convolution and a batch norm are there to be found. What a fused optimizer
+# gains is planted in the step times that verdicts rest on: on a loaded machine real ones decide one way or the other.
 SCRIPT = """
 import sys
 import torch
@@ -30,7 +30,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 36, 5)
-        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1 / 400)) for _ in range(400)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1 / 40)) for _ in range(40)])
     def forward(self, x):
         x = self.fc(torch.relu(self.bn(self.conv(x))).flatten(1))
         return x * torch.stack(tuple(self.scales)).sum(0)
@@ -39,6 +39,15 @@ if "--resume" in sys.argv:
     net.load_state_dict(torch.load("net.pt"), strict=True)
     print("resumed")
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, foreach=False)
+def planted(step_times):
+    import dataclasses
+    def times(boundaries):
+        found, step_us = step_times(boundaries), 15e3 if optimizer.param_groups[0].get("fused") else 40e3
+        return dataclasses.replace(found, wall_us=tuple(step_us + 9 * i for i in range(len(found.wall_us))), event_us=())
+    return times
+for name in ("advisor.trials.live", "advisor.trials.measure"):
+    if name in sys.modules:
+        sys.modules[name].step_times = planted(sys.modules[name].step_times)
 x, y = torch.randn(64, 8, 3, 8, 8), torch.randint(0, 5, (64, 8))
 for epoch in range(epochs):
     for images, labels in zip(x, y):
@@ -115,7 +124,7 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
     (folder / "advisor-runs").mkdir()
     (folder / "first").rename(folder / "advisor-runs" / "first")
     (folder / "net.pt").write_text("weeks of training")
-    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-time", "2m")
+    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-pairs", "3")
     return folder, applied, before
 
 
@@ -149,10 +158,11 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     run = run_of(folder, "plan.yaml")
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan
-    assert float(plan["speedup"].split("×")[0]) > 1.2
+    assert plan["speedup"].startswith("2.65×"), plan["speedup"]
     saved = json.loads((run / "trials.json").read_text())
     verdict = saved.get("data", saved)["verdicts"][0]
-    assert verdict["gain"]["low"] > 0.1
+    assert 0.6 < verdict["gain"]["low"] <= verdict["gain"]["high"] < 0.65
+    assert len(verdict["blocks"]["off_us"]) == 3
     assert verdict["predicted"] is not None
     assert all(verdict[check]["passed"] for check in ("effect", "numerics", "timing"))
     assert (

@@ -159,17 +159,14 @@ def test_malformed_override(invoke, text):
 
 def test_apply_auto(invoke, pipeline):
     result = invoke(
-        "apply", "--auto", "--min-gain", "2%", "--max-time", "1h30m", "--skip", "compile", "train.py", "--lr", "1"
-    )
+        "apply", "--auto", "--min-gain", "2%", "--max-time", "1h30m", "--skip", "compile", "--max-pairs", "4", "train.py",
+        "--lr", "1",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     (words,), kwargs = pipeline.calls["apply"]
     assert words == ("train.py", "--lr", "1")
-    assert (kwargs["ask"], kwargs["min_gain"], kwargs["max_time_s"], kwargs["skip"]) == (
-        None,
-        0.02,
-        5400.0,
-        ("compile",),
-    )
+    names = ("ask", "min_gain", "max_time_s", "skip", "max_pairs")
+    assert tuple(kwargs[name] for name in names) == (None, 0.02, 5400.0, ("compile",), 4)
     assert "3.10× (3.05 to 3.14)" in result.stderr
 
 
@@ -178,9 +175,22 @@ def test_apply_auto_needs_no_script(invoke, pipeline):
     assert pipeline.calls["apply"][0][0] == ()
 
 
-def test_apply_asks_without_auto(invoke, pipeline):
+def test_apply_asks_without_auto(invoke, pipeline, monkeypatch, tmp_path):
+    _terminal(monkeypatch, tmp_path, "y")
     assert invoke("apply", "train.py").exit_code == 0
     assert pipeline.calls["apply"][1]["ask"] is asking.ask
+
+
+def test_apply_says_before_any_work_that_nobody_is_there_to_answer(invoke, pipeline, monkeypatch):
+    def no_terminal(path, *_, **__):
+        raise OSError(path)
+
+    monkeypatch.setattr(asking, "open", no_terminal, raising=False)
+    result = invoke("apply", "train.py", stdin="y\n")
+    assert result.exit_code == ExitCode.USAGE
+    assert "--auto" in result.stderr
+    assert not pipeline.calls
+    assert invoke("apply", "--dry-run", "train.py").exit_code == 0
 
 
 def test_apply_dry_run_lists_and_does_not_ask(invoke, pipeline):

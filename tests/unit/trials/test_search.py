@@ -123,6 +123,15 @@ def test_what_is_kept_goes_into_the_plan_with_its_speedup(script):
     assert log.complete
 
 
+def test_fewer_pairs_bound_the_fresh_runs_and_the_trials(script):
+    script.restart_only = {"loader_workers"}
+    script.step_us.update({("loader_workers",): 995.0})  # hidden in the noise, whatever the number of pairs
+    _, _, _, verdicts = apply(script, "loader_workers", max_pairs=3)
+    assert verdicts["loader_workers"].status in ("inconclusive", "reverted")
+    assert len(verdicts["loader_workers"].blocks.off_us) <= 3
+    assert script.launches[0].max_pairs == 3
+
+
 def test_nothing_to_do_is_a_good_answer(script):
     log, plan, code, _ = apply(script)
     assert (code, log.verdicts, log.stack, plan.items) == (0, (), None, ())
