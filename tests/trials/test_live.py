@@ -75,13 +75,13 @@ def test_a_slower_rival_leaves_the_kept_change_on(tmp_path):
 
 
 def test_a_script_that_ends_early_is_gone_on_with(tmp_path):
-    first, reason = search(tmp_path, "faster", steps=60)
+    first, reason = search(tmp_path, "faster", steps=40)
     assert reason == "script ended"
     assert first == {}
     current = records.load_current(tmp_path)
     assert current.transform == "faster"
     for _ in range(8):
-        verdicts, reason = search(tmp_path, "faster", steps=120)
+        verdicts, reason = search(tmp_path, "faster", steps=60)
         if verdicts:
             break
         assert len(records.load_current(tmp_path).off_us) >= len(current.off_us)
