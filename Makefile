@@ -1,7 +1,8 @@
-# make demo     install into .venv, profile an example training, apply what helps, print where the report is
-# make test     install into .venv, run the tests that need no GPU
-# make lint     ruff, mypy, import-linter, rules, generated pages
-# make test-gpu the tests that need a GPU, with the python that has torch and CuPy for it (PYTHON=…)
+# make demo        install into .venv, profile an example training, apply what helps, print where the report is
+# make test        install into .venv, run the tests that need no GPU
+# make lint        ruff, mypy, import-linter, rules, generated pages
+# make reliability run the fault suite and write docs/reliability.md
+# make test-gpu    the tests that need a GPU, with the python that has torch and CuPy for it (PYTHON=…)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ else
 DEMO := docs/examples/cifar.py --epochs 200
 endif
 
-.PHONY: demo test lint test-gpu clean
+.PHONY: demo test lint reliability test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +57,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/advisor rules lint
 	$(BIN)/advisor rules test
+
+reliability: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/page.py --run cpu
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests

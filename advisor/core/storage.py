@@ -78,6 +78,8 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 raise AdvisorError(f"{where}.{field.name} is missing", expected="a file written by advisor")
         return typing.cast(Any, kind)(**values)
+    if isinstance(data, int) and abs(data) >= 1 << 63:
+        raise AdvisorError(f"{where} is an integer of {data.bit_length()} bits", expected="at most 64 bits")
     if isinstance(kind, type):
         if issubclass(kind, enum.Enum):
             try:

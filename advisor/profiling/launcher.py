@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -97,8 +98,30 @@ class ScriptCommand:
             raise AdvisorError(
                 f"neither a script nor a command: {first}", expected="a Python script or a program", fix=_nearest(path)
             )
+        refused = _isolating(Path(program), arguments)
+        if refused:
+            raise AdvisorError(
+                f"{first} {refused} keeps advisor out of the script",
+                expected="an interpreter that reads PYTHONPATH and runs sitecustomize",
+                fix=f"Leave {refused} away while measuring.",
+            )
         script = next((word for word in arguments if word.endswith(".py")), first)
         return cls(argv=(first, *arguments), name=script, arguments=arguments, literal=True)
+
+
+def _isolating(program: Path, arguments: Sequence[str]) -> str:
+    """The interpreter's option that makes it pass over what attaches advisor (-I, -E, -S), or nothing."""
+    if not re.fullmatch(r"(python|pypy)[\d.]*", program.name):
+        return ""
+    words = iter(arguments)
+    for word in words:
+        if not re.fullmatch(r"-[a-zA-Z]+", word) or word[1] in "cm":
+            return ""
+        if word in ("-W", "-X"):
+            next(words, None)
+        elif word[1] not in "WX" and set(word) & set("IES"):
+            return word
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

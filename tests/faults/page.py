@@ -1,0 +1,146 @@
+"""docs/reliability.md from the catalogue and from recorded runs of its tests.
+
+python tests/faults/page.py --run cpu          run the tests, write docs/reliability/cpu.json, then the page
+python tests/faults/page.py                    write the page from what is recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CATALOGUE = Path(__file__).with_name("catalogue.yaml")
+PAGE = ROOT / "docs" / "reliability.md"
+RECORDS = ROOT / "docs" / "reliability"
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """The areas, each with its faults."""
+    areas: list[dict[str, Any]] = yaml.safe_load(CATALOGUE.read_text(encoding="utf-8"))
+    return areas
+
+
+def tests() -> list[str]:
+    """Every `file::function` that the catalogue names, once, in order."""
+    named = (test for area in catalogue() for fault in area["faults"] for test in fault.get("tests", ()))
+    return list(dict.fromkeys(named))
+
+
+def exists(test: str) -> bool:
+    """Whether the file defines that function."""
+    file, _, function = test.partition("::")
+    path = ROOT / file
+    return path.is_file() and bool(re.search(rf"^def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def record(machine: str) -> dict[str, Any]:
+    """Run the catalogue's tests here: outcomes of each test's cases, with what they ran on."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder) / "outcome.xml"
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-n",
+                "2",
+                "--dist",
+                "loadgroup",
+                f"--junit-xml={outcome}",
+                *tests(),
+            ],
+            cwd=ROOT,
+            check=False,
+        )
+        found: dict[str, Counter[str]] = {}
+        for case in ElementTree.parse(outcome).getroot().iter("testcase"):
+            name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').split('[')[0]}"
+            kinds = {child.tag for child in case}
+            result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            found.setdefault(name, Counter())[result] += 1
+    import torch
+
+    return {
+        "machine": machine,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "tests": {name: dict(sorted(counts.items())) for name, counts in sorted(found.items())},
+    }
+
+
+def records() -> list[dict[str, Any]]:
+    """What was recorded, by machine."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))]
+
+
+def _happened(fault: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    said = []
+    for run in runs:
+        total: Counter[str] = Counter()
+        for test in fault.get("tests", ()):
+            total.update(run["tests"].get(test, {}))
+        if total:
+            said.append(f"{run['machine']}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(total.items())))
+    return "; ".join(said) or ("not run" if fault.get("tests") else "no test")
+
+
+def page() -> str:
+    """The page's text."""
+    runs, areas = records(), catalogue()
+    every = [fault for area in areas for fault in area["faults"]]
+    tried = [fault for fault in every if fault.get("tests")]
+    lines = [
+        "# Reliability: what was tried, and what happened",
+        "",
+        "<!-- Made by `python tests/faults/page.py`; do not edit. -->",
+        "",
+        "Everything here that can go wrong is planted by a test. The list is `tests/faults/catalogue.yaml`; `make reliability` runs",
+        "its tests and writes this page.",
+        "",
+        f"{len(every)} faults, {len(tried)} with tests, {sum('open' in fault for fault in every)} with something still open.",
+        "",
+    ]
+    for run in runs:
+        total = sum((Counter(counts) for counts in run["tests"].values()), Counter())
+        lines.append(
+            f"- **{run['machine']}**, {run['date']}, Python {run['python']}, torch {run['torch']}: "
+            + ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
+        )
+    for area in areas:
+        lines += ["", f"## {area['area']}", "", "| # | fault | expected | cases |", "|---|---|---|---|"]
+        for fault in area["faults"]:
+            happened = _happened(fault, runs)
+            if "open" in fault:
+                happened += f". Open: {fault['open']}"
+            lines.append(f"| {fault['number']} | {fault['fault']} | {fault['expected']} | {happened} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", metavar="MACHINE", help="run the tests first and record them under this name")
+    machine = parser.parse_args().run
+    if machine:
+        RECORDS.mkdir(exist_ok=True)
+        text = json.dumps(record(machine), indent=1) + "\n"
+        (RECORDS / f"{machine}.json").write_text(text, encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
