@@ -582,12 +582,12 @@ def kernels_list() -> list[dict[str, object]]:
     return catalog.listing()
 
 
-def kernels_verify(say: Say) -> list[dict[str, object]]:
-    """Compile each kernel for this GPU and hold it to its fp64 reference. One row a kernel and dtype.
+def kernels_verify(say: Say, family: str = "") -> list[dict[str, object]]:
+    """Compile each kernel (of one family, if named) for this GPU and hold it to its fp64 reference. One row a case.
 
     Raises:
-        AdvisorError: without a GPU or CuPy, with exit code 5.
+        AdvisorError: for an unknown family; without a GPU or CuPy, with exit code 5.
     """
     from advisor.ops import catalog
 
-    return catalog.verify(say)
+    return catalog.verify(say, family)

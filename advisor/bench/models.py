@@ -7,7 +7,6 @@ fresh processes itself; the hand-tuned baselines run in fresh processes right af
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import statistics
 import tempfile
@@ -41,7 +40,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 }
 # What a knowing user writes by hand; and the same with torch.compile's one line.
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
-BASELINES = {"hand_tuned": HAND_TUNED, "hand_tuned_compiled": (*HAND_TUNED, "compile")}
+BASELINES = {"hand_tuned": ("eager", HAND_TUNED), "hand_tuned_compiled": ("compile", (*HAND_TUNED, "compile"))}
 WARMUP, STEPS = 15, 40
 MAX_SEARCH_S = 300.0
 
@@ -71,7 +70,7 @@ class ModelRow:
     date: str
 
 
-def run(*, pattern: str, json_out: Path | None, baselines: bool, say: Callable[[str], None]) -> int:
+def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say: Callable[[str], None]) -> int:
     """Run each training, and write after each, so that an interrupted run leaves what it had.
 
     Raises:
@@ -88,7 +87,7 @@ def run(*, pattern: str, json_out: Path | None, baselines: bool, say: Callable[[
     if not chosen:
         raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(SCRIPTS))
     target = (json_out or results.folder() / "models.json").resolve()
-    rows = [row for row in _on_file(target) if row["name"] not in chosen]
+    rows = [row for row in results.on_file(target) if row["name"] not in chosen]
     home = Path.cwd()
     for name, (script, *arguments) in chosen.items():
         words = (str(examples / script), *arguments)
@@ -103,14 +102,7 @@ def run(*, pattern: str, json_out: Path | None, baselines: bool, say: Callable[[
     return ExitCode.OK
 
 
-def _on_file(path: Path) -> list[dict[str, object]]:
-    if not path.exists():
-        return []
-    rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8")).get("rows", [])
-    return rows
-
-
-def _measure(name: str, words: tuple[str, ...], *, baselines: bool, say: Callable[[str], None]) -> ModelRow:
+def _measure(name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], say: Callable[[str], None]) -> ModelRow:
     import torch
 
     found = pipeline.apply(words, auto=True, max_time_s=MAX_SEARCH_S, say=say)
@@ -121,8 +113,8 @@ def _measure(name: str, words: tuple[str, ...], *, baselines: bool, say: Callabl
     applied_us = statistics.median(stack.stack_us) if stack and stack.stack_us else None
     times = {
         baseline: _fresh(words, items, found.run_dir / baseline, say)
-        for baseline, items in BASELINES.items()
-        if baselines
+        for baseline, (asked, items) in BASELINES.items()
+        if asked in baselines
     }
     return ModelRow(
         name=name,

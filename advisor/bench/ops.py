@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
-from dataclasses import dataclass
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from advisor.bench import results, timing
+from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.ops import nvrtc, sources
-from advisor.ops.batchnorm_act import api, reference, spec, verify
+from advisor.ops import catalog, dispatch, family, nvrtc, verify
+from advisor.ops.family import Case, Family, Work
 
-# [N, C, H, W] of the batch norms of ResNet-50 at batch 256, MobileNetV3 and CIFAR ResNet-18 at batch 128.
-SHAPES = (
-    (256, 64, 112, 112),
-    (256, 256, 56, 56),
-    (256, 512, 28, 28),
-    (256, 1024, 14, 14),
-    (256, 2048, 7, 7),
-    (256, 72, 56, 56),
-    (256, 672, 14, 14),
-    (128, 64, 32, 32),
-    (128, 512, 4, 4),
-)
-VARIANTS = (("relu", False), ("relu", True), ("none", False), ("hardswish", False))
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# For one case, without compiling: rounds beyond it are left out.
+CASE_BUDGET_S = 10.0
+# Errors are taken on a batch of at most this many: fp64 copies of a whole batch would not fit beside the rest.
+ERROR_BATCH = 8
+# Inductor compiles anew for each shape and dtype, seconds each: it is asked in the dtype in which training happens most.
+COMPILED_DTYPES = ("bfloat16",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,127 +50,207 @@ class OpRow:
     torch: str
     date: str
 
+    def line(self) -> str:
+        """What is printed of it."""
+        shape = "x".join(map(str, self.shape))
+        text = (
+            f"{self.name:24} {self.pass_:8} {self.dtype:8} {shape:18} {self.advisor_ms:8.4f} ms  "
+            f"limit/ours {self.limit_ms / self.advisor_ms:4.2f}  eager/ours {self.eager_ms / self.advisor_ms:5.2f}"
+        )
+        if self.compile_ms is not None:
+            text += f"  compile/ours {self.compile_ms / self.advisor_ms:5.2f}"
+        return text
 
-def run(*, pattern: str, json_out: Path | None, baselines: bool, say: Callable[[str], None]) -> int:
-    """Measure, and write after each row, so that an interrupted run leaves what it had.
+
+Key = tuple[str, str, tuple[int, ...], str]
+
+
+def key(row: Mapping[str, Any]) -> Key:
+    """What a row on file is the measurement of: name, pass, shape, dtype."""
+    return row["name"], row["pass_"], tuple(row["shape"]), row["dtype"]
+
+
+def keys(case: Case) -> tuple[Key, ...]:
+    """The rows that a case gives."""
+    return tuple((case.name, kind, case.shape, case.dtype) for kind in case.passes)
+
+
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], known: Sequence[Key]) -> list[dict[str, Any]]:
+    """`new` in the place of `old` rows of the same key, in the order of `known`; rows of cases that are gone are dropped."""
+    by_key = {key(row): row for row in (*old, *new)}
+    return [by_key[k] for k in dict.fromkeys(known) if k in by_key]
+
+
+def chosen(pattern: str) -> list[tuple[Family, Case]]:
+    """Benchmark cases whose family and label ("batchnorm_act bn+relu bfloat16 256x64x112x112") hold all words of `pattern`.
+
+    Raises:
+        AdvisorError: when there is none.
+    """
+    words = pattern.split()
+    found = [
+        (kind, case)
+        for kind in catalog.FAMILIES
+        for case in kind.benchmark
+        if all(word in f"{kind.id} {case.label}" for word in words)
+    ]
+    if not found:
+        raise AdvisorError(
+            f"nothing is named like {pattern!r}", expected="a family, or words of a name such as bn+relu"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class Ceilings:
+    """Rates measured in this run, each when it is first needed."""
+
+    copy_gbps: float = field(default_factory=timing.copy_gbps)
+    tflops: dict[str, float] = field(default_factory=dict)
+
+    def limit_ms(self, work: Work, dtype: str) -> float:
+        """The larger of the time for the bytes and the time for the operations."""
+        limit = work.nbytes / self.copy_gbps / 1e6
+        if work.flops:
+            unit = dtype if work.unit == "matrix" else "float32"
+            if unit not in self.tflops:
+                self.tflops[unit] = timing.matrix_tflops(getattr(torch, unit))
+            limit = max(limit, work.flops / self.tflops[unit] / 1e9)
+        return limit
+
+
+def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say: Callable[[str], None]) -> int:
+    """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
+
+    A case that fails is told, and the rest goes on; the exit code is then 1.
 
     Raises:
         AdvisorError: without a GPU (exit code 5), or when `pattern` matches nothing.
     """
+    cases = chosen(pattern)
     reason = nvrtc.unavailable()
     if reason:
         raise AdvisorError(f"no benchmark here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    cases = [
-        (shape, activation, residual, dtype)
-        for dtype in DTYPES
-        for activation, residual in VARIANTS
-        for shape in (SHAPES if dtype is torch.bfloat16 else SHAPES[:3])
-        if pattern in _name(activation, residual)
-    ]
-    if not cases:
-        raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of a name such as bn+relu")
     target = json_out or results.folder() / "ops.json"
-    bandwidth = timing.copy_gbps()
-    rows: list[OpRow] = []
-    for number, case in enumerate(cases):
-        say(f"measuring {_name(case[1], case[2])}: {number + 1} of {len(cases)}")
-        # Inductor compiles anew for each shape and dtype, seconds each: it is asked where training happens most.
-        rows += _measure(*case, bandwidth=bandwidth, compiled=baselines and case[3] is torch.bfloat16)
-        results.write(target, "ops", rows, copy_gbps=bandwidth)
-    return ExitCode.OK
+    known = [k for kind in catalog.FAMILIES for case in kind.benchmark for k in keys(case)]
+    rows = results.on_file(target)
+    ceilings = Ceilings()
+    failed: list[str] = []
+    for number, (kind, case) in enumerate(cases):
+        say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
+        try:
+            measured = measure(kind, case, ceilings, compiled="compile" in baselines and case.dtype in COMPILED_DTYPES)
+        except Exception as error:
+            failed.append(f"{kind.id} {case.label}: {type(error).__name__}: {error}".splitlines()[0])
+            print(failed[-1], flush=True)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        for row in measured:
+            print(row.line(), flush=True)
+        rows = merged(rows, [storage.to_plain(row) for row in measured], known)
+        results.write(target, "ops", rows, copy_gbps=ceilings.copy_gbps)
+    if failed:
+        print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
+    return ExitCode.FINDINGS if failed else ExitCode.OK
 
 
-def _name(activation: str, residual: bool) -> str:
-    return "bn" + ("+add" if residual else "") + ("" if activation == "none" else f"+{activation}")
+def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
+    """One row a pass, with the family's kernels forced on.
+
+    Raises:
+        AdvisorError: when the kernels did not run.
+    """
+    with dispatch.everything():
+        before = sum(kind.engaged.values())
+        rows = _measure(case, ceilings, compiled=compiled)
+        if sum(kind.engaged.values()) == before:
+            raise AdvisorError("the kernels did not run: " + dispatch.told(kind.id))
+    return rows
 
 
-def _measure(
-    shape: tuple[int, int, int, int],
-    activation: str,
-    residual: bool,
-    dtype: torch.dtype,
-    *,
-    bandwidth: float,
-    compiled: bool,
-) -> list[OpRow]:
-    n, c, h, w = shape
-    elements = n * c * h * w
-    itemsize = dtype.itemsize
-    weight = (torch.rand(c, device="cuda") + 0.5).requires_grad_()
-    bias = torch.randn(c, device="cuda").requires_grad_()
-
-    def running() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(c, device="cuda"), torch.ones(c, device="cuda")
-
-    def tensor() -> torch.Tensor:
-        return torch.randn(n, h, w, c, device="cuda").to(dtype).permute(0, 3, 1, 2)
-
-    sets: list[dict[str, Any]] = [
-        {
-            "x": tensor().requires_grad_(),
-            "r": tensor().requires_grad_() if residual else None,
-            "dy": tensor(),
-            "running": running(),
-        }
-        for _ in range(timing.rotation(elements * itemsize * (3 if residual else 2)))
-    ]
-
-    def of(function: Callable[..., torch.Tensor]) -> Callable[[dict[str, Any]], torch.Tensor]:
-        return lambda s: function(s["x"], s["r"], *s["running"], weight, bias, 0.1, 1e-5, activation, 0.01)
-
-    contenders = {"advisor": of(api.batchnorm_act), "eager": of(reference.batchnorm_act)}
-    if compiled:
-        torch._dynamo.reset()
-        contenders["compile"] = of(torch.compile(reference.batchnorm_act, dynamic=False))
-    forward = timing.interleaved(contenders, sets)
-    # Statistics of its own for each: autograd refuses a graph whose buffers a later forward has changed.
-    graphs = {
-        name: [
-            (run({**s, "running": running()}), [t for t in (s["x"], s["r"], weight, bias) if t is not None], s["dy"])
-            for s in sets
-        ]
-        for name, run in contenders.items()
-    }
-
-    def backward_of(name: str) -> Callable[[int], object]:
-        def run(index: int) -> object:
-            y, leaves, dy = graphs[name][index]
-            return torch.autograd.grad(y, leaves, dy, retain_graph=True)
-
-        return run
-
-    backwards = {name: backward_of(name) for name in contenders}
-    backward = timing.interleaved(backwards, range(len(sets)))
-    hosts = timing.host(contenders, sets), timing.host(backwards, range(len(sets)))
-    small = (min(n, 8), c, h, w)
-    mine = verify.errors(small, dtype, activation, residual, seed=1)
-    theirs = verify.errors(small, dtype, activation, residual, seed=1, function=reference.batchnorm_act)
-    limits = spec.bytes_moved(elements=elements, itemsize=itemsize, residual=residual)
+def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
+    times, hosts = timed(case, compiled=compiled, budget_s=CASE_BUDGET_S)
+    batch = min(case.shape[0], ERROR_BATCH)
+    mine = verify.errors(case, case.ours, "cuda", batch=batch, seed=1)
+    theirs = verify.errors(case, case.eager, "cuda", batch=batch, seed=1)
     made = datetime.date.today().isoformat()
     return [
         OpRow(
-            name=_name(activation, residual),
+            name=case.name,
             pass_=kind,
-            shape=shape,
-            dtype=str(dtype).removeprefix("torch."),
-            layout="nhwc",
-            advisor_ms=found["advisor"].median,
-            eager_ms=found["eager"].median,
-            compile_ms=found["compile"].median if "compile" in found else None,
-            limit_ms=limit / bandwidth / 1e6,
-            spread=(found["advisor"].p90 - found["advisor"].p10) / found["advisor"].median,
-            eager_spread=(found["eager"].p90 - found["eager"].p10) / found["eager"].median,
-            n=found["advisor"].n,
-            advisor_host_us=host["advisor"],
-            eager_host_us=host["eager"],
-            error=mine[key],
-            baseline_error=theirs[key],
-            kernel_sha=sources.sha256(source),
+            shape=case.shape,
+            dtype=case.dtype,
+            layout=case.layout,
+            advisor_ms=times[kind]["advisor"].median,
+            eager_ms=times[kind]["eager"].median,
+            compile_ms=times[kind]["compile"].median if compiled else None,
+            limit_ms=ceilings.limit_ms(work, case.dtype),
+            spread=(times[kind]["advisor"].p90 - times[kind]["advisor"].p10) / times[kind]["advisor"].median,
+            eager_spread=(times[kind]["eager"].p90 - times[kind]["eager"].p10) / times[kind]["eager"].median,
+            n=times[kind]["advisor"].n,
+            advisor_host_us=hosts[kind]["advisor"],
+            eager_host_us=hosts[kind]["eager"],
+            error=mine.output if kind == "forward" else mine.gradient,
+            baseline_error=theirs.output if kind == "forward" else theirs.gradient,
+            kernel_sha=family.kernel_sha(work),
             torch=torch.__version__,
             date=made,
         )
-        for kind, found, limit, key, source, host in (
-            ("forward", forward, limits[0], "output", spec.FORWARD, hosts[0]),
-            ("backward", backward, limits[1], "gradient", spec.BACKWARD, hosts[1]),
-        )
+        for kind, work in case.passes.items()
     ]
+
+
+def timed(
+    case: Case, *, compiled: bool, budget_s: float, only_advisor: bool = False
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
+    """Device times (pass → contender → Spread in ms) and host times (pass → contender → µs) of a case's passes."""
+    generator = verify.seeded("cuda", 0)
+    first = case.inputs(generator, case.shape[0])
+    nbytes = sum(a.numel() * a.element_size() for a in first if isinstance(a, torch.Tensor))
+    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(timing.rotation(nbytes) - 1))]
+    contenders: dict[str, Callable[..., Any]] = {"advisor": case.ours}
+    if not only_advisor:
+        contenders["eager"] = case.eager
+    if compiled:
+        torch._dynamo.reset()
+        contenders["compile"] = torch.compile(case.eager, dynamic=False)
+    share = budget_s / 2
+    forward = {name: _call(function) for name, function in contenders.items()}
+    times: dict[str, dict[str, Any]] = {"forward": timing.interleaved(forward, sets, budget_s=share)}
+    hosts = {"forward": {} if only_advisor else timing.host(forward, sets)}
+    if "backward" in case.passes:
+        graphs = {name: [_graph(function, arguments) for arguments in sets] for name, function in contenders.items()}
+        backward = {name: _backward(graphs[name]) for name in contenders}
+        times["backward"] = timing.interleaved(backward, range(len(sets)), budget_s=share)
+        hosts["backward"] = {} if only_advisor else timing.host(backward, range(len(sets)))
+    return times, hosts
+
+
+def _call(function: Callable[..., Any]) -> Callable[[Sequence[Any]], object]:
+    return lambda arguments: function(*arguments)
+
+
+def _graph(
+    function: Callable[..., Any], arguments: Sequence[Any]
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs, leaves and gradients from above.
+
+    Buffers are its own: autograd refuses a graph whose buffers a later forward has changed.
+    """
+    own = [
+        a.clone() if isinstance(a, torch.Tensor) and a.is_floating_point() and not a.requires_grad else a
+        for a in arguments
+    ]
+    outputs = verify.tensors(function(*own))
+    leaves = [a for a in own if isinstance(a, torch.Tensor) and a.requires_grad]
+    return outputs, leaves, [torch.randn_like(y) for y in outputs]
+
+
+def _backward(graphs: Sequence[tuple[Any, Any, Any]]) -> Callable[[int], object]:
+    def run(index: int) -> object:
+        outputs, leaves, above = graphs[index]
+        return torch.autograd.grad(outputs, leaves, above, retain_graph=True)
+
+    return run

@@ -27,6 +27,21 @@ def folder() -> Path:
     return docs / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
+def on_file(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run; empty without a file.
+
+    Raises:
+        AdvisorError: when the file holds something else.
+    """
+    if not path.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise AdvisorError(f"{path} holds no benchmark results", fix="Name another file with --json.") from None
+    return rows
+
+
 def write(path: Path, kind: str, rows: Sequence[Any], **facts: object) -> None:
     """Write rows with the machine's facts, atomically."""
     import torch

@@ -16,6 +16,7 @@ Inputs = TypeVar("Inputs")
 # Enough rounds for a median that two runs agree on within a per cent on an idle H200, in about 50 ms a contender and shape.
 ROUNDS = 25
 WARMUP_ROUNDS = 3
+LEAST_ROUNDS = 7  # a median with quartiles of a sort, where the time budget ends earlier
 PAD_BYTES = (
     4 << 30
 )  # about a millisecond of writes; a forward or backward of one operation is launched in a third of that
@@ -28,16 +29,25 @@ def rotation(nbytes: int) -> int:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[Inputs], object]], sets: Sequence[Inputs], *, rounds: int = ROUNDS
+    contenders: Mapping[str, Callable[[Inputs], object]],
+    sets: Sequence[Inputs],
+    *,
+    rounds: int = ROUNDS,
+    budget_s: float = float("inf"),
 ) -> dict[str, Spread]:
     """Time each contender `rounds` times in milliseconds, one after the other within a round.
+
+    Past `budget_s` seconds it ends with the round, though not before `LEAST_ROUNDS`.
 
     The GPU is kept busy ahead of each timed call for longer than the host needs to launch it, so that this is device time.
     What the launches cost the host is a second number: `host`.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     pad = torch.empty(PAD_BYTES, dtype=torch.uint8, device="cuda")
+    started = time.monotonic()
     for number in range(WARMUP_ROUNDS + rounds):
+        if number >= WARMUP_ROUNDS + LEAST_ROUNDS and time.monotonic() - started > budget_s:
+            break
         for name, run in contenders.items():
             inputs = sets[number % len(sets)]
             begin, end = _event(), _event()
@@ -77,6 +87,19 @@ def copy_gbps() -> float:
     sets = [(source, torch.empty_like(source))]
     found = interleaved({"copy": lambda pair: pair[1].copy_(pair[0])}, sets, rounds=15)
     return 2 * source.numel() / found["copy"].median / 1e6
+
+
+def matrix_tflops(dtype: torch.dtype) -> float:
+    """Rate of a large square matrix product in this dtype, strict fp32 for float32: the ceiling of the same run."""
+    size = 8192 if dtype != torch.float32 else 4096
+    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        found = interleaved({"product": lambda pair: pair[0] @ pair[1]}, [(a, b)], rounds=10)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return float(2 * size**3 / found["product"].median / 1e9)
 
 
 def _event() -> torch.cuda.Event:

@@ -18,18 +18,32 @@ from advisor.cli.progress import Progress
     metavar="FILE",
     help="Write the results to FILE.",
 )
-@click.option("--baselines/--no-baselines", default=True, show_default=True, help="Also measure what people use today.")
+@click.option(
+    "--baseline",
+    "baselines",
+    default="eager,compile",
+    show_default=True,
+    metavar="LIST",
+    help="What else to measure: eager PyTorch, torch.compile. `bench ops` always measures eager.",
+)
 @click.argument("what", type=click.Choice(("ops", "models")))
-def bench(what: str, *, pattern: str, json_out: Path | None, baselines: bool) -> int:
+def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied.
+
+    Rows are written as they are measured, into the place of earlier rows of the same case; other rows stay.
 
     \b
     Examples:
-      advisor bench ops --filter batchnorm
+      advisor bench ops --filter batchnorm_act
+      advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
       advisor bench models --json models.json
     """
     from advisor.bench import models, ops
 
+    names = tuple(name.strip() for name in baselines.split(",") if name.strip())
+    for name in names:
+        if name not in ("eager", "compile"):
+            raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
     with Progress(live=True) as say:
         chosen = ops if what == "ops" else models
-        return int(chosen.run(pattern=pattern, json_out=json_out, baselines=baselines, say=say))
+        return int(chosen.run(pattern=pattern, json_out=json_out, baselines=names, say=say))

@@ -32,18 +32,20 @@ def list_kernels(form: str) -> None:
 
 
 @kernels.command()
+@click.argument("family", required=False, default="")
 @format_option("text", "json")
-def verify(form: str) -> int:
+def verify(form: str, family: str) -> int:
     """Compile each kernel for this GPU and compare it with its reference. Exits with 1 when one is wrong, 5 without a GPU.
 
     \b
-    Example:
+    Examples:
       advisor kernels verify
+      advisor kernels verify batchnorm_act --format json
     """
     from advisor import pipeline
 
     with Progress(live=True) as say:
-        rows = pipeline.kernels_verify(say)
+        rows = pipeline.kernels_verify(say, family)
     _show(rows, form)
     return ExitCode.OK if all(row.get("passed", False) for row in rows) else ExitCode.FINDINGS
 

@@ -1,4 +1,4 @@
-"""All bundled kernels: listed without a GPU, verified on one."""
+"""All kernel families: the only list of them. Listed without torch, CuPy or a GPU; verified on one."""
 
 from __future__ import annotations
 
@@ -6,34 +6,67 @@ from collections.abc import Callable
 
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import sources
-from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.family import Family
 
-_REPLACES = "native_batch_norm + add + activation, training, channels_last"
+# In the order in which their rewrites see a captured graph: a family whose pattern contains another's stands before it.
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        id="batchnorm_act",
+        title="Fused BatchNorm + add + activation kernels",
+        replaces="native_batch_norm + add + activation, training, channels_last",
+        transform="fused_bn_act",
+        modules=("BatchNorm2d",),
+        functions=("batch_norm",),
+    ),
+)
 
-# kernel source → (its entries, what it replaces)
-KERNELS: dict[str, tuple[tuple[str, ...], str]] = {
-    name: (entries, _REPLACES) for name, entries in batchnorm_act.KERNELS.items()
-}
+
+def get(identifier: str) -> Family:
+    """The family with this id.
+
+    Raises:
+        AdvisorError: when there is none.
+    """
+    for family in FAMILIES:
+        if family.id == identifier:
+            return family
+    raise AdvisorError(f"no kernel family {identifier!r}", expected="one of " + ", ".join(f.id for f in FAMILIES))
+
+
+def transforms() -> tuple[str, ...]:
+    """Ids of the transforms that put bundled kernels in place, in the families' order."""
+    return tuple(family.transform for family in FAMILIES)
 
 
 def listing() -> list[dict[str, object]]:
-    """One row a kernel source: name, entries, what it replaces, sha256 of source and includes."""
+    """One row a kernel source: family, name, entries, what it replaces, sha256 of source and includes."""
     return [
-        {"kernel": name, "entries": ", ".join(entries), "replaces": replaces, "sha256": sources.sha256(name)[:16]}
-        for name, (entries, replaces) in sorted(KERNELS.items())
+        {
+            "family": family.id,
+            "kernel": name,
+            "entries": ", ".join(entries),
+            "replaces": family.replaces,
+            "sha256": sources.sha256(name)[:16],
+        }
+        for family in FAMILIES
+        for name, entries in sorted(family.kernels.items())
     ]
 
 
-def verify(say: Callable[[str], None]) -> list[dict[str, object]]:
-    """Compile each kernel for the GPU present and compare it with its fp64 reference on fresh random inputs.
+def verify(say: Callable[[str], None], only: str = "") -> list[dict[str, object]]:
+    """Compile each kernel for the GPU present and hold it against its fp64 reference on fresh random inputs.
+
+    Args:
+        only: a family's id; empty for all.
 
     Returns:
-        One row a kernel family, variant and dtype with `passed` and the largest relative error.
+        One row a case with `passed`, the largest relative errors, and what failed.
 
     Raises:
-        AdvisorError: without a CUDA GPU of sm_80 or newer and a fitting CuPy, with exit code 5.
+        AdvisorError: for an unknown family; without a CUDA GPU of sm_80 or newer and a fitting CuPy, with exit code 5.
     """
-    from advisor.ops import nvrtc
+    chosen = (get(only),) if only else FAMILIES
+    from advisor.ops import nvrtc, verify
 
     reason = nvrtc.unavailable()
     if reason:
@@ -42,6 +75,4 @@ def verify(say: Callable[[str], None]) -> list[dict[str, object]]:
             expected="an NVIDIA GPU of sm_80 or newer and CuPy",
             exit_code=ExitCode.GPU_REQUIRED,
         )
-    from advisor.ops.batchnorm_act import verify as batchnorm_act_verify
-
-    return batchnorm_act_verify.verify(say)
+    return [row for family in chosen for row in verify.verify(family, "cuda", say)]

@@ -53,9 +53,9 @@ def inlined(file: Path, folders: tuple[Path, ...]) -> str:
     return read(file)
 
 
-def sha256(name: str) -> str:
-    """Hash of `source(name)`: what benchmark results and plans are tied to."""
-    return hashlib.sha256(source(name).encode()).hexdigest()
+def sha256(*names: str) -> str:
+    """Hash of these sources, one after the other: what benchmark results and plans are tied to."""
+    return hashlib.sha256("".join(map(source, names)).encode()).hexdigest()
 
 
 def all_names() -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""One Dynamo capture a root module, shared by the transforms that want one: fused kernels, torch.compile, or both.
+"""One Dynamo capture a root module, shared by the transforms that want one: kernel families, torch.compile, or both.
 
-The two sit in the same layer because Inductor must see the rewritten graph; switching either exchanges the layer.
+They sit in the same layer because Inductor must see the rewritten graph; switching either exchanges the layer.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ from advisor.transforms.forward import CAPTURE, ForwardStack
 
 # Dynamo keeps at most this many versions of one code object before it silently runs eagerly. Trials switch layers below
 # the capture, each combination a version of the same code, and torch's default of 8 is soon used up.
-_RECOMPILE_LIMIT = 64
+_RECOMPILE_LIMIT = 128
 
 
 @dataclass(slots=True, eq=False)
 class CaptureLayer:
     """A layer for ForwardStack: captured in training, the inner forward as it is in evaluation."""
 
-    fuse: bool
+    families: frozenset[str]  # kernel families whose operations are put in
     mode: str | None  # torch.compile's mode, None for eager
-    report: match.MatchReport = field(default_factory=match.MatchReport)
+    reports: dict[str, match.MatchReport] = field(init=False)  # by family
+
+    def __post_init__(self) -> None:
+        self.reports = {family: match.MatchReport() for family in sorted(self.families)}
+
+    @property
+    def graphs(self) -> int:
+        """Graphs captured so far, as far as a rewrite has seen them; 1 where none looks."""
+        return max((report.graphs for report in self.reports.values()), default=1)
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-        backend = match.backend(self.report, fuse=self.fuse, mode=self.mode)
+        backend = match.backend(self.reports, mode=self.mode)
         captured = torch.compile(inner, backend=backend, dynamic=False)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -41,13 +49,14 @@ class CaptureLayer:
         return forward
 
 
-_layers: WeakKeyDictionary[torch.nn.Module, dict[tuple[bool, str | None], CaptureLayer]] = WeakKeyDictionary()
+_Settings = tuple[frozenset[str], "str | None"]
+_layers: WeakKeyDictionary[torch.nn.Module, dict[_Settings, CaptureLayer]] = WeakKeyDictionary()
 
 
-def _layer(module: torch.nn.Module, fuse: bool, mode: str | None) -> CaptureLayer:
+def _layer(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> CaptureLayer:
     """The same object for the same settings, so that what was compiled is found again after switching off and on."""
     known = _layers.setdefault(module, {})
-    return known.setdefault((fuse, mode), CaptureLayer(fuse, mode))
+    return known.setdefault((families, mode), CaptureLayer(families, mode))
 
 
 def current(module: torch.nn.Module) -> CaptureLayer | None:
@@ -56,25 +65,27 @@ def current(module: torch.nn.Module) -> CaptureLayer | None:
     return layer if isinstance(layer, CaptureLayer) else None
 
 
-def _install(module: torch.nn.Module, fuse: bool, mode: str | None) -> None:
+def _install(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> None:
     stack = ForwardStack.of(module)
-    if fuse or mode is not None:
-        stack.set(CAPTURE, _layer(module, fuse, mode))
+    if families or mode is not None:
+        stack.set(CAPTURE, _layer(module, families, mode))
     else:
         stack.clear(CAPTURE)
 
 
-def set_fuse(modules: Iterable[torch.nn.Module]) -> Undo:
-    """Have advisor's kernels put into these modules' graphs, whatever else captures them."""
-    return _set(modules, lambda fuse, mode: (True, mode), lambda fuse, mode: (False, mode))
+def set_family(modules: Iterable[torch.nn.Module], family: str) -> Undo:
+    """Have this family's kernels put into these modules' graphs, whatever else captures them."""
+    return _set(
+        modules, lambda families, mode: (families | {family}, mode), lambda families, mode: (families - {family}, mode)
+    )
 
 
 def set_mode(modules: Iterable[torch.nn.Module], mode: str) -> Undo:
     """Have these modules compiled by Inductor in `mode`."""
-    return _set(modules, lambda fuse, _: (fuse, mode), lambda fuse, _: (fuse, None))
+    return _set(modules, lambda families, _: (families, mode), lambda families, _: (families, None))
 
 
-_Change = Callable[[bool, "str | None"], "tuple[bool, str | None]"]
+_Change = Callable[[frozenset[str], "str | None"], _Settings]
 
 
 def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
@@ -87,7 +98,7 @@ def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
 
     def change(module: torch.nn.Module, how: _Change) -> None:
         layer = current(module)
-        _install(module, *how(*((layer.fuse, layer.mode) if layer else (False, None))))
+        _install(module, *how(*((layer.families, layer.mode) if layer else (frozenset(), None))))
 
     try:
         for module in modules:

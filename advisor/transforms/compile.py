@@ -1,7 +1,7 @@
 """torch.compile on the root modules, in place: names in `state_dict` stay the plain ones.
 
 A candidate like the others: measured, kept where it wins. It pays a long first step (tens of seconds), so the break-even
-step is reported. With fused_bn_act in force Inductor gets the graph with advisor's kernels in it.
+step is reported. With kernel families in force Inductor gets the graph with advisor's kernels in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import ClassVar
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
+from advisor.ops import catalog
 from advisor.profiling.training import Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
@@ -26,7 +27,7 @@ class Compile(Transform):
     id = "compile"
     title = "torch.compile"
     semantics = Semantics.REASSOCIATED
-    after: ClassVar[tuple[str, ...]] = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act")
+    after: ClassVar[tuple[str, ...]] = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms())
     conflicts: ClassVar[tuple[str, ...]] = ("compile_max_autotune",)
     order = 60
     mode: ClassVar[str] = "default"
@@ -53,7 +54,7 @@ class Compile(Transform):
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         graphs = sum(
-            layer.report.graphs if layer.fuse else 1
+            layer.graphs
             for module in targets(training)
             if (layer := capture.current(module)) is not None and layer.mode is not None
         )
@@ -77,7 +78,7 @@ class CompileMaxAutotune(Compile):
 
     id = "compile_max_autotune"
     title = "torch.compile, max-autotune"
-    after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "compile")
+    after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms(), "compile")
     conflicts = ("compile",)
     order = 65
     mode = "max-autotune-no-cudagraphs"

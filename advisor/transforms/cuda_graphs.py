@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
+from advisor.ops import catalog
 from advisor.profiling.training import Training
 from advisor.transforms import tf32
 from advisor.transforms.base import Match, Transform, Undo
@@ -279,7 +280,7 @@ class CudaGraphs(Transform):
     id = "cuda_graphs"
     title = "CUDA graphs for forward and backward"
     semantics = Semantics.REASSOCIATED
-    after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "compile", "cudnn_benchmark")
+    after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms(), "compile", "cudnn_benchmark")
     order = 70
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

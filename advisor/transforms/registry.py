@@ -1,13 +1,14 @@
-"""All transforms by id. One line each; the import happens when a transform is asked for."""
+"""All transforms by id. One line each, and one for each kernel family; the import happens when a transform is asked for."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
 from advisor.core.errors import AdvisorError
+from advisor.ops import catalog
 from advisor.transforms.base import Transform
 
-# id → "module:class" under advisor.transforms
+# id → "module:class" under advisor.transforms; "kernels" makes the class of a kernel family
 TRANSFORMS: dict[str, str] = {
     "amp_bf16": "autocast:AutocastBf16",
     "amp_fp16": "autocast:AutocastFp16",
@@ -20,7 +21,7 @@ TRANSFORMS: dict[str, str] = {
     "prefetch": "prefetch:DevicePrefetch",
     "loader_workers": "loader_workers:LoaderWorkers",
     "defer_sync": "defer_sync:DeferSync",
-    "fused_bn_act": "fused_bn_act:FusedBatchNormAct",
+    **dict.fromkeys(catalog.transforms(), "kernels"),
     "compile": "compile:Compile",
     "compile_max_autotune": "compile:CompileMaxAutotune",
     "cuda_graphs": "cuda_graphs:CudaGraphs",
@@ -34,10 +35,11 @@ def get(identifier: str) -> Transform:
         AdvisorError: when there is none.
     """
     try:
-        module, name = TRANSFORMS[identifier].split(":")
+        module, _, name = TRANSFORMS[identifier].partition(":")
     except KeyError:
         raise AdvisorError(f"no transform {identifier!r}", expected="one of " + ", ".join(TRANSFORMS)) from None
-    transform = getattr(import_module(f"advisor.transforms.{module}"), name)()
+    found = import_module(f"advisor.transforms.{module}")
+    transform = getattr(found, name)() if name else found.get(identifier)
     assert isinstance(transform, Transform)  # a line above names a class that is none
     return transform
 

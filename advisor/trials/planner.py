@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Verdict
+from advisor.ops import catalog
 
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
@@ -21,7 +22,7 @@ STAGES: tuple[frozenset[str], ...] = (
     # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
     # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms), and what loses is not tried again.
     frozenset({"channels_last"}),
-    frozenset({"fused_bn_act", "conv_bias"}),
+    frozenset({*catalog.transforms(), "conv_bias"}),
     frozenset({"amp_bf16", "amp_fp16"}),
     frozenset({"cudnn_benchmark"}),
     frozenset({"fused_optimizer"}),
@@ -29,7 +30,7 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"cuda_graphs"}),
     frozenset({"compile_max_autotune"}),
 )
-_UNKNOWN = next(i for i, stage in enumerate(STAGES) if "fused_bn_act" in stage)  # beside the kernels
+_UNKNOWN = next(i for i, stage in enumerate(STAGES) if "conv_bias" in stage)  # beside the kernels
 LONG_FIRST_STEP_US = 10e6
 _BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
 # An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.

@@ -24,6 +24,7 @@ from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Blocks, Check, StackVerdict, TrialLog, Verdict
+from advisor.ops import catalog
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
@@ -596,7 +597,7 @@ def run_plan(
 
 
 # Transforms that put bundled CUDA sources in place: their proof is of those sources.
-_OWN_KERNELS = frozenset({"fused_bn_act"})
+_OWN_KERNELS = frozenset(catalog.transforms())
 
 
 def _stack_reserve_s(profile: StepProfile | None, max_time_s: float) -> float:

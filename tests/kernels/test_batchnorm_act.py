@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import match
+from advisor.ops import dispatch, match
 from advisor.ops.batchnorm_act import api, reference, spec
 
 
@@ -104,16 +104,20 @@ class Functional(nn.Module):
         return F.relu(self.bn5(self.narrow(out))).mean((2, 3))
 
 
+def capture(model: nn.Module) -> tuple[match.MatchReport, object]:
+    torch._dynamo.reset()
+    report = match.MatchReport()
+    backend = match.backend({"batchnorm_act": report}, mode=None)
+    return report, torch.compile(model.forward, backend=backend, dynamic=False)
+
+
 @pytest.fixture
 def captured() -> tuple[Functional, match.MatchReport, object]:
     torch.manual_seed(0)
+    model = Functional().train()
+    with dispatch.everything():
+        yield model, *capture(model)
     torch._dynamo.reset()
-    model, report = Functional().train(), match.MatchReport()
-    return (
-        model,
-        report,
-        torch.compile(model.forward, backend=match.backend(report, fuse=True, mode=None), dynamic=False),
-    )
 
 
 def test_patterns_are_found_by_path(captured) -> None:
@@ -158,10 +162,45 @@ def test_an_input_changed_in_place_is_left_alone() -> None:
             h.mul_(2.0)
             return F.relu(y) + h
 
-    torch._dynamo.reset()
-    report = match.MatchReport()
-    torch.compile(Hazard().train().forward, backend=match.backend(report, fuse=True, mode=None))(
-        torch.randn(2, 3, 4, 4)
-    )
+    report, run = capture(Hazard().train())
+    run(torch.randn(2, 3, 4, 4))
     assert report.matched == {}
     assert "in place" in report.unmatched["bn"]
+
+
+def test_what_does_not_win_is_left_in_the_graph() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.leaky_relu(self.second(F.relu(self.first(x)))).sum()
+
+    model = Two().train()
+    report, run = capture(model)
+    run(torch.randn(2, 8, 4, 4))
+    assert report.matched == {"first": "bn+relu"}
+    assert report.unmatched == {"second": dispatch.UNMEASURED}
+    report, run = capture(model.bfloat16().float())
+    with torch.autocast("cpu", torch.bfloat16):  # bf16: the norm alone wins, so the activation is left to PyTorch
+        run(torch.randn(2, 8, 4, 4).bfloat16())
+    assert report.matched == {"first": "bn+relu", "second": "bn"}
+
+
+@pytest.mark.parametrize(
+    ("activation", "residual", "dtype", "reason"),
+    [
+        ("relu", False, "float32", ""),
+        ("relu", True, "float16", ""),
+        ("none", True, "float32", ""),
+        ("none", False, "bfloat16", ""),
+        ("hardswish", False, "bfloat16", ""),
+        ("none", False, "float16", "nothing to fuse"),
+        ("none", False, "float32", "nothing to fuse"),
+        ("gelu", False, "bfloat16", dispatch.UNMEASURED),
+    ],
+)
+def test_where_it_wins(activation: str, residual: bool, dtype: str, reason: str) -> None:
+    answer = spec.wins(activation=activation, residual=residual, dtype=dtype)
+    assert reason in answer if reason else answer == ""

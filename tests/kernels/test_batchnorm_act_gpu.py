@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import api, cuda, reference, spec
 
 pytestmark = [
@@ -28,6 +29,12 @@ SHAPES = [
     (32, 64, 112, 112),
 ]
 VARIANTS = [(a, False) for a in spec.ACTIVATIONS] + [(a, True) for a in sorted(spec.RESIDUAL_ACTIVATIONS)]
+
+
+@pytest.fixture(autouse=True)
+def forced():
+    with dispatch.everything():
+        yield
 
 
 def relative(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-30) -> float:

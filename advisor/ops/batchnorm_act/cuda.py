@@ -21,6 +21,7 @@ class _Launch:
     apply: Any
     reduce: Any
     backward_apply: Any
+    block: tuple[int, int, int]
     stats_grid: tuple[int, int, int]
     grid: tuple[int, int, int]
     stats_partials: int  # fp32 values
@@ -30,24 +31,13 @@ class _Launch:
     tile: Any
 
 
-_BLOCK = (spec.THREADS, 1, 1)
-
-
 @lru_cache(maxsize=4096)
 def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int) -> _Launch:
     name = str(dtype).removeprefix("torch.")
     sms = nvrtc.sm_count(device)
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
-    defines = tuple(
-        {
-            "STORAGE": spec.STORAGE[name],
-            "ACT": spec.ACTIVATIONS[activation],
-            "RESIDUAL": int(residual),
-            "THREADS": spec.THREADS,
-            "MAX_TILE": spec.MAX_TILE,
-        }.items()
-    )
+    defines = tuple(spec.defines(name, activation, residual).items())
     (stats, apply), (reduce, backward_apply) = (
         [nvrtc.function(source, entry, defines, device) for entry in entries]
         for source, entries in spec.KERNELS.items()
@@ -57,6 +47,7 @@ def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, resid
         apply=apply,
         reduce=reduce,
         backward_apply=backward_apply,
+        block=(spec.THREADS, 1, 1),
         stats_grid=(statistics.row_blocks, statistics.tiles, 1),
         grid=(shape.row_blocks, shape.tiles, 1),
         stats_partials=statistics.row_blocks * 2 * channels,
@@ -104,7 +95,7 @@ def forward(
     stream = nvrtc.stream(device)
     plan.stats(
         plan.stats_grid,
-        _BLOCK,
+        plan.block,
         (
             x.data_ptr(),
             partial.data_ptr(),
@@ -125,7 +116,7 @@ def forward(
     )
     plan.apply(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             x.data_ptr(),
             0 if residual is None else residual.data_ptr(),
@@ -173,7 +164,7 @@ def backward(
     stream = nvrtc.stream(device)
     plan.reduce(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             dy.data_ptr(),
             x.data_ptr(),
@@ -194,7 +185,7 @@ def backward(
     )
     plan.backward_apply(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             dy.data_ptr(),
             x.data_ptr(),

@@ -69,8 +69,8 @@ class FakePipeline(types.ModuleType):
     def kernels_list(self):
         return [{"kernel": "batchnorm_act_fwd", "replaces": "BatchNorm + add + ReLU"}]
 
-    def kernels_verify(self, say):
-        self._record("kernels_verify")
+    def kernels_verify(self, say, family):
+        self._record("kernels_verify", family)
         return self.kernel_rows
 
 

@@ -276,6 +276,9 @@ def test_compare_json_and_markdown(invoke, pipeline):
 def test_kernels(invoke, pipeline):
     assert "batchnorm_act_fwd" in invoke("kernels", "list").stdout
     assert invoke("kernels", "verify").exit_code == 0
+    assert pipeline.calls["kernels_verify"] == (("",), {})
+    assert invoke("kernels", "verify", "batchnorm_act").exit_code == 0
+    assert pipeline.calls["kernels_verify"] == (("batchnorm_act",), {})
     pipeline.kernel_rows = [{"kernel": "k", "passed": False}]
     assert invoke("kernels", "verify").exit_code == ExitCode.FINDINGS
     pipeline.error = AdvisorError("no CUDA GPU was found", exit_code=ExitCode.GPU_REQUIRED)
@@ -289,10 +292,11 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
         module = importlib.import_module(f"advisor.bench.{name}")
         monkeypatch.setattr(module, "run", lambda name=name, **options: called.append((name, options)) or 0)
     out = tmp_path / "x.json"
-    assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--no-baselines").exit_code == 0
+    assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--baseline", "eager").exit_code == 0
     ((name, options),) = called
     options.pop("say")
-    assert (name, options) == (what, {"pattern": "bn", "json_out": out, "baselines": False})
+    assert (name, options) == (what, {"pattern": "bn", "json_out": out, "baselines": ("eager",)})
+    assert invoke("bench", what, "--baseline", "cudnn").exit_code == ExitCode.USAGE
 
 
 @pytest.fixture

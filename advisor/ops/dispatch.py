@@ -1,0 +1,61 @@
+"""Which calls the bundled kernels take: the one switch over what each family's `wins` says, and counts of what came of it.
+
+A family's kernels take a call where they support it and where measurements on file say that they win; everything else runs
+PyTorch's own operation. Needs neither torch nor CuPy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+UNMEASURED = "no measurement on file"
+
+# By family: how often the kernels ran, by variant; and why they did not, by reason. Read by the effect check and the report.
+engaged: dict[str, Counter[str]] = {}
+fell_back: dict[str, Counter[str]] = {}
+
+_forced = 0
+
+
+def counters(family: str) -> tuple[Counter[str], Counter[str]]:
+    """The family's `engaged` and `fell_back`, the same objects at every call."""
+    return engaged.setdefault(family, Counter()), fell_back.setdefault(family, Counter())
+
+
+@contextmanager
+def everything() -> Iterator[None]:
+    """Inside, kernels take every call that they support, whether they win or not: for benchmarks, verification and tests."""
+    global _forced
+    _forced += 1
+    try:
+        yield
+    finally:
+        _forced -= 1
+
+
+def refusal(unsupported: str, wins: str) -> str:
+    """Why a call runs PyTorch's own operation; empty when the kernels take it.
+
+    Args:
+        unsupported: what `spec.unsupported` says, empty when the kernels can take the call.
+        wins: what `spec.wins` says, empty where they are measured to be faster. Not asked inside `everything()`.
+    """
+    return unsupported or ("" if _forced else wins)
+
+
+def clear() -> None:
+    """Set all counters to zero."""
+    for counter in (*engaged.values(), *fell_back.values()):
+        counter.clear()
+
+
+def told(family: str, most: int = 3) -> str:
+    """In words, what the counters of this family hold: "ran 106 times; 2 calls ran PyTorch's own: dtype float64"."""
+    ran, not_ran = counters(family)
+    text = f"the kernels ran {sum(ran.values())} times"
+    if not_ran:
+        reasons = ", ".join(reason for reason, _ in not_ran.most_common(most))
+        text += f"; {sum(not_ran.values())} calls ran PyTorch's own: {reasons}"
+    return text

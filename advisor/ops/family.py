@@ -1,0 +1,156 @@
+"""What a kernel family is, and one case of it: what bench, verify, tests, capture and transforms read instead of knowing families.
+
+Importing this module, or a `Family` made of it, needs neither torch nor CuPy; a family's own modules are imported when asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from advisor.ops import dispatch, sources
+
+if TYPE_CHECKING:
+    import torch
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one pass of a case must do: the floor that its time is held against.
+
+    Attributes:
+        kernels: sources that this pass runs, as `<family>/<file>.cu`. A result on file is tied to their hash.
+        nbytes: bytes to and from device memory, each input read once and each output written once.
+        flops: floating-point operations; 0 where bytes alone bound the pass.
+        unit: "matrix" (tensor cores) or "vector" (fp32 pipes): which measured rate bounds `flops`.
+    """
+
+    kernels: tuple[str, ...]
+    nbytes: int
+    flops: int = 0
+    unit: str = "vector"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One operation at one shape and dtype, as it occurs in training.
+
+    Attributes:
+        name: the operation's variant in reports and results, "bn+add+relu". Name, shape and dtype are a case's identity.
+        shape: of the operation's input, [N, C, H, W].
+        dtype: storage, "bfloat16", "float16" or "float32".
+        passes: "forward" and, where the operation has one, "backward", with what each must do.
+        inputs: `inputs(generator, n)`: fresh random arguments on the generator's device, for batch n in place of shape[0].
+            Tensors that require a gradient are its leaves; floating tensors that do not may be changed in place (running
+            statistics), and what they are afterwards is compared too.
+        ours, eager: take these arguments and return a tensor or a tuple of tensors. `ours` is the public function of the
+            family's api, `eager` what people write today.
+        reference: the definition, called with every floating tensor in fp64.
+        wins: why the family is not dispatched for this case; empty where it is measured to win.
+        steady: of the arguments in fp64, a mask like the (first) output: False where rounding alone decides the gradient (at
+            the kink of an activation). There no gradient is sent. None: everywhere steady.
+        gradient_floor: relative errors of gradients are taken of the larger of the gradient and this share of the norm of
+            what comes from above. For gradients that are what cancellation leaves (batch norm's dx on few rows).
+        layout: of the input.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    passes: Mapping[str, Work]
+    inputs: Callable[[torch.Generator, int], Arguments]
+    ours: Callable[..., Any]
+    eager: Callable[..., Any]
+    reference: Callable[..., Any]
+    wins: Callable[[], str]
+    steady: Callable[..., torch.Tensor] | None = None
+    gradient_floor: float = 0.0
+    layout: str = "nhwc"
+
+    @property
+    def label(self) -> str:
+        """`bn+relu bfloat16 256x64x112x112`."""
+        return f"{self.name} {self.dtype} {'x'.join(map(str, self.shape))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One folder of advisor/ops: spec, reference, cuda, api, rewrite, cases.
+
+    Attributes:
+        id: the folder's name. Its operations in torch.library begin with `advisor::`.
+        title: of its transform, as the report names it.
+        replaces: the PyTorch operations whose place it takes.
+        transform: id of the transform that puts it in place.
+        modules: class names; a model is looked at when a module of it has one of these in its class's ancestry.
+        functions: names in torch.nn.functional; a model without such a module is looked at when its forward calls one of these.
+        deterministic: two runs on the same inputs are bit-equal.
+    """
+
+    id: str
+    title: str
+    replaces: str
+    transform: str
+    modules: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+    deterministic: bool = True
+
+    def module(self, name: str) -> Any:
+        """`advisor.ops.<id>.<name>`, imported now. All but `spec` need torch."""
+        return import_module(f"advisor.ops.{self.id}.{name}")
+
+    @property
+    def spec(self) -> Any:
+        """What it supports, where it wins, launch geometry: plain arithmetic."""
+        return self.module("spec")
+
+    @property
+    def kernels(self) -> dict[str, tuple[str, ...]]:
+        """Kernel source → its entries."""
+        found: dict[str, tuple[str, ...]] = self.spec.KERNELS
+        return found
+
+    @property
+    def benchmark(self) -> tuple[Case, ...]:
+        """The shapes that networks train, at full size."""
+        found: tuple[Case, ...] = self.module("cases").BENCHMARK
+        return found
+
+    @property
+    def verification(self) -> tuple[Case, ...]:
+        """Small and odd shapes over all variants and dtypes."""
+        found: tuple[Case, ...] = self.module("cases").VERIFICATION
+        return found
+
+    @property
+    def rewrite(self) -> Callable[..., None]:
+        """`rewrite(graph_module, report, *, compiled)`: put the operation in where the captured graph has its pattern."""
+        found: Callable[..., None] = self.module("rewrite").rewrite
+        return found
+
+    @property
+    def engaged(self) -> Counter[str]:
+        """How often the kernels ran, by variant."""
+        return dispatch.counters(self.id)[0]
+
+    @property
+    def fell_back(self) -> Counter[str]:
+        """How often PyTorch's own operation ran instead, by reason."""
+        return dispatch.counters(self.id)[1]
+
+    def not_dispatched(self) -> str:
+        """Why no benchmarked case is dispatched (the commonest reason); empty when some is."""
+        reasons = [case.wins() for case in self.benchmark]
+        if not all(reasons):
+            return ""
+        return Counter(reasons).most_common(1)[0][0] if reasons else dispatch.UNMEASURED
+
+
+def kernel_sha(work: Work) -> str:
+    """Hash of the sources of this pass, with everything they include."""
+    return sources.sha256(*work.kernels)

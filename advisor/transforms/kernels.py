@@ -1,0 +1,147 @@
+"""Advisor's own kernels in place of PyTorch's operations, wherever the captured graph has a family's pattern: one transform a family.
+
+Each wins where the step is bound by memory traffic and tensors are channels_last (docs/benchmarks). None loses elsewhere: what
+the kernels do not support, or where no measurement says that they win, runs PyTorch's own operations. Same maths in another
+order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.ops import catalog, dispatch, nvrtc
+from advisor.ops.family import Family
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms import capture
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.patch import target_of
+from advisor.transforms.replay import replay
+
+
+class KernelTransform(Transform):
+    """Substitutes one family's operations; `of` makes the class for a family."""
+
+    semantics = Semantics.REASSOCIATED
+    after = ("channels_last",)
+    order = 40
+    family: ClassVar[Family]
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        if training.device.type != "cuda":
+            return Match(applies=False, reason="the kernels need a CUDA GPU")
+        reason = nvrtc.unavailable() or dispatch.refusal("", self.family.not_dispatched())
+        if reason:
+            return Match(applies=False, reason=reason)
+        sites = [site for _, found in self._places(training) for site in found]
+        if not sites:
+            wanted = (*self.family.modules, *(f"{name}()" for name in self.family.functions))
+            return Match(applies=False, reason="the model has no " + ", ".join(wanted))
+        return Match(applies=True, sites=tuple(sites))
+
+    def _places(self, training: Training) -> list[tuple[torch.nn.Module, list[str]]]:
+        """Root modules with the places in each that may hold the family's pattern."""
+        found = [
+            (
+                target_of(training, root),
+                _modules(root.module, self.family.modules) or _calls(root, self.family.functions),
+            )
+            for root in training.roots
+        ]
+        return [(module, sites) for module, sites in found if sites]
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        return capture.set_family([module for module, _ in self._places(training)], self.family.id)
+
+    def release(self, training: Training) -> None:
+        capture.release([target_of(training, root) for root in training.roots])
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        matched: dict[str, str] = {}
+        unmatched: dict[str, str] = {}
+        for root in training.roots:
+            layer = capture.current(target_of(training, root))
+            if layer is not None and self.family.id in layer.reports:
+                matched.update(layer.reports[self.family.id].matched)
+                unmatched.update(layer.reports[self.family.id].unmatched)
+        if not matched:
+            why = "; ".join(f"{path}: {reason}" for path, reason in list(unmatched.items())[:3])
+            return Check(
+                passed=False, detail="no pattern was found in the captured graph" + (f" ({why})" if why else "")
+            )
+        if after is not None and after.kernels:
+            entries = tuple(entry for entries in self.family.kernels.values() for entry in entries)
+            seen = sum(row.calls for row in after.kernels if row.name.startswith(entries))
+            if not seen:
+                return Check(passed=False, detail=f"no kernel of {self.family.id} ran in the traced step")
+            return Check(
+                passed=True,
+                detail=f"{len(matched)} places replaced, {seen:.0f} kernel launches a step",
+                numbers={"matched": len(matched), "launches": seen},
+            )
+        ran = sum(self.family.engaged.values())
+        return Check(
+            passed=ran > 0,
+            detail=f"{len(matched)} places replaced; {dispatch.told(self.family.id)}",
+            numbers={"matched": len(matched), "calls": ran},
+        )
+
+
+def of(family: Family) -> type[KernelTransform]:
+    """The transform that puts this family in place."""
+    members = {
+        "id": family.transform,
+        "title": family.title,
+        "family": family,
+        "__doc__": f"Puts {family.id} in place of {family.replaces}.",
+    }
+    return type(f"KernelTransform_{family.id}", (KernelTransform,), members)
+
+
+def get(identifier: str) -> KernelTransform:
+    """The transform with this id, which is one of `catalog.transforms()`."""
+    return of(next(family for family in catalog.FAMILIES if family.transform == identifier))()
+
+
+def _modules(root: torch.nn.Module, names: tuple[str, ...]) -> list[str]:
+    wanted = set(names)
+    return [
+        path or type(module).__name__
+        for path, module in root.named_modules()
+        if wanted & {base.__name__ for base in type(module).__mro__}
+    ]
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls of functions."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.functions = {getattr(F, name): name for name in names}
+        self.seen: dict[str, int] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = self.functions.get(function)
+        if name is not None:
+            self.seen[name] = self.seen.get(name, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def _calls(root: RootModule, names: tuple[str, ...]) -> list[str]:
+    """Calls of `torch.nn.functional` in the root's own forward, for models that hold no module for an operation."""
+    if not names or not (root.args or root.kwargs):
+        return []
+    mode = _Calls(names)
+    try:
+        with mode:
+            replay(root)
+    except Exception:  # a forward that cannot be called once more holds no place that we could name
+        return []
+    return [f"{name}() x {count}" for name, count in mode.seen.items()]

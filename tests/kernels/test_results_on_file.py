@@ -1,0 +1,86 @@
+"""What is dispatched and what docs/benchmarks holds agree: nothing runs our kernels that was not measured to win."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from advisor.ops import catalog, dispatch
+from advisor.ops.family import Case, Family, kernel_sha
+from advisor.resources import kernels_dir
+
+REPO = kernels_dir().parent
+FILES = sorted((REPO / "docs" / "benchmarks").glob("*/ops.json"))
+Row = dict[str, Any]
+
+pytestmark = pytest.mark.skipif(
+    not FILES and not (REPO / ".git").exists(), reason="no checkout: the results are not part of the distribution"
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return [row for file in FILES for row in json.loads(file.read_text())["rows"]]
+
+
+def of(case: Case, rows: Iterable[Row]) -> list[Row]:
+    return [r for r in rows if (r["name"], tuple(r["shape"]), r["dtype"]) == (case.name, case.shape, case.dtype)]
+
+
+def faults(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
+    """Where dispatch contradicts the rows. A case is one call: its passes are dispatched together and judged together."""
+    found = []
+    if not any(of(case, rows) for case in cases):
+        found += [f"{case.label}: dispatched without any measurement" for case in cases if not case.wins()]
+    for case in cases:
+        mine = of(case, rows)
+        if mine and not case.wins() and sum(r["advisor_ms"] for r in mine) >= sum(r["eager_ms"] for r in mine):
+            found.append(f"{case.label}: dispatched, and not faster")
+        for row in mine:
+            if row["kernel_sha"] != kernel_sha(case.passes[row["pass_"]]):
+                found.append(f"{case.label} {row['pass_']}: measured with other kernel sources")
+    return found
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_dispatch_follows_the_results(family: Family, rows: list[Row]) -> None:
+    """A kernel that changed after its last pass on a GPU has no valid results: run `advisor bench ops` again."""
+    assert faults(family.benchmark, rows) == []
+    if not any(of(case, rows) for case in family.benchmark):
+        assert not [case.label for case in family.verification if not case.wins()]
+
+
+def test_every_row_is_of_a_case(rows: list[Row]) -> None:
+    cases = {(c.name, c.shape, c.dtype) for family in catalog.FAMILIES for c in family.benchmark}
+    assert {(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows} <= cases
+
+
+CASE = catalog.get("batchnorm_act").benchmark[0]
+
+
+def row(kind: str, ours: float, eager: float) -> Row:
+    return {
+        "name": CASE.name, "pass_": kind, "shape": list(CASE.shape), "dtype": CASE.dtype,
+        "advisor_ms": ours, "eager_ms": eager, "kernel_sha": kernel_sha(CASE.passes[kind]),
+    }  # fmt: skip
+
+
+def test_a_dispatched_loss_would_be_seen() -> None:
+    loss = [row("forward", 1.0, 1.1), row("backward", 3.0, 2.5)]
+    assert "not faster" in faults([CASE], loss)[0]
+    assert faults([replace(CASE, wins=lambda: "slower here")], loss) == []
+    assert faults([CASE], [row("forward", 1.1, 1.0), row("backward", 2.0, 3.0)]) == []
+
+
+def test_dispatch_without_a_measurement_would_be_seen() -> None:
+    assert "without any measurement" in faults([CASE], [])[0]
+    assert faults([replace(CASE, wins=lambda: dispatch.UNMEASURED)], []) == []
+
+
+def test_results_of_another_source_would_be_seen() -> None:
+    stale = {**row("forward", 1.0, 2.0), "kernel_sha": "0" * 64}
+    assert "other kernel sources" in faults([CASE], [stale])[0]
