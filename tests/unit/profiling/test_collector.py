@@ -199,7 +199,9 @@ def test_a_window_that_ends_inside_the_optimizers_step_has_its_phase() -> None:
     steps = [r for r in found.kernels if r.op.startswith("aten::_foreach") or r.op == "aten::add_"]
     assert {r.phase for r in steps if "test_collector" in r.source and r.module == ""} == {"optimizer"}
     assert found.phase_us["optimizer"] > 0
-    assert found.phase_us.get("other", 0.0) < 0.05 * found.busy_us
+    outside = {r.op for r in found.kernels if r.phase == "other"}
+    allocating = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::ones_like", "aten::fill_"}
+    assert outside <= {"aten::randn", "aten::normal_", *allocating}
 
 
 @pytest.mark.parametrize("clock", [time.time_ns, time.perf_counter_ns, None])
