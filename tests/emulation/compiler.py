@@ -1,0 +1,134 @@
+"""CUDA sources of `kernels/` compiled for this machine's CPU, with PTX headers replaced by their emulated twins."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from advisor.ops import sources
+from advisor.resources import kernels_dir
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+_FLAGS = ("-std=c++17", "-g1", "-fPIC", "-shared", "-w", f"-I{INCLUDE}", "-U_FORTIFY_SOURCE")
+# Kernels pun types through pointers, and may not be contracted where nvcc would not. An index past a local or shared
+# array and a misaligned vector access trap; a register that nobody set holds a huge number.
+_KERNEL_FLAGS = (
+    "-O1",
+    "-fno-strict-aliasing",
+    "-fno-ipa-reference",
+    "-ffp-contract=off",
+    "-fsanitize=bounds,alignment",
+    "-fsanitize-undefined-trap-on-error",
+    "-ftrivial-auto-var-init=pattern",
+)
+_ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(")
+_DYNAMIC = re.compile(
+    r"extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\)\s*)?([\w:]+(?:\s+[\w:]+)*?)\s+(\w+)\s*\[\s*\]\s*;"
+)
+
+
+class EmulationError(AssertionError):
+    """A kernel did what it must not do."""
+
+
+@cache
+def _folder() -> Path:
+    """Where compiled kernels are kept: this user's alone, since what lies there is loaded."""
+    folder = Path(tempfile.gettempdir()) / f"advisor-emulation-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
+        return Path(tempfile.mkdtemp(prefix="advisor-emulation-"))
+    return folder
+
+
+@cache
+def _supported(flag: str) -> bool:
+    check = [str(COMPILER), flag, "-x", "c++", "-E", os.devnull, "-o", os.devnull]
+    return subprocess.run(check, capture_output=True, check=False).returncode == 0
+
+
+def _build(text: str, flags: tuple[str, ...]) -> Path:
+    """The shared library of this C++ text, compiled once for equal text, flags and emulation headers."""
+    flags = (*_FLAGS, *(f for f in flags if f.startswith("-D") or _supported(f)))
+    parts = [text, " ".join(flags), str(COMPILER), *(p.read_text() for p in sorted(INCLUDE.iterdir()))]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    library = _folder() / f"{key}.so"
+    if library.is_file():
+        return library
+    with (_folder() / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        if not library.is_file():
+            made = library.with_suffix(f".{os.getpid()}")
+            command = [str(COMPILER), *flags, "-x", "c++", "-", "-o", str(made)]
+            done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise EmulationError(f"the emulated source does not compile:\n{done.stderr[:4000]}")
+            made.replace(library)
+    return library
+
+
+@cache
+def runtime() -> ctypes.PyDLL:
+    """The scheduler. Loaded with its names visible, since kernels are linked against it; keeps the GIL while it runs."""
+    return ctypes.PyDLL(str(_build((HERE / "runtime.cpp").read_text(), ("-O2",))), mode=ctypes.RTLD_GLOBAL)
+
+
+class Module:
+    """One source with one set of macros, loaded."""
+
+    def __init__(self, source: str, defines: Mapping[str, int]) -> None:
+        runtime()
+        self.entries = tuple(dict.fromkeys(_ENTRY.findall(source)))
+        body = _DYNAMIC.sub(r"\1* const \2 = (\1*)emulation::dynamic_shared();", source)
+        exports = "".join(f"EMULATED({entry})\n" for entry in self.entries)
+        # On lines of their own: line n of `text` is what a fault names.
+        self.text = f'#include "builtins.cuh"\nnamespace {{\n{body}\n}}\n{exports}EMULATED_SHARED()\n'
+        macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
+        self.path = _build(self.text, (*_KERNEL_FLAGS, *macros))
+        self.library = ctypes.PyDLL(str(self.path))
+
+    def parameters(self, entry: str) -> tuple[str, ...]:
+        """The entry's parameters, each as kind and size: "p8", "c8" (const pointer), "i4", "f4" …"""
+        get = getattr(self.library, f"parameters_of_{entry}")
+        get.restype = ctypes.c_char_p
+        return tuple(get().decode().rstrip(",").split(","))
+
+    def line_at(self, code: int) -> str:
+        """The source line at an address inside the library; empty when it is not known."""
+        tool = shutil.which("addr2line")
+        function = ctypes.cast(self.library.emulated_shared_begin, ctypes.c_void_p).value or 0
+        offset = code - (function - _symbol(self.path, "emulated_shared_begin"))
+        if tool is None or offset < 0:
+            return ""
+        found = subprocess.run([tool, "-e", str(self.path), hex(offset)], capture_output=True, text=True, check=False)
+        name, _, number = found.stdout.strip().partition(":")
+        lines = self.text.splitlines()
+        if not name.endswith("<stdin>") or not number.split()[0].isdigit() or int(number.split()[0]) > len(lines):
+            return ""
+        return lines[int(number.split()[0]) - 1].strip()
+
+
+@cache
+def _symbol(library: Path, name: str) -> int:
+    """Offset of a symbol in a shared library, from its own symbol table."""
+    found = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=False)
+    return next((int(line.split()[0], 16) for line in found.stdout.splitlines() if line.endswith(f" {name}")), 0)
+
+
+@cache
+def module(name: str, defines: tuple[tuple[str, int], ...]) -> Module:
+    """`kernels/<name>` with these macros."""
+    return Module(sources.inlined(kernels_dir() / name, (INCLUDE, kernels_dir() / "include")), dict(defines))

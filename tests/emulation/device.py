@@ -1,0 +1,295 @@
+"""A CUDA device that is this machine's CPU: launches emulated kernels on CPU tensors in guarded memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import signal
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from advisor.ops import nvrtc
+from emulation import compiler
+from emulation.compiler import EmulationError
+
+_LIMITS = (2**31 - 1, 65535, 65535)
+_STATIC_AND_DYNAMIC_SHARED = 227 * 1024
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("map", "pages", "data")),
+        *((name, ctypes.c_size_t) for name in ("map_bytes", "page_bytes", "bytes")),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_bytes", ctypes.c_size_t),
+        ("shared_begin", ctypes.c_void_p),
+        ("shared_end", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64),
+        ("message", ctypes.c_char_p),
+        ("message_size", ctypes.c_size_t),
+        ("fault_address", ctypes.c_void_p),
+        ("fault_code", ctypes.c_void_p),
+        ("fault_block", ctypes.c_uint * 3),
+        ("fault_thread", ctypes.c_uint),
+    )
+
+
+class _Buffer:
+    """The device's copy of one storage for one launch."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        self.begin, self.size, self.region, self.written = begin, size, _Region(), False
+        self.names: list[str] = []
+        compiler.runtime().emulation_allocate(ctypes.c_size_t(size), ctypes.byref(self.region))
+        ctypes.memmove(self.region.data, begin, size)
+
+    def written_outside(self) -> int:
+        check = compiler.runtime().emulation_written_outside
+        check.restype = ctypes.c_long
+        return int(check(ctypes.byref(self.region)))
+
+    def where(self, address: int) -> str:
+        """How far outside the buffer an address lies; empty when it is not near."""
+        offset = address - self.region.data
+        if 0 <= offset < self.size or not self.region.map <= address < self.region.map + self.region.map_bytes:
+            return ""
+        far = f"{-offset} bytes before" if offset < 0 else f"{offset - self.size} bytes behind"
+        return f"{far} the {self.size} bytes of {' and '.join(self.names)}"
+
+    def release(self) -> None:
+        compiler.runtime().emulation_release(ctypes.byref(self.region))
+
+
+class _Memory:
+    """The storages whose address a launch may pass: those that were asked for it, as long as they live."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        begin = torch.UntypedStorage.data_ptr(storage)
+        if begin:
+            self._known[begin] = storage.nbytes(), StorageWeakRef(storage)
+
+    def holding(self, address: int) -> tuple[int, int]:
+        """Begin and size of the storage around an address.
+
+        Raises:
+            EmulationError: when no tensor has it, or the one that had it is gone.
+        """
+        gone = False
+        for begin, (size, storage) in self._known.items():
+            if begin <= address < begin + size:
+                if not storage.expired():
+                    return begin, size
+                gone = True
+        reason = "the tensor it belonged to was freed" if gone else "it belongs to no tensor"
+        raise EmulationError(f"a launch passes the address {address:#x}, but {reason}")
+
+    def sweep(self) -> None:
+        self._known = {begin: known for begin, known in self._known.items() if not known[1].expired()}
+
+
+class Entry:
+    """One kernel, called as CuPy's: `f(grid, block, arguments, shared_bytes, stream)`."""
+
+    def __init__(self, device: Device, module: compiler.Module, name: str) -> None:
+        if name not in module.entries:
+            raise EmulationError(f"no entry {name}; the source has {', '.join(module.entries)}")
+        self._device, self._module, self.name = device, module, name
+        self._parameters = module.parameters(name)
+
+    def _check(self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int) -> None:
+        if len(arguments) != len(self._parameters):
+            raise EmulationError(f"{self.name} has {len(self._parameters)} parameters, {len(arguments)} were passed")
+        if not all(1 <= n <= limit for n, limit in zip(grid, _LIMITS, strict=False)):
+            raise EmulationError(f"{self.name}: no grid can be {tuple(grid)}")
+        if not 1 <= np.prod(block) <= 1024 or any(n < 1 for n in block) or (*block, 1, 1)[2] > 64:
+            raise EmulationError(f"{self.name}: no block can be {tuple(block)}")
+        if not 0 <= shared <= _STATIC_AND_DYNAMIC_SHARED:
+            raise EmulationError(f"{self.name}: no block has {shared} bytes of shared memory")
+        for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):
+            if kind[0] in "pc":
+                fits, expected = type(value) is int, "an address as int"
+            else:
+                dtype = getattr(value, "dtype", None)
+                fits, expected = dtype is not None and f"{dtype.kind}{dtype.itemsize}" == kind, f"a numpy scalar {kind}"
+            if not fits:
+                raise EmulationError(f"{self.name}: argument {number} is {value!r}; expected {expected}")
+
+    def __call__(
+        self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int = 0, stream: Any = None
+    ) -> None:
+        """Run to the end. The tensors' own memory is written only when nothing was wrong.
+
+        Raises:
+            EmulationError: for a wrong argument, an access outside a tensor, a barrier that not all threads reach …
+        """
+        self._check(grid, block, arguments, shared)
+        device = self._device
+        buffers: dict[int, _Buffer] = {}
+        values: list[Any] = []  # what the pointers in `argv` point to
+        try:
+            for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):
+                if kind[0] not in "pc":
+                    values.append(np.array(value))
+                    continue
+                if value == 0:
+                    values.append(np.array(0, dtype=np.uint64))
+                    continue
+                begin, size = device.memory.holding(value)
+                buffer = buffers.get(begin)
+                if buffer is None:
+                    buffer = buffers[begin] = _Buffer(begin, size)
+                buffer.names.append(f"argument {number}")
+                buffer.written |= kind[0] == "p"
+                values.append(np.array(buffer.region.data + value - begin, dtype=np.uint64))
+            self._run(grid, block, values, shared, list(buffers.values()))
+            for buffer in buffers.values():
+                if offset := buffer.written_outside():
+                    raise EmulationError(f"{self.name} writes {buffer.where(buffer.region.data + offset)}")
+            for buffer in buffers.values():
+                if buffer.written:
+                    ctypes.memmove(buffer.begin, buffer.region.data, buffer.size)
+        finally:
+            for buffer in buffers.values():
+                buffer.release()
+        device.memory.sweep()
+        device.launches[self.name] += 1
+        if device.counters.any():
+            raise EmulationError(f"{self.name} leaves a ticket that is not zero")
+
+    def _run(
+        self, grid: Sequence[int], block: Sequence[int], values: list[Any], shared: int, buffers: list[_Buffer]
+    ) -> None:
+        library = self._module.library
+        argv = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        message = ctypes.create_string_buffer(512)
+        for edge in (library.emulated_shared_begin, library.emulated_shared_end):
+            edge.restype = ctypes.c_void_p
+        launch = _Launch(
+            entry=ctypes.cast(getattr(library, f"emulated_{self.name}"), ctypes.c_void_p).value,
+            arguments=ctypes.addressof(argv),
+            grid=(*grid, 1, 1)[:3],
+            block=(*block, 1, 1)[:3],
+            dynamic_bytes=shared,
+            shared_begin=library.emulated_shared_begin(),
+            shared_end=library.emulated_shared_end(),
+            seed=next(self._device.seeds),
+            message=ctypes.addressof(message),
+            message_size=len(message),
+        )
+        status = compiler.runtime().emulation_launch(ctypes.byref(launch))
+        if status == 0:
+            return
+        if status < 0:
+            raise EmulationError(f"{self.name}: {message.value.decode()}")
+        address = launch.fault_address or 0
+        near = next((text for buffer in buffers if (text := buffer.where(address))), "")
+        if signal.Signals(status) in (signal.SIGSEGV, signal.SIGBUS):
+            what = f"reads or writes {near}" if near else f"reads or writes at {address:#x}, where no tensor is"
+        elif signal.Signals(status) == signal.SIGFPE:
+            what = "divides an integer by zero"
+        else:
+            what = "leaves a local or shared array, or reads or writes a vector at a misaligned address"
+        line = self._module.line_at(launch.fault_code or 0)
+        at = f"block {tuple(launch.fault_block)}, thread {launch.fault_thread}"
+        raise EmulationError(f"{self.name} {what} ({at})" + (f", near: {line}" if line else ""))
+
+
+class Device:
+    """What stands in for the GPU while the `emulated` fixture is active. `launches` counts per kernel entry."""
+
+    def __init__(self) -> None:
+        self.memory = _Memory()
+        self.launches: Counter[str] = Counter()
+        self.counters = torch.zeros(1024, dtype=torch.int32)
+        self.seeds = itertools.count(1)
+        self._sm_count, self._arch = 3, 90
+
+    def use(self, *, sm_count: int | None = None, arch: int | None = None, seed: int | None = None) -> None:
+        """Be a device of this size from here on. With few SMs small tensors take the paths of many blocks and passes."""
+        self._sm_count = self._sm_count if sm_count is None else sm_count
+        self._arch = self._arch if arch is None else arch
+        self.seeds = self.seeds if seed is None else itertools.count(seed)
+        forget_launches()
+
+    def sm_count(self, device: int) -> int:
+        return self._sm_count
+
+    def arch(self, device: int) -> int:
+        return self._arch
+
+    def tickets(self, device: torch.device) -> int:
+        return self.counters.data_ptr()
+
+    def function(self, name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int) -> Entry:
+        return Entry(self, compiler.module(name, tuple(sorted(defines))), entry)
+
+    def compiled(self, source: str, entry: str, defines: Mapping[str, int] | None = None) -> Entry:
+        """A kernel from its text: for tests of kernels that are no file."""
+        return Entry(self, compiler.Module(source, defines or {}), entry)
+
+
+def forget_launches() -> None:
+    """Drop what operations cached for the device they saw before."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("advisor.ops."):
+            for value in list(vars(module).values()):
+                if callable(getattr(value, "cache_clear", None)):
+                    value.cache_clear()
+
+
+def _poisoned(make: Any) -> Any:
+    """`make`, but what it leaves uninitialised is NaN, so that an element that no kernel writes is seen."""
+
+    def empty(*args: Any, **kwargs: Any) -> Any:
+        tensor = make(*args, **kwargs)
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+            ctypes.memset(tensor.untyped_storage().data_ptr(), 0xFF, tensor.untyped_storage().nbytes())
+        return tensor
+
+    return empty
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`advisor.ops` runs its kernels on CPU tensors, emulated. Yields the `Device`; it has 3 SMs of sm_90."""
+    if compiler.COMPILER is None:
+        pytest.skip("kernels are emulated with a C++ compiler, and there is none")
+    device = Device()
+    address = torch.Tensor.data_ptr
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        found = address(tensor)
+        device.memory.note(tensor)
+        return found
+
+    forget_launches()
+    monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
+    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "stream", lambda device: None)
+    for name in ("function", "sm_count", "arch", "tickets"):
+        monkeypatch.setattr(nvrtc, name, getattr(device, name))
+    yield device
+    monkeypatch.undo()
+    forget_launches()

@@ -1,0 +1,44 @@
+// What an emulated kernel may ask of the thing that runs it. Defined in runtime.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+namespace emulation {
+
+struct Thread {
+  uint3 index;
+  unsigned number, lane, warp;
+};
+
+extern Thread* current;                          // the thread that runs now
+extern uint3 block_index, block_size, grid_size;
+
+// Waits until every thread of the block is at the barrier of this source line. Returns how many came with `predicate`.
+int barrier(int line, bool predicate = false);
+
+// Waits until all lanes of `mask` that have not returned are here with the same function, then calls it once: mine[i] is
+// what lane i passed, on that lane's stack, for the lanes of `present`.
+using Together = void (*)(void* const* mine, unsigned present);
+void collective(Together together, unsigned mask, void* mine);
+
+unsigned live_lanes();  // of this warp
+void* dynamic_shared();
+void pause();                   // lets other threads run
+void spin();                    // one turn of what may be a waiting loop: pauses now and then, fails in the end
+uint64_t random();
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// cp.async: done at once or as late as the waits allow, at random, since the hardware promises neither.
+void copy_async(void* to, const void* from, int bytes, int valid);  // the rest of `bytes` is filled with zeros
+void commit_copies();
+void wait_copies(int groups_left);
+
+// What a launch does, for one thread.
+using Entry = void (*)(void* const* arguments);
+
+}  // namespace emulation

@@ -1,0 +1,433 @@
+// Runs emulated kernels: blocks one after another, the threads of a block as fibers, both in a random order.
+//
+// A thread runs until it waits (barrier, warp operation) or returns. Then the next one does; when none can run, the
+// waits are resolved, or the launch fails with what holds it. Every memory fault inside a kernel ends the launch, not
+// the process: a kernel has no destructors, so its fibers can be dropped where they stand.
+
+#include "runtime.h"
+
+#include <csetjmp>
+#include <csignal>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+namespace emulation {
+
+Thread* current;
+uint3 block_index, block_size, grid_size;
+
+namespace {
+
+enum class State { ready, at_barrier, at_warp, returned };
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes, valid, group;
+};
+
+struct Fiber : Thread {
+  State state;
+  int line;            // of the barrier
+  bool predicate;
+  int count;
+  Together together;
+  unsigned mask;
+  void* mine;
+  int group;           // of cp.async copies, the open one
+  std::vector<Copy> copies;
+  bool started = false;
+  ucontext_t first;
+  jmp_buf resume;
+};
+
+constexpr size_t kStack = 256 << 10;
+constexpr unsigned kMostThreads = 1024;
+constexpr long kMostSpins = 20'000'000;
+
+Fiber* fibers;  // kMostThreads of them, made once; a stack's first page cannot be touched
+char* stacks;
+unsigned threads;
+jmp_buf scheduler;
+sigjmp_buf escape;
+volatile sig_atomic_t inside;
+char* message;
+size_t message_size;
+void *fault_address, *fault_code;
+Entry entry;
+void* const* arguments;
+char* dynamic;
+uint64_t state_of_random;
+long spins;
+
+Fiber* self() { return static_cast<Fiber*>(current); }
+
+void loop() {
+  for (;;) {
+    entry(arguments);
+    self()->state = State::returned;
+    if (!_setjmp(self()->resume)) _longjmp(scheduler, 1);
+  }
+}
+
+void run(Fiber* fiber) {
+  current = fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber->started) _longjmp(fiber->resume, 1);
+  fiber->started = true;
+  setcontext(&fiber->first);
+}
+
+void wait(State state) {
+  Fiber* fiber = self();
+  fiber->state = state;
+  if (!_setjmp(fiber->resume)) _longjmp(scheduler, 1);
+}
+
+void make_fibers() {
+  const size_t page = sysconf(_SC_PAGESIZE);
+  fibers = new Fiber[kMostThreads];
+  stacks = static_cast<char*>(
+      mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  for (unsigned i = 0; i < kMostThreads; ++i) mprotect(stacks + i * kStack, page, PROT_NONE);
+}
+
+void shuffle(std::vector<unsigned>& v) {
+  for (size_t i = v.size(); i > 1; --i) std::swap(v[i - 1], v[random() % i]);
+}
+
+const char* place(const Fiber& f, char (&text)[64]) {
+  switch (f.state) {
+    case State::at_barrier: snprintf(text, sizeof text, "waits at the barrier of line %d", f.line); break;
+    case State::at_warp: snprintf(text, sizeof text, "waits in a warp operation with mask 0x%08x", f.mask); break;
+    case State::returned: snprintf(text, sizeof text, "has returned"); break;
+    default: snprintf(text, sizeof text, "can run");
+  }
+  return text;
+}
+
+[[noreturn]] void fail_stuck(const Fiber& a, const Fiber& b, const char* what) {
+  char first[64], second[64];
+  current = nullptr;
+  fail("%s in block (%u, %u, %u): thread %u %s, thread %u %s", what, block_index.x, block_index.y, block_index.z, a.number,
+       place(a, first), b.number, place(b, second));
+}
+
+// Releases the warp operations whose lanes are all there. True when there were any.
+bool resolve_warps() {
+  bool any = false;
+  for (unsigned base = 0; base < threads; base += 32) {
+    const unsigned lanes = threads - base < 32 ? threads - base : 32;
+    unsigned live = 0;
+    for (unsigned i = 0; i < lanes; ++i)
+      if (fibers[base + i].state != State::returned) live |= 1u << i;
+    for (unsigned i = 0; i < lanes; ++i) {
+      Fiber& leader = fibers[base + i];
+      if (leader.state != State::at_warp) continue;
+      if (!(leader.mask >> i & 1u)) fail_stuck(leader, leader, "a lane outside its own mask");
+      const unsigned needed = leader.mask & live;
+      void* mine[32] = {};
+      unsigned present = 0;
+      for (unsigned k = 0; k < lanes; ++k) {
+        Fiber& f = fibers[base + k];
+        if (!(needed >> k & 1u) || f.state != State::at_warp) continue;
+        if (f.mask != leader.mask || f.together != leader.together) continue;
+        present |= 1u << k;
+        mine[k] = f.mine;
+      }
+      if (present != needed) continue;
+      leader.together(mine, present);
+      for (unsigned k = 0; k < lanes; ++k)
+        if (present >> k & 1u) fibers[base + k].state = State::ready;
+      any = true;
+    }
+  }
+  return any;
+}
+
+// Releases the block's barrier when all threads are at the same one. False when all have returned; else fails.
+bool resolve_barrier() {
+  const Fiber* waiting = nullptr;
+  const Fiber* returned = nullptr;
+  int count = 0;
+  for (unsigned i = 0; i < threads; ++i) {
+    const Fiber& f = fibers[i];
+    if (f.state == State::returned) {
+      returned = &f;
+      continue;
+    }
+    if (f.state == State::at_warp) {
+      const Fiber* absent = &f;  // the first lane of its mask that is somewhere else
+      const unsigned base = i / 32 * 32;
+      for (unsigned k = base; k < base + 32 && k < threads; ++k)
+        if ((f.mask >> (k - base) & 1u) && (fibers[k].state != State::at_warp || fibers[k].mask != f.mask ||
+                                            fibers[k].together != f.together))
+          absent = &fibers[k];
+      fail_stuck(f, *absent, "lanes of a warp wait for each other");
+    }
+    if (waiting && f.line != waiting->line) fail_stuck(*waiting, f, "divergent barrier");
+    waiting = &f;
+    count += f.predicate;
+  }
+  if (!waiting) return false;
+  if (returned) fail_stuck(*waiting, *returned, "divergent barrier");
+  for (unsigned i = 0; i < threads; ++i) {
+    fibers[i].state = State::ready;
+    fibers[i].count = count;
+  }
+  return true;
+}
+
+void run_block() {
+  std::vector<unsigned> order;
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& f = fibers[i];
+    f.index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
+    f.number = i;
+    f.lane = i % 32;
+    f.warp = i / 32;
+    f.state = State::ready;
+    f.group = 0;
+    f.copies.clear();
+    if (!f.started) {
+      getcontext(&f.first);
+      const size_t page = sysconf(_SC_PAGESIZE);
+      f.first.uc_stack.ss_sp = stacks + i * kStack + page;
+      f.first.uc_stack.ss_size = kStack - page;
+      f.first.uc_link = nullptr;
+      makecontext(&f.first, loop, 0);
+    }
+  }
+  for (;;) {
+    order.clear();
+    for (unsigned i = 0; i < threads; ++i)
+      if (fibers[i].state == State::ready) order.push_back(i);
+    if (order.empty()) {
+      if (resolve_warps() || resolve_barrier()) continue;
+      return;
+    }
+    shuffle(order);
+    for (unsigned i : order) run(&fibers[i]);
+  }
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  if (!inside) {  // not ours: as if we had never been here
+    std::signal(signal, SIG_DFL);
+    return;
+  }
+  fault_address = signal == SIGSEGV || signal == SIGBUS ? info->si_addr : nullptr;
+#if defined(__x86_64__)
+  fault_code = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
+#elif defined(__aarch64__)
+  fault_code = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.pc);
+#endif
+  siglongjmp(escape, signal);
+}
+
+}  // namespace
+
+uint64_t random() {
+  uint64_t& s = state_of_random;
+  s ^= s << 13, s ^= s >> 7, s ^= s << 17;
+  return s >> 11;
+}
+
+void fail(const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  int used = vsnprintf(message, message_size, format, list);
+  va_end(list);
+  if (current && used >= 0 && static_cast<size_t>(used) < message_size)
+    snprintf(message + used, message_size - used, " (block %u, %u, %u; thread %u)", block_index.x, block_index.y,
+             block_index.z, current->number);
+  siglongjmp(escape, -1);
+}
+
+int barrier(int line, bool predicate) {
+  self()->line = line;
+  self()->predicate = predicate;
+  wait(State::at_barrier);
+  return self()->count;
+}
+
+void collective(Together together, unsigned mask, void* mine) {
+  Fiber* fiber = self();
+  fiber->together = together;
+  fiber->mask = mask;
+  fiber->mine = mine;
+  wait(State::at_warp);
+}
+
+unsigned live_lanes() {
+  unsigned live = 0;
+  for (unsigned i = current->warp * 32; i < threads && i < current->warp * 32 + 32; ++i)
+    if (fibers[i].state != State::returned) live |= 1u << i % 32;
+  return live;
+}
+
+void* dynamic_shared() { return dynamic; }
+
+void pause() { wait(State::ready); }
+
+void spin() {
+  if (++spins > kMostSpins) fail("%ld atomic operations in one block: it waits for something that does not come", spins);
+  if (spins % 4096 == 0) pause();
+}
+
+void copy_async(void* to, const void* from, int bytes, int valid) {
+  if (reinterpret_cast<uintptr_t>(to) % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes))
+    fail("cp.async of %d bytes between addresses that are no multiples of it", bytes);
+  const Copy copy{to, from, bytes, valid, self()->group};
+  if (random() & 1) {
+    self()->copies.push_back(copy);
+  } else {
+    memcpy(to, from, valid);
+    memset(static_cast<char*>(to) + valid, 0, bytes - valid);
+  }
+}
+
+void commit_copies() { ++self()->group; }
+
+void wait_copies(int groups_left) {
+  Fiber* fiber = self();
+  std::vector<Copy> later;
+  for (const Copy& c : fiber->copies) {
+    if (c.group < fiber->group - groups_left) {
+      memcpy(c.to, c.from, c.valid);
+      memset(static_cast<char*>(c.to) + c.valid, 0, c.bytes - c.valid);
+    } else {
+      later.push_back(c);
+    }
+  }
+  fiber->copies.swap(later);
+}
+
+// The copy of one buffer that a kernel works on: its end (rounded up to 16 bytes) is the end of a page, nothing can be
+// touched around its pages, and what is left of its first page and behind its end holds a pattern that is NaN in fp32,
+// fp16 and bf16.
+struct Region {
+  char *map, *pages, *data;
+  size_t map_bytes, page_bytes, bytes;
+};
+
+struct Launch {
+  Entry entry;
+  void* const* arguments;
+  unsigned grid[3], block[3];
+  size_t dynamic_bytes;
+  char *shared_begin, *shared_end;
+  uint64_t seed;
+  char* message;
+  size_t message_size;
+  void *fault_address, *fault_code;  // out
+  unsigned fault_block[3], fault_thread;  // out
+};
+
+namespace {
+
+constexpr size_t kGuard = 1 << 20;
+char pattern(const char* at) { return reinterpret_cast<uintptr_t>(at) & 1 ? char(0xFF) : char(0xC5); }
+
+int launch(Launch& l) {
+  const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
+  struct sigaction before[5], ours = {};
+  stack_t stack_before, stack = {};
+  static char handler_stack[64 << 10];
+  stack.ss_sp = handler_stack;
+  stack.ss_size = sizeof handler_stack;
+  sigaltstack(&stack, &stack_before);
+  ours.sa_sigaction = on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  for (int i = 0; i < 5; ++i) sigaction(signals[i], &ours, &before[i]);
+
+  const int status = sigsetjmp(escape, 1);
+  if (!status) {
+    inside = 1;
+    std::vector<unsigned> blocks(size_t(grid_size.x) * grid_size.y * grid_size.z);
+    for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = i;
+    shuffle(blocks);
+    for (unsigned i : blocks) {
+      block_index = {i % grid_size.x, i / grid_size.x % grid_size.y, i / (grid_size.x * grid_size.y)};
+      memset(l.shared_begin, 0xFF, l.shared_end - l.shared_begin);
+      memset(dynamic, 0xFF, l.dynamic_bytes);
+      spins = 0;
+      run_block();
+    }
+  } else {
+    for (unsigned i = 0; i < kMostThreads; ++i) fibers[i].started = false;
+  }
+  inside = 0;
+  for (int i = 0; i < 5; ++i) sigaction(signals[i], &before[i], nullptr);
+  if (stack_before.ss_flags & SS_DISABLE) stack_before.ss_size = SIGSTKSZ;
+  sigaltstack(&stack_before, nullptr);
+  return status;
+}
+
+}  // namespace
+
+extern "C" {
+
+void emulation_allocate(size_t bytes, Region* region) {
+  const size_t page = sysconf(_SC_PAGESIZE), rounded = (bytes + 15) / 16 * 16;
+  Region& r = *region;
+  r.bytes = bytes;
+  r.page_bytes = (rounded + page - 1) / page * page;
+  r.map_bytes = r.page_bytes + 2 * kGuard;
+  r.map = static_cast<char*>(mmap(nullptr, r.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  r.pages = r.map + kGuard;
+  mprotect(r.pages, r.page_bytes, PROT_READ | PROT_WRITE);
+  r.data = r.pages + r.page_bytes - rounded;
+  for (char* at = r.pages; at < r.pages + r.page_bytes; ++at)
+    if (at < r.data || at >= r.data + bytes) *at = pattern(at);
+}
+
+// Where the bytes around the buffer were written: an offset from its begin; 0 when nowhere.
+long emulation_written_outside(const Region* region) {
+  const Region& r = *region;
+  for (const char* at = r.data + r.bytes; at < r.pages + r.page_bytes; ++at)
+    if (*at != pattern(at)) return at - r.data;
+  for (const char* at = r.data; at-- > r.pages;)
+    if (*at != pattern(at)) return at - r.data;
+  return 0;
+}
+
+void emulation_release(Region* region) { munmap(region->map, region->map_bytes); }
+
+// 0 when the kernel ran to its end; -1 with a message; else the number of the signal that stopped it.
+int emulation_launch(Launch* l) {
+  if (!fibers) make_fibers();
+  Region shared;
+  emulation_allocate(l->dynamic_bytes, &shared);
+  dynamic = shared.data;
+  entry = l->entry;
+  arguments = l->arguments;
+  grid_size = {l->grid[0], l->grid[1], l->grid[2]};
+  block_size = {l->block[0], l->block[1], l->block[2]};
+  threads = block_size.x * block_size.y * block_size.z;
+  state_of_random = l->seed * 0x9E3779B97F4A7C15ull + 0x2545F4914F6CDD1Dull;
+  message = l->message;
+  message_size = l->message_size;
+  current = nullptr;
+  int status = launch(*l);
+  l->fault_address = fault_address;
+  l->fault_code = fault_code;
+  l->fault_thread = current ? current->number : 0;
+  l->fault_block[0] = block_index.x, l->fault_block[1] = block_index.y, l->fault_block[2] = block_index.z;
+  if (!status && emulation_written_outside(&shared)) {
+    snprintf(message, message_size, "a write outside the %zu bytes of dynamic shared memory", l->dynamic_bytes);
+    status = -1;
+  }
+  emulation_release(&shared);
+  return status;
+}
+
+}  // extern "C"
+
+}  // namespace emulation

@@ -1,0 +1,259 @@
+"""The emulated device finds what it is there to find: each fault is planted in a kernel of a few lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from emulation.compiler import EmulationError
+
+HEAD = "typedef long long i64;\n"
+
+
+def vector(n: int, fill: float = 0.0) -> torch.Tensor:
+    return torch.full((n,), fill)
+
+
+REVERSE = """
+extern "C" __global__ void __launch_bounds__(256) reverse(const float* __restrict__ x, float* __restrict__ y) {
+  __shared__ float shared[256];
+  shared[threadIdx.x] = x[blockIdx.x * 256 + threadIdx.x];
+  %s
+  y[blockIdx.x * 256 + threadIdx.x] = shared[255 - threadIdx.x];
+}
+"""
+
+
+def test_a_barrier_is_kept_and_a_missing_one_is_found(emulated):
+    x = torch.arange(1024.0)
+    for barrier, right in (("__syncthreads();", True), ("", False)):
+        y = vector(1024)
+        emulated.compiled(REVERSE % barrier, "reverse")((4, 1, 1), (256, 1, 1), (x.data_ptr(), y.data_ptr()))
+        assert torch.equal(y.view(4, 256), x.view(4, 256).flip(1)) is right
+
+
+def test_shared_memory_that_nobody_wrote_is_nan_in_every_block(emulated):
+    source = """
+    extern "C" __global__ void sums(float* y) {
+      __shared__ float shared[33];
+      if (threadIdx.x < %s) shared[threadIdx.x] = 1.f;
+      __syncthreads();
+      float sum = 0.f;
+      for (int i = 0; i < 33; ++i) sum += shared[i];
+      y[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+      __syncthreads();
+      shared[threadIdx.x %% 33] = 1.f;
+    }
+    """
+    y = vector(128)
+    emulated.compiled(source % 33, "sums")((2,), (64,), (y.data_ptr(),))
+    assert torch.equal(y, vector(128, 33.0))
+    emulated.compiled(source % 32, "sums")((2,), (64,), (y.data_ptr(),))
+    assert y.isnan().all()
+
+
+COPY = """
+extern "C" __global__ void copy(const float* x, float* y, int n, int shift) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i + shift] = x[i];
+}
+"""
+
+
+@pytest.mark.parametrize("size", [1000, 1024, 3])
+@pytest.mark.parametrize("shift", [1, -1, 5000, -5000])
+def test_a_write_outside_a_tensor_is_found_and_does_not_happen(emulated, size, shift):
+    x, y = vector(size, 1.0), vector(size)
+    copy = emulated.compiled(COPY, "copy")
+    grid, block = (-(-size // 128), 1, 1), (128, 1, 1)
+    with pytest.raises(EmulationError, match="bytes (before|behind) the .* bytes of argument 1"):
+        copy(grid, block, (x.data_ptr(), y.data_ptr(), np.int32(size), np.int32(shift)))
+    assert not y.any()
+    copy(grid, block, (x.data_ptr(), y.data_ptr(), np.int32(size), np.int32(0)))
+    assert torch.equal(x, y)
+
+
+def test_a_read_behind_a_tensor_is_found_with_its_line(emulated):
+    x, y = vector(1024, 1.0), vector(2048)
+    with pytest.raises(EmulationError, match=r"0 bytes behind the 4096 bytes of argument 0 .* near: .*y\[i \+ shift\]"):
+        emulated.compiled(COPY, "copy")((9,), (128,), (x.data_ptr(), y.data_ptr(), np.int32(1025), np.int32(0)))
+
+
+def test_an_index_outside_a_shared_array_is_found(emulated):
+    source = """
+    extern "C" __global__ void fill(float* y) {
+      __shared__ float first[32], second[32];
+      first[threadIdx.x] = 1.f; second[threadIdx.x %% 32] = 2.f;
+      __syncthreads();
+      y[threadIdx.x] = first[threadIdx.x %% 32];
+    }
+    """.replace("%%", "%")
+    y = vector(64)
+    emulated.compiled(source, "fill")((1,), (32,), (y.data_ptr(),))
+    with pytest.raises(EmulationError, match="leaves a local or shared array.*first"):
+        emulated.compiled(source, "fill")((1,), (33,), (y.data_ptr(),))
+
+
+def test_a_misaligned_vector_is_found(emulated):
+    source = (
+        'extern "C" __global__ void four(const float4* x, float* y, int by) { *y = ((float4*)((float*)x + by))->w; }'
+    )
+    x, y = torch.arange(64.0), vector(1)
+    four = emulated.compiled(source, "four")
+    four((1,), (1,), (x.data_ptr(), y.data_ptr(), np.int32(4)))
+    assert y.item() == 7.0
+    with pytest.raises(EmulationError, match="misaligned"):
+        four((1,), (1,), (x.data_ptr(), y.data_ptr(), np.int32(1)))
+
+
+def test_dynamic_shared_memory_has_its_size(emulated):
+    source = """
+    extern "C" __global__ void reverse(float* y) {
+      extern __shared__ __align__(16) float memory[];
+      memory[threadIdx.x] = y[threadIdx.x];
+      __syncthreads();
+      y[threadIdx.x] = memory[blockDim.x - 1 - threadIdx.x];
+    }
+    """
+    y = torch.arange(96.0)
+    reverse = emulated.compiled(source, "reverse")
+    reverse((1,), (96,), (y.data_ptr(),), 384)
+    assert torch.equal(y, torch.arange(96.0).flip(0))
+    with pytest.raises(EmulationError, match="reads or writes"):
+        reverse((1,), (96,), (y.data_ptr(),), 368)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("if (threadIdx.x == 7) return; __syncthreads();", "divergent barrier.*thread 7 has returned"),
+        ("if (threadIdx.x < 9) {\n__syncthreads();\n} else {\n__syncthreads();\n}", "divergent barrier.*line.*line"),
+        ("if (threadIdx.x % 32 != 3) __shfl_sync(0xffffffffu, 1, 0); else __syncthreads();", "lanes of a warp wait"),
+        ("__shfl_sync(0x1u, 1, 0);", "a lane outside its own mask"),
+        ("while (atomicAdd(y, 0.f) == 0.f) {}", "waits for something that does not come"),
+        ("y[0] = y[64 / (blockDim.x - 64)];", "divides an integer by zero"),
+        ("*(volatile float*)(0 * (i64)y) = 1.f;", "where no tensor is"),
+        ("__trap();", "__trap"),
+    ],
+)
+def test_a_block_that_cannot_go_on_is_found(emulated, body, message):
+    source = f'{HEAD}extern "C" __global__ void stuck(float* y) {{ {body} }}'
+    y = vector(64)
+    with pytest.raises(EmulationError, match=message):
+        emulated.compiled(source, "stuck")((1,), (64,), (y.data_ptr(),))
+    test_a_barrier_is_kept_and_a_missing_one_is_found(emulated)  # the next launch starts afresh
+
+
+def test_arguments_must_have_the_types_of_the_parameters(emulated):
+    x, y = vector(8), vector(8)
+    copy = emulated.compiled(COPY, "copy")
+    for wrong, message in (
+        ((x.data_ptr(), y.data_ptr(), np.int64(8), np.int32(0)), "argument 2"),
+        ((x.data_ptr(), y.data_ptr(), 8, np.int32(0)), "argument 2"),
+        ((x.data_ptr(), np.int32(0), np.int32(8), np.int32(0)), "argument 1"),
+        ((x.data_ptr(), y.data_ptr(), np.int32(8)), "4 parameters, 3"),
+        ((x.data_ptr(), y.data_ptr() + 32, np.int32(8), np.int32(0)), "belongs to no tensor"),
+        ((vector(7).data_ptr(), y.data_ptr(), np.int32(8), np.int32(0)), "was freed"),
+    ):
+        with pytest.raises(EmulationError, match=message):
+            copy((1,), (8,), wrong)
+    with pytest.raises(EmulationError, match="no block"):
+        copy((1,), (1025,), (x.data_ptr(), y.data_ptr(), np.int32(8), np.int32(0)))
+
+
+def test_the_last_block_adds_up_in_any_order_and_leaves_the_ticket_zero(emulated):
+    source = """
+    extern "C" __global__ void total(const float* x, float* partial, unsigned* ticket, float* y, int leave) {
+      __shared__ bool last;
+      if (threadIdx.x == 0) {
+        partial[blockIdx.x] = x[blockIdx.x];
+        __threadfence();
+        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+        if (last) {
+          float sum = 0.f;
+          for (int i = 0; i < gridDim.x; ++i) sum += __ldcg(partial + i);
+          *y = sum;
+          *ticket = leave;
+        }
+      }
+    }
+    """
+    total = emulated.compiled(source, "total")
+    for _ in range(5):
+        x, partial, y = torch.arange(50.0), torch.empty(50), torch.empty(1)
+        arguments = (x.data_ptr(), partial.data_ptr(), emulated.tickets(x.device), y.data_ptr())
+        total((50,), (32,), (*arguments, np.int32(0)))
+        assert y.item() == x.sum().item()
+    with pytest.raises(EmulationError, match="ticket"):
+        total((50,), (32,), (*arguments, np.int32(1)))
+
+
+def test_what_depends_on_the_order_of_blocks_differs_between_seeds(emulated):
+    source = 'extern "C" __global__ void who(float* y) { if (threadIdx.x == 0) y[0] = blockIdx.x; }'
+    seen = set()
+    for _ in range(8):
+        y = vector(1)
+        emulated.compiled(source, "who")((16,), (32,), (y.data_ptr(),))
+        seen.add(y.item())
+    assert len(seen) > 1
+
+
+def test_warp_operations(emulated):
+    source = """
+    extern "C" __global__ void warp(int* y) {
+      const int lane = threadIdx.x % 32;
+      int* at = y + threadIdx.x * 10;
+      at[0] = __shfl_sync(0xffffffffu, lane * 2, 5);
+      at[1] = __shfl_xor_sync(0xffffffffu, lane, 1);
+      at[2] = __shfl_down_sync(0xffffffffu, lane, 3, 16);
+      at[3] = __shfl_up_sync(0xffffffffu, lane, 2, 8);
+      at[4] = __ballot_sync(0xffffffffu, lane % 3 == 0);
+      at[5] = __any_sync(0xffffffffu, lane == 31) + 2 * __all_sync(0xffffffffu, lane < 31);
+      at[6] = __reduce_add_sync(0xffffffffu, lane);
+      if (lane >= 16) at[7] = __shfl_sync(0xffff0000u, lane, 20); else at[7] = __reduce_max_sync(0x0000ffffu, lane);
+      at[8] = __match_any_sync(0xffffffffu, lane / 8);
+      __syncwarp();
+      at[9] = __syncthreads_count(lane == 0) * 10 + __syncthreads_or(0) + 2 * __syncthreads_and(1);
+    }
+    """
+    y = torch.zeros(64, 10, dtype=torch.int32)
+    emulated.compiled(source, "warp")((1,), (64,), (y.data_ptr(),))
+    lane = torch.arange(32)
+    want = [
+        torch.full((32,), 10),
+        lane ^ 1,
+        torch.where(lane % 16 + 3 < 16, lane + 3, lane),
+        torch.where(lane % 8 >= 2, lane - 2, lane),
+        torch.full((32,), sum(1 << i for i in range(0, 32, 3))),
+        torch.full((32,), 1),
+        torch.full((32,), 31 * 16),
+        torch.where(lane >= 16, 20, 15),
+        (255 << lane // 8 * 8).to(torch.int32),
+        torch.full((32,), 22),
+    ]
+    for column, values in enumerate(want):
+        assert torch.equal(y[:, column], values.repeat(2).to(torch.int32)), column
+
+
+def test_uninitialised_tensors_are_nan(emulated):
+    x = vector(4)
+    for tensor in (torch.empty(4), torch.empty_like(x), x.new_empty(3), torch.empty(4, dtype=torch.bfloat16)):
+        assert tensor.isnan().all()
+
+
+def test_half_precision_rounds_as_torch(emulated):
+    source = """
+    extern "C" __global__ void round_trip(const float* x, float* f16, float* bf16) {
+      const int i = blockIdx.x * blockDim.x + threadIdx.x;
+      f16[i] = emulation::from_f16(emulation::to_f16(x[i]));
+      bf16[i] = emulation::from_bf16(emulation::to_bf16(x[i]));
+    }
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8192, generator=generator) * torch.pow(2.0, torch.randint(-30, 30, (8192,), generator=generator))
+    x[:6] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 65519.9, 2**-25])
+    f16, bf16 = torch.empty(8192), torch.empty(8192)
+    emulated.compiled(source, "round_trip")((32,), (256,), (x.data_ptr(), f16.data_ptr(), bf16.data_ptr()))
+    assert torch.equal(f16, x.half().float())
+    assert torch.equal(bf16, x.bfloat16().float())
