@@ -473,8 +473,32 @@ def _recover(say: Say) -> None:
     """Put back what a killed search had set aside."""
     from advisor.trials import files
 
-    for path in files.restore_pending(Path(RUNS_DIR)):
+    restored, foreign = files.restore_pending(Path(RUNS_DIR))
+    for path in restored:
         say(f"put back after an interrupted search: {path}")
+    for path in foreign:
+        say(
+            f"{path} holds files that a search elsewhere set aside; if they are yours, `advisor doctor --recover {path}` "
+            "puts them back"
+        )
+
+
+def recover(run_dir: Path) -> tuple[str, ...]:
+    """Put back what an interrupted search in this run folder had set aside, because the user asks for it.
+
+    Returns:
+        Paths that could not be put back, each with the reason.
+
+    Raises:
+        AdvisorError: when nothing was set aside there.
+    """
+    from advisor.trials import files
+
+    if not (run_dir / "files" / files.JOURNAL).is_file():
+        raise AdvisorError(
+            f"no search was interrupted in {run_dir}", expected=f"a run folder with files/{files.JOURNAL}"
+        )
+    return files.restore(run_dir)
 
 
 def run(

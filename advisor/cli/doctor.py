@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
 from advisor.cli import output
+from advisor.core.errors import AdvisorError
 from advisor.core.storage import to_plain
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--measure", is_flag=True, help="Measure this machine's rates anew, even where they are known.")
-def doctor(*, as_json: bool, measure: bool) -> None:
+@click.option(
+    "--recover",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Put back the files that an interrupted search in this run folder had set aside.",
+)
+def doctor(*, as_json: bool, measure: bool, recover: Path | None) -> None:
     """Say what can be measured on this machine, what cannot and why, and how to get the rest.
 
     \b
     Example:
       advisor doctor
     """
+    if recover is not None:
+        from advisor import pipeline
+
+        problems = pipeline.recover(recover)
+        for problem in problems:
+            output.say(f"could not be put back: {problem}", sys.stdout)
+        if problems:
+            raise AdvisorError(
+                f"{len(problems)} files of {recover} were not put back", fix=f"They are in {recover}/files/kept-aside."
+            )
+        output.say(f"the files set aside in {recover} are back in their places", sys.stdout)
+        return
     from advisor.profiling import doctor as examination
     from advisor.reporting.terminal import checks_text
 

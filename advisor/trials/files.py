@@ -20,13 +20,17 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from advisor.profiling import environment
 
 JOURNAL = "journal.jsonl"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
@@ -42,6 +46,8 @@ _CACHE_VARIABLES = (
     "CUDA_CACHE_PATH",
     "XDG_CACHE_HOME",
 )
+
+_FORGOTTEN_S = 90 * 24 * 3600.0  # a search that nobody has asked about for a quarter of a year
 
 _inside = threading.local()  # .yes: this thread is doing advisor's own file work, for whichever guard
 
@@ -323,22 +329,59 @@ def restore(run_dir: Path) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def restore_pending(runs: Path) -> tuple[str, ...]:
-    """Restore every run under the folder `runs` whose search was killed before it could; returns those run folders."""
-    found = []
+def restore_pending(runs: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Restore every run under the folder `runs` whose search was killed before it could.
+
+    A journal says what to move where, so one that came with somebody else's run folder is not obeyed: only searches that
+    this user's advisor has noted in the user's own cache folder are restored.
+
+    Returns:
+        The run folders that were restored, and those with a journal that nobody here vouches for.
+    """
+    restored, foreign = [], []
     for journal in sorted(runs.glob(f"*/files/{JOURNAL}")):
-        owner = journal.parent.parent
-        if not _alive(owner):
-            restore(owner)
-            found.append(str(owner))
-    return tuple(found)
+        run_dir = journal.parent.parent
+        if _alive(run_dir):
+            continue
+        if _vouched(run_dir):
+            restore(run_dir)
+            restored.append(str(run_dir))
+        else:
+            foreign.append(str(run_dir))
+    return tuple(restored), tuple(foreign)
 
 
 def hold(run_dir: Path) -> None:
-    """Note which process searches in this run folder, so that another advisor does not restore under its feet."""
+    """Note which process searches in this run folder, so that another advisor does not restore under its feet.
+
+    A token goes into the run folder and into the user's cache folder: `restore_pending` obeys the journal while they agree.
+    """
     folder = run_dir.resolve() / "files"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "owner").write_text(str(os.getpid()), encoding="ascii")
+    token = secrets.token_hex(16)
+    with contextlib.suppress(OSError):  # without a cache folder nothing is restored unasked
+        noted = _noted(run_dir)
+        noted.parent.mkdir(mode=0o700, exist_ok=True)
+        for old in noted.parent.iterdir():
+            if time.time() - old.stat().st_mtime > _FORGOTTEN_S:
+                old.unlink()
+        noted.write_text(token, encoding="ascii")
+        (folder / "token").write_text(token, encoding="ascii")
+
+
+def _noted(run_dir: Path) -> Path:
+    """Where the user's own cache folder notes this search."""
+    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:32]
+    return environment.cache_dir() / "searches" / name
+
+
+def _vouched(run_dir: Path) -> bool:
+    try:
+        noted = _noted(run_dir).read_bytes()
+        return len(noted) == 32 and noted == (run_dir / "files" / "token").read_bytes()
+    except OSError:
+        return False
 
 
 def _alive(run_dir: Path) -> bool:
@@ -355,7 +398,7 @@ def _undo(root: Path, entry: dict[str, str]) -> None:
     if action == "created":
         _divert(root, path)
     elif action == "kept":
-        aside = root / KEPT / entry["aside"]
+        aside = root / KEPT / os.path.basename(entry["aside"])  # a bare name, whatever a journal says
         if not os.path.lexists(aside):
             return  # put back by an earlier call, or noted just before a crash and never changed
         if os.path.lexists(path):

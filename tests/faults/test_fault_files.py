@@ -97,7 +97,8 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
-def test_killed_at_random_moments_the_users_files_come_back(tmp_path: Path) -> None:
+def test_killed_at_random_moments_the_users_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     work = tmp_path / "work"
     (work / "out" / "deep").mkdir(parents=True)
     for name in ("best.pt", "log.csv", "notes.txt", "out/a.pt", "out/deep/b.pt"):

@@ -1,4 +1,5 @@
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,11 @@ def tree(folder):
                 "link " + os.readlink(path) if path.is_symlink() else hashlib.sha256(path.read_bytes()).hexdigest()
             )
     return found
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -167,9 +173,40 @@ def test_kill_in_the_middle_then_the_next_start_restores(work):
     )
     assert result.returncode == -signal.SIGKILL
     assert tree(work) != before
-    assert files.restore_pending(run_dir.parent) == (str(run_dir),)
+    assert files.restore_pending(run_dir.parent) == ((str(run_dir),), ())
     assert tree(work) == before
-    assert files.restore_pending(run_dir.parent) == ()
+    assert files.restore_pending(run_dir.parent) == ((), ())
+
+
+@pytest.mark.parametrize("forged", ["copied elsewhere", "another token", "no token"])
+def test_a_journal_that_came_from_elsewhere_is_not_obeyed(work, forged):
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    changed = tree(work)
+    if forged == "copied elsewhere":
+        run_dir = run_dir.rename(run_dir.with_name("sent-by-mail"))
+    elif forged == "another token":
+        (run_dir / "files" / "token").write_text("0" * 32)
+    else:
+        (run_dir / "files" / "token").unlink()
+    assert files.restore_pending(run_dir.parent) == ((), (str(run_dir),))
+    assert tree(work) == changed
+    files.restore(run_dir)  # asked for by name
+    assert tree(work) != changed
+
+
+def test_a_name_in_a_journal_cannot_lead_outside(work):
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    victim = work / "notes.txt"
+    entry = {
+        "action": "kept",
+        "path": str(work / "stolen.txt"),
+        "aside": os.path.relpath(victim, run_dir / "files/kept-aside"),
+    }
+    with open(run_dir / "files" / files.JOURNAL, "a") as journal:
+        journal.write(json.dumps(entry) + "\n")
+    files.restore(run_dir)
+    assert victim.exists()
+    assert not (work / "stolen.txt").exists()
 
 
 def test_a_running_search_is_left_alone(work):
@@ -179,7 +216,7 @@ def test_a_running_search_is_left_alone(work):
         os.kill(1, 0)
     except PermissionError:
         pytest.skip("cannot signal process 1 here")
-    assert files.restore_pending(run_dir.parent) == ()
+    assert files.restore_pending(run_dir.parent) == ((), ())
 
 
 def test_a_journal_cut_off_by_a_crash_still_restores(work):
