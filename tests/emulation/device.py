@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from advisor.ops import nvrtc
+from advisor.ops import dispatch, nvrtc
 from emulation import compiler
 from emulation.compiler import EmulationError
 
@@ -270,7 +270,7 @@ def _poisoned(make: Any) -> Any:
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`advisor.ops` runs its kernels on CPU tensors, emulated. Yields the `Device`; it has 3 SMs of sm_90."""
+    """`advisor.ops` runs its kernels on CPU tensors, emulated, whether they win or not. Yields the `Device`: 3 SMs of sm_90."""
     if compiler.COMPILER is None:
         pytest.skip("kernels are emulated with a C++ compiler, and there is none")
     device = Device()
@@ -290,6 +290,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
     for name in ("function", "sm_count", "arch", "tickets"):
         monkeypatch.setattr(nvrtc, name, getattr(device, name))
-    yield device
+    with dispatch.everything():
+        yield device
     monkeypatch.undo()
     forget_launches()

@@ -67,7 +67,7 @@ def test_a_write_outside_a_tensor_is_found_and_does_not_happen(emulated, size, s
     x, y = vector(size, 1.0), vector(size)
     copy = emulated.compiled(COPY, "copy")
     grid, block = (-(-size // 128), 1, 1), (128, 1, 1)
-    with pytest.raises(EmulationError, match="bytes (before|behind) the .* bytes of argument 1"):
+    with pytest.raises(EmulationError, match=r"bytes (before|behind) the .* bytes of argument 1"):
         copy(grid, block, (x.data_ptr(), y.data_ptr(), np.int32(size), np.int32(shift)))
     assert not y.any()
     copy(grid, block, (x.data_ptr(), y.data_ptr(), np.int32(size), np.int32(0)))
@@ -91,7 +91,7 @@ def test_an_index_outside_a_shared_array_is_found(emulated):
     """.replace("%%", "%")
     y = vector(64)
     emulated.compiled(source, "fill")((1,), (32,), (y.data_ptr(),))
-    with pytest.raises(EmulationError, match="leaves a local or shared array.*first"):
+    with pytest.raises(EmulationError, match=r"leaves a local or shared array.*first"):
         emulated.compiled(source, "fill")((1,), (33,), (y.data_ptr(),))
 
 
