@@ -105,7 +105,7 @@ def chosen(pattern: str) -> list[tuple[Family, Case]]:
 class Ceilings:
     """Rates measured in this run, each when it is first needed."""
 
-    copy_gbps: float = field(default_factory=timing.copy_gbps)
+    copy_gbps: float = field(default_factory=lambda: timing.copy_gbps())
     tflops: dict[str, float] = field(default_factory=dict)
 
     def limit_ms(self, work: Work, dtype: str) -> float:

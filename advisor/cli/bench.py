@@ -26,24 +26,28 @@ from advisor.cli.progress import Progress
     metavar="LIST",
     help="What else to measure: eager PyTorch, torch.compile. `bench ops` always measures eager.",
 )
-@click.argument("what", type=click.Choice(("ops", "models")))
+@click.argument("what", type=click.Choice(("ops", "models", "tune")))
 def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> int:
-    """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied.
+    """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
+    `tune`, each kernel with every combination of its launch constants.
 
-    Rows are written as they are measured, into the place of earlier rows of the same case; other rows stay.
+    Rows of ops and models are written as they are measured, into the place of earlier rows of the same case; other rows stay.
 
     \b
     Examples:
       advisor bench ops --filter batchnorm_act
       advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
       advisor bench models --json models.json
+      advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
     """
-    from advisor.bench import models, ops
+    from advisor.bench import models, ops, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
         if name not in ("eager", "compile"):
             raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
     with Progress(live=True) as say:
+        if what == "tune":
+            return int(tune.run(pattern=pattern, json_out=json_out, say=say))
         chosen = ops if what == "ops" else models
         return int(chosen.run(pattern=pattern, json_out=json_out, baselines=names, say=say))

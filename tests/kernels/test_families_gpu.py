@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from advisor.ops import catalog, verify
+from advisor.ops import catalog, dispatch, verify
 from advisor.ops.family import Case, Family
 
 pytestmark = [
@@ -19,3 +19,26 @@ CASES = [(family, case) for family in catalog.FAMILIES for case in family.verifi
 def test_verification_case(family: Family, case: Case) -> None:
     row = verify.check(family, case, "cuda")
     assert row["passed"], row["detail"]
+
+
+FIRST = {(family.id, case.name): (family, case) for family, case in reversed(CASES) if case.dtype == "bfloat16"}
+
+
+@pytest.mark.parametrize(("family", "case"), FIRST.values(), ids=lambda v: getattr(v, "label", getattr(v, "id", "")))
+def test_captured_in_a_graph_and_replayed(family: Family, case: Case) -> None:
+    arguments = case.inputs(verify.seeded("cuda", 0), case.shape[0])
+    with dispatch.everything(), torch.no_grad():
+        case.ours(*arguments)  # compiles, and makes what is made once
+        before = sum(family.engaged.values())
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = verify.tensors(case.ours(*arguments))
+        assert sum(family.engaged.values()) > before
+        arguments[0].copy_(case.inputs(verify.seeded("cuda", 1), case.shape[0])[0])
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        fresh = verify.tensors(case.ours(*arguments))
+    for mine, want in zip(captured, fresh, strict=True):
+        torch.testing.assert_close(mine, want)

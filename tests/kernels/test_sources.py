@@ -14,7 +14,8 @@ from advisor.ops import catalog, sources
 from advisor.ops.batchnorm_act import spec
 from advisor.resources import kernels_dir
 
-ARCHITECTURES = ("80", "90", "100")
+# Every variant for one architecture; for the others, where the same code fits or spills alike, every seventh.
+ARCHITECTURES = {"90": 1, "80": 7, "100": 7}
 REGISTERS_PER_SM = 65536  # and a thread may have 255
 REPO = kernels_dir().parent
 SOURCES = {name: family for family in catalog.FAMILIES for name in family.kernels}
@@ -69,7 +70,7 @@ def options(arch: str, defines: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("name", SOURCES)
 def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
     family = SOURCES[name]
-    for defines in family.spec.variants(name):
+    for defines in family.spec.variants(name)[:: ARCHITECTURES[arch]]:
         log = nvrtc.compile(sources.source(name), options(arch, defines))
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
         assert len(registers) == len(family.kernels[name]), log

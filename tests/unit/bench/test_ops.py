@@ -1,0 +1,117 @@
+"""The op benchmark's bookkeeping without a GPU: which cases, whose rows, what happens when one fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from advisor.bench import ops, timing
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.ops import catalog, nvrtc
+from advisor.ops.family import Case, Work, kernel_sha
+
+BN = catalog.get("batchnorm_act")
+
+
+def rows_of(case: Case, ms: float = 1.0) -> list[ops.OpRow]:
+    return [
+        ops.OpRow(
+            name=case.name, pass_=kind, shape=case.shape, dtype=case.dtype, layout=case.layout, advisor_ms=ms, eager_ms=2.0,
+            compile_ms=None, limit_ms=0.5, spread=0.0, eager_spread=0.0, n=9, advisor_host_us=1.0, eager_host_us=1.0,
+            error=0.0, baseline_error=0.0, kernel_sha=kernel_sha(work), torch="2", date="2026-01-02",
+        )
+        for kind, work in case.passes.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
+    monkeypatch.setattr(timing, "copy_gbps", lambda: 4000.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+@pytest.fixture
+def bench(
+    monkeypatch: pytest.MonkeyPatch, machine: None, tmp_path: Path
+) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
+    def run(measure: Callable[..., Any], pattern: str = "bn+relu float32") -> tuple[int, list[dict[str, Any]]]:
+        monkeypatch.setattr(ops, "measure", measure)
+        code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), say=lambda text: None)
+        return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
+
+    return run
+
+
+def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
+    assert {case.dtype for _, case in ops.chosen("bn+relu float32")} == {"float32"}
+    assert len(ops.chosen("batchnorm_act")) == len(BN.benchmark)
+    assert [case.shape for _, case in ops.chosen("bn+add+relu bfloat16 128x512x4x4")] == [(128, 512, 4, 4)]
+    with pytest.raises(AdvisorError, match="nothing is named like 'bn\\+tanh'"):
+        ops.chosen("bn+tanh")
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(AdvisorError) as caught:
+        ops.run(pattern="", json_out=None, baselines=(), say=print)
+    assert caught.value.exit_code == ExitCode.GPU_REQUIRED
+
+
+def test_rows_are_written_and_others_of_the_file_stay(bench) -> None:
+    code, rows = bench(lambda _, case, *__, **___: rows_of(case))
+    assert code == ExitCode.OK
+    assert len(rows) == 2 * len(ops.chosen("bn+relu float32"))
+    code, more = bench(lambda _, case, *__, **___: rows_of(case, ms=3.0), "bn+relu float16 256x64x112x112")
+    assert [row for row in more if row["dtype"] == "float32"] == rows
+    assert {row["advisor_ms"] for row in more if row["dtype"] == "float16"} == {3.0}
+    _, again = bench(lambda _, case, *__, **___: rows_of(case, ms=4.0), "bn+relu float16 256x64x112x112")
+    assert len(again) == len(more)
+    assert {row["advisor_ms"] for row in again if row["dtype"] == "float16"} == {4.0}
+
+
+def test_a_case_that_fails_is_told_and_the_rest_goes_on(bench, capsys) -> None:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+        if case.shape == (256, 256, 56, 56):
+            raise RuntimeError("out of memory\nwith a long tale")
+        return rows_of(case)
+
+    code, rows = bench(measure)
+    assert code == ExitCode.FINDINGS
+    assert {tuple(row["shape"]) for row in rows} == {(256, 64, 112, 112), (256, 512, 28, 28)}
+    printed = capsys.readouterr()
+    assert "limit/ours 0.50  eager/ours  2.00" in printed.out
+    assert "1 of 3 cases failed" in printed.err
+    assert "long tale" not in printed.err
+
+
+def test_rows_of_cases_that_are_gone_are_dropped() -> None:
+    case = BN.benchmark[0]
+    old = [storage.to_plain(row) for row in (*rows_of(case), *rows_of(replace(case, name="gone")))]
+    assert ops.merged(old, [], ops.keys(case)) == old[:2]
+
+
+def test_kernels_that_did_not_run_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BN.benchmark[0]
+    monkeypatch.setattr(ops, "_measure", lambda case, *_, **__: rows_of(case))
+    with pytest.raises(AdvisorError, match="did not run"):
+        ops.measure(BN, case, ops.Ceilings(copy_gbps=1.0), compiled=False)
+
+
+def test_the_limit_is_the_longer_of_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(timing, "matrix_tflops", lambda dtype: asked.append(dtype) or 100.0)
+    ceilings = ops.Ceilings(copy_gbps=1000.0)
+    assert ceilings.limit_ms(Work(kernels=(), nbytes=10**9), "bfloat16") == pytest.approx(1.0)
+    assert not asked
+    vector = Work(kernels=(), nbytes=10**9, flops=10**12)
+    assert ceilings.limit_ms(vector, "bfloat16") == pytest.approx(10.0)
+    assert ceilings.limit_ms(replace(vector, unit="matrix", flops=10**9), "bfloat16") == pytest.approx(1.0)
+    assert asked == [torch.float32, torch.bfloat16]

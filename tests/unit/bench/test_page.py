@@ -1,0 +1,50 @@
+"""The benchmark page: up to date, and true to the rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from advisor.bench import page
+from advisor.resources import kernels_dir
+
+FOLDER = kernels_dir().parent / "docs" / "benchmarks"
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
+def test_the_page_is_up_to_date() -> None:
+    """`python -m advisor.bench.page > docs/benchmarks/README.md`"""
+    assert (FOLDER / "README.md").read_text(encoding="utf-8") == page.text(FOLDER)
+
+
+def row(**change: object) -> dict[str, object]:
+    return {
+        "name": "bn+relu", "pass_": "forward", "shape": [256, 64, 112, 112], "dtype": "bfloat16", "layout": "nhwc",
+        "advisor_ms": 0.5, "eager_ms": 0.4, "compile_ms": None, "limit_ms": 0.35, "spread": 0.012, "eager_spread": 0.0,
+        "n": 25, "error": 1.5e-3, "baseline_error": 1.6e-3, "kernel_sha": "", "torch": "2.11", "date": "2026-01-02", **change,
+    }  # fmt: skip
+
+
+def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    machine = tmp_path / "some-gpu"
+    machine.mkdir()
+    document = {
+        "gpu": "Some GPU",
+        "cuda": "13.0",
+        "copy_gbps": 4000.0,
+        "rows": [row(), row(pass_="backward", compile_ms=1.0)],
+    }
+    (machine / "ops.json").write_text(json.dumps(document))
+    text = page.text(tmp_path)
+    assert "## Some GPU" in text
+    assert "| bn+relu | 256×64×112×112 | bfloat16 | forward | 0.5000 | 0.70 | ███████··· | 0.80 | – | 1.2% |" in text
+    assert "| 0.80 | 2.00 |" in text
+    assert "Not measured: bn bfloat16" in text
+    assert page.text(tmp_path / "some-gpu") == page._HEAD  # a folder without machines
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, "··········"), (0.93, "█████████·"), (1.3, "██████████")])
+def test_bar(share: float, expected: str) -> None:
+    assert page.bar(share) == expected

@@ -1,0 +1,85 @@
+"""What every registered family owes, and that listing them needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.ops import catalog, dispatch
+from advisor.ops.family import Case, Family
+from advisor.transforms import registry
+
+EACH = pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+
+
+@EACH
+def test_its_folder_has_all_that_the_framework_reads(family: Family) -> None:
+    assert family.kernels
+    assert callable(family.rewrite)
+    assert family.module("api").engaged is family.engaged
+    assert family.module("api").fell_back is family.fell_back
+    for name, values in family.spec.TUNABLE.items():
+        assert getattr(family.spec, name) in values, name
+    for source in family.kernels:
+        assert family.spec.variants(source)
+
+
+@EACH
+def test_its_cases_are_told_apart_and_complete(family: Family) -> None:
+    for cases in (family.benchmark, family.verification):
+        assert cases
+        identities = [(case.name, case.shape, case.dtype) for case in cases]
+        assert len(set(identities)) == len(identities)
+    sources = {name for case in family.benchmark for work in case.passes.values() for name in work.kernels}
+    assert sources == set(family.kernels)
+    for case in (*family.benchmark, *family.verification):
+        assert list(case.passes) in (["forward"], ["forward", "backward"])
+        assert all(work.nbytes > 0 and work.unit in ("matrix", "vector") for work in case.passes.values())
+
+
+def test_case_names_belong_to_one_family() -> None:
+    owners: dict[str, set[str]] = {}
+    for family in catalog.FAMILIES:
+        for case in family.benchmark:
+            owners.setdefault(case.name, set()).add(family.id)
+    assert all(len(families) == 1 for families in owners.values()), owners
+
+
+def test_each_family_has_a_transform() -> None:
+    assert len(set(catalog.transforms())) == len(catalog.FAMILIES)
+    assert set(catalog.transforms()) <= registry.TRANSFORMS.keys()
+
+
+def test_listing_imports_neither_torch_nor_cupy() -> None:
+    code = (
+        "import sys; from advisor.ops import catalog; rows = catalog.listing(); from advisor.transforms import registry\n"
+        "print(len(rows), 'torch' in sys.modules, 'cupy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1:] == ["False", "False"]
+    assert int(done.stdout.split()[0]) == sum(len(family.kernels) for family in catalog.FAMILIES)
+
+
+def test_an_unknown_family_is_told() -> None:
+    with pytest.raises(AdvisorError, match="no kernel family 'norm'; expected one of batchnorm_act"):
+        catalog.get("norm")
+
+
+def toy(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> Family:
+    cases = tuple(
+        Case(name="toy", shape=(n + 1,), dtype="float32", passes={}, inputs=None, ours=None, eager=None, reference=None,
+             wins=lambda reason=reason: reason)  # type: ignore[arg-type]
+        for n, reason in enumerate(reasons)
+    )  # fmt: skip
+    monkeypatch.setattr(Family, "module", lambda self, name: SimpleNamespace(BENCHMARK=cases))
+    return Family(id="toy", title="", replaces="", transform="toy", modules=())
+
+
+def test_dispatched_where_one_case_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toy(monkeypatch, "slower", "", "slower").not_dispatched() == ""
+    assert toy(monkeypatch, "slower", "larger", "slower").not_dispatched() == "slower"
+    assert toy(monkeypatch).not_dispatched() == dispatch.UNMEASURED

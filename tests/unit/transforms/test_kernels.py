@@ -1,0 +1,149 @@
+"""One transform a kernel family: where it applies, what it installs, and what shows that it is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import check_undo_is_exact, make_loop, twins
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.core.profile import KernelRow
+from advisor.ops import catalog, dispatch
+from advisor.ops.family import Family
+from advisor.transforms import capture, kernels, registry
+from advisor.transforms.kernels import KernelTransform
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    dispatch.clear()
+    yield
+    torch._dynamo.reset()
+    dispatch.clear()
+
+
+@pytest.fixture
+def fused() -> KernelTransform:
+    found = registry.get("fused_bn_act")
+    assert isinstance(found, KernelTransform)
+    return found
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if kernels could run here."""
+    monkeypatch.setattr(kernels.nvrtc, "unavailable", lambda: "")
+
+
+def on_gpu(loop):
+    loop.training.device = torch.device("cuda")
+    return loop
+
+
+def test_it_matches_the_modules_it_looks_for(fused, gpu) -> None:
+    found = fused.match(on_gpu(make_loop()).training, {})
+    assert found.applies
+    assert found.sites == ("bn1", "bn2")
+
+
+class Functional(nn.Module):
+    """Normalises without a module for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(F.batch_norm(self.conv(x), self.mean, self.var, training=True))
+        return self.head(x.mean((2, 3)))
+
+
+def test_it_matches_functions_where_no_module_tells(fused, gpu) -> None:
+    loop = on_gpu(make_loop(model=Functional))
+    before = loop.model.mean.clone()
+    assert fused.match(loop.training, {}).sites == ("batch_norm() x 1",)
+    assert torch.equal(loop.model.mean, before)  # looking leaves no trace
+
+
+def test_a_model_without_any_is_told(fused, gpu) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x.mean((2, 3)))
+
+    found = fused.match(on_gpu(make_loop(model=Bare)).training, {})
+    assert not found.applies
+    assert found.reason == "the model has no BatchNorm2d, batch_norm()"
+
+
+def test_a_family_that_nothing_dispatches_does_not_match(fused, gpu, monkeypatch) -> None:
+    monkeypatch.setattr(Family, "not_dispatched", lambda self: dispatch.UNMEASURED)
+    found = fused.match(on_gpu(make_loop()).training, {})
+    assert not found.applies
+    assert found.reason == dispatch.UNMEASURED
+    with dispatch.everything():
+        assert fused.match(on_gpu(make_loop()).training, {}).applies
+
+
+def test_without_a_gpu_it_does_not_match(fused) -> None:
+    assert "GPU" in fused.match(make_loop().training, {}).reason
+
+
+def test_undo_is_exact(fused) -> None:
+    loop, twin = twins()
+    check_undo_is_exact(fused, loop, twin)
+
+
+def test_families_and_inductor_share_one_layer() -> None:
+    model = make_loop().model
+    first = capture.set_family([model], "batchnorm_act")
+    second = capture.set_family([model], "pooling")
+    mode = capture.set_mode([model], "default")
+    layer = capture.current(model)
+    assert (layer.families, layer.mode) == ({"batchnorm_act", "pooling"}, "default")
+    assert set(layer.reports) == layer.families
+    first.run()
+    assert (capture.current(model).families, capture.current(model).mode) == ({"pooling"}, "default")
+    mode.run()
+    second.run()
+    assert capture.current(model) is None
+    again = capture.set_family([model], "batchnorm_act")
+    assert capture.current(model) is not layer
+    again.run()
+
+
+def test_effect_says_what_was_replaced_and_what_ran(fused, profile) -> None:
+    loop = make_loop()
+    assert fused.effect(loop.training, None, None).passed is False
+    fused.apply(loop.training, {})
+    loop.run(1)
+    found = fused.effect(loop.training, None, None)
+    assert found.passed is False  # on a CPU the kernels fall back
+    assert "2 places replaced; the kernels ran 0 times" in found.detail
+    assert "not on a CUDA device" in found.detail
+    row = KernelRow(name="batchnorm_act_apply", kind="norm", calls=4.0, time_us=1.0)
+    found = fused.effect(loop.training, None, profile(row))
+    assert found.passed
+    assert found.numbers == {"matched": 2, "launches": 4.0}
+    other = KernelRow(name="elementwise_kernel", kind="elementwise", calls=4.0, time_us=1.0)
+    assert fused.effect(loop.training, None, profile(other)).passed is False
+
+
+def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from advisor.ops import match
+
+    order: list[str] = []
+    families = [Family(id=name, title="", replaces="", transform=name, modules=()) for name in ("b", "a")]
+    monkeypatch.setattr(catalog, "FAMILIES", tuple(families))
+    monkeypatch.setattr(Family, "rewrite", property(lambda self: lambda *_, **__: order.append(self.id)))
+    reports = {name: match.MatchReport() for name in ("a", "b")}
+    torch.compile(lambda x: x + 1, backend=match.backend(reports, mode=None))(torch.ones(2))
+    assert order == ["b", "a"]
+    assert [report.graphs for report in reports.values()] == [1, 1]
