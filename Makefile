@@ -12,9 +12,11 @@ BIN := $(VENV)/bin
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\)\..*/\1/p')
 ifeq ($(CUDA_MAJOR),)
 TORCH := torch==2.13.0
+VISION := torchvision==0.28.0 timm
 EXTRA :=
 else
 TORCH := torch
+VISION := torchvision timm
 EXTRA := cuda$(if $(filter 12,$(CUDA_MAJOR)),12,13)
 endif
 
@@ -38,7 +40,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP_INSTALL) --editable ".[test]"
+	$(PIP_INSTALL) --editable ".[test]" $(VISION)
 	@touch $@
 
 demo: $(VENV)/.installed

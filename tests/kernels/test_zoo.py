@@ -1,0 +1,110 @@
+"""Which sites of torchvision's and timm's networks the families' rewrites find. Captured on the meta device: nothing is computed.
+
+The zoo's packages come with `make test`; without them these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.ops import catalog, dispatch, match
+
+TORCHVISION = (
+    "resnet18",
+    "resnext50_32x4d",
+    "regnet_y_400mf",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "densenet121",
+    "vgg11",
+    "vgg11_bn",
+    "googlenet",
+    "shufflenet_v2_x0_5",
+)
+TIMM = (
+    "resnet18",
+    "resnext50_32x4d",
+    "regnety_002",
+    "mobilenetv2_050",
+    "mobilenetv3_small_050",
+    "efficientnet_b0",
+    "convnext_atto",
+    "vgg11_bn",
+)
+
+
+def _count(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:
+    return sum(wanted(module) for module in model.modules())
+
+
+# family → how many sites of a model its rewrite must find
+SITES: dict[str, Callable[[nn.Module], int]] = {
+    "batchnorm_act": lambda model: _count(model, lambda m: isinstance(m, nn.BatchNorm2d)),
+}
+
+
+def _package(name: str) -> ModuleType:
+    """torchvision also beside a torch that its compiled operators were not built for: the models need none of them."""
+    plain = torch.library.register_fake
+
+    def without_its_own(op: object, *rest: object, **more: object) -> object:
+        if isinstance(op, str) and op.startswith("torchvision::"):
+            return lambda function: function
+        return plain(op, *rest, **more)  # type: ignore[arg-type]
+
+    try:
+        with mock.patch.object(torch.library, "register_fake", without_its_own), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("torchvision")
+            return importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(f"needs {name}: {error}")
+
+
+def build(package: str, name: str) -> nn.Module:
+    zoo = _package("timm") if package == "timm" else _package("torchvision.models")
+
+    def make() -> nn.Module:
+        model: nn.Module = zoo.create_model(name) if package == "timm" else getattr(zoo, name)()
+        return model.to("meta").train()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.device("meta"):
+                return make()
+        except NotImplementedError:  # it reads a value while it is made
+            return make()
+
+
+@pytest.fixture(autouse=True)
+def _kernels_wherever_they_could() -> Iterator[None]:
+    with dispatch.everything():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [*(("torchvision", name) for name in TORCHVISION), *(("timm", name) for name in TIMM)]
+)
+def test_every_site_is_found(package: str, name: str) -> None:
+    model = build(package, name)
+    reports = {family.id: match.MatchReport() for family in catalog.FAMILIES}
+    captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    captured(torch.randn(2, 3, 224, 224, device="meta"))
+    for family, report in reports.items():
+        assert report.graphs == 1, "the model was not captured whole"
+        assert len(report.matched) == SITES[family](model), (family, report.matched, report.unmatched)
+
+
+def test_every_family_says_how_many_sites_it_expects() -> None:
+    assert set(SITES) == {family.id for family in catalog.FAMILIES}
