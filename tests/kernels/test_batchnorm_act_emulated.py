@@ -1,78 +1,120 @@
-"""The BatchNorm(+add)+activation kernels against their fp64 reference, emulated on the CPU."""
+"""The batch-norm kernels emulated, beyond the verification cases: planted faults, other devices, compiled and captured graphs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from emulation import compiler
+from torch import nn
+from torch.nn import functional as F
 
-from advisor.ops.batchnorm_act import api, reference, spec
+from advisor.ops import catalog, match, sources, verify
+from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
-# Relative L2 error against fp64 that rounding each output once allows (half an ulp of the mantissa), times two.
-BOUND = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SHAPES = [
-    (2, 8, 1, 1),
-    (3, 16, 5, 7),
-    (1, 72, 9, 9),
-    (5, 200, 7, 7),
-    (2, 1016, 3, 3),  # 127 vectors of 8: a prime number
-    (16, 24, 14, 14),  # more rows than one pass of the blocks
-]
-VARIANTS = [(a, False) for a in spec.ACTIVATIONS] + [(a, True) for a in sorted(spec.RESIDUAL_ACTIVATIONS)]
+FAMILY = catalog.get("batchnorm_act")
 
 
-def relative(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-30) -> float:
-    assert torch.isfinite(got).all()
-    return ((got.double() - want).norm() / want.norm().clamp_min(floor)).item()
+def case(dtype: str, name: str, shape: tuple[int, ...]):
+    return next(c for c in cases.VERIFICATION if (c.dtype, c.name, c.shape) == (dtype, name, shape))
 
 
-def case(shape: tuple[int, ...], dtype: torch.dtype, residual: bool, seed: int, offset: float = 0.5):
-    g = torch.Generator().manual_seed(seed)
-    n, c, h, w = shape
-
-    def tensor(scale: float = 1.5, shift: float = offset) -> torch.Tensor:
-        return (torch.randn(n, h, w, c, generator=g) * scale + shift).to(dtype).permute(0, 3, 1, 2)
-
-    weight = torch.rand(c, generator=g) + 0.5
-    bias = torch.randn(c, generator=g)
-    running = [torch.zeros(c), torch.ones(c)]
-    return tensor(), tensor() if residual else None, running, weight, bias, tensor(1.0, 0.0)
-
-
-def expected(x, residual, running, weight, bias, dy, activation):
-    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    r = residual.detach().double().requires_grad_() if residual is not None else None
-    buffers = [b.double().clone() for b in running]
-    z = reference.batchnorm_act(
-        leaves[0], r, *[b.clone() for b in buffers], leaves[1], leaves[2], 0.1, 1e-5, "none"
-    ).detach()
-    for kink in (-3.0, 0.0, 3.0, 6.0):  # where the slope jumps, fp32 rounding of z decides: no gradient there
-        dy[(z - kink).abs() < 1e-3] = 0
-    y = reference.batchnorm_act(leaves[0], r, *buffers, leaves[1], leaves[2], 0.1, 1e-5, activation, 0.01)
-    grads = torch.autograd.grad(y, [*leaves, *([r] if r is not None else [])], dy.double())
-    return y.detach(), buffers, grads
+# What is taken out or changed, and by what the check must see it.
+FAULTS = {
+    "no barrier before the block's sums": ("    }\n  }\n  __syncthreads();\n  for (int o", "    }\n  }\n  for (int o"),
+    "last block's barrier": ("scratch[threadIdx.x] = sum;\n    __syncthreads();", "scratch[threadIdx.x] = sum;"),
+    "one row less": ("row < rows; row += UNROLL", "row < rows - 1; row += UNROLL"),
+    "one row more": ("if (row + u * stride >= rows) continue;", "if (row + u * stride >= rows + stride) continue;"),
+    "one channel of a vector": ("const float d = f[j] - shift[j];", "const float d = f[j & ~1] - shift[j];"),
+    "ticket left": ("ticket[blockIdx.y] = 0u", "ticket[blockIdx.y] = 1u"),
+    "blocks' partials overwritten": ("((i64)blockIdx.x * 2 + stat)", "((i64)(blockIdx.x & ~1u) * 2 + stat)"),
+    "mask of the neighbour": ("mask[at] = (unsigned char)bits", "mask[at + 1] = (unsigned char)bits"),
+}
 
 
-def check(shape, activation, residual, dtype):
-    x, r, running, weight, bias, dy = case(shape, dtype, residual, seed=sum(shape))
-    want_y, want_running, want_grads = expected(x, r, running, weight, bias, dy, activation)
-    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
-    rr = r.detach().requires_grad_() if r is not None else None
-    y = api.batchnorm_act(leaves[0], rr, *running, leaves[1], leaves[2], 0.1, 1e-5, activation, 0.01)
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    got = torch.autograd.grad(y, [*leaves, *([rr] if rr is not None else [])], dy)
-    assert relative(y, want_y) < BOUND[dtype]
-    for mine, want in zip(running, want_running, strict=True):
-        assert relative(mine, want) < 1e-5
-    # With few rows a channel dx is what cancellation leaves of dy: judge it against dy's size then.
-    floor = 0.05 * dy.double().norm().item()
-    for mine, want in zip(got, want_grads, strict=True):
-        assert relative(mine, want, floor) < max(3 * BOUND[dtype], 1e-5)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    before, after = FAULTS[fault]
+    whole = sources.inlined
+    planted = []
+
+    def inlined(*where):
+        text = whole(*where)
+        planted.append(before in text)
+        return text.replace(before, after)
+
+    monkeypatch.setattr(sources, "inlined", inlined)
+    compiler.module.cache_clear()
+    try:
+        passed = verify.check(FAMILY, case("bfloat16", "bn+add+relu", (4, 64, 28, 28)), "cpu")["passed"]
+    except compiler.EmulationError:
+        passed = False
+    finally:
+        compiler.module.cache_clear()
+    assert any(planted)
+    assert not passed
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("activation", "residual"), VARIANTS)
-def test_every_variant_matches_fp64(emulated, activation, residual, dtype):
-    for shape in ((3, 16, 5, 7), (2, 136, 6, 6)):
-        check(shape, activation, residual, dtype)
-    assert emulated.launches == dict.fromkeys(sum(spec.KERNELS.values(), ()), 2)
+@pytest.mark.parametrize("sm_count", [1, 2, 132])
+def test_every_number_of_blocks_gives_the_same_result(emulated, sm_count: int) -> None:
+    emulated.use(sm_count=sm_count)
+    for dtype, name in (("bfloat16", "bn+add+relu"), ("float32", "bn+silu")):
+        row = verify.check(FAMILY, case(dtype, name, (4, 64, 28, 28)), "cpu")
+        assert row["passed"], row["detail"]
+
+
+def test_mean_far_from_zero_does_not_cancel(emulated) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = (torch.randn(4, 28, 28, 64, generator=generator) + 3000.0).permute(0, 3, 1, 2)
+    weight, bias, running = torch.ones(64), torch.zeros(64), [torch.zeros(64), torch.ones(64)]
+    y, _, _ = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "none", 0.0)
+    wide = [torch.zeros(64).double(), torch.ones(64).double()]
+    want = reference.batchnorm_act(x.double(), None, *wide, weight.double(), bias.double(), 0.1, 1e-5)
+    assert (y - want).norm() / want.norm() < 1e-3
+    assert (running[1] - wide[1]).norm() / wide[1].norm() < 1e-4
+
+
+class Block(nn.Module):
+    """A residual block: three batch norms, an addition and two activations, and one that nothing can be done about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.short, self.bn3 = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.bn2(self.conv2(F.hardswish(self.bn1(self.conv1(x)))))
+        return F.relu(out + self.bn3(self.short(x)))
+
+
+def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, plain = Block().to(memory_format=torch.channels_last), Block().double()
+    plain.load_state_dict(model.state_dict())
+    reports = {FAMILY.id: match.MatchReport()}
+    run = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    for _ in range(2):
+        x = torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+        run(x).square().sum().backward()
+        plain(x.double()).square().sum().backward()
+    assert reports[FAMILY.id].matched == {"bn1": "bn+hardswish", "bn2": "bn+add+relu", "bn3": "bn"}
+    assert emulated.launches == dict.fromkeys(sum(spec.KERNELS.values(), ()), 6)
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), other.grad, msg=name, rtol=1e-3, atol=1e-3)
+    for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), msg=name, rtol=1e-5, atol=1e-6)
+
+
+def test_the_torch_library_operation_gives_the_same_as_the_function(emulated) -> None:
+    arguments = case("bfloat16", "bn+add+relu", (3, 72, 9, 7)).inputs(torch.Generator().manual_seed(1), 3)
+    x, residual, mean, variance, weight, bias, *_ = arguments
+    y, statistics, _ = torch.ops.advisor.batchnorm_act(*arguments)
+    before = mean.clone()
+    plain = api.batchnorm_act(*arguments)
+    assert torch.equal(y, plain)
+    assert torch.equal(statistics[2:], torch.stack([mean, variance]))
+    assert not torch.equal(before, mean)
+    leaves = (x, residual, weight, bias)
+    for mine, other in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
+        assert torch.equal(mine, other)
