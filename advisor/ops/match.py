@@ -6,6 +6,7 @@ are the user's own objects.
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,20 @@ def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
             node.graph.erase_node(node)
 
 
+def _rewrite_or_leave(
+    rewrite: Callable[..., None], graph_module: fx.GraphModule, report: MatchReport, *, compiled: bool
+) -> None:
+    """Run one family's rewrite. When it raises, or leaves a graph that does not hold together, the graph is as it was."""
+    before, matched = copy.deepcopy(graph_module.graph), dict(report.matched)
+    try:
+        rewrite(graph_module, report, compiled=compiled)
+        graph_module.graph.lint()
+    except Exception as error:  # the user's training goes on without this family
+        graph_module.graph = before
+        report.matched = matched
+        report.unmatched[f"graph {report.graphs}"] = f"the rewrite failed: {type(error).__name__}: {error}"
+
+
 def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable[..., Any]:
     """A Dynamo backend that puts in the operations of the families named in `reports`, in the catalog's order.
 
@@ -135,9 +150,8 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         for rewrite, report in rewrites:
             report.graphs += 1
-            rewrite(graph_module, report, compiled=mode is not None)
+            _rewrite_or_leave(rewrite, graph_module, report, compiled=mode is not None)
         if rewrites:
-            graph_module.graph.lint()
             graph_module.recompile()
         if mode is None:
             forward: Callable[..., Any] = graph_module.forward
