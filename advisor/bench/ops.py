@@ -135,6 +135,8 @@ def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say:
     known = [k for kind in catalog.FAMILIES for case in kind.benchmark for k in keys(case)]
     rows = results.on_file(target)
     ceilings = Ceilings()
+    say("compiling")
+    nvrtc.warm(variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants())
     failed: list[str] = []
     for number, (kind, case) in enumerate(cases):
         say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")

@@ -97,6 +97,8 @@ def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> i
     if reason:
         raise AdvisorError(f"no tuning here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
     done: list[Trial] = []
+    say("compiling")
+    nvrtc.warm(_variants(cases))
     for number, (family, case) in enumerate(cases):
         say(f"tuning {family.id}: case {number + 1} of {len(cases)}")
         trials = tune(family, case)
@@ -105,6 +107,14 @@ def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> i
         if json_out is not None:
             results.write(json_out, "tuning", [asdict(trial) for trial in done])
     return ExitCode.OK
+
+
+def _variants(cases: Sequence[tuple[Family, Case]]) -> Iterator[tuple[str, dict[str, int]]]:
+    """What the cases may ask for under each combination."""
+    for family in dict.fromkeys(family for family, _ in cases):
+        for values in combinations(family.spec.TUNABLE):
+            with constants(family, values):
+                yield from family.variants()
 
 
 def tune(family: Family, case: Case) -> list[Trial]:

@@ -75,4 +75,6 @@ def verify(say: Callable[[str], None], only: str = "") -> list[dict[str, object]
             expected="an NVIDIA GPU of sm_80 or newer and CuPy",
             exit_code=ExitCode.GPU_REQUIRED,
         )
+    say("compiling")
+    nvrtc.warm(variant for family in chosen for variant in family.variants())
     return [row for family in chosen for row in verify.verify(family, "cuda", say)]

@@ -115,6 +115,10 @@ class Family:
         found: dict[str, tuple[str, ...]] = self.spec.KERNELS
         return found
 
+    def variants(self) -> tuple[tuple[str, dict[str, int]], ...]:
+        """Every (source, macros) that a launch can ask for."""
+        return tuple((source, defines) for source in self.kernels for defines in self.spec.variants(source))
+
     @property
     def benchmark(self) -> tuple[Case, ...]:
         """The shapes that networks train, at full size."""

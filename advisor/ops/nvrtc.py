@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
 
@@ -76,6 +79,21 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
             return _module(name, defines, device).get_function(entry).kernel
     except cupy.cuda.compiler.CompileException as error:
         raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None
+
+
+def warm(variants: Iterable[tuple[str, Mapping[str, int]]], device: int = 0) -> None:
+    """Compile variants (source, macros) side by side into CuPy's cache on disk, so that their first launch need not wait.
+
+    NVRTC compiles without Python's lock, a variant a core. What does not compile is told at its first launch, not here.
+    """
+
+    def compile_one(name: str, defines: tuple[tuple[str, int], ...]) -> None:
+        with contextlib.suppress(Exception):
+            _module(name, defines, device).compile()
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for name, defines in dict.fromkeys((name, tuple(defines.items())) for name, defines in variants):
+            pool.submit(compile_one, name, defines)
 
 
 _streams: dict[int, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from advisor.ops import catalog, dispatch, verify
+from advisor.ops import catalog, dispatch, nvrtc, verify
 from advisor.ops.family import Case, Family
 
 pytestmark = [
@@ -13,6 +13,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 CASES = [(family, case) for family in catalog.FAMILIES for case in family.verification]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    nvrtc.warm(variant for family in catalog.FAMILIES for variant in family.variants())
 
 
 @pytest.mark.parametrize(("family", "case"), CASES, ids=lambda value: getattr(value, "label", getattr(value, "id", "")))
