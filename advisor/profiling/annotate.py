@@ -113,11 +113,15 @@ class Annotator:
         self._mode: _LineMode | None = None
         self._waits: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, ours
 
-    def start(self) -> None:
-        """Modules are annotated from now on, and source lines unless compiled code is in use."""
+    def start(self, *, compiled: bool | None = None) -> None:
+        """Modules are annotated from now on, and source lines unless compiled code is in use.
+
+        Args:
+            compiled: whether the step runs compiled code, where the caller knows; by default, whether any was made.
+        """
         self._active = True
         self._patch_modules()
-        if not compiled_code_in_use():
+        if not (compiled_code_in_use() if compiled is None else compiled):
             self._mode = _LineMode(self)
             _insert_below(self._mode)
             self.lines = True

@@ -47,7 +47,7 @@ _ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|ama
 
 
 @contextlib.contextmanager
-def _quiet_kineto() -> Iterator[None]:
+def quiet_kineto() -> Iterator[None]:
     """Kineto is silent if it is set up in here, unless the user has asked for its log."""
     if _KINETO_LEVEL in os.environ:
         yield
@@ -67,12 +67,20 @@ class TraceCollector:
         session: `counters` says whether DRAM counters are wanted.
         training: its roots give the modules their paths; None leaves modules named by their class.
         step_s: usual time of a step with no profiler on, from which the counters' interval follows; 0 if unknown.
+        compiled: whether the step runs compiled code; None where nobody knows.
     """
 
     def __init__(
-        self, device: torch.device, session: Session, training: Training | None = None, *, step_s: float = 0.0
+        self,
+        device: torch.device,
+        session: Session,
+        training: Training | None = None,
+        *,
+        step_s: float = 0.0,
+        compiled: bool | None = None,
     ) -> None:
         self.notes: list[str] = []
+        self._compiled = compiled
         self._cuda = _cuda_usable(device)
         self._annotator = Annotator(training.roots if training is not None else ())
         self._profile: autograd_profiler.profile | None = None
@@ -97,7 +105,7 @@ class TraceCollector:
             )
             if self._cuda:
                 torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
-            with _quiet_kineto():
+            with quiet_kineto():
                 profile._prepare_trace()  # type: ignore[no-untyped-call]
             profile._start_trace()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -109,7 +117,7 @@ class TraceCollector:
                 self._dram.start()
             except Exception as error:
                 self._give_up_counters(error)
-        self._annotator.start()
+        self._annotator.start(compiled=self._compiled)
         with _RecordFunctionFast(CLOCK):
             self._anchors.append((time.time_ns(), time.perf_counter_ns()))
 

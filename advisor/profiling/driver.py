@@ -11,6 +11,7 @@ import atexit
 import itertools
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,7 @@ class ProfileDriver:
         self.records = os.environ.get("RANK", "0") == "0"
         # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
         self.in_step = _world_size() > 1
+        self.compiled: bool | None = None  # whether the step runs compiled code, where the caller has seen it
         self._notes: list[str] = []
         self._process = os.getpid()
         self._warm_boundaries: list[StepEvent] = []
@@ -167,7 +169,9 @@ class ProfileDriver:
 
             wall = spread(self._times.wall_us) if self._times else None
             step_s = wall.median / 1e6 if wall else 0.0
-            self._collector = TraceCollector(self.training.device, self.session, self.training, step_s=step_s)
+            self._collector = TraceCollector(
+                self.training.device, self.session, self.training, step_s=step_s, compiled=self.compiled
+            )
             self._collector.start()
         except Exception as error:
             self._collector = None
@@ -201,6 +205,15 @@ class ProfileDriver:
             self._let_go()
             return
         stop(self.session, "measured")
+
+    def abandon(self) -> None:
+        """End whatever records, without a result, and let go of the training: its step has raised. May be called twice."""
+        collector, self._collector = self._collector, None
+        self.phase = "done"
+        if collector is not None:
+            with suppress(Exception):
+                collector.stop()
+        self._let_go()
 
     def _let_go(self) -> None:
         """Drop every reference into the script: what it frees from now on is to be freed."""

@@ -62,11 +62,9 @@ def probe(*, python: str = sys.executable, use_cache: bool = True, timeout_s: fl
     Raises:
         AdvisorError: torch cannot be imported there, or the probe did not end in time.
     """
-    kept = cache_dir() / f"environment-{_key()}.json"
     cacheable = python == sys.executable  # the library versions of another interpreter are not known here
-    if use_cache and cacheable:
-        with contextlib.suppress(AdvisorError):
-            return storage.load(kept, Environment)
+    if use_cache and cacheable and (known := kept()) is not None:
+        return known
     try:
         child = run_module("advisor.profiling.environment", "--json", timeout_s=timeout_s, python=python)
         found = storage.from_plain(Environment, json.loads(child.stdout.splitlines()[-1]))
@@ -85,8 +83,20 @@ def probe(*, python: str = sys.executable, use_cache: bool = True, timeout_s: fl
     quiet = not found.shared_gpu and BUSY_NOTE not in found.notes
     if cacheable and quiet and found.rates_provenance == MEASURED:
         with contextlib.suppress(OSError):
-            storage.save(kept, found)
+            storage.save(_kept_at(), found)
     return found
+
+
+def kept() -> Environment | None:
+    """What an earlier `probe` has measured of this machine with these libraries; None before the first."""
+    try:
+        return storage.load(_kept_at(), Environment)
+    except AdvisorError:
+        return None
+
+
+def _kept_at() -> Path:
+    return cache_dir() / f"environment-{_key()}.json"
 
 
 def cache_dir() -> Path:
@@ -103,7 +113,14 @@ def measure() -> Environment:
     """Facts and rates measured now, in this process. Imports torch."""
     import torch
 
-    facts = Environment(
+    return _measure_gpu(host_facts()) if torch.cuda.is_available() else _measure_cpu(host_facts())
+
+
+def host_facts() -> Environment:
+    """What is known without measuring: the host and the libraries, and no rates. Imports torch."""
+    import torch
+
+    return Environment(
         torch=str(torch.__version__),
         cupy=_version("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
         python=platform.python_version(),
@@ -112,7 +129,6 @@ def measure() -> Environment:
         host_memory_bytes=hostload.memory_bytes(),
         platform=platform.platform(),
     )
-    return _measure_gpu(facts) if torch.cuda.is_available() else _measure_cpu(facts)
 
 
 def _measure_gpu(facts: Environment) -> Environment:

@@ -191,7 +191,7 @@ class Gate:
             return GateResult(Check(passed=None, detail="the plain step's gradients are NaN or infinite themselves"))
         for call in self._calls:
             call.grads = [None if g is None else _random_like(g) for g in call.grads]
-        with _quiet(self.watcher), _Saved(modules, self.training) as saved:
+        with _quiet(self.watcher), SavedState(modules, self.training) as saved:
             if any(_has_update_hooks(module) for module in modules):
                 on()
                 return GateResult(
@@ -218,7 +218,7 @@ class Gate:
 
     # -- the plain step ---------------------------------------------------------------------------------------------
 
-    def _plain(self, call: _Call, saved: _Saved, semantics: Semantics, precision: str, computes_in: str) -> _Plain:
+    def _plain(self, call: _Call, saved: SavedState, semantics: Semantics, precision: str, computes_in: str) -> _Plain:
         script_class = _coarser(_compute_class(self.training.device, call), computes_in)
         # What the candidate's own rounding would do is the yardstick for a change of precision.
         target_class = _coarser(precision, script_class) if semantics is Semantics.PRECISION else script_class
@@ -243,7 +243,7 @@ class Gate:
 
     # -- the step with the change on --------------------------------------------------------------------------------
 
-    def _compare(self, call: _Call, saved: _Saved, plain: _Plain, semantics: Semantics) -> tuple[Check, float]:
+    def _compare(self, call: _Call, saved: SavedState, plain: _Plain, semantics: Semantics) -> tuple[Check, float]:
         name = call.root.name
         if plain.unusable:
             return Check(passed=None, detail=f"{name}: {plain.unusable}"), 0.0
@@ -368,7 +368,7 @@ def _joined(checks: list[Check]) -> Check:
 
 def _replay(
     call: _Call,
-    saved: _Saved,
+    saved: SavedState,
     *,
     jitter: float = 0.0,
     seed: int = 0,
@@ -433,7 +433,7 @@ def _replay(
 
 
 def _grouped(
-    module: torch.nn.Module, outputs: list[torch.Tensor], inputs: list[torch.Tensor], saved: _Saved, lift: float
+    module: torch.nn.Module, outputs: list[torch.Tensor], inputs: list[torch.Tensor], saved: SavedState, lift: float
 ) -> dict[str, list[torch.Tensor]]:
     groups: dict[str, list[torch.Tensor]] = {}
     for i, tensor in enumerate(outputs):
@@ -622,7 +622,7 @@ def _update(
 # -- saving and putting back ----------------------------------------------------------------------------------------
 
 
-class _Saved:
+class SavedState:
     """Parameters, buffers, gradients, random states and plain attributes of some modules; put back on leaving."""
 
     def __init__(self, modules: list[torch.nn.Module], training: Training) -> None:
@@ -643,7 +643,7 @@ class _Saved:
         self._bits = self._fingerprint()
         self._after: list[int] = []
 
-    def __enter__(self) -> _Saved:
+    def __enter__(self) -> SavedState:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,163 @@
+"""Memory of a step, to the byte: what it holds at its peak, what it leaves behind, and which lines allocated that.
+
+A few steps run under the profiler's memory recording, which sees every block that torch's allocators hand out and take
+back, on a CPU as on a GPU. Blocks from before the window are not seen when they are freed, so its first step only makes
+blocks known; garbage in reference cycles is collected at both ends, so that what is counted as left behind is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler, _profiler_enabled
+from torch.autograd import profiler as autograd_profiler
+
+from advisor.profiling.annotate import LINE, STEP, Annotator, step_marker
+from advisor.profiling.collector import quiet_kineto
+from advisor.testing.live import LiveStep
+from advisor.testing.quantities import Held
+
+STEPS = 4  # after the first one
+_OWN_RANGES = "advisor:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocations:
+    """Means over the steps. `peak_bytes` is what was allocated in the window and alive at once; `state_bytes` what
+    weights, gradients and optimizer state held from before it."""
+
+    allocations: float
+    growth_bytes: float
+    peak_bytes: int
+    state_bytes: int
+    growing: tuple[Held, ...]
+    peak: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    at: int
+    pointer: int
+    nbytes: int  # negative: freed
+    source: str
+    what: str
+
+
+def watch(live: LiveStep) -> Allocations | None:
+    """Run the step a few times and account for its memory. None when a profiler of the step's own is running, or nothing
+    was seen. The profiler is off and the annotations are gone afterwards, also when the step raises."""
+    if _profiler_enabled():
+        return None
+    annotator = Annotator(live.training.roots)
+    profile = autograd_profiler.profile(use_kineto=True, profile_memory=True)
+    gc.collect()
+    with quiet_kineto():
+        profile._prepare_trace()  # type: ignore[no-untyped-call]
+    profile._start_trace()  # type: ignore[no-untyped-call]
+    try:
+        annotator.start(compiled=live.compiled)
+        for index in range(STEPS + 1):
+            if index == 1:
+                gc.collect()
+            step_marker(index)
+            live.call()
+        gc.collect()
+        step_marker(STEPS + 1)
+    finally:
+        annotator.stop()
+        with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
+            autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+        results = _disable_profiler()
+    events, marks = _read(results, live.training.device.type)
+    return _account(events, marks, live) if events and len(marks) == STEPS + 2 else None
+
+
+def _read(results: Any, device: str) -> tuple[list[_Event], list[int]]:
+    events: list[_Event] = []
+    marks: list[int] = []
+    for node, source, what in _walk(results.experimental_event_tree()):
+        fields = node.extra_fields
+        if type(fields).__name__.endswith("Allocation"):
+            if fields.device.type == device:
+                events.append(_Event(node.start_time_ns, fields.ptr, fields.alloc_size, source, what))
+        elif node.name.startswith(STEP):
+            marks.append(node.start_time_ns)
+    events.sort(key=lambda event: event.at)
+    return events, sorted(marks)
+
+
+def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, str, str]]:
+    """Every node with the source line and the outermost operator around it."""
+    stack = [(node, "", "") for node in roots]
+    while stack:
+        node, source, what = stack.pop()
+        yield node, source, what
+        name = node.name
+        if name.startswith(LINE):
+            source = name.removeprefix(LINE)
+        elif not name.startswith((_OWN_RANGES, "[memory]")):
+            what = what or name
+        stack.extend((child, source, what) for child in node.children)
+
+
+def _account(events: list[_Event], marks: list[int], live: LiveStep) -> Allocations:
+    first, last, end = marks[1], marks[STEPS], marks[STEPS + 1]
+    alive: dict[int, _Event] = {}
+    held = growth = requests = peak = 0
+    at_peak: list[_Event] = []
+    known: set[int] = set()
+    for event in events:
+        if event.at >= end:
+            break
+        if event.nbytes > 0:
+            alive[event.pointer] = event
+            known.add(event.pointer)
+        else:
+            alive.pop(event.pointer, None)
+        held += event.nbytes
+        if event.at < first:
+            continue
+        growth += event.nbytes
+        requests += event.nbytes > 0
+        if held > peak:
+            peak, at_peak = held, list(alive.values())
+    # What the last step holds may be replaced by the next one's; what earlier steps hold is not.
+    left = [event for event in alive.values() if first <= event.at < last]
+    return Allocations(
+        allocations=requests / STEPS,
+        growth_bytes=growth / STEPS,
+        peak_bytes=peak,
+        state_bytes=_state_bytes(live, known),
+        growing=_by_line(left, STEPS - 1),
+        peak=_by_line(at_peak, 1),
+    )
+
+
+def _by_line(events: Iterable[_Event], steps: int) -> tuple[Held, ...]:
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for event in events:
+        sums[event.source, event.what] += event.nbytes / steps
+    found = [Held(source=source, what=what or "memory", bytes=nbytes) for (source, what), nbytes in sums.items()]
+    return tuple(sorted(found, key=lambda h: -h.bytes))
+
+
+def _state_bytes(live: LiveStep, known: set[int]) -> int:
+    """Bytes of parameters, buffers, gradients and optimizer state that were allocated before the window."""
+    tensors: list[torch.Tensor] = []
+    for root in live.training.roots:
+        tensors += [*root.module.parameters(), *root.module.buffers()]
+        tensors += [p.grad for p in root.module.parameters() if p.grad is not None]
+    for optimizer in live.training.optimizers:
+        tensors += [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == live.training.device.type
+    }
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in known)

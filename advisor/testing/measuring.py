@@ -1,0 +1,283 @@
+"""A training step measured in this process, by the parts that `advisor profile` measures scripts with.
+
+The step is called over and over: once untouched, then warm-up, steps timed with no profiler on, a traced window, a few
+calls for memory, and on a CPU one for host reads. Every hook is taken back before `measure` returns or raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from advisor.core import storage
+from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
+from advisor.core.profile import MemoryStats, StepProfile
+from advisor.profiling import attach as attached
+from advisor.profiling import counters as hardware
+from advisor.profiling import discover, environment, steps
+from advisor.profiling.assemble import assemble
+from advisor.profiling.driver import ProfileDriver
+from advisor.profiling.patches import Patches
+from advisor.profiling.records import SESSION_FILE
+from advisor.profiling.session import Session
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import Training
+from advisor.testing import allocations, host_reads
+from advisor.testing.compilations import Compilations, CompiledRuns
+from advisor.testing.device_lock import alone, locked
+from advisor.testing.live import LiveStep
+from advisor.testing.measured import Measured
+from advisor.testing.quantities import Beyond
+
+MOST_CALLS = 10_000  # of a step that never counts as one; the driver gives up long before
+
+
+def measure(
+    step: Callable[[], Any],
+    *,
+    warmup: int = 10,
+    steps: int = 20,
+    detail_steps: int = 3,
+    device: str | torch.device | None = None,
+    counters: bool = True,
+    label: str = "",
+    since: Compilations | None = None,
+) -> Measured:
+    """Call `step` about `warmup + steps + 12` times and say what one call of it does.
+
+    Args:
+        step: one training step, without arguments; what it returns is dropped.
+        warmup: calls before anything counts, at least four: objects are found in them.
+        steps: calls timed with no profiler on.
+        detail_steps: calls traced.
+        device: where it runs; by default the GPU if the first call allocates memory there.
+        counters: read DRAM counters on a GPU that offers them.
+        label: tells this measurement from others of the same test, in baselines too.
+        since: from when on compilations count; by default from now.
+
+    Raises:
+        AdvisorError: for a step that cannot be called or is a coroutine, a measurement inside another, a process that
+            `advisor` observes already, or a fault of advisor's own. What the step raises passes.
+    """
+    since = since or Compilations()
+    began = time.perf_counter()
+    with alone():
+        _check(step, warmup, steps, detail_steps)
+        found, compiled = _first_call(step, torch.device(device) if device is not None else None)
+        with locked(found), tempfile.TemporaryDirectory(prefix="advisor-perf-") as folder:
+            session = Session(
+                mode="profile",
+                run_dir=folder,
+                script=label or getattr(step, "__qualname__", type(step).__name__),
+                warmup=warmup,
+                steps=steps,
+                detail_steps=detail_steps,
+                keep_running=True,
+                counters=counters and found.type == "cuda" and _counters_usable(),
+            )
+            live, recompiled = _drive(step, session, found, compiled)
+            profile = assemble(folder, _machine(found))
+        if profile.step_us is None:
+            raise AdvisorError("no call of the step could be timed", expected="calls that do the same work each time")
+        memory = allocations.watch(live)
+        reads = host_reads.watch(step) if found.type == "cpu" and not compiled else ()
+    profile, beyond = _completed(profile, memory)
+    profile = replace(profile, syncs=reads) if reads else profile
+    beyond = replace(beyond, recompiles=recompiled.compiled(), breaks=since.breaks(), compiled=since.any)
+    return Measured(profile, label=label, beyond=beyond, live=live, seconds=time.perf_counter() - began)
+
+
+def measure_script(
+    words: Sequence[str],
+    *,
+    warmup: int = 10,
+    steps: int = 20,
+    detail_steps: int = 3,
+    counters: bool = True,
+    label: str = "",
+) -> Measured:
+    """Run a training script as `advisor profile` does, stop it once it is measured, and say what its step does.
+
+    Raises:
+        AdvisorError: when it cannot be started, fails, or gives nothing to measure.
+    """
+    from advisor import pipeline
+
+    began = time.perf_counter()
+    said: list[str] = []
+    with alone(), tempfile.TemporaryDirectory(prefix="advisor-perf-") as folder:
+        result = pipeline.profile(
+            words,
+            out=Path(folder) / "run",
+            warmup=warmup,
+            steps=steps,
+            detail_steps=detail_steps,
+            counters=counters,
+            say=said.append,
+        )
+    if result.profile is None or result.exit_code:
+        raise AdvisorError(f"{words[0]} could not be measured: {said[-1] if said else f'exit code {result.exit_code}'}")
+    return Measured(result.profile, label=label, seconds=time.perf_counter() - began)
+
+
+def training_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Callable[..., torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], None]:
+    """One step as a callable: forward, loss, backward, and the update where there is an optimizer.
+
+    Args:
+        batch: `(inputs, targets)`, for `loss(model(inputs), targets)`; a single tensor is for `loss(model(batch))`.
+    """
+    inputs, targets = (batch[0], tuple(batch[1:])) if isinstance(batch, (tuple, list)) else (batch, ())
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss(model(inputs), *targets).backward()  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            optimizer.step()
+
+    return step
+
+
+@contextmanager
+def found_in(
+    device: torch.device, session: Session, *, keep_inputs: bool
+) -> Iterator[tuple[Training, StepWatcher, discover.Discovery]]:
+    """The process is hooked inside: `watcher.mark()` ends a step, `training` fills up. All hooks are gone afterwards.
+
+    Raises:
+        AdvisorError: when the process is observed by `advisor` already.
+    """
+    other = attached.Attached.watcher
+    if other is not None and other.patches.active:
+        raise AdvisorError("advisor observes this process already", fix="Run the tests without `advisor profile`.")
+    patches = Patches()
+    training = Training(device=device)
+    try:
+        watcher = steps.attach(training, session, patches)
+        discovery = discover.attach(training, watcher, keep_inputs=keep_inputs)
+        # From the first mark on only marks count, and it begins the look at the modules.
+        watcher.mark()
+        yield training, watcher, discovery
+    finally:
+        patches.restore_all()
+
+
+def _check(step: Callable[[], Any], warmup: int, steps: int, detail_steps: int) -> None:
+    if not callable(step):
+        raise AdvisorError(f"the step is {type(step).__name__}", expected="a callable without arguments")
+    if inspect.iscoroutinefunction(step):
+        raise AdvisorError(
+            "the step is a coroutine function", expected="a plain callable", fix="Run its event loop in it."
+        )
+    for name, value, least in (("warmup", warmup, 0), ("steps", steps, 1), ("detail_steps", detail_steps, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise AdvisorError(f"{name}={value!r}", expected=f"an integer of {least} or more")
+
+
+def _first_call(step: Callable[[], Any], device: torch.device | None) -> tuple[torch.device, bool]:
+    """Run it untouched: lazy modules are built, compiled code is made. Where it runs, and whether compiled code does."""
+    before = _requests()
+    with CompiledRuns() as runs:
+        result = step()
+    if inspect.isawaitable(result):
+        getattr(result, "close", lambda: None)()
+        raise AdvisorError("the step returned a coroutine", expected="a plain callable")
+    if device is None:
+        grown = [
+            index for index, count in enumerate(_requests()) if count > (before[index] if index < len(before) else 0)
+        ]
+        device = torch.device("cuda", grown[0]) if grown else torch.device("cpu")
+    return device, runs.seen
+
+
+def _requests() -> list[int]:
+    """Allocator requests so far on each GPU; none where CUDA is not in use."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [
+        int(torch.cuda.memory_stats(index).get("allocation.all.allocated", 0))
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def _drive(
+    step: Callable[[], Any], session: Session, device: torch.device, compiled: bool
+) -> tuple[LiveStep, Compilations]:
+    """The profile mode over calls of the step; its raw files are in the session's folder afterwards."""
+    storage.save(session.folder / SESSION_FILE, session)
+    live, recompiled, timed = LiveStep.of(step, Training(device=device), compiled=compiled), Compilations(), False
+    with found_in(device, session, keep_inputs=False) as (training, watcher, discovery):
+        driver = ProfileDriver(training, session, watcher, discovery)
+        driver.compiled = compiled
+        training.on_step.append(driver.on_step)
+        try:
+            for _ in range(MOST_CALLS):
+                if driver.phase == "done" or watcher.patches.fault is not None:
+                    break
+                step()
+                if training.roots or training.optimizers:
+                    live = LiveStep.of(step, training, compiled=compiled)
+                    live.training.device = device
+                watcher.mark()
+                if driver.phase == "timed" and not timed:
+                    recompiled, timed = Compilations(), True
+        finally:
+            driver.abandon()
+        if watcher.patches.fault is not None:
+            fault = watcher.patches.fault
+            raise AdvisorError(f"measuring failed by a fault of advisor's own: {type(fault).__name__}: {fault}")
+    return live, recompiled
+
+
+def _completed(profile: StepProfile, memory: allocations.Allocations | None) -> tuple[StepProfile, Beyond]:
+    """The profile with what the memory window has seen. A GPU's peak is the allocator's own, which knows everything."""
+    if memory is None:
+        return profile, Beyond()
+    on_gpu = profile.environment.device == "cuda"
+    known = profile.memory
+    peak = known.peak_allocated_bytes if on_gpu else memory.peak_bytes + memory.state_bytes
+    stats = MemoryStats(
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=known.peak_reserved_bytes,
+        total_bytes=known.total_bytes,
+        allocations=memory.allocations,
+        device_allocations=known.device_allocations,
+        growth_bytes=memory.growth_bytes,
+        retries=known.retries,
+    )
+    basis = "" if on_gpu else "weights, their state, and what torch allocates in a step"
+    return replace(profile, memory=stats), Beyond(growing=memory.growing, peak=memory.peak, memory_basis=basis)
+
+
+@functools.cache
+def _counters_usable() -> bool:
+    return hardware.preflight()[0]
+
+
+def _machine(device: torch.device) -> Environment:
+    """The machine as a step on `device` sees it. A GPU's rates are measured once a machine; a CPU's are used if known."""
+    if device.type == "cuda":
+        return _probed()
+    known = environment.kept()
+    if known is None or known.device != "cpu":
+        known = environment.host_facts()
+    return known
+
+
+@functools.cache
+def _probed() -> Environment:
+    return environment.probe()

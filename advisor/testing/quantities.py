@@ -1,0 +1,320 @@
+"""What can be asserted of a measured step: each quantity once, with how it is read and what is to blame for it.
+
+Everything is read from the StepProfile and the metrics that analysis makes of it; what a CPU or a missing counter cannot
+tell has no value and a reason, and is never taken for zero.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from advisor.analysis import sync
+from advisor.analysis.view import HALF, MATRIX
+from advisor.core.metrics import MetricTable
+from advisor.core.profile import KernelRow, Site, StepProfile
+from advisor.core.provenance import Provenance
+from advisor.reporting import breakdown
+from advisor.testing import amounts
+
+# Reads that make the host wait on a GPU, as they appear among a CPU step's operators.
+HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """One kernel, operator or line with its part of a quantity, in the quantity's unit."""
+
+    what: str
+    amount: float
+    module: str = ""
+    source: str = ""
+
+    def text(self, unit: str) -> str:
+        """`14 × aten::add_  ResNet.layer1.0  tests/test_step.py:31`."""
+        amount = amounts.text(self.amount, unit)
+        parts = [f"{amount} × {self.what}" if unit == "count" else f"{amount}  {self.what}", self.module, self.source]
+        return "  ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes that a source line allocated and that were still held: a step later, or at the peak."""
+
+    source: str
+    what: str
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """What the plugin's own windows saw and a StepProfile has no place for.
+
+    growing: memory that a step leaves behind, by line. peak: what was held at the peak, by line. breaks and recompiles:
+    one entry each, with the line. compiled: something was compiled since the test began.
+    """
+
+    growing: tuple[Held, ...] = ()
+    peak: tuple[Held, ...] = ()
+    breaks: tuple[Site, ...] = ()
+    recompiles: tuple[Site, ...] = ()
+    compiled: bool = False
+    memory_basis: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A quantity's value a step, or None with the reason."""
+
+    value: float | None
+    provenance: Provenance = Provenance.MEASURED
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A measured step as the quantities read it."""
+
+    profile: StepProfile
+    metrics: MetricTable
+    beyond: Beyond
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.profile.environment.device == "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """`timed`: depends on this very machine, so that another machine's baseline says nothing. `more_is_better`: a lower
+    bound is what people set, and a fall is a regression."""
+
+    key: str
+    title: str
+    unit: str
+    read: Callable[[Step], Reading]
+    blame: Callable[[Step], list[Culprit]]
+    timed: bool = False
+    more_is_better: bool = False
+
+    @property
+    def per(self) -> str:
+        """What stands after a value: shares and the peak are not of one step."""
+        return "" if self.unit == "frac" or self.key in ("memory", "step") else " a step"
+
+    @property
+    def tolerance(self) -> float:
+        """The share by which it may be worse than a baseline unless told otherwise: times vary by per cents between two
+        runs on one machine, allocators round, counts do not move."""
+        return {"us": 0.05, "bytes": 0.02, "frac": 0.05}.get(self.unit, 0.0)
+
+
+def _missing(reason: str) -> Reading:
+    return Reading(value=None, provenance=Provenance.UNAVAILABLE, reason=reason)
+
+
+def _metric(name: str) -> Callable[[Step], Reading]:
+    def read(step: Step) -> Reading:
+        metric = step.metrics[name]
+        value = metric.value if isinstance(metric.value, float) else None
+        return Reading(value=value, provenance=metric.provenance, reason=metric.reason)
+
+    return read
+
+
+def _step_time(step: Step) -> Reading:
+    spread = step.profile.step_us or step.profile.wall_us
+    return Reading(value=spread.median) if spread is not None else _missing("no step was timed")
+
+
+def _launches(step: Step) -> Reading:
+    if not step.on_gpu:
+        return _missing("a step on a CPU launches nothing")
+    return Reading(value=step.profile.launches) if step.profile.cost.traced_steps else _missing("nothing was traced")
+
+
+def host_syncs(step: Step, allow: tuple[str, ...] = ()) -> tuple[Site, ...]:
+    """Places where the host waits for the device (on a CPU: where it would on a GPU) that no text in `allow` names."""
+    profile = step.profile
+    sites = profile.syncs
+    if not sites and not step.on_gpu:
+        # Torch's own optimizers keep their step counters on the host, where reading them costs nothing.
+        sites = tuple(
+            Site(source=row.source, what=row.name, calls=row.calls, time_us=row.time_us)
+            for row in profile.kernels
+            if row.name in HOST_READS and row.phase != "optimizer"
+        )
+    return tuple(site for site in sites if not any(name in f"{site.what} {site.source}" for name in allow))
+
+
+def _syncs(step: Step) -> Reading:
+    if not step.profile.cost.traced_steps:
+        return _missing("nothing was traced")
+    reason = "" if step.on_gpu else "reads that would wait on a GPU"
+    return Reading(value=sync.waits(host_syncs(step)), reason=reason)
+
+
+def sync_culprits(sites: Iterable[Site]) -> list[Culprit]:
+    return [Culprit(what=site.what, amount=site.calls, source=site.source) for site in sites]
+
+
+def _copies(kind: str, *, nbytes: bool) -> Callable[[Step], Reading]:
+    def read(step: Step) -> Reading:
+        if not step.on_gpu:
+            return _missing("needs a CUDA GPU")
+        if not step.profile.cost.traced_steps:
+            return _missing("nothing was traced")
+        rows = [row for row in step.profile.copies if row.kind == kind]
+        return Reading(value=sum(row.bytes if nbytes else row.calls for row in rows))
+
+    return read
+
+
+def _copy_culprits(kind: str, *, nbytes: bool) -> Callable[[Step], list[Culprit]]:
+    def blame(step: Step) -> list[Culprit]:
+        return [
+            Culprit(
+                what=f"{kind} copy" + (" (pageable)" if row.pageable else ""),
+                amount=row.bytes if nbytes else row.calls,
+                source=row.source,
+            )
+            for row in step.profile.copies
+            if row.kind == kind
+        ]
+
+    return blame
+
+
+def _dram(step: Step) -> Reading:
+    nbytes, provenance = breakdown.dram_bytes(step.profile)
+    if provenance is Provenance.UNAVAILABLE:
+        return _missing("no operator with a known size was traced")
+    reason = "" if provenance is Provenance.MEASURED else "from shapes: each operand read and written once"
+    return Reading(value=nbytes, provenance=provenance, reason=reason)
+
+
+def _memory(step: Step) -> Reading:
+    peak = step.profile.memory.peak_allocated_bytes
+    return Reading(value=float(peak), reason=step.beyond.memory_basis) if peak else _missing("was not gathered")
+
+
+def _growth(step: Step) -> Reading:
+    if not step.profile.memory.allocations:
+        return _missing("allocator requests were not counted")
+    return Reading(value=max(0.0, step.profile.memory.growth_bytes))
+
+
+def _half(step: Step) -> Reading:
+    """By flops, which do not vary from run to run as times do."""
+    rows = [row for row in step.profile.kernels if row.kind in MATRIX and row.flops > 0]
+    total = sum(row.flops for row in rows)
+    if not total:
+        return _missing("the step has no convolution or matrix product of known size")
+    return Reading(value=sum(row.flops for row in rows if row.dtype in HALF) / total)
+
+
+def _layouts(step: Step) -> Reading:
+    if not step.profile.kernels:
+        return _missing("nothing was traced")
+    return Reading(value=sum(row.calls for row in step.profile.kernels if row.kind == "layout"))
+
+
+def _breaks(step: Step) -> Reading:
+    if not step.beyond.compiled:
+        return _missing(
+            "nothing was compiled since this test began; compile in the test, or call torch.compiler.reset() before"
+        )
+    return Reading(value=float(len(step.beyond.breaks)))
+
+
+def _recompiles(step: Step) -> Reading:
+    return Reading(value=sum(site.calls for site in step.beyond.recompiles))
+
+
+def grouped(rows: Iterable[KernelRow], amount: Callable[[KernelRow], float]) -> list[Culprit]:
+    """Rows of one kernel, module and line together, the largest amount first."""
+    sums: dict[tuple[str, str, str], float] = defaultdict(float)
+    for row in rows:
+        what = row.name if not row.op or row.op == row.name else f"{row.name} from {row.op}"
+        sums[what, row.module, row.source] += amount(row)
+    found = [Culprit(what=w, module=m, source=s, amount=total) for (w, m, s), total in sums.items() if total > 0]
+    return sorted(found, key=lambda c: (-c.amount, c.what, c.source))
+
+
+def _rows(
+    amount: Callable[[KernelRow], float], wanted: Callable[[KernelRow], bool] = lambda row: True
+) -> Callable[[Step], list[Culprit]]:
+    return lambda step: grouped((row for row in step.profile.kernels if wanted(row)), amount)
+
+
+def _of_products(
+    amount: Callable[[KernelRow], float], right: Callable[[KernelRow], bool]
+) -> Callable[[Step], list[Culprit]]:
+    """Convolutions and products that are not as they should be, each with its share of them all."""
+
+    def blame(step: Step) -> list[Culprit]:
+        rows = [row for row in step.profile.kernels if row.kind in MATRIX]
+        total = sum(map(amount, rows)) or 1.0
+        return grouped((row for row in rows if not right(row)), lambda row: amount(row) / total)
+
+    return blame
+
+
+def _idle(step: Step) -> list[Culprit]:
+    total = sum(cause.time_us for cause in step.profile.idle) + step.profile.busy_us or 1.0
+    return [
+        Culprit(what=f"idle: {cause.cause}", amount=site.time_us / total, source=site.source)
+        for cause in step.profile.idle
+        for site in cause.sites or (Site(source="", what="", calls=0, time_us=cause.time_us),)
+        if site.time_us > 0
+    ]
+
+
+def _off_the_limit(step: Step) -> list[Culprit]:
+    total = sum(row.time_us for row in step.profile.kernels) or 1.0
+    return grouped(step.profile.kernels, lambda row: max(0.0, row.time_us - row.limit_us) / total)
+
+
+def _held(of: Callable[[Beyond], tuple[Held, ...]]) -> Callable[[Step], list[Culprit]]:
+    return lambda step: [Culprit(what=h.what, amount=h.bytes, source=h.source) for h in of(step.beyond)]
+
+
+def _is_bytes(row: KernelRow) -> float:
+    return row.dram_bytes if row.dram_bytes is not None else row.modelled_bytes
+
+
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity(key="step", title="step time", unit="us", read=_step_time, blame=_rows(lambda r: r.time_us), timed=True),
+    Quantity(key="kernels", title="kernel count", unit="count", read=_metric("kernels_per_step"),
+             blame=_rows(lambda r: r.calls)),
+    Quantity(key="launches", title="launches", unit="count", read=_launches, blame=_rows(lambda r: r.calls)),
+    Quantity(key="syncs", title="host synchronisations", unit="count", read=_syncs,
+             blame=lambda step: sync_culprits(host_syncs(step))),
+    *(
+        Quantity(key=key, title=title, unit="bytes" if nbytes else "count",
+                 read=_copies(kind, nbytes=nbytes), blame=_copy_culprits(kind, nbytes=nbytes))
+        for kind, what in (("h2d", "host to device"), ("d2h", "device to host"), ("d2d", "device to device"))
+        for key, title, nbytes in ((kind, f"copies {what}", False), (f"{kind}_bytes", f"bytes copied {what}", True))
+    ),
+    Quantity(key="dram", title="DRAM traffic", unit="bytes", read=_dram, blame=_rows(_is_bytes)),
+    Quantity(key="memory", title="peak memory", unit="bytes", read=_memory, blame=_held(lambda b: b.peak)),
+    Quantity(key="growth", title="memory growth", unit="bytes", read=_growth, blame=_held(lambda b: b.growing)),
+    Quantity(key="tensor_cores", title="tensor-core share of convolutions and products", unit="frac",
+             read=_metric("tensor_core_frac"), more_is_better=True,
+             blame=_of_products(lambda r: r.time_us, lambda r: r.tensor_core)),
+    Quantity(key="half", title="half-precision share of convolutions and products", unit="frac", read=_half,
+             more_is_better=True, blame=_of_products(lambda r: r.flops, lambda r: r.dtype in HALF)),
+    Quantity(key="busy", title="GPU busy share", unit="frac", read=_metric("busy_frac"), blame=_idle, timed=True,
+             more_is_better=True),
+    Quantity(key="limit", title="share of the speed of light", unit="frac", read=_metric("limit_frac"),
+             blame=_off_the_limit, timed=True, more_is_better=True),
+    Quantity(key="layouts", title="layout conversions", unit="count", read=_layouts,
+             blame=_rows(lambda r: r.calls, lambda r: r.kind == "layout")),
+    Quantity(key="recompiles", title="compilations after warm-up", unit="count", read=_recompiles,
+             blame=lambda step: sync_culprits(step.beyond.recompiles)),
+    Quantity(key="graph_breaks", title="graph breaks", unit="count", read=_breaks,
+             blame=lambda step: sync_culprits(step.beyond.breaks)),
+)  # fmt: skip
+
+BY_KEY: dict[str, Quantity] = {quantity.key: quantity for quantity in QUANTITIES}
