@@ -29,13 +29,12 @@ _OWN_RANGES = "advisor:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocations:
-    """Means over the steps. `peak_bytes` is what was allocated in the window and alive at once; `state_bytes` what
-    weights, gradients and optimizer state held from before it."""
+    """Means over the steps. `peak_bytes` is the most that was allocated at once: on a GPU of everything; on a CPU of what
+    the step allocates, and the weights, gradients and optimizer state from before."""
 
     allocations: float
     growth_bytes: float
     peak_bytes: int
-    state_bytes: int
     growing: tuple[Held, ...]
     peak: tuple[Held, ...]
 
@@ -56,10 +55,23 @@ def watch(live: LiveStep) -> Allocations | None:
         return None
     annotator = Annotator(live.training.roots)
     profile = autograd_profiler.profile(use_kineto=True, profile_memory=True)
-    gc.collect()
+    device = live.training.device
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    with _only_new_garbage():
+        results = _recorded(live, profile, annotator)
+    events, marks = _read(results, device.type)
+    if not events or len(marks) != STEPS + 2:
+        return None
+    if before is None:
+        before = _state_bytes(live, {event.pointer for event in events if event.nbytes > 0})
+    return _account(events, marks, before)
+
+
+def _recorded(live: LiveStep, profile: Any, annotator: Annotator) -> Any:
+    """The profiler's results over the window's steps."""
     with quiet_kineto():
-        profile._prepare_trace()  # type: ignore[no-untyped-call]
-    profile._start_trace()  # type: ignore[no-untyped-call]
+        profile._prepare_trace()
+    profile._start_trace()
     try:
         annotator.start(compiled=live.compiled)
         for index in range(STEPS + 1):
@@ -74,8 +86,20 @@ def watch(live: LiveStep) -> Allocations | None:
         with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
             autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
         results = _disable_profiler()
-    events, marks = _read(results, live.training.device.type)
-    return _account(events, marks, live) if events and len(marks) == STEPS + 2 else None
+    return results
+
+
+@contextlib.contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Collections inside look at objects made inside: those of a whole test run would take a second each time."""
+    frozen = gc.get_freeze_count() == 0  # what is frozen already is somebody's own doing
+    if frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.unfreeze()
 
 
 def _read(results: Any, device: str) -> tuple[list[_Event], list[int]]:
@@ -106,18 +130,20 @@ def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, str, str]]:
         stack.extend((child, source, what) for child in node.children)
 
 
-def _account(events: list[_Event], marks: list[int], live: LiveStep) -> Allocations:
+def _account(events: list[_Event], marks: list[int], before: int) -> Allocations:
+    """Args:
+    marks: when each step began, and when the last one was over.
+    before: bytes that were allocated when the window began.
+    """
     first, last, end = marks[1], marks[STEPS], marks[STEPS + 1]
     alive: dict[int, _Event] = {}
-    held = growth = requests = peak = 0
+    held, growth, requests, peak = before, 0, 0, 0
     at_peak: list[_Event] = []
-    known: set[int] = set()
     for event in events:
         if event.at >= end:
             break
         if event.nbytes > 0:
             alive[event.pointer] = event
-            known.add(event.pointer)
         else:
             alive.pop(event.pointer, None)
         held += event.nbytes
@@ -133,7 +159,6 @@ def _account(events: list[_Event], marks: list[int], live: LiveStep) -> Allocati
         allocations=requests / STEPS,
         growth_bytes=growth / STEPS,
         peak_bytes=peak,
-        state_bytes=_state_bytes(live, known),
         growing=_by_line(left, STEPS - 1),
         peak=_by_line(at_peak, 1),
     )

@@ -21,7 +21,7 @@ import torch
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import MemoryStats, StepProfile
+from advisor.core.profile import StepProfile
 from advisor.profiling import attach as attached
 from advisor.profiling import counters as hardware
 from advisor.profiling import discover, environment, steps
@@ -244,21 +244,17 @@ def _drive(
 
 
 def _completed(profile: StepProfile, memory: allocations.Allocations | None) -> tuple[StepProfile, Beyond]:
-    """The profile with what the memory window has seen. A GPU's peak is the allocator's own, which knows everything."""
+    """The profile with what the memory window has seen: the allocator's own peak is that of all tests so far, and a CPU
+    has no such count."""
     if memory is None:
         return profile, Beyond()
-    on_gpu = profile.environment.device == "cuda"
-    known = profile.memory
-    peak = known.peak_allocated_bytes if on_gpu else memory.peak_bytes + memory.state_bytes
-    stats = MemoryStats(
-        peak_allocated_bytes=peak,
-        peak_reserved_bytes=known.peak_reserved_bytes,
-        total_bytes=known.total_bytes,
+    stats = replace(
+        profile.memory,
+        peak_allocated_bytes=memory.peak_bytes,
         allocations=memory.allocations,
-        device_allocations=known.device_allocations,
         growth_bytes=memory.growth_bytes,
-        retries=known.retries,
     )
+    on_gpu = profile.environment.device == "cuda"
     basis = "" if on_gpu else "weights, their state, and what torch allocates in a step"
     return replace(profile, memory=stats), Beyond(growing=memory.growing, peak=memory.peak, memory_basis=basis)
 

@@ -19,6 +19,7 @@ from advisor.reporting import breakdown
 from advisor.testing import amounts
 
 # Reads that make the host wait on a GPU, as they appear among a CPU step's operators.
+_AROUND_COPIES = ("aten::contiguous", "aten::clone", "aten::to", "aten::_to_copy")
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
 
 
@@ -214,10 +215,27 @@ def _half(step: Step) -> Reading:
     return Reading(value=sum(row.flops for row in rows if row.dtype in HALF) / total)
 
 
+def _conversions(step: Step) -> list[KernelRow]:
+    # On a CPU the operators around a copy (contiguous, clone, to) have rows of their own: the copy is what counts.
+    return [
+        row for row in step.profile.kernels if row.kind == "layout" and (step.on_gpu or row.name not in _AROUND_COPIES)
+    ]
+
+
 def _layouts(step: Step) -> Reading:
     if not step.profile.kernels:
         return _missing("nothing was traced")
-    return Reading(value=sum(row.calls for row in step.profile.kernels if row.kind == "layout"))
+    return Reading(value=sum(row.calls for row in _conversions(step)))
+
+
+def _layout_culprits(step: Step) -> list[Culprit]:
+    """Forward first: what a lost layout makes convolutions convert comes after the line that lost it."""
+    rows = _conversions(step)
+    return [
+        culprit
+        for forward in (True, False)
+        for culprit in grouped((row for row in rows if (row.phase == "forward") is forward), lambda row: row.calls)
+    ]
 
 
 def _breaks(step: Step) -> Reading:
@@ -242,10 +260,8 @@ def grouped(rows: Iterable[KernelRow], amount: Callable[[KernelRow], float]) -> 
     return sorted(found, key=lambda c: (-c.amount, c.what, c.source))
 
 
-def _rows(
-    amount: Callable[[KernelRow], float], wanted: Callable[[KernelRow], bool] = lambda row: True
-) -> Callable[[Step], list[Culprit]]:
-    return lambda step: grouped((row for row in step.profile.kernels if wanted(row)), amount)
+def _rows(amount: Callable[[KernelRow], float]) -> Callable[[Step], list[Culprit]]:
+    return lambda step: grouped(step.profile.kernels, amount)
 
 
 def _of_products(
@@ -310,7 +326,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity(key="limit", title="share of the speed of light", unit="frac", read=_metric("limit_frac"),
              blame=_off_the_limit, timed=True, more_is_better=True),
     Quantity(key="layouts", title="layout conversions", unit="count", read=_layouts,
-             blame=_rows(lambda r: r.calls, lambda r: r.kind == "layout")),
+             blame=_layout_culprits),
     Quantity(key="recompiles", title="compilations after warm-up", unit="count", read=_recompiles,
              blame=lambda step: sync_culprits(step.beyond.recompiles)),
     Quantity(key="graph_breaks", title="graph breaks", unit="count", read=_breaks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from advisor.core.units import percent_text
 from advisor.testing import amounts
@@ -14,7 +14,7 @@ _HEADLINE = ("step", "kernels", "syncs", "memory")
 TITLE = "advisor: performance"
 
 
-def lines(tests: Iterable[Tested], files: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+def lines(tests: Iterable[Tested], files: dict[str, str]) -> Iterator[tuple[str, bool]]:
     """Text lines, each with whether something in it failed.
 
     Args:
