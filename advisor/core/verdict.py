@@ -23,7 +23,8 @@ class Blocks:
     off_us: tuple[float, ...] = ()
     on_us: tuple[float, ...] = ()
     steps_per_block: int = 0
-    dropped: int = 0
+    dropped: int = 0  # steps that were no clean training steps
+    disturbed: int = 0  # blocks taken again, for what the machine did meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,12 +229,13 @@ class GpuReader:
         """Whether SM, tensor and DRAM activity can be read."""
         return bool(self._gpm_samples)
 
-    def read(self) -> dict[str, float]:
-        """One reading of every column that works; a GPM column only when its interval has passed."""
+    def read(self, only: frozenset[str] | None = None) -> dict[str, float]:
+        """One reading of every column that works, or of those in `only`; a GPM column only when its interval has passed."""
         values: dict[str, float] = {}
         for name, read in list(self._fields.items()):
-            self._read_into(values, name, read)
-        if self._gpm_samples and time.monotonic() - self._gpm_time >= GPM_INTERVAL_S:
+            if only is None or name in only:
+                self._read_into(values, name, read)
+        if only is None and self._gpm_samples and time.monotonic() - self._gpm_time >= GPM_INTERVAL_S:
             self._read_gpm(values)
         return values
 

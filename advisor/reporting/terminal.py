@@ -309,6 +309,8 @@ def _reason(verdict: Verdict) -> str:
     parts = [verdict.reason]
     if verdict.status == "kept" and verdict.break_even_steps is not None:
         parts.append(f"pays off after {count_text(round(verdict.break_even_steps))} steps")
+    if verdict.blocks.disturbed:
+        parts.append(f"{wording.number(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.unmatched:
         parts.append(f"{wording.number(len(verdict.unmatched), 'place')} left as before")
     return "; ".join(p for p in parts if p)

@@ -24,6 +24,7 @@ import secrets
 import shutil
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -292,14 +293,31 @@ def tracker_environment(run_dir: Path) -> dict[str, str]:
     }
 
 
-def written(run_dir: Path) -> tuple[str, ...]:
-    """Every path outside the run folder that the script wrote, removed or replaced, in the order of first touch."""
+def written(run_dir: Path) -> tuple[tuple[str, ...], int]:
+    """Every path outside the run folder that the script wrote, removed or replaced, in the order of first touch.
+
+    Returns:
+        The paths, and how many more lay in temporary folders: the work of compilers and libraries, nobody's results.
+    """
     paths = dict.fromkeys(
         entry["path"]
         for entry in _journal(run_dir) + _journal(run_dir, done=True)
         if entry["action"] in ("created", "kept")
     )
-    return tuple(paths)
+    named = tuple(path for path in paths if not _temporary(path))
+    return named, len(paths) - len(named)
+
+
+def _temporary(path: str) -> bool:
+    """Whether `path` is, or lies below, what Python's `tempfile` names: `/tmp/tmpq3x9/header.i`.
+
+    A working directory below such a folder is the user's own all the same.
+    """
+    for folder in {os.path.realpath(tempfile.gettempdir()), "/tmp", "/var/tmp"}:
+        if path.startswith(os.path.join(folder, tempfile.gettempprefix())):
+            made = os.path.join(folder, path[len(folder) + 1 :].split(os.sep, 1)[0])
+            return not os.path.join(os.path.realpath(os.getcwd()), "").startswith(os.path.join(made, ""))
+    return False
 
 
 def restore(run_dir: Path) -> tuple[str, ...]:

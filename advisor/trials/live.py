@@ -38,19 +38,19 @@ from advisor.transforms import cuda_graphs, registry
 from advisor.transforms.base import Transform
 from advisor.trials import planfile, planner, records
 from advisor.trials.batches import BatchWatch
+from advisor.trials.disturbance import MachineWatch
 from advisor.trials.gate import Gate
 from advisor.trials.kept import KeptChanges, Standing
 from advisor.trials.statistics import (
     INCONCLUSIVE,
     KEPT,
-    MORE,
     REVERTED,
-    STAGES,
     Decision,
     bursty,
     decide,
     gain_interval,
     median,
+    trial,
 )
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
@@ -140,13 +140,14 @@ class _Times:
     on: _Arm = field(default_factory=_Arm)
     steps: int = 0
     dropped: int = 0
+    disturbed: int = 0  # blocks that did not count, for what the machine did meanwhile
     bursty: int = 0  # blocks whose steps come in bursts
 
     @classmethod
     def resumed(cls, found: records.InTrial) -> _Times:
         off = _Arm(list(found.off_us), list(found.off_mean_us), list(found.off_wall_us))
         on = _Arm(list(found.on_us), list(found.on_mean_us), list(found.on_wall_us))
-        return cls(off, on, found.steps_per_block, 0, found.bursty)
+        return cls(off, on, found.steps_per_block, bursty=found.bursty)
 
     def noted(self, current: records.InTrial) -> records.InTrial:
         """`current` with every whole pair."""
@@ -199,6 +200,7 @@ class SearchDriver:
         self._step_us = 0.0
         self._trace_before: StepProfile | None = None
         self._ends_at = math.inf
+        self._machine: MachineWatch | None = None
         self._routine = self._search()
         next(self._routine)
         if watcher is not None:
@@ -246,6 +248,7 @@ class SearchDriver:
                 "trial",
                 transform=candidate.transform,
                 title=registry.title(candidate.transform, candidate.title),
+                pairs=len(self._resumed(candidate).off_us),
             )
             try:
                 verdict = yield from self._try(candidate)
@@ -326,15 +329,15 @@ class SearchDriver:
         if self.session.deadline_unix_s:
             self._ends_at = min(self._ends_at, time.monotonic() + self.session.deadline_unix_s - time.time())
         parameters = dict(candidate.parameters)
-        current = records.InTrial(transform=candidate.transform, parameters=parameters, limit_s=limit)
-        resumed = records.load_current(self.session.folder)
-        same = resumed is not None and (resumed.transform, resumed.parameters) == (candidate.transform, parameters)
-        times = _Times.resumed(resumed) if resumed is not None and same else _Times()
+        resumed = self._resumed(candidate)
+        current = dataclasses.replace(resumed, limit_s=limit, starts=resumed.starts + 1)
+        times = _Times.resumed(current)
         self._note(current)
         gate, switch, watch = Gate(self.training, self.watcher), None, BatchWatch(self.training)
-        first_us, memory = 0.0, 0
+        first_us, memory = current.first_step_us, 0
         sites: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        checks: dict[str, Check | None] = {"effect": None, "numerics": None, "timing": None}
+        checks: dict[str, Check | None] = {"effect": current.effect, "numerics": current.numerics, "timing": None}
+        proved = current.numerics is not None  # in an earlier process, with the same changes on
 
         def verdict(status: str, reason: str, decision: Decision | None = None) -> Verdict:
             saved = None if decision is None or decision.point is None else decision.point * self._step_us
@@ -349,6 +352,7 @@ class SearchDriver:
                     on_us=tuple(times.on_us),
                     steps_per_block=times.steps,
                     dropped=times.dropped,
+                    disturbed=times.disturbed,
                 ),
                 first_step_us=first_us,
                 break_even_steps=math.ceil(first_us / saved) if saved and saved > 0 else None,
@@ -363,7 +367,7 @@ class SearchDriver:
             transform = self.find(candidate.transform)
             watch.start()
             captured = yield from self._capture(gate)
-            fed = watch.fed()
+            fed = None if proved else watch.fed()
             watch.stop()
             if transform.id == "amp_fp16" and self._bf16_serves():
                 # The same matrix rate with less range: loss scaling for nothing but cuDNN's fp16 batch norms.
@@ -377,33 +381,35 @@ class SearchDriver:
             if not transform.live:
                 return None
             switch = _Switch(self.training, transform, parameters, self._rivals(candidate, transform))
-            traced = type(transform).effect is not Transform.effect
+            traced = not proved and type(transform).effect is not Transform.effect
             if traced and self._trace_before is None:
                 self._trace_before = yield from self._trace()
                 captured = yield from self._capture(gate)
 
-            self._note(dataclasses.replace(current, phase="gate"))
-            if captured:
-                with self._alarm():
-                    result = gate.judge(
-                        switch.on, switch.off, transform.semantics, _precision(transform), self._computes_in()
-                    )
-                numerics, first_us = result.check, result.first_us
-            else:
-                numerics = Check(passed=None, detail="no model call with gradients was seen to replay")
-            gate.release()
-            checks["numerics"] = numerics
-            if numerics.passed is False:
-                return verdict(REVERTED, f"it changes the training: {numerics.detail}")
-            if numerics.passed is None:
-                return verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
+            if not proved:
+                self._note(dataclasses.replace(current, phase="gate"))
+                if captured:
+                    with self._alarm():
+                        result = gate.judge(
+                            switch.on, switch.off, transform.semantics, _precision(transform), self._computes_in()
+                        )
+                    numerics, first_us = result.check, result.first_us
+                else:
+                    numerics = Check(passed=None, detail="no model call with gradients was seen to replay")
+                gate.release()
+                checks["numerics"] = numerics
+                if numerics.passed is False:
+                    return verdict(REVERTED, f"it changes the training: {numerics.detail}")
+                if numerics.passed is None:
+                    return verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
 
             self._note(dataclasses.replace(current, phase="warm-up"))
+            switch.on()  # after the gate it is on already
             if fed:
                 watch.start()
             with self._alarm():
                 extra_us, still_fed = yield from self._settle(watch)
-            first_us += extra_us
+            first_us += 0.0 if proved else extra_us
             watch.stop()
             gate.release()  # what the watched steps left
             if fed and still_fed is False:
@@ -412,12 +418,18 @@ class SearchDriver:
                     REVERTED, "it changes the training: the model does not get the loader's batches any more"
                 )
 
-            self._note(dataclasses.replace(current, phase="effect"))
-            after = (yield from self._trace()) if traced else None
-            effect = checks["effect"] = transform.effect(self.training, self._trace_before, after)
-            if effect.passed is False:
-                return verdict(REVERTED, f"applied, but without effect: {effect.detail}")
+            after = None
+            if not proved:
+                self._note(dataclasses.replace(current, phase="effect"))
+                after = (yield from self._trace()) if traced else None
+                effect = checks["effect"] = transform.effect(self.training, self._trace_before, after)
+                if effect.passed is False:
+                    return verdict(REVERTED, f"applied, but without effect: {effect.detail}")
 
+            current = dataclasses.replace(
+                current, numerics=checks["numerics"], effect=checks["effect"], first_step_us=first_us
+            )
+            self._note(times.noted(dataclasses.replace(current, phase="timing")))
             decision, memory = yield from self._time(switch, times, current)
             checks["timing"] = Check(
                 passed=decision.status == KEPT,
@@ -430,7 +442,8 @@ class SearchDriver:
                 self._trace_before = after
             return verdict(decision.status, decision.reason, decision)
         except _OutOfTime:
-            return verdict(INCONCLUSIVE, f"not settled within its {limit:.0f} s ({len(times.pairs)} pairs)")
+            last = self._last_look(times)
+            return verdict(last.status if last.status == REVERTED else INCONCLUSIVE, last.reason, last)
         except torch.cuda.OutOfMemoryError as error:
             return verdict("failed", f"out of memory: {_first_line(error)}")
         except Exception as error:
@@ -446,6 +459,14 @@ class SearchDriver:
                     transform.release(self.training)
                 if self.training.device.type == "cuda":
                     torch.cuda.empty_cache()
+
+    def _resumed(self, candidate: Recommendation) -> records.InTrial:
+        """The record of this candidate's trial: where an earlier process left it, or a new one."""
+        known = records.load_current(self.session.folder)
+        parameters = dict(candidate.parameters)
+        if known is not None and (known.transform, known.parameters) == (candidate.transform, parameters):
+            return known
+        return records.InTrial(transform=candidate.transform, parameters=parameters)
 
     def _bf16_serves(self) -> bool:
         """Whether bf16 is, or was, a candidate on a GPU with bf16 matrix units."""
@@ -556,38 +577,47 @@ class SearchDriver:
         self, switch: _Switch, times: _Times, current: records.InTrial
     ) -> Generator[None, StepEvent, tuple[Decision, int]]:
         step_s = max(self._step_us, 1.0) / 1e6
-        times.steps = times.steps or min(MAX_BLOCK_STEPS, max(MIN_BLOCK_STEPS, math.ceil(BLOCK_S / step_s)))
-        while True:
-            decision = decide(times.pairs, self.session.min_gain, max_pairs=self.session.max_pairs)
-            if decision.status != MORE:
-                if times.off_us:
-                    self._step_us = median(times.on_us if decision.status == KEPT else times.off_us)
-                return _against_the_wall(decision, times), times.on.peak_bytes - times.off.peak_bytes
-            # Begin with the state that is on: ABBA order, and one toggle a pair.
-            for state in (switch.is_on, not switch.is_on):
+        # A process that ended before a pair was whole may be too short for one: the next tries with half as long ones.
+        wanted = min(MAX_BLOCK_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
+        times.steps = times.steps or max(MIN_BLOCK_STEPS, wanted)
+        course = trial(lambda: times.pairs, switch.is_on, self.session.min_gain, self.session.max_pairs)
+        watch = self._machine = self._machine or MachineWatch(self.training.device)
+        watch.renew()
+        try:
+            state = next(course)
+            while True:
                 self._synchronize()
                 switch.on() if state else switch.off()
-                try:
-                    yield from self._block(times, times.on if state else times.off)
-                except _OutOfTime:
-                    if len(times.pairs) < 2 or len(times.pairs) == self.session.max_pairs:
-                        raise
-                    last = decide(times.pairs, self.session.min_gain, max_pairs=len(times.pairs))
-                    told = f"out of time: {last.reason}"
-                    few = (
-                        len(times.pairs) < STAGES[0] and last.status == KEPT
-                    )  # fewer looks were agreed on than this one
-                    status = INCONCLUSIVE if few else last.status
-                    return _against_the_wall(dataclasses.replace(last, status=status, reason=told), times), 0
-            self._note(times.noted(dataclasses.replace(current, phase="timing")))
+                before = len(times.pairs)
+                reason = yield from self._block(times, state, watch)
+                if len(times.pairs) > before:
+                    self._note(times.noted(dataclasses.replace(current, phase="timing")))
+                state = course.send(reason)
+        except StopIteration as done:
+            decision: Decision = done.value
+        except _OutOfTime:
+            decision = self._last_look(times)
+        if times.off_us:
+            self._step_us = median(times.on_us if decision.status == KEPT else times.off_us)
+        return _against_the_wall(decision, times), times.on.peak_bytes - times.off.peak_bytes
 
-    def _block(self, times: _Times, arm: _Arm) -> Steps:
-        """Time one block into `arm`. The step after a switch or a synchronisation is not timed: it pays for them."""
+    def _last_look(self, times: _Times) -> Decision:
+        last = decide(times.pairs, self.session.min_gain, max_pairs=self.session.max_pairs, last=True)
+        return dataclasses.replace(last, reason=f"out of time: {last.reason}")
+
+    def _block(self, times: _Times, on: bool, watch: MachineWatch) -> Generator[None, StepEvent, str]:
+        """Time one block. The step after a switch or a synchronisation is not timed: it pays for them.
+
+        Returns:
+            What disturbed it, so that it does not count; empty when it is in `times`.
+        """
+        arm = times.on if on else times.off
         on_gpu = self.training.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.training.device)
         start = time.perf_counter()
         boundaries = [(yield)]
+        watch.begin()
         clean = 0
         while clean < times.steps:
             event = yield
@@ -596,7 +626,11 @@ class SearchDriver:
             self._check_time()
             if len(boundaries) > UNCLEAN_FACTOR * times.steps + 10:
                 raise _OutOfTime
+        disturbed = watch.end(on)
         self._synchronize()
+        if disturbed:
+            times.disturbed += 1
+            return disturbed
         wall = (time.perf_counter() - start) * 1e6
         measured = step_times(boundaries).step_us
         unclean = len(boundaries) - 1 - clean
@@ -608,6 +642,7 @@ class SearchDriver:
             # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
             arm.walls.append(math.nan if unclean else wall / len(boundaries))
             arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(self.training.device))
+        return ""
 
     def _check_time(self) -> None:
         if time.monotonic() > self._ends_at:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
-from advisor.core.verdict import Verdict
+from advisor.core.verdict import Check, Verdict
 
 TRIALS_DIR = "trials"
 CURRENT_FILE = "current.json"
@@ -20,14 +20,15 @@ MEASURE_FILE = "measure.json"
 class InTrial:
     """`trials/current.json`: the candidate on trial, so that a crash has a name. Gone between trials.
 
-    phase: match, gate, warm-up, effect, timing. The pairs survive an early end of the script, and the next process goes
-    on from them.
+    phase: match, gate, warm-up, effect, timing. What is proved so far and the pairs survive an early end of the script,
+    and the next process goes on from them.
     """
 
     transform: str
     parameters: dict[str, str] = field(default_factory=dict)
     phase: str = "match"
     limit_s: float = 0.0
+    starts: int = 0  # processes that have begun or gone on with this trial
     off_us: tuple[float, ...] = ()  # block medians
     on_us: tuple[float, ...] = ()
     off_mean_us: tuple[float, ...] = ()
@@ -36,6 +37,9 @@ class InTrial:
     on_wall_us: tuple[float, ...] = ()
     steps_per_block: int = 0
     bursty: int = 0  # blocks whose steps come in bursts
+    numerics: Check | None = None  # once passed
+    effect: Check | None = None
+    first_step_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

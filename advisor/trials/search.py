@@ -63,7 +63,7 @@ TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
 # First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
-IDLE_LAUNCHES = 2
+IDLE_LAUNCHES = 3  # the blocks are halved twice until then
 # Crashes in a row, each with another candidate on, before the script itself is blamed.
 CRASHES = 4
 # A process that trains on after all its limits is ended.
@@ -453,7 +453,9 @@ class _Search:
     def _told(self, event: dict[str, Any]) -> None:
         kind, name = event.get("event"), event.get("title") or event.get("transform")
         if kind == "trial":
-            self.say(f"trying {name}")
+            pairs = event.get("pairs")
+            again = f"the script had ended; going on with {name} ({pairs} pairs so far)" if pairs else ""
+            self.say(again or f"trying {name}")
         elif kind == "verdict":
             self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
         elif kind == "fault":
@@ -523,6 +525,9 @@ def apply_search(
             reason = skipped.get(candidate.transform) or _why_open(search)
             records.save_verdict(run_dir, _skipped(candidate, reason))
     verdicts = tuple(records.verdicts(run_dir))
+    written, temporary = files.written(run_dir)
+    if temporary:
+        search.notes.append(f"beside the files listed, {temporary} temporary ones were written and put away")
     if search.interrupted:
         search.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
     log = TrialLog(
@@ -530,7 +535,7 @@ def apply_search(
         argv=command.words[1:],
         verdicts=verdicts,
         stack=stack,
-        files_written=files.written(run_dir),
+        files_written=written,
         seconds=time.time() - started,
         complete=not (search.interrupted or search.script_failed or search.late),
         notes=tuple(search.notes),

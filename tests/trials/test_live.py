@@ -5,8 +5,10 @@ from searched_loop import candidates, find, train
 
 from advisor.core import storage
 from advisor.core.plan import PlanItem
+from advisor.core.verdict import Check
 from advisor.profiling.session import Session
-from advisor.trials import records
+from advisor.trials import live, records
+from advisor.trials.gate import GateResult
 from advisor.trials.live import SearchDriver
 from advisor.trials.measure import MeasureDriver
 
@@ -74,19 +76,25 @@ def test_a_slower_rival_leaves_the_kept_change_on(tmp_path):
     assert "slower" in verdicts["faster"].reason
 
 
-def test_a_script_that_ends_early_is_gone_on_with(tmp_path):
+def test_a_script_that_ends_early_is_gone_on_with(tmp_path, monkeypatch):
     first, reason = search(tmp_path, "faster", steps=40)
     assert reason == "script ended"
     assert first == {}
     current = records.load_current(tmp_path)
     assert current.transform == "faster"
+    assert current.numerics.passed
+    # What was proved before the script ended is not proved again: a gate that refuses everything is not asked.
+    monkeypatch.setattr(live.Gate, "judge", lambda *_: GateResult(Check(passed=False, detail="asked again")))
     for _ in range(8):
         verdicts, reason = search(tmp_path, "faster", steps=60)
         if verdicts:
             break
         assert len(records.load_current(tmp_path).off_us) >= len(current.off_us)
         current = records.load_current(tmp_path)
-    assert verdicts["faster"].status == "kept"
+    assert verdicts["faster"].status == "kept", verdicts
+    assert verdicts["faster"].numerics.passed
+    told = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [e["pairs"] > 0 for e in told if e["event"] == "trial"][:2] == [False, True]
 
 
 def test_a_candidate_that_breaks_the_users_step_is_named_on_disk(tmp_path):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -130,10 +131,10 @@ def test_a_script_that(name, work):
     before = tree(work)
     run_dir, _ = run(work, SCRIPTS[name])
     assert tree(work) != before  # the script did work on its real paths
-    assert files.written(run_dir)
+    assert files.written(run_dir)[0]
     assert files.restore(run_dir) == ()
     assert tree(work) == before
-    assert files.written(run_dir)  # still listed in the report after restoring
+    assert files.written(run_dir)[0]  # still listed in the report after restoring
     assert files.restore(run_dir) == ()
     assert tree(work) == before
 
@@ -143,7 +144,34 @@ def test_what_the_script_made_is_kept_in_the_run_folder(work):
     files.restore(run_dir)
     found = (run_dir / "files" / "diverted").rglob("result.txt")
     assert [p.read_text() for p in found] == ["from the search"]
-    assert files.written(run_dir) == (str(work.resolve() / "out/result.txt"),)
+    assert files.written(run_dir) == ((str(work.resolve() / "out/result.txt"),), 0)
+
+
+def test_temporary_files_are_counted_not_named(work, monkeypatch, tmp_path):
+    # What compilers leave: files that are still there when the process ends are put away, and are nobody's result.
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    run_dir, _ = run(
+        work,
+        """
+        import tempfile
+        open(os.path.join(tempfile.mkdtemp(), "header.i"), "w").write("int x;")
+        open(os.path.join(tempfile.gettempdir(), "metrics.csv"), "w").write("the user's own")
+        open("out/result.txt", "w").write("from the search")
+        """,
+    )
+    named = (str(temporary.resolve() / "metrics.csv"), str(work.resolve() / "out/result.txt"))
+    files.restore(run_dir)  # after which only what was there at the end is told
+    assert files.written(run_dir) == (named, 1)
+    # Someone who works in a temporary folder has results there.
+    place = temporary / "tmpwork"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    with open(run_dir / "files" / files.JOURNAL, "a") as journal:
+        journal.write(json.dumps({"action": "created", "path": str(place.resolve() / "out.pt")}) + "\n")
+    assert str(place.resolve() / "out.pt") in files.written(run_dir)[0]
 
 
 def test_torch_save_is_seen_although_it_writes_natively(work):
@@ -253,7 +281,7 @@ def test_a_write_is_refused_when_the_original_cannot_be_set_aside(work):
 
 def test_reading_leaves_no_trace(work):
     run_dir, _ = run(work, 'open("log.csv").read(); os.makedirs("out", exist_ok=True); os.stat("out")')
-    assert files.written(run_dir) == ()
+    assert files.written(run_dir) == ((), 0)
     assert not (run_dir / "files" / files.JOURNAL).exists()
 
 

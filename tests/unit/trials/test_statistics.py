@@ -31,7 +31,7 @@ class Machine:
         self.noise, self.rho, self.drift, self.straggler, self.block = noise, rho, drift, straggler, block
         self.ar = self.level = 0.0
 
-    def medians(self, factor, steps=20):
+    def medians(self, factor, steps=9):
         offset = self.random.gauss(0, self.block)
         times = []
         for _ in range(steps):
@@ -41,33 +41,80 @@ class Machine:
             times.append(1000.0 * factor * late * math.exp(self.level + self.ar + offset))
         return st.median(times)
 
-    def trial(self, factor, min_gain=0.01):
-        pairs = []
-        while True:
-            first_off = len(pairs) % 2 == 0
-            a = self.medians(1.0 if first_off else factor)
-            b = self.medians(factor if first_off else 1.0)
-            pairs.append((a, b) if first_off else (b, a))
-            decision = st.decide(pairs, min_gain)
-            if decision.status != st.MORE:
-                return decision, len(pairs)
+    def trial(self, factor, min_gain=0.01, disturbed=0.0, seen=True):
+        """A whole trial; this share of blocks is a quarter slower, and flagged as such when `seen`."""
+        off, on = [], []
+        course = st.trial(lambda: list(zip(off, on, strict=False)), False, min_gain)
+        try:
+            state = next(course)
+            while True:
+                hit = self.random.random() < disturbed
+                block = self.medians(factor if state else 1.0) * (1.25 if hit else 1.0)
+                if not (hit and seen):
+                    (on if state else off).append(block)
+                state = course.send("a throttled clock" if hit and seen else "")
+        except StopIteration as done:
+            return done.value, len(on)
+
+
+def kept(trials, *, factor, **options):
+    return sum(Machine(seed).trial(factor, **options)[0].status == st.KEPT for seed in range(trials))
 
 
 def test_nothing_is_kept_when_nothing_changed():
-    kept = sum(Machine(seed).trial(1.0)[0].status == st.KEPT for seed in range(400))
-    assert kept <= 4  # at most 1 %
+    assert kept(400, factor=1.0) <= 4  # at most 1 %
 
 
 def test_false_keeps_stay_rare_without_any_threshold():
-    kept = sum(Machine(seed).trial(1.0, min_gain=0.0)[0].status == st.KEPT for seed in range(400))
-    assert (
-        kept <= 16
-    )  # three looks at 0.5 % each and neighbours that are correlated: 4 %, which is why 1 % is the default
+    # The looks share the error: each at the full 99 % would keep 3 %.
+    # The looks share the error: with 99 % for each of them, 26 of these are kept.
+    assert kept(1000, factor=1.0, min_gain=0.0) <= 10
+
+
+def test_false_keeps_stay_rare_on_a_noisy_machine():
+    noisy = [
+        Machine(seed, noise=0.1, block=0.1, drift=0.003, straggler=0.1).trial(1.0)[0].status for seed in range(300)
+    ]
+    assert noisy.count(st.KEPT) <= 3
+    assert noisy.count(st.INCONCLUSIVE) > 280  # and noise is called noise
 
 
 def test_three_per_cent_is_found():
-    kept = sum(Machine(seed).trial(0.97)[0].status == st.KEPT for seed in range(200))
-    assert kept >= 190
+    assert kept(200, factor=0.97) >= 190
+
+
+def test_three_per_cent_is_found_although_one_block_in_twenty_meets_something_else():
+    # Without trimming, 94 of these are found.
+    assert kept(200, factor=0.97, disturbed=0.05, seen=False) >= 190
+    assert kept(300, factor=1.0, disturbed=0.05, seen=False) <= 3
+
+
+def test_disturbed_blocks_are_taken_again():
+    assert kept(200, factor=0.97, disturbed=0.15) >= 190
+    assert kept(300, factor=1.0, disturbed=0.15) <= 3
+
+
+def test_too_many_disturbed_blocks_end_a_trial_without_a_decision():
+    for seed in range(50):
+        decision, _ = Machine(seed).trial(0.5, disturbed=0.9)
+        assert decision.status == st.INCONCLUSIVE
+        assert "disturbed in" in decision.reason
+        assert "a throttled clock" in decision.reason
+
+
+def test_blocks_come_in_abba_order():
+    pairs, order = [], []
+    course = st.trial(lambda: pairs, True, 0.01, max_pairs=4)
+    state = next(course)
+    try:
+        while True:
+            order.append(state)
+            if len(order) % 2 == 0:
+                pairs.append((1000.0, 500.0 + len(order)))
+            state = course.send("")
+    except StopIteration as done:
+        assert done.value.status == st.KEPT
+    assert order == [True, False, False, True, True, False, False, True]
 
 
 def test_a_clear_loser_stops_at_the_first_stage():
@@ -85,12 +132,36 @@ def test_stages_are_the_only_looks():
 
 
 def test_straddling_the_threshold_to_the_end_is_inconclusive():
-    pairs = [(1000.0, 1000.0 * f) for f in (0.9, 1.08) * 10]
+    pairs = [(1000.0, 1000.0 * f) for f in (0.9, 1.02) * 10]
     assert st.decide(pairs[:6], 0.01).status == st.MORE
     decision = st.decide(pairs, 0.01)
     assert decision.status == st.INCONCLUSIVE
+    assert "noise hides" in decision.reason
     assert decision.gain is not None
     assert decision.gain.low < 0.01 < decision.gain.high
+
+
+def test_what_no_number_of_pairs_would_settle_is_given_up_at_a_stage():
+    pairs = [(1000.0, 1000.0 * f) for f in (0.9, 1.08) * 3]
+    decision = st.decide(pairs, 0.01)
+    assert decision.status == st.INCONCLUSIVE
+    assert "20 would not tell" in decision.reason
+    assert st.decide(pairs[:5], 0.01).status == st.MORE
+
+
+def test_the_last_look_before_time_is_up():
+    assert st.decide([(1000.0, 500.0 + i) for i in range(8)], 0.01, last=True).status == st.KEPT
+    few = st.decide([(1000.0, 500.0 + i) for i in range(4)], 0.01, last=True)
+    assert few.status == st.INCONCLUSIVE
+    assert "too few pairs" in few.reason
+    assert st.decide([(1000.0, 1500.0 + i) for i in range(4)], 0.01, last=True).status == st.REVERTED
+    assert st.decide([], 0.01, last=True).status == st.INCONCLUSIVE
+
+
+def test_shares_are_told_without_an_absurd_bound():
+    decision = st.decide([(1000.0, 400.0), (1000.0, 900.0), (1000.0, 100.0)], 0.01, max_pairs=3)
+    assert "below −1000 %" in decision.reason or "−" in decision.reason
+    assert st.decide([(1000.0, 1.0), (1.0, 1000.0), (1000.0, 1000.0)], 0.01, max_pairs=3).gain.low < -1e3
 
 
 def test_times_that_are_no_times_are_never_kept():
