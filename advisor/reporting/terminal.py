@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -279,10 +280,10 @@ def trials_text(
 
 
 def _trials(page: _Page, log: TrialLog) -> list[str]:
-    kept, total = len(wording.kept(log)), len(log.verdicts)
-    lines = [page.heading("Trials", f"{kept} of {total} changes kept, {time_text(log.seconds * 1e6)} in all")]
+    lines = [page.heading("Trials", f"{wording.number(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
+    lines += page.wrap(wording.trials_headline(log), 2)
     names = {id(v): v.title or v.transform for v in log.verdicts}
     name_width = min(max(map(len, names.values())), max(16, page.width - 54))
     head = f"  {'change':<{name_width}}  {'predicted':>10}  {'measured':>14}  verdict"
@@ -307,8 +308,9 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
 
 def _reason(verdict: Verdict) -> str:
     parts = [verdict.reason]
-    if verdict.status == "kept" and verdict.break_even_steps is not None:
-        parts.append(f"pays off after {count_text(round(verdict.break_even_steps))} steps")
+    if verdict.status == "kept" and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
+        paid = wording.number(round(verdict.break_even_steps), "step")
+        parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
     if verdict.blocks.disturbed:
         parts.append(f"{wording.number(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.unmatched:
@@ -323,7 +325,7 @@ def _stack(page: _Page, log: TrialLog) -> list[str]:
     style = {True: "green", False: "red", None: "yellow"}[stack.passed]
     lines = [page.heading("All kept changes together", "against the plain script, in fresh processes")]
     if stack.plain_us and stack.stack_us:
-        plain, both = (sorted(t)[len(t) // 2] for t in (stack.plain_us, stack.stack_us))
+        plain, both = (statistics.geometric_mean(t) for t in (stack.plain_us, stack.stack_us))
         runs = f"({len(stack.plain_us)} and {len(stack.stack_us)} runs)"
         lines.append(
             f"  Step     {wording.duration(plain)} plain, {wording.duration(both)} with the plan  {page.paint(runs, 'dim')}"

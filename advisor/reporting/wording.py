@@ -167,7 +167,7 @@ def usable(trials: TrialLog) -> bool:
 def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
     """The run in one or two sentences: what `apply` reached, else how near the limit is and what would help most."""
     if trials is not None:
-        return _trials_headline(trials)
+        return trials_headline(trials)
     if profile.step_us is None:
         return "No step could be timed, so nothing can be said about speed."
     sentence = limit_sentence(profile)
@@ -189,13 +189,18 @@ def _clause(title: str) -> str:
     return title[:1].lower() + title[1:] if word[1:].islower() or len(word) == 1 else title
 
 
-def _trials_headline(trials: TrialLog) -> str:
+def trials_headline(trials: TrialLog) -> str:
+    """What came of the trials, in a sentence or two: proved, settled without a gain, or open and why."""
     count = len(kept(trials))
     changes = f"{count} of {len(trials.verdicts)} changes kept"
     stack = trials.stack
+    if not count:
+        waiting = [v for v in trials.verdicts if v.status == "inconclusive"]
+        if not waiting and trials.complete:
+            return "Nothing helps here: every change that was tried was rejected for a reason. The plain script stays as it is."
+        why = f"{number(len(waiting), 'change')} could not be settled" if waiting else "the search did not finish"
+        return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may tell."
     if stack is None or stack.speedup is None:
-        if not count:
-            return "No change was proved faster; the plain script stays as it is."
         return f"{changes}; the stack was not compared with the plain script."
     speed = f"{factor(stack.speedup)} the plain script's speed"
     if stack.speedup_low is not None and stack.speedup_high is not None:

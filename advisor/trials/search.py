@@ -92,6 +92,8 @@ class _Search:
     restarted: set[str] = field(default_factory=set)  # candidates that only fresh processes can try
     fault: str = ""  # of advisor's own, in the latest child
     late: bool = False
+    titles: dict[str, str] = field(default_factory=dict)  # as the child has told them
+    ended_early: int = 0  # search processes whose script came to its own end
     _crashes: int = 0
 
     # -- live -------------------------------------------------------------------------------------------------------
@@ -139,19 +141,22 @@ class _Search:
             if not ended.stopped_by_advisor and (ended.code != 0 or ended.timed_out):
                 self._crashed(ended, verdicts_before)
                 continue
+            self.ended_early += not ended.stopped_by_advisor
             idle = 0 if self._progress() != before else idle + 1
             if idle >= IDLE_LAUNCHES:
                 self._give_up(left)
                 idle = 0
 
     def _crashed(self, ended: Exit, verdicts_before: int) -> None:
-        current = records.load_current(self.run_dir)
+        current, status = records.load_current(self.run_dir), "failed"
         if current is None:
             self.script_failed = True
             self.notes.append(f"the script ended with exit code {ended.code} in the search; see {OUTPUT_FILE}")
             return
         if ended.signal == getattr(signal, "SIGALRM", None) or ended.timed_out:
             reason = f"its {current.phase} did not end within {current.limit_s:.0f} s"
+            if time.time() >= self.deadline:
+                status, reason = INCONCLUSIVE, f"out of time in its {current.phase}; give it more with --max-time"
         elif ended.signal == signal.SIGKILL:
             reason = f"the process was killed in its {current.phase}; the machine may have run out of memory"
         elif ended.signal:
@@ -164,7 +169,7 @@ class _Search:
             # One candidate after the other "fails" without any of them coming to a verdict: it is the script.
             self.script_failed = True
             self.notes.append(f"the search ended: the script failed {CRASHES} times in a row; see {OUTPUT_FILE}")
-        self._conclude_current(current, "failed", reason)
+        self._conclude_current(current, status, reason)
 
     def _give_up(self, left: Sequence[Recommendation]) -> None:
         current = records.load_current(self.run_dir) or _in_trial(left[0])
@@ -186,13 +191,18 @@ class _Search:
             status=status,
             reason=reason,
             parameters=dict(candidate.parameters),
+            title=self.title(candidate.transform),
             semantics=candidate.semantics,
             predicted=candidate.predicted,
             blocks=Blocks(off_us=current.off_us, on_us=current.on_us, steps_per_block=current.steps_per_block),
         )
         records.save_verdict(self.run_dir, verdict)
         records.clear_current(self.run_dir)
-        self.say(f"{verdict.transform}: {status}, {reason}")
+        self.say(f"{verdict.title}: {status}, {reason}")
+
+    def title(self, transform: str) -> str:
+        """A transform as people call it, once a child has told."""
+        return self.titles.get(transform, transform)
 
     def left(self, candidates: Sequence[Recommendation]) -> list[Recommendation]:
         """Candidates without a verdict."""
@@ -244,7 +254,7 @@ class _Search:
 
     def fresh(self, candidate: Recommendation) -> None:
         """Try a candidate that must be on from the start, in ABBA pairs of fresh processes."""
-        name = candidate.transform
+        name = self.title(candidate.transform)
         kept = self.kept_items()
         item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
         pairs: list[tuple[float, float]] = []
@@ -305,6 +315,7 @@ class _Search:
                 status=status,
                 reason=reason,
                 parameters=dict(candidate.parameters),
+                title=name,
                 semantics=candidate.semantics,
                 predicted=candidate.predicted,
                 gain=gain,
@@ -330,7 +341,8 @@ class _Search:
             if rounds and (verdict.passed is not None or time.time() > self.stack_deadline):
                 break
             for arm in STACK_RUNS:
-                self.say(f"all kept changes against the plain script, in fresh processes: {arm}")
+                told = "all kept changes" if arm == "stack" else "the plain script"
+                self.say(f"comparing in fresh processes, round {rounds + 1}: {told}")
                 # A seed for each turn: the plain runs then span what chance does to the losses, where the same seed twice would
                 # span nothing, and a training that rounding sends another way would look broken.
                 found = self.arm(tuple(kept) if arm == "stack" else (), turn=len(runs[arm]))
@@ -355,7 +367,7 @@ class _Search:
             self._revert(dropped, f"on top of the changes before it, it did not hold in fresh runs: {verdict.detail}")
             if not kept or self.interrupted:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
-            self.say(f"without {dropped.transform}, in fresh processes: stack")
+            self.say(f"without {self.title(dropped.transform)}, in fresh processes")
             again = [m for m in (self.arm(tuple(kept)), self.arm(tuple(kept))) if m is not None]
             verdict = self._judge(runs["plain"], again, kept)
         return verdict
@@ -452,6 +464,8 @@ class _Search:
 
     def _told(self, event: dict[str, Any]) -> None:
         kind, name = event.get("event"), event.get("title") or event.get("transform")
+        if event.get("title") and event.get("transform"):
+            self.titles.setdefault(str(event["transform"]), str(event["title"]))
         if kind == "trial":
             pairs = event.get("pairs")
             again = f"the script had ended; going on with {name} ({pairs} pairs so far)" if pairs else ""
@@ -523,11 +537,15 @@ def apply_search(
     for candidate in ordered:
         if candidate in search.left(ordered):
             reason = skipped.get(candidate.transform) or _why_open(search)
-            records.save_verdict(run_dir, _skipped(candidate, reason))
+            records.save_verdict(run_dir, _skipped(candidate, search.title(candidate.transform), reason))
     verdicts = tuple(records.verdicts(run_dir))
     written, temporary = files.written(run_dir)
     if temporary:
         search.notes.append(f"beside the files listed, {temporary} temporary ones were written and put away")
+    if search.ended_early > 1:
+        search.notes.append(
+            f"the script ended {search.ended_early} times before the search did; with more steps in a run it takes less time"
+        )
     if search.interrupted:
         search.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
     log = TrialLog(
@@ -638,9 +656,10 @@ def _in_trial(candidate: Recommendation) -> records.InTrial:
     return records.InTrial(transform=candidate.transform, parameters=dict(candidate.parameters))
 
 
-def _skipped(candidate: Recommendation, reason: str) -> Verdict:
+def _skipped(candidate: Recommendation, title: str, reason: str) -> Verdict:
     return Verdict(
         transform=candidate.transform,
+        title=title,
         status="skipped",
         reason=reason,
         parameters=dict(candidate.parameters),

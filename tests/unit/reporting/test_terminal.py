@@ -66,7 +66,7 @@ def test_trials_show_predicted_beside_measured_and_the_stack():
     for part in (
         "3 of 9 changes kept",
         "3.10× (3.05 to 3.14)",
-        "116.6 ms plain, 37.59 ms with the plan",
+        "116.6 ms plain, 37.58 ms with the plan",
         "2,196 → 6,809",
     ):
         assert part in text

@@ -73,9 +73,13 @@ def test_headline_of_trials_claims_only_what_was_proved(passed, start):
 
 
 def test_headline_without_a_kept_change():
-    log = replace(samples.trials(), stack=None, verdicts=samples.trials().verdicts[3:])
-    assert "plain script stays as it is" in wording.headline(samples.resnet50(), None, log)
-    assert not wording.usable(log)
+    rejected = tuple(v for v in samples.trials().verdicts if v.status in ("reverted", "failed", "not applicable"))
+    settled = replace(samples.trials(), verdicts=rejected, stack=None)
+    assert wording.trials_headline(settled).startswith("Nothing helps here")
+    assert "plain script stays as it is" in wording.trials_headline(settled)
+    noisy = replace(settled, verdicts=(*rejected, replace(rejected[0], status="inconclusive")))
+    assert "1 change could not be settled" in wording.trials_headline(noisy)
+    assert "did not finish" in wording.trials_headline(replace(settled, complete=False))
 
 
 def test_next_command_can_be_pasted():
