@@ -36,7 +36,6 @@ def fill(view: View, table: MetricTable) -> None:
     else:
         table.miss("kernels_per_step", NO_ROWS)
     _host(view, table)
-    table.miss("foreach_gap_frac", "the profile does not record the number of parameter tensors")
     if not view.on_gpu or count <= 0:
         return
     if view.profile.launches > 0:

@@ -34,7 +34,10 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("bf16_supported", rates["bf16"] > FASTER * rates["fp32"], provenance)
     else:
         table.miss("bf16_supported", "needs measured bf16 and fp32 matrix rates")
-    table.miss("torch_compile_available", "the profile does not record whether a backend compiler is present")
+    if machine.torch_compile is not None:
+        table.set("torch_compile_available", machine.torch_compile)
+    else:
+        table.miss("torch_compile_available", "whether a backend compiler is present was not asked")
 
 
 _KNOWN = {kind.value for kind in Provenance}

@@ -41,7 +41,10 @@ def fill(view: View, table: MetricTable) -> None:
     if view.on_gpu and allocated:
         table.set("device_allocs", stats.device_allocations)
         table.set("alloc_retries", stats.retries)
-        table.miss("empty_cache_calls", "calls of empty_cache were not counted")
+        if stats.empty_cache_calls is not None:
+            table.set("empty_cache_calls", stats.empty_cache_calls)
+        else:
+            table.miss("empty_cache_calls", "calls of empty_cache were not counted")
         if reserved and stats.total_bytes:
             table.set("peak_memory_frac", reserved / stats.total_bytes)
         if reserved:

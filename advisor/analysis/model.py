@@ -34,14 +34,13 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("dropout", facts.dropout)
     table.set("compiled", facts.compiled)
     table.set("graphed", facts.graphed)
-    for name, keys in {
-        "anomaly_mode": ("anomaly", "anomaly_mode"),
-        "deterministic_algorithms": ("deterministic_algorithms", "deterministic"),
-        "uses_cupy": ("uses_cupy", "cupy"),
-    }.items():
-        known = [facts.flags[key] for key in keys if key in facts.flags]
-        if known:
-            table.set(name, known[0])
+    for name, flag in (
+        ("anomaly_mode", "anomaly"),
+        ("deterministic_algorithms", "deterministic_algorithms"),
+        ("uses_cupy", "uses_cupy"),
+    ):
+        if flag in facts.flags:
+            table.set(name, facts.flags[flag])
         elif name == "uses_cupy" and any(_is_cupy(row) for row in view.rows):
             table.set(name, True)
         else:
@@ -50,8 +49,11 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("checkpointing", any(_recomputed(row) for row in view.rows))
     else:
         table.miss("checkpointing", "no backward pass was traced")
-    for name in ("graph_breaks", "recompiles"):
-        table.miss(name, "Dynamo's counters were not read" if facts.compiled else "the script does not compile")
+    for name, value in (("graph_breaks", facts.graph_breaks), ("recompiles", facts.recompiles)):
+        if value is not None:
+            table.set(name, value)
+        else:
+            table.miss(name, "Dynamo has compiled nothing")
     _bn_act_count(view, table)
     if view.on_gpu and view.device_us > 0:
         table.set("advisor_kernel_frac", view.share(lambda row: row.name.startswith("advisor")))

@@ -6,6 +6,7 @@ from advisor.analysis.time import NO_ROWS
 from advisor.analysis.view import HALF, MATRIX, SINGLE, View, shapes_of
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
+from advisor.core.provenance import Provenance
 
 # Tensor cores take fp16/bf16 operands in 16-byte rows. Source: NVIDIA, "Mixed precision training" guide: multiples of 8.
 ALIGNMENT = 8
@@ -24,7 +25,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(flag, "the script's backend flags were not read")
     names = ("tensor_eligible_frac", "fp32_conv_frac", "half_frac", "unaligned_channel_frac")
     if view.device_us <= 0:
-        for name in (*names, "amp_capable_loss"):
+        for name in (*names, "amp_capable_loss", "half_rate_ratio"):
             table.miss(name, NO_ROWS)
         return
     # autocast raises on binary_cross_entropy of probabilities; every other operator has a rule or runs as it is.
@@ -39,9 +40,15 @@ def fill(view: View, table: MetricTable) -> None:
     if view.on_gpu and known:
         table.set("fp64_frac", view.share(lambda row: row.dtype == "fp64"))
     if matrix <= 0:
-        for name in ("half_frac", "unaligned_channel_frac", *(("tensor_core_frac",) if view.on_gpu else ())):
+        for name in (
+            "half_frac",
+            "unaligned_channel_frac",
+            "half_rate_ratio",
+            *(("tensor_core_frac",) if view.on_gpu else ()),
+        ):
             table.miss(name, "the step has no convolution or matrix product")
         return
+    _half_rate(view, table)
     if view.on_gpu:
         table.set("tensor_core_frac", view.time_us(lambda row: row.kind in MATRIX and row.tensor_core) / matrix)
     if not known:
@@ -57,6 +64,27 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("unaligned_channel_frac", odd / time)
     else:
         table.miss("unaligned_channel_frac", "no half-precision product with known channels")
+
+
+def _half_rate(view: View, table: MetricTable) -> None:
+    """How many times as fast the products now in fp32 would be in half precision, by the rates measured here."""
+    rates, flags = view.profile.environment.matrix_tflops, view.profile.model.flags
+    half = rates.get("bf16") or rates.get("fp16") or 0.0
+    now = ideal = 0.0
+    for row in view.rows:
+        if row.kind not in MATRIX or row.dtype not in SINGLE:
+            continue
+        # A device without a TF32 rate has no TF32, whatever the flag says.
+        tf32 = flags.get("tf32_conv" if row.kind == "conv" else "tf32_matmul", False) and rates.get("tf32", 0.0)
+        rate = rates.get("tf32", 0.0) if tf32 or row.dtype == "tf32" else rates.get("fp32", 0.0)
+        now += row.time_us
+        ideal += row.time_us * rate
+    if half > 0 and ideal > 0:
+        table.set("half_rate_ratio", half * now / ideal, Provenance.MODELLED, "measured rates, weighted by time")
+    elif half > 0 and not now:
+        table.miss("half_rate_ratio", "no product in fp32 was traced")
+    else:
+        table.miss("half_rate_ratio", "needs measured half-precision and fp32 matrix rates")
 
 
 def _refused(row: KernelRow) -> bool:

@@ -71,7 +71,7 @@ def _step(view: View, table: MetricTable) -> None:
     else:
         table.miss("batch_size", "no batch dimension was seen")
     names = ("step_us", "step_spread_frac", "steps_measured", "step_outlier_frac", "samples_per_s", "limit_frac")
-    table.miss("first_step_ratio", "the profile keeps no time of the first step")
+    table.miss("first_step_ratio", "the first step was not seen from its beginning")
     if profile.limit_us > 0:
         table.set("limit_us", profile.limit_us, Provenance.MODELLED)
     else:

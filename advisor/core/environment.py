@@ -36,5 +36,6 @@ class Environment:
     cpu_count: int = 0
     host_memory_bytes: int = 0
     platform: str = ""
+    torch_compile: bool | None = None  # torch.compile's default backend finds what it needs; None: not asked
     shared_gpu: bool = False  # another process held memory on this GPU during the run
     notes: tuple[str, ...] = ()

@@ -104,6 +104,7 @@ class MemoryStats:
     device_allocations: float = 0.0  # cudaMalloc calls per step after warm-up
     growth_bytes: float = 0.0  # change of allocated bytes per step after warm-up
     retries: int = 0
+    empty_cache_calls: float | None = None  # torch.cuda.empty_cache calls per step; None: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +175,11 @@ class ModelFacts:
     graphed: bool = False
     dropout: bool = False
     ema: bool = False
+    graph_breaks: float | None = None  # per frame that Dynamo was given; None: nothing compiled
+    recompiles: int | None = None  # graphs compiled during the timed steps; None: nothing compiled
     flags: dict[str, bool] = field(
         default_factory=dict
-    )  # cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly
+    )  # cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly, uses_cupy, find_unused_parameters (DDP)
     env: dict[str, str] = field(default_factory=dict)  # performance-relevant variables that are set
 
 

@@ -21,6 +21,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from advisor.profiling.compiles import compiled_code_in_use
 from advisor.profiling.training import RootModule
 
 MODULE, LINE, STEP = "advisor:module:", "advisor:line:", "advisor:step:"
@@ -64,15 +65,6 @@ def step_marker(index: int) -> None:
     """Leave the mark `advisor:step:<index>` in the trace, so that a step's bounds are on the trace's own clock."""
     with _RecordFunctionFast(f"{STEP}{index}"):
         pass
-
-
-def compiled_code_in_use() -> bool:
-    """True when Dynamo has compiled something: it guards on the function modes, so that ours would make it compile anew."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(utils, "counters", None)
-    if not counters:
-        return False
-    return bool(counters.get("stats", {}).get("unique_graphs")) or bool(counters.get("frames", {}).get("ok"))
 
 
 def module_names(roots: Sequence[RootModule]) -> dict[int, str]:
@@ -121,6 +113,7 @@ class Annotator:
         """
         self._active = True
         self._patch_modules()
+        # Dynamo guards on the function modes: ours would make it compile anew.
         if not (compiled_code_in_use() if compiled is None else compiled):
             self._mode = _LineMode(self)
             _insert_below(self._mode)

@@ -48,18 +48,24 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     folder = Path(run_dir)
     session = storage.load(folder / SESSION_FILE, Session)
     gaps: list[str] = []
+    notes: list[str] = []
     steps = _read(folder / STEPS_FILE, StepsRecord, gaps) or StepsRecord(kind="none")
     facts = _read(folder / FACTS_FILE, FactsRecord, gaps) or FactsRecord()
     flags = facts.model.flags
     precision = Precision(tf32_conv=flags.get("tf32_conv", False), tf32_matmul=flags.get("tf32_matmul", False))
     found = _aggregate(folder / TRACE_FILE, environment, precision, gaps)
-    utilization = {**_from_trace(found), **_sampled(folder / SAMPLES_FILE, steps)}
+    utilization = {**_from_steps(steps), **_from_trace(found), **_sampled(folder / SAMPLES_FILE, steps)}
     shared = utilization.get("gpu_shared")
     if shared is not None and shared.value:
         environment = replace(environment, shared_gpu=True)
     if not steps.complete:
         gaps.append(f"the run ended in phase '{steps.phase}', before the measurement was complete")
     step = steps.step_us or steps.wall_us
+    if step is not None and 0 < step.median < found.limit_us:
+        notes.append(
+            f"the limit of {found.limit_us:.0f} us is longer than the step of {step.median:.0f} us: this machine's rates were "
+            "measured while it was busy, or the step's data stay in a cache; no share of the limit means anything"
+        )
     overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
     return StepProfile(
         script=session.script,
@@ -95,7 +101,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         ),
         exit_code=exit_code,
         complete=not gaps,
-        notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *gaps))),
+        notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *notes, *gaps))),
     )
 
 
@@ -132,6 +138,14 @@ def _sampled(path: Path, steps: StepsRecord) -> dict[str, Quantity]:
         window.start_unix_ns if window is not None else None,
         window.end_unix_ns if window is not None else None,
     )
+
+
+def _from_steps(steps: StepsRecord) -> dict[str, Quantity]:
+    """The first step beside the others; on the host's clock, as no event stands before it."""
+    if not steps.first_step_us or steps.provisional or steps.wall_us is None or steps.wall_us.median <= 0:
+        return {}
+    ratio = steps.first_step_us / steps.wall_us.median
+    return {"first_step_ratio": Quantity(value=ratio, provenance=Provenance.MEASURED, reason="by wall clock")}
 
 
 def _from_trace(found: Aggregate) -> dict[str, Quantity]:

@@ -18,6 +18,7 @@ from typing import Any
 from advisor.core import storage
 from advisor.core.profile import MemoryStats
 from advisor.core.trace import Trace
+from advisor.profiling.compiles import compiled_graphs
 from advisor.profiling.discover import LOOK_STEPS, Discovery
 from advisor.profiling.facts import input_stats, model_facts
 from advisor.profiling.memory import MemoryProbe
@@ -72,6 +73,8 @@ class ProfileDriver:
         self._losses: tuple[float, ...] = ()
         self._memory = MemoryStats()
         self._probe: MemoryProbe | None = None
+        self._graphs = 0  # compiled before the timed steps
+        self._recompiles: int | None = None
         self._collector: Any = None
         self._bounds: list[StepEvent] = []
         self._restarts = 0
@@ -126,7 +129,8 @@ class ProfileDriver:
     def _begin_timed(self, step: StepEvent) -> None:
         self.phase = "timed"
         if self.records:
-            self._probe = MemoryProbe(self.training.device)
+            self._probe = MemoryProbe(self.training.device, self.watcher.patches)
+            self._graphs = compiled_graphs()
         self._timed_boundaries = [step]
         self._timed = _window(step)
         self._save_steps()
@@ -269,6 +273,8 @@ class ProfileDriver:
         self._losses = _values([boundaries[position].loss for position in self._times.positions[:MAX_LOSSES]])
         probe = self._probe or MemoryProbe(self.training.device)
         self._memory = probe.stats(max(len(self._timed_boundaries) - 1, 0))
+        if self._graphs:
+            self._recompiles = compiled_graphs() - self._graphs
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +283,7 @@ class ProfileDriver:
             return
         loader = sorted(self._loader_us)
         self._facts = FactsRecord(
-            model=model_facts(self.training, self.discovery, self.watcher),
+            model=model_facts(self.training, self.discovery, self.watcher, self._recompiles),
             input=input_stats(self.training, self.discovery, loader[len(loader) // 2] if loader else 0.0),
             memory=self._memory,
         )

@@ -14,15 +14,17 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,6 +130,7 @@ def host_facts() -> Environment:
         cpu_count=hostload.cpu_count(),
         host_memory_bytes=hostload.memory_bytes(),
         platform=platform.platform(),
+        torch_compile=_can_compile(),
     )
 
 
@@ -273,6 +276,27 @@ def _events(work: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
+def _can_compile() -> bool:
+    """Whether Inductor finds what it generates code for: Triton on a GPU of Volta or later, and a C++ compiler.
+
+    Triton, too, has the compiler build its launchers. Sources: torch.compile's documentation, "Requirements"; torch's
+    `torch.utils._triton.has_triton` asks for compute capability 7.0.
+    """
+    import torch
+    from torch._dynamo.eval_frame import is_dynamo_supported
+
+    if not (is_dynamo_supported() and any(map(shutil.which, _compilers()))):
+        return False
+    if not torch.cuda.is_available():
+        return True
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability()[0] >= 7
+
+
+def _compilers() -> tuple[str, ...]:
+    named = os.environ.get("CXX", "").split()[:1]
+    return (*named, "c++", "g++", "clang++", "cl")
+
+
 def _cudnn() -> str:
     import torch
 
@@ -296,6 +320,7 @@ def _key() -> str:
     """Names everything that a measured rate depends on and that can be told without importing torch."""
     parts = {
         "schema": storage.SCHEMA_VERSION,
+        "facts": [field.name for field in fields(Environment)],  # what an older advisor did not ask is asked again
         "node": platform.node(),
         "kernel": platform.release(),
         "cpu": hostload.cpu_name(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +16,7 @@ from torch import nn
 
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
 from advisor.profiling.annotate import module_names
+from advisor.profiling.compiles import graph_breaks
 from advisor.profiling.discover import Discovery, Observations, inner
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
@@ -65,9 +67,15 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def model_facts(
-    training: Training, discovery: Discovery | None = None, watcher: StepWatcher | None = None
+    training: Training,
+    discovery: Discovery | None = None,
+    watcher: StepWatcher | None = None,
+    recompiles: int | None = None,
 ) -> ModelFacts:
-    """What is trained and how. Without `discovery` and `watcher` what only they have seen keeps its default."""
+    """What is trained and how. Without `discovery` and `watcher` what only they have seen keeps its default.
+
+    `recompiles` is counted by the caller: graphs that Dynamo has compiled since the warm-up.
+    """
     seen = discovery.seen if discovery is not None else Observations()
     modules = [root.module for root in training.roots]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
@@ -108,7 +116,9 @@ def model_facts(
         graphed=bool(discovery is not None and discovery.watcher.interval.replays) or _graphed(modules),
         dropout=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in everything),
         ema=_has_average(),
-        flags=_flags(),
+        graph_breaks=graph_breaks(),
+        recompiles=recompiles,
+        flags=_flags(everything),
         env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )
 
@@ -225,14 +235,18 @@ def _has_average() -> bool:
     return any(_AVERAGED.search(kind.__name__) for kind in {type(found) for found in gc.get_objects()})
 
 
-def _flags() -> dict[str, bool]:
+def _flags(everything: list[nn.Module]) -> dict[str, bool]:
     flags = {
         "cudnn_enabled": torch.backends.cudnn.enabled,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "anomaly": torch.is_anomaly_enabled(),
+        "uses_cupy": "cupy" in sys.modules,
     }
+    wrappers = [m for m in everything if isinstance(m, nn.parallel.DistributedDataParallel)]
+    if wrappers:
+        flags["find_unused_parameters"] = any(m.find_unused_parameters for m in wrappers)
     # The two ways of asking refuse to be mixed: a script that has used one makes the other raise.
     with suppress(RuntimeError, AttributeError):
         flags["tf32_matmul"] = bool(torch.backends.cuda.matmul.allow_tf32)

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from advisor.core.profile import MemoryStats
+from advisor.profiling.patches import Patches
+
+# What torch.cuda.empty_cache and torch.accelerator.empty_cache call, however the script has imported them; the first is
+# not in CPU builds.
+_EMPTY_CACHE = ("_cuda_emptyCache", "_accelerator_emptyCache")
 
 
 class MemoryProbe:
-    """Counts from its construction on. Reading costs tenths of a millisecond: not inside a timed step."""
+    """Counts from its construction on. Reading costs tenths of a millisecond: not inside a timed step.
 
-    def __init__(self, device: torch.device) -> None:
+    With `patches` it also counts the calls that give the allocator's free blocks back to the driver.
+    """
+
+    def __init__(self, device: torch.device, patches: Patches | None = None) -> None:
         self._device = device
+        self._emptied: int | None = None
+        if patches is not None:
+            self._emptied = 0
+            for name in _EMPTY_CACHE:
+                if plain := getattr(torch._C, name, None):
+                    patches.replace(torch._C, name, self._counting(plain))
         self._start = self._read()
 
     def stats(self, steps: int) -> MemoryStats:
@@ -33,7 +49,15 @@ class MemoryProbe:
             device_allocations=grown("num_device_alloc") / count,
             growth_bytes=grown("allocated_bytes.all.current") / count,
             retries=end.get("num_alloc_retries", 0),
+            empty_cache_calls=self._emptied / count if self._emptied is not None and steps else None,
         )
+
+    def _counting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def empty_cache(*args: Any, **kwargs: Any) -> Any:
+            self._emptied = (self._emptied or 0) + 1
+            return plain(*args, **kwargs)
+
+        return empty_cache
 
     def _read(self) -> dict[str, int]:
         if self._device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

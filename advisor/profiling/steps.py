@@ -14,7 +14,6 @@ of the script's step (a `next(iter(loader))` each time) and does not count.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -27,6 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from advisor.profiling import stop
+from advisor.profiling.compiles import compiled_graphs
 from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
 from advisor.profiling.records import OWN_WORK
@@ -309,7 +309,7 @@ class StepWatcher:
         if self._changed:
             reasons.append(PATTERN)
             self._changed = False
-        compiles = _compile_count()
+        compiles = compiled_graphs()
         if compiles != self._compiles:
             self._compiles = compiles
             interval.marks.add(COMPILE)
@@ -459,14 +459,6 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def _compile_count() -> int:
-    """Frames that Dynamo has compiled so far; 0 when it was never loaded. Never loads it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    return int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
 
 
 def _smaller_batch(signature: tuple[tuple[int, ...], ...], usual: tuple[tuple[int, ...], ...]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from advisor.core.profile import Spread, StepProfile
+from advisor.core.student import t_quantile
 from advisor.core.units import percent_text
 from advisor.reporting import breakdown, wording
 from advisor.reporting.machine import cell
@@ -110,34 +111,6 @@ class Comparison:
         )
 
 
-def student_cdf(t: float, degrees: int) -> float:
-    """P(T ≤ t) of Student's t with a whole number of degrees of freedom.
-
-    Sources: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    angle = math.atan2(t, math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    term, total = (cosine, cosine) if degrees % 2 else (1.0, 1.0)
-    for k in range(3 if degrees % 2 else 2, degrees - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    if degrees % 2:
-        inner = angle + (sine * total if degrees > 1 else 0.0)
-        return 0.5 + inner / math.pi
-    return 0.5 + sine * total / 2
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """The t with P(T ≤ t) = `probability`, for probabilities from 0.5 up, by bisection."""
-    low, high = 0.0, 1.0
-    while student_cdf(high, degrees) < probability:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, degrees) < probability else (low, middle)
-    return (low + high) / 2
-
-
 def block_logs(raw: tuple[float, ...]) -> list[float]:
     """Logarithms of the medians of equal blocks of successive steps; empty when there are too few for an interval."""
     times = [t for t in raw if t > 0 and math.isfinite(t)]
@@ -161,7 +134,7 @@ def ratio_interval(a: Spread, b: Spread, confidence: float = CONFIDENCE) -> tupl
     if error == 0:
         return math.exp(centre), math.exp(centre)
     degrees = (vx + vy) ** 2 / (vx**2 / (len(x) - 1) + vy**2 / (len(y) - 1))
-    half = student_quantile(0.5 + confidence / 2, max(1, math.floor(degrees))) * error
+    half = t_quantile(0.5 + confidence / 2, max(1, math.floor(degrees))) * error
     return math.exp(centre - half), math.exp(centre + half)
 
 

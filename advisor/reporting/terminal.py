@@ -123,7 +123,7 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
     lines.append(f"{step}   {wording.spread(s)}" + (f"   {count_text(round(rate))} samples/s" if rate else ""))
     frac = breakdown.limit_frac(profile)
     if frac is not None:
-        style = "green" if frac >= wording.ENOUGH_FRAC else "yellow" if frac >= 0.5 else "red"
+        style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"
         lines.append(
             f"  Limit  {wording.duration(profile.limit_us)}   {page.paint(wording.limit_sentence(profile), style)}"
         )

@@ -151,6 +151,10 @@ def limit_sentence(profile: StepProfile) -> str:
     device = "GPU" if profile.environment.device == "cuda" else "machine"
     if frac is None:
         return f"how near this step is to this {device}'s limit is not known"
+    if frac > 1:
+        return (
+            f"this step is faster than the rates measured on this {device} allow: how near its limit is, is not known"
+        )
     return f"this step runs at {percent_text(frac)} of this {device}'s limit"
 
 
@@ -176,7 +180,7 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     if best is not None and best.gain is not None:
         return f"{sentence} Most to gain: {_clause(best.title)} ({saves(best.gain)})."
     frac = breakdown.limit_frac(profile)
-    if findings is not None and frac is not None and frac >= ENOUGH_FRAC:
+    if findings is not None and frac is not None and ENOUGH_FRAC <= frac <= 1:
         return f"{sentence} There is nothing to do."
     if findings is not None:
         return f"{sentence} No rule found a change that would help."

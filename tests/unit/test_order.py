@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.profiling.steps import _compile_count
+from advisor.profiling.compiles import compiled_graphs
 
 
 @pytest.mark.xdist_group("order")
 @pytest.mark.parametrize("turn", ["first", "second"])
 def test_nothing_is_compiled_when_a_test_begins(turn: str) -> None:
-    assert _compile_count() == 0
+    assert compiled_graphs() == 0
     torch.compile(nn.Linear(1, 1), backend="eager")(torch.zeros(1, 1))
-    assert _compile_count() > 0
+    assert compiled_graphs() > 0

@@ -39,6 +39,7 @@ H200 = Environment(
     rates_provenance="measured",
     cupy="14.2.0",
     cpu_count=16,
+    torch_compile=True,
 )
 LAPTOP = Environment(
     device="cpu",
@@ -176,7 +177,6 @@ def resnet50() -> StepProfile:
         utilization={
             "sm_active_frac": Quantity(value=0.81, provenance=Provenance.MEASURED),
             "gpu_temperature": Quantity(value=None, provenance=Provenance.UNAVAILABLE, reason="NVML was refused"),
-            "torch_compile_available": Quantity(value=1.0, provenance=Provenance.MEASURED),
         },
     )
 

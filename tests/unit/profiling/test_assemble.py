@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def run(tmp_path: Path) -> Path:
     )
     save_trace(tmp_path / "trace.json", traced().trace())
     return tmp_path
+
+
+def test_a_limit_beyond_the_step_is_a_note(run: Path) -> None:
+    slow, fast = replace(MACHINE, copy_gbps=1.0), replace(MACHINE, copy_gbps=1e9, matrix_tflops={"tf32": 1e9})
+    assert any("rates were measured" in note for note in assemble(run, slow).notes)
+    assert not any("rates were measured" in note for note in assemble(run, fast).notes)
+
+
+def test_the_first_step_stands_beside_the_others(run: Path) -> None:
+    assert "first_step_ratio" not in assemble(run, MACHINE).utilization
+    steps = storage.load(run / "steps.json", StepsRecord)
+    storage.save(run / "steps.json", replace(steps, first_step_us=4000.0))
+    assert assemble(run, MACHINE).utilization["first_step_ratio"].value == 50.0
+    # The warm-up's own steps are no others to stand beside.
+    storage.save(run / "steps.json", replace(steps, first_step_us=4000.0, provisional=True))
+    assert "first_step_ratio" not in assemble(run, MACHINE).utilization
 
 
 def test_a_complete_run_has_everything(run: Path) -> None:

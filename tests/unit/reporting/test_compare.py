@@ -14,26 +14,7 @@ from advisor.reporting.compare import (
     compare_markdown,
     compare_profiles,
     ratio_interval,
-    student_cdf,
-    student_quantile,
 )
-
-
-@pytest.mark.parametrize(
-    ("degrees", "t95", "t995"),  # two-sided 95 % and 99 %, from the standard table
-    [
-        (1, 12.706, 63.657),
-        (2, 4.303, 9.925),
-        (3, 3.182, 5.841),
-        (5, 2.571, 4.032),
-        (10, 2.228, 3.169),
-        (30, 2.042, 2.750),
-    ],
-)
-def test_student_quantiles(degrees, t95, t995):
-    assert student_quantile(0.975, degrees) == pytest.approx(t95, abs=6e-4)
-    assert student_quantile(0.995, degrees) == pytest.approx(t995, abs=6e-4)
-    assert student_cdf(0.0, degrees) == pytest.approx(0.5)
 
 
 def _spread(raw: list[float]) -> Spread:

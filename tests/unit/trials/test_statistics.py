@@ -5,23 +5,6 @@ import pytest
 
 from advisor.trials import statistics as st
 
-# Tables of Student's t, two-sided 99 % (NIST/SEMATECH e-Handbook, 1.3.6.7.2), and closed forms for 1 and 2 degrees.
-TABLE = [(1, 63.657), (2, 9.925), (3, 5.841), (5, 4.032), (11, 3.106), (19, 2.861), (100, 2.626)]
-
-
-@pytest.mark.parametrize(("degrees", "expected"), TABLE)
-def test_t_quantile_matches_the_tables(degrees, expected):
-    assert st.t_quantile(0.995, degrees) == pytest.approx(expected, abs=6e-4)
-    assert st.t_quantile(0.005, degrees) == pytest.approx(-expected, abs=6e-4)
-
-
-def test_t_quantile_closed_forms():
-    assert st.t_quantile(0.9, 1) == pytest.approx(math.tan(math.pi * 0.4), rel=1e-9)
-    assert st.t_quantile(0.75, 2) == pytest.approx(math.sqrt(2 * 0.25 / (1 - 0.25)), rel=1e-9)
-    for bad in ((0.0, 3), (1.0, 3), (0.5, 0)):
-        with pytest.raises(ValueError, match="not defined"):
-            st.t_quantile(*bad)
-
 
 class Machine:
     """Step times with slow drift, AR(1) noise, stragglers and a block effect, as measured on shared machines."""

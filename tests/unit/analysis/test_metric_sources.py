@@ -1,0 +1,97 @@
+"""No metric without a source: each has a place that sets it, from what collectors in fact record."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import profiles
+import pytest
+
+from advisor.analysis import metrics
+from advisor.core.metrics import SPECS
+from advisor.core.profile import Environment, MemoryStats, ModelFacts, Spread, StepProfile
+from advisor.core.provenance import Provenance
+from advisor.profiling import facts
+from advisor.profiling.aggregate import Aggregate
+from advisor.profiling.assemble import _from_steps, _from_trace
+from advisor.profiling.records import StepsRecord
+from advisor.profiling.sampler import Recording, summarise
+
+ROW = profiles.resnet50().kernels[1]
+
+
+def detailed() -> StepProfile:
+    """Convolutions of every kind, counted bytes, a compiled model, a script that has set every flag."""
+    base = profiles.resnet50()
+    rows = (
+        *base.kernels,
+        replace(ROW, module="ResNet.dw", dram_bytes=4e9, dram_provenance=Provenance.MEASURED),
+        replace(ROW, module="ResNet.grouped", dtype="bf16"),
+        replace(ROW, kind="upsample", op="aten::upsample_bilinear2d", module="ResNet.up", flops=0.0),
+    )
+    convs = (
+        *base.model.convs,
+        profiles.conv("ResNet.dw", 3, (64, 64), groups=64),
+        profiles.conv("ResNet.grouped", 3, (66, 66), groups=6),
+    )
+    names = ("cudnn_benchmark", "cudnn_deterministic", "deterministic_algorithms", "anomaly", "uses_cupy")
+    model = replace(base.model, convs=convs, flags=dict.fromkeys(names, False), graph_breaks=0.5, recompiles=0)
+    memory = replace(base.memory, empty_cache_calls=0.0)
+    return replace(base, kernels=rows, model=model, memory=memory, utilization={})
+
+
+def sources() -> set[str]:
+    """Metrics that the profiles' own fields give, and those that the sampler, the steps and the trace bring along."""
+    built = [replace(build(), utilization={}) for build in profiles.ALL.values()]
+    known = {name for profile in (*built, detailed()) for name, metric in metrics(profile) if metric.value is not None}
+    spread = Spread(median=1.0, p10=1.0, p90=1.0, n=3)
+    traced = Aggregate(steps=1, step_us=1.0, kernels=(ROW,), coverage_frac=1.0, dram_bytes=1.0)
+    return {
+        *known,
+        *summarise(Recording()),
+        *_from_steps(StepsRecord(kind="", wall_us=spread, first_step_us=2.0)),
+        *_from_trace(traced),
+    }
+
+
+def test_every_metric_has_a_place_that_sets_it() -> None:
+    assert {spec.name for spec in SPECS} - sources() == set()
+
+
+def test_the_profile_alone_gives_what_the_sampler_does_not() -> None:
+    """The flags and counts above are fields that the collectors fill, not names that only this test knows."""
+    assert {"graph_breaks", "recompiles"} <= {field.name for field in fields(ModelFacts)}
+    assert {"anomaly", "cudnn_deterministic", "deterministic_algorithms", "uses_cupy"} <= set(facts._flags([]))
+    assert "empty_cache_calls" in {field.name for field in fields(MemoryStats)}
+    assert "torch_compile" in {field.name for field in fields(Environment)}
+
+
+@pytest.mark.parametrize(
+    ("conv_tf32", "expected"),
+    # Of 64,500 us of fp32 products 64,000 are convolutions: at the TF32 rate of 400, or all at the fp32 rate of 50.
+    [(True, 800 * 64500 / (64000 * 400 + 500 * 50)), (False, 800 / 50)],
+)
+def test_half_rate_is_held_against_the_precision_in_use(conv_tf32: bool, expected: float) -> None:
+    base = profiles.resnet50()
+    profile = replace(base, model=replace(base.model, flags={"tf32_conv": conv_tf32, "tf32_matmul": False}))
+    metric = metrics(profile)["half_rate_ratio"]
+    assert metric.value == pytest.approx(expected)
+    assert metric.provenance is Provenance.MODELLED
+
+
+def test_half_rate_needs_rates_and_products() -> None:
+    base = profiles.resnet50()
+    unmeasured = replace(base, environment=replace(base.environment, matrix_tflops={}))
+    assert "rates" in metrics(unmeasured)["half_rate_ratio"].reason
+    halves = tuple(replace(row, dtype="bf16") for row in base.kernels)
+    assert "no product in fp32" in metrics(replace(base, kernels=halves))["half_rate_ratio"].reason
+
+
+def test_what_was_not_asked_or_counted_is_missing_and_said_so() -> None:
+    base = profiles.resnet50()
+    table = metrics(replace(base, environment=replace(base.environment, torch_compile=None)))
+    assert "not asked" in table["torch_compile_available"].reason
+    assert "not counted" in table["empty_cache_calls"].reason
+    assert "compiled nothing" in table["graph_breaks"].reason
+    counted = replace(base, memory=replace(base.memory, empty_cache_calls=2.0))
+    assert metrics(counted)["empty_cache_calls"].value == 2.0

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from advisor.profiling import memory
+from advisor.profiling.memory import MemoryProbe
+from advisor.profiling.patches import Patches
+
+STATS = {"num_device_alloc": 4, "allocation.all.allocated": 100, "allocated_bytes.all.current": 10}
+
+
+@pytest.fixture
+def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Patches]:
+    """A GPU whose statistics do not change, and an allocator that gives nothing back."""
+    calls = {"cuda": 0}
+
+    def give_back() -> None:
+        calls["cuda"] += 1
+
+    monkeypatch.setattr(torch._C, "_cuda_emptyCache", give_back, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_emptyCache", give_back, raising=False)
+    monkeypatch.setattr(MemoryProbe, "_read", lambda self: dict(STATS))
+    monkeypatch.setattr(
+        memory.torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 1000})
+    )
+    made = Patches()
+    yield made
+    made.restore_all()
+    assert torch._C._cuda_emptyCache is give_back
+    assert calls["cuda"] == 3  # the user's calls went through
+
+
+def test_emptied_caches_are_counted_per_step_and_passed_on(patches: Patches) -> None:
+    probe = MemoryProbe(torch.device("cuda"), patches)
+    assert probe.stats(4).empty_cache_calls == 0.0
+    torch._C._cuda_emptyCache()
+    torch._C._accelerator_emptyCache()
+    assert probe.stats(4).empty_cache_calls == 0.5
+    assert probe.stats(0).empty_cache_calls is None
+    assert MemoryProbe(torch.device("cuda")).stats(4).empty_cache_calls is None
+    patches.restore_all()
+    torch._C._cuda_emptyCache()
+    assert probe.stats(4).empty_cache_calls == 0.5
