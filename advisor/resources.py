@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 
+_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -15,6 +18,13 @@ def _folder(name: str) -> Path:
 def kernels_dir() -> Path:
     """The folder with the CUDA sources."""
     return _folder("kernels")
+
+
+@cache
+def kernel_entries() -> frozenset[str]:
+    """Names of the bundled kernels, as a trace of a step shows them."""
+    texts = (path.read_text(encoding="utf-8") for path in kernels_dir().glob("*/*.cu"))
+    return frozenset(name for text in texts for name in _ENTRY.findall(text))
 
 
 def rules_dir() -> Path:

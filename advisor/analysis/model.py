@@ -8,6 +8,7 @@ from advisor.analysis.view import View, parent
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
+from advisor.resources import kernel_entries
 
 _BATCH_NORMS = (
     "BatchNorm1d",
@@ -56,7 +57,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(name, "Dynamo has compiled nothing")
     _bn_act_count(view, table)
     if view.on_gpu and view.device_us > 0:
-        table.set("advisor_kernel_frac", view.share(lambda row: row.name.startswith("advisor")))
+        table.set("advisor_kernel_frac", view.share(lambda row: row.name in kernel_entries()))
         table.set("cupy_kernel_frac", view.share(_is_cupy))
         if facts.graphed:
             table.miss("custom_kernel_frac", "kernels of a replayed graph belong to no operator")

@@ -280,7 +280,9 @@ def trials_text(
 
 
 def _trials(page: _Page, log: TrialLog) -> list[str]:
-    lines = [page.heading("Trials", f"{wording.number(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
+    lines = [
+        page.heading("Trials", f"{wording.number(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")
+    ]
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
     lines += page.wrap(wording.trials_headline(log), 2)

@@ -78,6 +78,10 @@ class Transform(ABC):
     def release(self, training: Training) -> None:
         """Free what is kept for switching on again quickly (compiled code, captured graphs). Called after a revert."""
 
+    def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """Where it took effect and where not (`"path: why not"`), once it is on and has run; None: as `match` said."""
+        return None
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         """Show from live state, or from short traces before and after, that the change is there.
 

@@ -19,6 +19,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Family
+from advisor.ops.match import MatchReport
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
@@ -63,22 +64,34 @@ class KernelTransform(Transform):
     def release(self, training: Training) -> None:
         capture.release([target_of(training, root) for root in training.roots])
 
-    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        matched: dict[str, str] = {}
-        unmatched: dict[str, str] = {}
+    def _report(self, training: Training) -> MatchReport:
+        """What was put into the graphs of all roots."""
+        whole = MatchReport()
         for root in training.roots:
             layer = capture.current(target_of(training, root))
             if layer is not None and self.family.id in layer.reports:
-                matched.update(layer.reports[self.family.id].matched)
-                unmatched.update(layer.reports[self.family.id].unmatched)
+                whole.matched |= layer.reports[self.family.id].matched
+                whole.unmatched |= layer.reports[self.family.id].unmatched
+        return whole
+
+    def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        report = self._report(training)
+        return (
+            tuple(f"{path}: {pattern}" for path, pattern in report.matched.items()),
+            tuple(f"{path}: {reason}" for path, reason in report.unmatched.items()),
+        )
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        report = self._report(training)
+        matched, unmatched = report.matched, report.unmatched
         if not matched:
             why = "; ".join(f"{path}: {reason}" for path, reason in list(unmatched.items())[:3])
             return Check(
                 passed=False, detail="no pattern was found in the captured graph" + (f" ({why})" if why else "")
             )
         if after is not None and after.kernels:
-            entries = tuple(entry for entries in self.family.kernels.values() for entry in entries)
-            seen = sum(row.calls for row in after.kernels if row.name.startswith(entries))
+            entries = {entry for entries in self.family.kernels.values() for entry in entries}
+            seen = sum(row.calls for row in after.kernels if row.name in entries)
             if not seen:
                 return Check(passed=False, detail=f"no kernel of {self.family.id} ran in the traced step")
             return Check(

@@ -423,6 +423,7 @@ class SearchDriver:
                 self._note(dataclasses.replace(current, phase="effect"))
                 after = (yield from self._trace()) if traced else None
                 effect = checks["effect"] = transform.effect(self.training, self._trace_before, after)
+                sites = transform.sites(self.training) or sites
                 if effect.passed is False:
                     return verdict(REVERTED, f"applied, but without effect: {effect.detail}")
 

@@ -419,3 +419,9 @@ def test_cupy_kernels_show_that_cupy_is_used() -> None:
     kernel = replace(base.kernels[0], name="cupy_multiply__float32", op="", kind="other", time_us=113000.0)
     table = metrics(replace(base, kernels=(*base.kernels, kernel)))
     numbers(table, uses_cupy=True, cupy_kernel_frac=0.5, custom_kernel_frac=0.5, advisor_kernel_frac=0.0)
+
+
+def test_advisors_own_kernels_are_known_by_name() -> None:
+    base = profiles.resnet50()
+    kernel = replace(base.kernels[0], name="batchnorm_act_apply", kind="norm", time_us=113000.0)
+    numbers(metrics(replace(base, kernels=(*base.kernels, kernel))), advisor_kernel_frac=0.5)

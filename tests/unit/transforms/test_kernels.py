@@ -128,6 +128,7 @@ def test_effect_says_what_was_replaced_and_what_ran(fused, profile) -> None:
     assert found.passed is False  # on a CPU the kernels fall back
     assert "2 places replaced; the kernels ran 0 times" in found.detail
     assert "not on a CUDA device" in found.detail
+    assert fused.sites(loop.training) == (("bn1: bn+relu", "bn2: bn+relu"), ())
     row = KernelRow(name="batchnorm_act_apply", kind="norm", calls=4.0, time_us=1.0)
     found = fused.effect(loop.training, None, profile(row))
     assert found.passed
