@@ -418,12 +418,12 @@ class SearchDriver:
                     REVERTED, "it changes the training: the model does not get the loader's batches any more"
                 )
 
+            sites = transform.sites(self.training) or sites
             after = None
             if not proved:
                 self._note(dataclasses.replace(current, phase="effect"))
                 after = (yield from self._trace()) if traced else None
                 effect = checks["effect"] = transform.effect(self.training, self._trace_before, after)
-                sites = transform.sites(self.training) or sites
                 if effect.passed is False:
                     return verdict(REVERTED, f"applied, but without effect: {effect.detail}")
 
