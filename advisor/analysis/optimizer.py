@@ -8,7 +8,7 @@ from advisor.core.metrics import MetricTable
 
 
 def fill(view: View, table: MetricTable) -> None:
-    """Set the optimizer's class, its implementation and its kernels per step."""
+    """Set the optimizer's class, its implementation, its kernels and its host time per step."""
     facts = view.profile.model
     if facts.optimizers:
         table.set("optimizer", facts.optimizers[0])
@@ -29,6 +29,13 @@ def fill(view: View, table: MetricTable) -> None:
             "optimizer_foreach",
         ):
             table.miss(name, "no torch optimizer was seen")
+    traced_us = view.profile.cost.traced_step_us
+    if not view.on_gpu:
+        table.miss("optimizer_host_frac", "needs a CUDA GPU")
+    elif view.profile.optimizer_host_us > 0 and traced_us > 0:
+        table.set("optimizer_host_frac", min(1.0, view.profile.optimizer_host_us / traced_us))
+    else:
+        table.miss("optimizer_host_frac", "the trace holds no range of an optimizer's step")
     if view.rows:
         table.set("optimizer_kernels", launches(row for row in view.rows if row.phase == "optimizer"))
     else:

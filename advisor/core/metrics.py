@@ -126,6 +126,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("streams", "count", "streams with kernels", _GPU),
     _n("kernel_overlap_frac", "frac", "share of device time with two kernels at once", _GPU),
     _n("host_frac", "frac", "host time of the training thread outside waits, over the step"),
+    _n("optimizer_host_frac", "frac", "host time in Optimizer.step outside waits, over the traced step", _GPU),
     # memory traffic and rates
     _n("dram_gb_per_step", "bytes", "DRAM bytes per step", _DRAM),
     _n("dram_frac", "frac", "DRAM bandwidth over measured copy bandwidth, whole step", _DRAM),

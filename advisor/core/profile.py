@@ -217,6 +217,9 @@ class StepProfile:
     copies: tuple[CopyRow, ...] = ()
     launches: float = 0.0  # kernel launches per step
     launch_us: float = 0.0  # host time in launch calls per step
+    optimizer_host_us: float = (
+        0.0  # host time in Optimizer.step per traced step, without waits for the device; GPU only
+    )
     limit_us: float = 0.0  # speed of light of the whole step
     phase_us: dict[str, float] = field(default_factory=dict)
     memory: MemoryStats = field(default_factory=MemoryStats)

@@ -22,6 +22,9 @@ from advisor.profiling.rows import Precision, Work
 LOW_COVERAGE = 0.95
 
 
+OPTIMIZER_STEP = "user:Optimizer.step#"  # torch.optim's own range around each step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
     """One step, from the traced window. Fields are those of StepProfile, with what else the trace tells.
@@ -44,6 +47,7 @@ class Aggregate:
     overlap_us: float = 0.0  # two or more kernels at once
     streams: int = 0
     host_us: float = 0.0
+    optimizer_host_us: float = 0.0  # of these, inside Optimizer.step
     comm_exposed_us: float = 0.0
     dram_bytes: float | None = None  # all of it, kernels' and copies'
     coverage_frac: float | None = None  # launches with a device record; None when no launch was seen
@@ -133,7 +137,9 @@ def _device_steps(
         launched=[r.launched for r in compute],
         sources=[tree.line[r.op] if r.op >= 0 else "" for r in compute],
     )
-    away = clip(union([*((a, b) for a, b, _, _ in waits), *host.loading]), first, last)
+    waited = union((a, b) for a, b, _, _ in waits)
+    away = clip(union([*waited, *host.loading]), first, last)
+    stepping = clip(_stepping(trace, _training_thread(trace)), first, last)
     moved = dram.spread(device, trace.dram) if trace.dram.start_ns else None
     table, limit = rows.rows([_work(device, r, moved) for r in compute], trace, tree, environment, precision, steps)
     return Aggregate(
@@ -151,6 +157,7 @@ def _device_steps(
         overlap_us=overlap_ns(map(span, compute)) / 1e3 / steps,
         streams=len({device.stream[r.index] for r in compute}),
         host_us=(last - first - total(away)) / 1e3 / steps,
+        optimizer_host_us=total(subtract(stepping, waited)) / 1e3 / steps,
         comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
         dram_bytes=dram.within(trace.dram, start, end) / steps if moved is not None else None,
         coverage_frac=coverage,
@@ -226,7 +233,7 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
 def _training_thread(trace: Trace) -> int:
     """The thread that steps: that of the step marks, else of the optimizer's ranges, else of most operators."""
     ops = trace.ops
-    for prefix in ("step:", "user:Optimizer.step#"):
+    for prefix in ("step:", OPTIMIZER_STEP):
         for thread, text in zip(ops.thread, ops.annotation, strict=True):
             if text.startswith(prefix):
                 return thread
@@ -239,6 +246,15 @@ def _training_thread(trace: Trace) -> int:
 def _loading(trace: Trace, tree: HostTree, thread: int) -> list[Interval]:
     ops = trace.ops
     return union((ops.start_ns[i], ops.end_ns[i]) for i in tree.order if tree.loading[i] and ops.thread[i] == thread)
+
+
+def _stepping(trace: Trace, thread: int) -> list[Interval]:
+    ops = trace.ops
+    return union(
+        (ops.start_ns[i], ops.end_ns[i])
+        for i, text in enumerate(ops.annotation)
+        if text.startswith(OPTIMIZER_STEP) and ops.thread[i] == thread
+    )
 
 
 def _working(trace: Trace, tree: HostTree) -> list[Interval]:

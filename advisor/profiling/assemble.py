@@ -84,6 +84,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         copies=found.copies,
         launches=found.launches,
         launch_us=found.launch_us,
+        optimizer_host_us=found.optimizer_host_us,
         limit_us=found.limit_us,
         phase_us=found.phase_us,
         memory=facts.memory,

@@ -80,6 +80,9 @@ def test_resnet50_step_and_memory() -> None:
         torch_compile_available=True,
     )
     assert table["gpu_temperature"].reason == "NVML was refused"
+    assert "no range" in table["optimizer_host_frac"].reason
+    ranged = metrics(replace(profiles.resnet50(), optimizer_host_us=0.02 * profiles.resnet50().cost.traced_step_us))
+    assert ranged["optimizer_host_frac"].value == pytest.approx(0.02)
     assert table["limit_us"].provenance is Provenance.MODELLED
     assert table["dram_frac"].reason == "needs hardware counters or NVML GPM"
 

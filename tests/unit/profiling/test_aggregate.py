@@ -111,6 +111,7 @@ def test_phases_come_from_ties_and_ranges() -> None:
     assert row(found, "reduce_kernel").phase == "other"  # an accuracy: has a sequence number, but no backward
     assert row(found, "multi_tensor_apply_kernel").phase == "optimizer"
     assert found.phase_us == {"forward": 45.0, "backward": 90.0, "optimizer": 10.0, "other": 5.0}
+    assert found.optimizer_host_us == 80.0
     assert sum(found.phase_us.values()) == sum(r.time_us for r in found.kernels)
 
 

@@ -96,7 +96,8 @@ def test_blocks_come_in_abba_order():
                 pairs.append((1000.0, 500.0 + len(order)))
             state = course.send("")
     except StopIteration as done:
-        assert done.value.status == st.KEPT
+        decision = done.value
+    assert decision.status == st.KEPT
     assert order == [True, False, False, True, True, False, False, True]
 
 
