@@ -49,6 +49,9 @@ class OpRow:
     kernel_sha: str
     torch: str
     date: str
+    # Most device memory in use in the pass beyond its inputs: in the forward with what it keeps for the backward.
+    advisor_peak_bytes: int | None = None
+    eager_peak_bytes: int | None = None
 
     def line(self) -> str:
         """What is printed of it."""
@@ -57,6 +60,8 @@ class OpRow:
             f"{self.name:24} {self.pass_:8} {self.dtype:8} {shape:18} {self.advisor_ms:8.4f} ms  "
             f"limit/ours {self.limit_ms / self.advisor_ms:4.2f}  eager/ours {self.eager_ms / self.advisor_ms:5.2f}"
         )
+        if self.advisor_peak_bytes is not None and self.eager_peak_bytes:
+            text += f"  memory {self.advisor_peak_bytes / self.eager_peak_bytes:4.2f}"
         if self.compile_ms is not None:
             text += f"  compile/ours {self.compile_ms / self.advisor_ms:5.2f}"
         return text
@@ -178,6 +183,7 @@ def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
     mine = verify.errors(case, case.ours, "cuda", batch=batch, seed=1)
     theirs = verify.errors(case, case.eager, "cuda", batch=batch, seed=1)
     made = datetime.date.today().isoformat()
+    memory = {name: peaks(case, function) for name, function in (("advisor", case.ours), ("eager", case.eager))}
     return [
         OpRow(
             name=case.name,
@@ -199,6 +205,8 @@ def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
             kernel_sha=family.kernel_sha(work),
             torch=torch.__version__,
             date=made,
+            advisor_peak_bytes=memory["advisor"][kind],
+            eager_peak_bytes=memory["eager"][kind],
         )
         for kind, work in case.passes.items()
     ]
@@ -228,6 +236,24 @@ def timed(
         times["backward"] = timing.interleaved(backward, range(len(sets)), budget_s=share)
         hosts["backward"] = {} if only_advisor else timing.host(backward, range(len(sets)))
     return times, hosts
+
+
+def peaks(case: Case, function: Callable[..., Any]) -> dict[str, int]:
+    """Pass → most bytes allocated in it beyond inputs, and in the backward beyond what comes from above too."""
+    own = case.inputs(verify.seeded("cuda", 0), case.shape[0])
+    leaves = [a for a in own if isinstance(a, torch.Tensor) and a.requires_grad]
+    found: dict[str, int] = {}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = verify.tensors(function(*own))
+    found["forward"] = torch.cuda.max_memory_allocated() - before
+    if "backward" in case.passes:
+        above = [torch.randn_like(y) for y in outputs]
+        before += sum(dy.numel() * dy.element_size() for dy in above)
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(outputs, leaves, above)
+        found["backward"] = torch.cuda.max_memory_allocated() - before
+    return found
 
 
 def _call(function: Callable[..., Any]) -> Callable[[Sequence[Any]], object]:

@@ -25,6 +25,7 @@ times and empties the L2 cache, over rotating inputs; medians, with (p90 - p10) 
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
+Memory is the most that a pass had allocated beyond its inputs.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 
@@ -81,18 +82,21 @@ def _family(family: Family, cases: list[tuple[Case, list[Row]]]) -> str:
         f"#### {family.id}\n",
         f"In place of {family.replaces}.\n",
         "| operation | shape | dtype | pass | ours ms | limit ÷ ours | | eager ÷ ours | compile ÷ ours | spread | "
-        "error | PyTorch's | dispatched |",
-        "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---|",
+        "error | PyTorch's | memory ÷ eager's | dispatched |",
+        "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for case, rows in cases:
         for row in rows:
             share = row["limit_ms"] / row["advisor_ms"]
             compiled = f"{row['compile_ms'] / row['advisor_ms']:.2f}" if row["compile_ms"] else "–"
+            memory = (
+                f"{row['advisor_peak_bytes'] / row['eager_peak_bytes']:.2f}" if row.get("eager_peak_bytes") else "–"
+            )
             lines.append(
                 f"| {case.name} | {'×'.join(map(str, case.shape))} | {case.dtype} | {row['pass_']} "
                 f"| {row['advisor_ms']:.4f} | {share:.2f} | {bar(share)} | {row['eager_ms'] / row['advisor_ms']:.2f} "
                 f"| {compiled} | {row['spread']:.1%} | {row['error']:.1e} | {row['baseline_error']:.1e} "
-                f"| {case.wins() or 'yes'} |"
+                f"| {memory} | {case.wins() or 'yes'} |"
             )
     return "\n".join(lines) + "\n"
 

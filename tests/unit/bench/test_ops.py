@@ -116,3 +116,30 @@ def test_the_limit_is_the_longer_of_bytes_and_operations(monkeypatch: pytest.Mon
     assert ceilings.limit_ms(vector, "bfloat16") == pytest.approx(10.0)
     assert ceilings.limit_ms(replace(vector, unit="matrix", flops=10**9), "bfloat16") == pytest.approx(1.0)
     assert asked == [torch.float32, torch.bfloat16]
+
+
+def test_memory_is_what_a_pass_takes_beyond_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated, peak = [100], [100]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, allocated[0]))
+
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            allocated[0], peak[0] = 180, 300  # output and saved stay; 120 more in between
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            peak[0] = 270
+            return dy * 2
+
+    monkeypatch.setattr(ops.verify, "seeded", lambda device, seed: torch.Generator())
+    work = Work(kernels=(), nbytes=1)
+    case = replace(
+        BN.benchmark[0],
+        passes={"forward": work, "backward": work},
+        inputs=lambda generator, n: (torch.ones(10, requires_grad=True),),
+    )
+    assert ops.peaks(case, Doubles.apply) == {"forward": 200, "backward": 270 - 100 - 40}

@@ -34,13 +34,14 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
         "gpu": "Some GPU",
         "cuda": "13.0",
         "copy_gbps": 4000.0,
-        "rows": [row(), row(pass_="backward", compile_ms=1.0)],
+        "rows": [row(), row(pass_="backward", compile_ms=1.0, advisor_peak_bytes=3, eager_peak_bytes=4)],
     }
     (machine / "ops.json").write_text(json.dumps(document))
     text = page.text(tmp_path)
     assert "## Some GPU" in text
     assert "| bn+relu | 256×64×112×112 | bfloat16 | forward | 0.5000 | 0.70 | ███████··· | 0.80 | – | 1.2% |" in text
     assert "| 0.80 | 2.00 |" in text
+    assert [line.split("|")[-3].strip() for line in text.splitlines() if line.startswith("| bn")] == ["–", "0.75"]
     assert "Not measured: bn bfloat16" in text
     assert page.text(tmp_path / "some-gpu") == page._HEAD  # a folder without machines
 

@@ -1,0 +1,76 @@
+"""A kernel family's transform in a training loop, with its kernels emulated: rewritten, run, effective, and taken back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import dispatch, match
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms import capture, registry
+
+
+class Net(nn.Module):
+    """A block with a shortcut, as ResNets write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)) + x)
+        return self.head(x.mean((2, 3)))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    F.cross_entropy(model(x), torch.arange(len(x)) % 4).backward()
+    return [p.grad.clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
+
+
+@pytest.fixture
+def nets() -> tuple[Net, Net, torch.Tensor]:
+    torch._dynamo.reset()
+    dispatch.clear()
+    torch.manual_seed(0)
+    model, plain = (Net().to(memory_format=torch.channels_last).train() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    return model, plain, torch.randn(4, 3, 6, 6).to(memory_format=torch.channels_last)
+
+
+def test_the_transform_puts_the_kernels_in_place_and_takes_them_back(emulated, nets) -> None:
+    model, plain, x = nets
+    fused = registry.get("fused_bn_act")
+    training = Training(device=torch.device("cpu"), roots=[RootModule(module=model, name="Net", args=(x,))])
+    undo = fused.apply(training, {})
+    for _ in range(2):
+        for mine, want in zip(step(model, x), step(plain, x), strict=True):
+            torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
+    assert emulated.launches["batchnorm_act_apply"] == 4  # two norms, two steps
+    found = fused.effect(training, None, None)
+    assert found.passed, found.detail
+    assert fused.sites(training) == (("bn1: bn+relu", "bn2: bn+add+relu"), ())
+    undo.run()
+    step(model, x)
+    assert emulated.launches["batchnorm_act_apply"] == 4
+
+
+def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, monkeypatch) -> None:
+    """AOTAutograd and the operation's fake kernel, autograd and schema; Inductor's own code generation is left out."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    model, plain, x = nets
+    families, mode = capture.set_family([model], "batchnorm_act"), capture.set_mode([model], "default")
+    for _ in range(2):
+        for mine, want in zip(step(model, x), step(plain, x), strict=True):
+            torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
+    assert emulated.launches["batchnorm_act_apply"] == 4
+    assert isinstance(capture.current(model).reports["batchnorm_act"], match.MatchReport)
+    mode.run()
+    families.run()
