@@ -34,14 +34,26 @@ class MatchReport:
 
 
 def path(node: fx.Node) -> str:
-    """`layer1.0.bn1` from Dynamo's module stack; the node's own name when it was a function outside any module."""
+    """`layer1.0.bn1`: the module that makes this call, and the node's name too where it makes several of the kind.
+
+    The node's name alone for a function outside any module.
+    """
+    found = _module(node)
+    if not found:
+        return node.name
+    alike = (other for other in node.graph.nodes if other.target == node.target and other is not node)
+    return f"{found}.{node.name}" if any(_module(other) == found for other in alike) else found
+
+
+def _module(node: fx.Node) -> str:
+    """The innermost module on Dynamo's stack, by its path from the captured module; empty for that module itself."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
-        return node.name
+        return ""
     found = str(list(stack.values())[-1][0])
     found = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", found)
     found = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).replace("._modules", "").replace("getattr", "")
-    return found.strip(".") or node.name
+    return found.strip(".")
 
 
 def value(node: Any) -> torch.Tensor | None:

@@ -129,3 +129,24 @@ def test_replace_takes_dead_nodes_away_and_keeps_used_ones() -> None:
     graph.lint()
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.sigmoid, torch.mul]
     assert new.meta["nn_module_stack"] == "here"
+
+
+def test_calls_are_told_apart_by_path() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.max_pool2d(F.max_pool2d(x, 2), 2)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.MaxPool2d(2), Twice())
+            self.shared = nn.MaxPool2d(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.max_pool2d(self.shared(self.shared(self.stem(x))), 1)
+
+    pools = graph_of(Net(), torch.randn(1, 2, 16, 16))
+    names = [match.path(node) for node in pools]
+    assert names[0] == "stem.0"
+    assert [name.rpartition(".")[0] for name in names[1:]] == ["stem.1", "stem.1", "shared", "shared", ""]
+    assert len(set(names)) == len(names) == 6
