@@ -7,7 +7,7 @@ then kernels, then whole-graph compilers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
@@ -81,29 +81,49 @@ def _expected(item: Recommendation) -> float:
 
 
 def second_look(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
-    """Candidates whose time may have come: right and in effect, not faster then, and CUDA graphs were kept after them.
+    """Candidates whose time may have come, in the candidates' order.
 
-    Half precision gains nothing while the host's launches bound the step, and all it has once a graph is kept. What takes
-    longer than `LONG_FIRST_STEP_US` to switch on is not tried twice.
+    What was right and in effect, but not faster, before CUDA graphs were kept: half precision gains nothing while the host's
+    launches bound the step, and all it has once a graph is kept. And bundled kernels that were left out or did not win before
+    half precision was kept: they are dispatched by dtype. What takes longer than `LONG_FIRST_STEP_US` to switch on is not
+    tried twice.
     """
-    graphed = next((i for i, v in enumerate(verdicts) if v.status == "kept" and v.transform == "cuda_graphs"), 0)
-    kept = {v.transform for v in verdicts if v.status == "kept"}
     again = {
-        (v.transform, tuple(sorted(v.parameters.items())))
-        for v in verdicts[:graphed]
-        if v.status in ("reverted", "inconclusive")
-        and v.timing is not None
-        and v.effect is not None
-        and v.effect.passed
-        and v.numerics is not None
-        and v.numerics.passed
-        and v.first_step_us < LONG_FIRST_STEP_US
+        *(_identity(v) for v in verdicts[: _kept_at(verdicts, {"cuda_graphs"})] if _right_but_slow(v)),
+        *(_identity(v) for v in verdicts[: _kept_at(verdicts, _HALF)] if _of_another_dtype(v)),
     }
-    return tuple(
-        c
-        for c in candidates
-        if (c.transform, tuple(sorted(c.parameters.items()))) in again and not kept & set(c.conflicts)
+    kept = {v.transform for v in verdicts if v.status == "kept"}
+    return tuple(c for c in candidates if _identity(c) in again and not kept & {c.transform, *c.conflicts})
+
+
+_HALF = frozenset({"amp_bf16", "amp_fp16"})
+
+
+def _identity(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return item.transform, tuple(sorted(item.parameters.items()))
+
+
+def _kept_at(verdicts: Sequence[Verdict], transforms: Set[str]) -> int:
+    """Where the first of these was kept; 0 when none was."""
+    return next((i for i, v in enumerate(verdicts) if v.status == "kept" and v.transform in transforms), 0)
+
+
+def _open(verdict: Verdict) -> bool:
+    return verdict.status in ("reverted", "inconclusive") and verdict.first_step_us < LONG_FIRST_STEP_US
+
+
+def _right_but_slow(verdict: Verdict) -> bool:
+    checks = (
+        verdict.timing is not None,
+        verdict.effect and verdict.effect.passed,
+        verdict.numerics and verdict.numerics.passed,
     )
+    return _open(verdict) and all(checks)
+
+
+def _of_another_dtype(verdict: Verdict) -> bool:
+    right = verdict.numerics is not None and bool(verdict.numerics.passed)
+    return _open(verdict) and right and verdict.transform in catalog.transforms()
 
 
 def conflicting(

@@ -44,3 +44,27 @@ def test_wrong_ineffective_or_slow_to_switch_on_is_not_tried_again() -> None:
 def test_a_rival_of_what_is_kept_is_left_alone() -> None:
     rival = [Recommendation(transform="amp_bf16", conflicts=("cuda_graphs",))]
     assert planner.second_look([SLOW, GRAPHS], rival) == ()
+
+
+BAD = Check(passed=False, detail="")
+LEFT_OUT = dataclasses.replace(SLOW, transform="fused_bn_act", status="reverted", effect=BAD, timing=None)
+HALF = dataclasses.replace(GRAPHS, transform="amp_bf16")
+
+
+def kernels_again(*verdicts: Verdict) -> list[str]:
+    candidates = [*CANDIDATES, Recommendation(transform="fused_bn_act"), Recommendation(transform="cudnn_benchmark")]
+    return [c.transform for c in planner.second_look(verdicts, candidates)]
+
+
+def test_kernels_that_fp32_had_no_use_for_are_tried_again_in_half_precision() -> None:
+    assert kernels_again(LEFT_OUT, HALF) == ["fused_bn_act"]
+    assert kernels_again(dataclasses.replace(LEFT_OUT, effect=GOOD, timing=BAD), HALF) == ["fused_bn_act"]
+
+
+def test_kernels_are_not_tried_again_without_a_new_dtype_or_when_wrong() -> None:
+    assert kernels_again(HALF, LEFT_OUT) == []
+    assert kernels_again(LEFT_OUT, GRAPHS) == []
+    assert kernels_again(dataclasses.replace(LEFT_OUT, numerics=BAD), HALF) == []
+    assert kernels_again(dataclasses.replace(LEFT_OUT, transform="cudnn_benchmark"), HALF) == []
+    kept_later = dataclasses.replace(GRAPHS, transform="fused_bn_act")
+    assert kernels_again(LEFT_OUT, HALF, kept_later) == []
