@@ -384,6 +384,7 @@ def apply(
     """
     from advisor.profiling.launcher import ScriptCommand
     from advisor.transforms.registry import TRANSFORMS
+    from advisor.trials import ledger
     from advisor.trials.search import apply_search
 
     for name in (*only, *skip):
@@ -445,6 +446,7 @@ def apply(
         run_dir=run_dir,
         say=say,
     )
+    ledger.append(ledger.entries(log, measured))
     _write_report(run_dir, measured, found, log)
     return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found, log=log, plan=plan)
 

@@ -42,8 +42,12 @@ def doctor(*, as_json: bool, measure: bool, recover: Path | None) -> None:
         return
     from advisor.profiling import doctor as examination
     from advisor.reporting.terminal import checks_text
+    from advisor.trials import ledger
 
     checks = [to_plain(check) for check in examination.checks(measure=measure)]
+    checks.append(
+        to_plain(examination.Check(name="Predictions", status=examination.Status.OK, found=ledger.told_here()))
+    )
     if as_json:
         output.say(output.json_text(checks), sys.stdout)
     else:

@@ -49,6 +49,8 @@ class Verdict:
     blocks: Blocks = field(default_factory=Blocks)
     first_step_us: float = 0.0  # extra time of the first step with the change (compile, capture, tuning)
     break_even_steps: float | None = None
+    # Share of the final stack's step that it saves there, by leaving it out in fresh processes; None where that was not tried.
+    left_out_gain: Interval | None = None
     memory_delta_bytes: int = 0
     matched: tuple[str, ...] = ()  # module paths or kernels it took effect on
     unmatched: tuple[str, ...] = ()  # "path: why not"

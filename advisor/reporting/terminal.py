@@ -313,6 +313,8 @@ def _reason(verdict: Verdict) -> str:
     if verdict.status == "kept" and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
         paid = wording.number(round(verdict.break_even_steps), "step")
         parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
+    if verdict.left_out_gain is not None:
+        parts.append(f"left out of the whole, {wording.gain(verdict.left_out_gain)} of the step are lost")
     if verdict.blocks.disturbed:
         parts.append(f"{wording.number(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.unmatched:

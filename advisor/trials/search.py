@@ -3,6 +3,7 @@
 Live candidates are tried inside search processes; one that ends too early or crashes is started again with what is left.
 What only a fresh process can show is tried in pairs of fresh processes. At the end the kept changes together run against
 the plain script, twice each, in fresh processes, each pair with a seed of its own; what does not hold there is not kept.
+Then, while time is left, the stack runs without each of its items: one that it is as fast without is dropped.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ ARM_WARMUP, ARM_STEPS = 12, 30
 SEED = 20_240_229
 # Of the time allowed this share is kept for the comparison of the stack, which alone decides what the plan says.
 STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
+# And no more than this one for the stack without each of its items: it explains what is proved already.
+LEFT_OUT_SHARE = 0.2
 # Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200.
 ARM_START_S = 5.0
 # A trial may take this share of the whole, and 120 s where there is less: torch.compile's first step takes 46 to 82 s for
@@ -70,6 +73,7 @@ CRASHES = 4
 LAUNCH_GRACE_S = 60.0
 ARM_TIMEOUT_S = 300.0
 STACK_RUNS = ("plain", "stack", "stack", "plain")
+LEFT_OUT_TURNS = (0, 1)  # seeds of the runs without an item, as of the stack's own
 STACK_ROUNDS = 3  # while noise hides the answer and time is left
 
 
@@ -84,6 +88,7 @@ class _Search:
     trial_timeout_s: float
     deadline: float  # time.time() at which no new candidate begins
     stack_deadline: float  # and no further round of the stack
+    left_out_s: float  # for running the stack without each of its items
     candidates: Sequence[Recommendation] = ()
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -95,6 +100,8 @@ class _Search:
     titles: dict[str, str] = field(default_factory=dict)  # as the child has told them
     ended_early: int = 0  # search processes whose script came to its own end
     _crashes: int = 0
+    _arm_s: float = 0.0  # what the latest arm took
+    _fresh: dict[str, list[records.Measurement]] = field(default_factory=dict)  # runs of the stack's comparison
 
     # -- live -------------------------------------------------------------------------------------------------------
 
@@ -236,6 +243,7 @@ class _Search:
         """One fresh process with these changes, seeded by its turn; None when it gave no measurement."""
         path = self.run_dir / records.MEASURE_FILE
         path.unlink(missing_ok=True)
+        began = time.time()
         ended = self._run(
             "measure",
             kept=kept,
@@ -244,6 +252,7 @@ class _Search:
             seed=SEED + turn,
             timeout_s=max(ARM_TIMEOUT_S, self.trial_timeout_s + LAUNCH_GRACE_S),
         )
+        self._arm_s = time.time() - began
         if ended.code != 0 or ended.timed_out:
             return None
         try:
@@ -368,8 +377,51 @@ class _Search:
             if not kept or self.interrupted:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
             self.say(f"without {self.title(dropped.transform)}, in fresh processes")
-            again = [m for m in (self.arm(tuple(kept)), self.arm(tuple(kept))) if m is not None]
-            verdict = self._judge(runs["plain"], again, kept)
+            runs["stack"] = [m for m in (self.arm(tuple(kept)), self.arm(tuple(kept))) if m is not None]
+            verdict = self._judge(runs["plain"], runs["stack"], kept)
+        self._fresh = runs
+        return verdict
+
+    def leave_one_out(self, verdict: StackVerdict) -> StackVerdict:
+        """Run the proved stack without each of its items in turn, the least of them first, while time is left.
+
+        An item without which the stack is certainly no slower by `min_gain` is dropped, if the rest is proved as well.
+        """
+        kept = list(self.kept_items())
+        if verdict.passed is not True or len(kept) < 2:
+            return verdict
+        until = min(self.stack_deadline, time.time() + self.left_out_s)
+        gains = {v.transform: v.gain.low for v in records.verdicts(self.run_dir) if v.gain is not None}
+        for item in sorted(kept, key=lambda i: gains.get(i.transform, 0.0)):
+            rest, name = [i for i in kept if i is not item], self.title(item.transform)
+            if len(kept) < 2:
+                break
+            if time.time() + len(LEFT_OUT_TURNS) * self._arm_s > until:
+                self.notes.append(f"no time was left to run the stack without {name}")
+                continue
+            self.say(f"the stack without {name}, in fresh processes")
+            runs = []
+            for turn in LEFT_OUT_TURNS:
+                found = self.arm(tuple(rest), turn=turn)
+                if self.interrupted:
+                    return verdict
+                if found is not None and not found.left_out:  # without it another one may not apply: then it is needed
+                    runs.append(found)
+            slower, _ = (
+                self._ratio(runs, self._fresh["stack"], kept) if len(runs) == len(LEFT_OUT_TURNS) else (None, ())
+            )
+            if slower is None:
+                continue
+            gain = Interval(low=1.0 - 1.0 / slower[0], high=1.0 - 1.0 / slower[2], basis="left out, fresh processes")
+            proved = self._judge(self._fresh["plain"], runs, rest) if gain.high < self.min_gain else None
+            dropped = proved is not None and proved.passed is True
+            for known in records.verdicts(self.run_dir):
+                if known.transform == item.transform and known.status == KEPT:
+                    records.save_verdict(self.run_dir, dataclasses.replace(known, left_out_gain=gain))
+            if dropped and proved is not None:
+                self._revert(item, "the whole stack is as fast without it")
+                self.say(f"{name}: dropped, the whole stack is as fast without it")
+                kept, verdict, self._fresh["stack"] = rest, proved, runs
         return verdict
 
     def _unproved(self, kept: list[PlanItem], reason: str, verdict: StackVerdict | None = None) -> StackVerdict:
@@ -394,13 +446,9 @@ class _Search:
     ) -> StackVerdict:
         if not stack:
             return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
-        # Where batches come in bursts, or the loader was changed, only the whole flow of steps tells the rate.
-        flow = any(bursty(m.step_us) for m in (*plain, *stack)) or any(i.transform in self.restarted for i in kept)
-        plain_steps, stack_steps = ([m.every_us if flow else m.step_us for m in arm] for arm in (plain, stack))
-        found = process_speedup(plain_steps, stack_steps, means=flow)
+        found, (plain_us, stack_us) = self._ratio(plain, stack, kept)
         precision = any(item.semantics == Semantics.PRECISION.value for item in kept)
         check = losses.compare([m.losses for m in plain], [m.losses for m in stack], precision=precision)
-        plain_us, stack_us = (tuple((_mean if flow else median)(s) for s in arm) for arm in (plain_steps, stack_steps))
         batch = plain[0].batch_size
 
         def rate(times: tuple[float, ...]) -> float | None:
@@ -430,6 +478,17 @@ class _Search:
             losses_plain=plain[0].losses,
             losses_stack=stack[0].losses,
         )
+
+    def _ratio(
+        self, slow: list[records.Measurement], fast: list[records.Measurement], kept: list[PlanItem]
+    ) -> tuple[tuple[float, float, float] | None, tuple[tuple[float, ...], tuple[float, ...]]]:
+        """How many times as long a step of `slow` takes (low, point, high), and the centres of each one's runs, µs."""
+        # Where batches come in bursts, or the loader was changed, only the whole flow of steps tells the rate.
+        flow = any(bursty(m.step_us) for m in (*slow, *fast)) or any(i.transform in self.restarted for i in kept)
+        slow_steps, fast_steps = ([m.every_us if flow else m.step_us for m in arm] for arm in (slow, fast))
+        centre = _mean if flow else median
+        centres = tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps))
+        return process_speedup(slow_steps, fast_steps, means=flow), centres
 
     # -- launching --------------------------------------------------------------------------------------------------
 
@@ -514,6 +573,7 @@ def apply_search(
         trial_timeout_s=min(max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s), max(max_time_s - reserve, 1.0)),
         deadline=started + max(0.0, max_time_s - reserve),
         stack_deadline=started + max_time_s,
+        left_out_s=LEFT_OUT_SHARE * max_time_s,
     )
     ordered = planner.order(recommendations, profile)
     stack: StackVerdict | None = None
@@ -532,6 +592,8 @@ def apply_search(
         if wanted:
             search.live(wanted)
             stack = search.stack()
+            if stack is not None:
+                stack = search.leave_one_out(stack)
     except KeyboardInterrupt:
         search.interrupted = True
     for candidate in ordered:

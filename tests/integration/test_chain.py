@@ -93,7 +93,8 @@ def python(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
 
 def environment(**variables: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADVISOR_")}
-    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100", **variables}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100", "ADVISOR_LEDGER": os.devnull}
+    return {**inherited, **own, **variables}
 
 
 def write(folder: Path, text: str, name: str = "train.py") -> None:
@@ -124,7 +125,8 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
     (folder / "advisor-runs").mkdir()
     (folder / "first").rename(folder / "advisor-runs" / "first")
     (folder / "net.pt").write_text("weeks of training")
-    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-pairs", "3")
+    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-pairs", "3",
+                      ADVISOR_LEDGER=str(folder.parent / "ledger.jsonl"))  # fmt: skip
     return folder, applied, before
 
 
@@ -169,6 +171,9 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
         "Fused optimizer" in (run / "report.html").read_text() or "fused optimizer" in (run / "report.html").read_text()
     )
     assert tree(folder) == before
+    (told,) = (json.loads(line) for line in (folder.parent / "ledger.jsonl").read_text().splitlines())
+    assert (told["transform"], told["status"]) == ("fused_optimizer", "kept")
+    assert told["predicted"]["high"] == pytest.approx(verdict["predicted"]["high"])
 
 
 def test_run_trains_to_the_end_and_the_checkpoint_is_the_plain_scripts(proved) -> None:

@@ -310,11 +310,13 @@ def checks(monkeypatch):
     monkeypatch.setattr("advisor.profiling.doctor.checks", lambda *, measure: found)
 
 
-def test_doctor(invoke, checks):
+def test_doctor(invoke, checks, monkeypatch):
+    monkeypatch.setattr("advisor.trials.ledger.told_here", lambda: "17 of 20 measured gains lay where predicted")
     text = invoke("doctor").stdout
+    assert "17 of 20" in text
     assert "✓ GPU" in text
     assert "NVreg_RestrictProfilingToAdminUsers=0" in text
-    assert [c["status"] for c in json.loads(invoke("doctor", "--json").stdout)] == ["ok", "warn"]
+    assert [c["status"] for c in json.loads(invoke("doctor", "--json").stdout)] == ["ok", "warn", "ok"]
 
 
 RECOMMENDATION = Recommendation(

@@ -116,10 +116,12 @@ def test_what_is_kept_goes_into_the_plan_with_its_speedup(script):
     assert plan.speedup.startswith("2.0")
     assert plan.hashes.model == "m0"
     arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
-    assert arms == [(), ("tf32", "compile"), ("tf32", "compile"), ()]
+    assert arms[:4] == [(), ("tf32", "compile"), ("tf32", "compile"), ()]
+    assert sorted(arms[4:]) == [("compile",), ("compile",), ("tf32",), ("tf32",)]  # then each is left out once
     # Each pair of fresh runs, plain and stack, has a seed of its own; the second pair runs in the other order.
     seeds = [s.seed for s in script.launches if s.mode == "measure"]
-    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert seeds[0] == seeds[1] == seeds[4] != seeds[2] == seeds[3] == seeds[5]
+    assert all(0.48 < v.left_out_gain.low < v.left_out_gain.high < 0.52 for v in log.verdicts if v.status == "kept")
     assert log.complete
 
 
@@ -130,6 +132,36 @@ def test_fewer_pairs_bound_the_fresh_runs_and_the_trials(script):
     assert verdicts["loader_workers"].status in ("inconclusive", "reverted")
     assert len(verdicts["loader_workers"].blocks.off_us) <= 3
     assert script.launches[0].max_pairs == 3
+
+
+def test_an_item_that_the_stack_is_as_fast_without_is_dropped(script):
+    script.verdicts = {"tf32": "kept", "compile": "kept", "channels_last": "kept"}
+    names = ("tf32", "channels_last", "compile")
+    script.step_us.update({names: 500.0, ("tf32", "channels_last"): 700.0, ("channels_last", "compile"): 800.0})
+    script.step_us[("tf32", "compile")] = 490.0  # channels_last is of no use beside the others
+    script.step_us.update({("tf32",): 700.0, ("compile",): 800.0})
+    log, plan, code, verdicts = apply(script, *script.verdicts)
+    assert code == 0
+    assert {n: v.status for n, v in verdicts.items()} == {
+        "tf32": "kept",
+        "compile": "kept",
+        "channels_last": "reverted",
+    }
+    assert "as fast without it" in verdicts["channels_last"].reason
+    assert verdicts["channels_last"].left_out_gain.high < 0.01
+    assert log.stack.passed
+    assert log.stack.stack_us[0] == pytest.approx(490.0, rel=0.01)
+    assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32", "compile"]
+
+
+def test_nothing_is_left_out_when_time_is_up(script, monkeypatch):
+    script.verdicts = {"tf32": "kept", "compile": "kept"}
+    script.step_us[("tf32", "compile")] = 500.0
+    monkeypatch.setattr(search, "LEFT_OUT_SHARE", 0.0)
+    log, _, code, verdicts = apply(script, *script.verdicts)
+    assert code == 0
+    assert {v.left_out_gain for v in verdicts.values()} == {None}
+    assert sum("no time was left to run the stack without" in note for note in log.notes) == 2
 
 
 def test_nothing_to_do_is_a_good_answer(script):

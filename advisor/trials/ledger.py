@@ -1,0 +1,132 @@
+"""Predicted beside measured, for every trial ever made here: one JSON line each, only ever added to.
+
+The file lies in the user's cache folder, or where `ADVISOR_LEDGER` says. It tells `advisor doctor` how far predictions can
+be trusted on this machine, and whoever mends a prediction what it has to explain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError
+from advisor.core.findings import Interval
+from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text
+from advisor.core.verdict import TrialLog, Verdict
+from advisor.profiling import environment
+from advisor.trials import planfile
+from advisor.trials.statistics import median
+
+FILE_NAME, VARIABLE = "predictions.jsonl", "ADVISOR_LEDGER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One change on one machine. Both intervals are shares of the plain script's step."""
+
+    date: str  # ISO 8601, UTC
+    machine: str
+    transform: str
+    predicted: Interval
+    measured: Interval
+    status: str
+
+    @property
+    def held(self) -> bool:
+        """Whether the prediction and the measurement have values in common."""
+        return self.measured.low <= self.predicted.high and self.predicted.low <= self.measured.high
+
+    @property
+    def error(self) -> float:
+        """Distance of the two middles, a share of the step."""
+        middles = (0.5 * (i.low + i.high) for i in (self.predicted, self.measured))
+        return abs(next(middles) - next(middles))
+
+
+def path() -> Path:
+    """Where the ledger is."""
+    return Path(os.environ.get(VARIABLE) or environment.cache_dir() / FILE_NAME)
+
+
+def entries(log: TrialLog, profile: StepProfile) -> tuple[Entry, ...]:
+    """What the trials of `log` say about the predictions made from `profile`."""
+    if profile.step_us is None or not profile.step_us.median > 0:
+        return ()
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    machine = planfile.environment_text(profile.environment)
+    return tuple(
+        Entry(
+            date=now,
+            machine=machine,
+            transform=verdict.transform,
+            predicted=verdict.predicted,
+            measured=_of_plain(verdict, profile.step_us.median),
+            status=verdict.status,
+        )
+        for verdict in log.verdicts
+        if verdict.predicted is not None and verdict.gain is not None
+    )
+
+
+def _of_plain(verdict: Verdict, plain_us: float) -> Interval:
+    """The gain as a share of the plain step: what was kept before has made the step that it was measured on shorter."""
+    assert verdict.gain is not None  # the caller has looked
+    off = [t for t in verdict.blocks.off_us if math.isfinite(t) and t > 0]
+    share = min(1.0, median(off) / plain_us) if off else 1.0
+    return Interval(low=verdict.gain.low * share, high=verdict.gain.high * share, basis=verdict.gain.basis)
+
+
+def append(found: Sequence[Entry]) -> None:
+    """Add to the ledger, each line in one write. Never raises: a full disk must not spoil a search that is done."""
+    if not found:
+        return
+    with contextlib.suppress(OSError):
+        handle = os.open(path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            for entry in found:
+                os.write(handle, (json.dumps(storage.to_plain(entry)) + "\n").encode())
+        finally:
+            os.close(handle)
+
+
+def read(file: Path | None = None) -> tuple[Entry, ...]:
+    """Every line that can be read, oldest first; a line cut off by a crash is passed over."""
+    try:
+        lines = (file or path()).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ()
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, AdvisorError):
+            found.append(storage.from_plain(Entry, json.loads(line)))
+    return tuple(found)
+
+
+def summary(found: Sequence[Entry], machine: str = "") -> str:
+    """How well predictions have held, in a sentence; of one machine, or of all for an empty name."""
+    chosen = [entry for entry in found if not machine or entry.machine == machine]
+    if not chosen:
+        return "no change with a prediction has been tried here yet"
+    held = sum(entry.held for entry in chosen)
+    error = median([entry.error for entry in chosen])
+    return (
+        f"{held} of {len(chosen)} measured gains lay where they were predicted; "
+        f"the middle of the prediction was off by {percent_text(error)} of the step (median)"
+    )
+
+
+def told_here() -> str:
+    """The summary of this machine's own entries."""
+    try:
+        machine = planfile.environment_text(environment.probe())
+    except AdvisorError as error:
+        return f"this machine is not known: {error.found}"
+    return summary(read(), machine)
