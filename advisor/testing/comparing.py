@@ -22,7 +22,7 @@ from advisor.testing.measured import Budget
 from advisor.trials import statistics
 
 WARMUP = 5
-BLOCK_S = 0.03  # long against a timer's and a scheduler's grain
+BLOCK_S = 0.1  # long against a scheduler's grain; twenty pairs take four seconds
 LEAST_STEPS, MOST_STEPS = 3, 200
 
 Step = Callable[[], Any]

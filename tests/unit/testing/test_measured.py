@@ -1,0 +1,308 @@
+"""Every assertion of a measured step on a hand-built GPU profile: it passes where it should, and names who is at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpu_profile import ADD, CONV, H200, PROFILE, changed
+
+from advisor.core.errors import AdvisorError
+from advisor.core.profile import ProfilerCost, Site, StepProfile
+from advisor.core.provenance import Provenance
+from advisor.testing.baselines import Entry, Machine, Stored
+from advisor.testing.measured import Budget, CannotJudge, Measured
+from advisor.testing.quantities import BY_KEY, QUANTITIES, Beyond, Held
+
+BEYOND = Beyond(
+    growing=(Held(source="train.py:9", what="aten::empty", bytes=2**20),),
+    peak=(Held(source="model.py:31", what="aten::add", bytes=2**30),),
+    breaks=(Site(source="model.py:50", what="graph break: print", calls=1, time_us=0),),
+    recompiles=(Site(source="model.py:40", what="compilation of f: k == 7", calls=2, time_us=0),),
+    compiled=True,
+)
+
+
+def measured(profile: StepProfile = PROFILE, beyond: Beyond = BEYOND, label: str = "") -> Measured:
+    return Measured(profile, beyond=beyond, label=label)
+
+
+Assertion = Callable[[Measured], None]
+
+# what passes, what fails, and what the failure has to name
+CASES: dict[str, tuple[Assertion, Assertion, tuple[str, ...]]] = {
+    "step": (
+        lambda m: m.assert_step_time(max="1 ms"),
+        lambda m: m.assert_step_time(max="900 us"),
+        ("step time: 1.00 ms, at most 900 µs", "sm90_xmma_fprop_tensorop", "ResNet.layer1.0.conv1", "model.py:10"),
+    ),
+    "kernels": (
+        lambda m: m.assert_kernel_count(max=40, min=40),
+        lambda m: m.assert_kernel_count(max=39),
+        ("kernel count: 40 a step, at most 39", "16 × vectorized_elementwise_kernel from aten::add_", "model.py:31"),
+    ),
+    "launches": (
+        lambda m: m.assert_launches(max=40),
+        lambda m: m.assert_launches(max=10),
+        ("launches: 40 a step", "20 × sm90", "model.py:10"),
+    ),
+    "syncs": (
+        lambda m: m.assert_no_host_sync(allow=["aten::nonzero", "train.py:7"]),
+        lambda m: m.assert_no_host_sync(allow=["aten::nonzero"]),
+        ("host synchronisations: 1 a step", "aten::item", "train.py:7"),
+    ),
+    "h2d": (
+        lambda m: m.assert_copies("h2d", max=2, max_bytes="4 MB"),
+        lambda m: m.assert_copies("h2d", max=1),
+        ("copies host to device: 2 a step", "h2d copy (pageable)", "train.py:3"),
+    ),
+    "h2d_bytes": (
+        lambda m: m.assert_copies("d2d", max=0),
+        lambda m: m.assert_copies("h2d", max_bytes="1 MB"),
+        ("bytes copied host to device: 3.81 MiB a step", "train.py:3"),
+    ),
+    "dram": (
+        lambda m: m.assert_dram_bytes(max="1.2 GB"),
+        lambda m: m.assert_dram_bytes(max="1 GB"),
+        ("DRAM traffic: 1.02 GiB a step", "572 MiB  sm90_xmma_fprop_tensorop", "model.py:10"),
+    ),
+    "memory": (
+        lambda m: m.assert_memory(max="3 GiB"),
+        lambda m: m.assert_memory(max="2 GiB"),
+        ("peak memory: 3.00 GiB, at most 2.00 GiB", "1.00 GiB  aten::add  model.py:31"),
+    ),
+    "growth": (
+        lambda m: m.assert_memory_growth(max="1 MiB"),
+        lambda m: m.assert_no_memory_growth(),
+        ("memory growth: 1.00 MiB a step, at most 64.0 KiB", "aten::empty  train.py:9"),
+    ),
+    "tensor_cores": (
+        lambda m: m.assert_tensor_cores(min="70 %"),
+        lambda m: m.assert_tensor_cores(min="95 %"),
+        ("tensor-core share", "75 %, at least 95 %", "25 %  implicit_convolve_sgemm", "layer2.0.conv1", "model.py:22"),
+    ),
+    "half": (
+        lambda m: m.assert_half_precision(min=0.9),
+        lambda m: m.assert_half_precision(min=1),
+        ("half-precision share", "90 %", "10 %  implicit_convolve_sgemm", "model.py:22"),
+    ),
+    "busy": (
+        lambda m: m.assert_gpu_busy(min="90 %"),
+        lambda m: m.assert_gpu_busy(min="95 %"),
+        ("GPU busy share: 90 %", "10 %  idle: sync", "train.py:7"),
+    ),
+    "limit": (
+        lambda m: m.assert_speed_of_light(min="50 %"),
+        lambda m: m.assert_speed_of_light(min="60 %"),
+        ("share of the speed of light: 50 %", "modelled", "sm90_xmma_fprop_tensorop", "model.py:10"),
+    ),
+    "layouts": (
+        lambda m: m.assert_layout_conversions(max=3),
+        lambda m: m.assert_no_layout_conversion(),
+        ("layout conversions: 3 a step", "nchwToNhwcKernel", "ResNet.layer3.0.conv1", "model.py:44"),
+    ),
+    "kernel present": (
+        lambda m: m.assert_kernel("xmma.*tensorop", min=20, max=20),
+        lambda m: m.assert_kernel("advisor_batchnorm"),
+        ("calls of 'advisor_batchnorm': 0 a step, at least 1", "there are:", "model.py:10"),
+    ),
+    "kernel absent": (
+        lambda m: m.assert_no_kernel("sdpa"),
+        lambda m: m.assert_no_kernel("sgemm"),
+        ("calls of 'sgemm': 1 a step, at most 0", "implicit_convolve_sgemm", "model.py:22"),
+    ),
+    "recompiles": (
+        lambda m: Measured(m.profile, beyond=Beyond()).assert_no_recompile(),
+        lambda m: m.assert_no_recompile(),
+        ("compilations after warm-up: 2", "k == 7", "model.py:40"),
+    ),
+    "graph breaks": (
+        lambda m: m.assert_graph_breaks(max=1),
+        lambda m: m.assert_no_graph_break(),
+        ("graph breaks: 1", "print", "model.py:50"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_assertion_passes_within_its_budget(case: str) -> None:
+    found = measured()
+    CASES[case][0](found)
+    assert all(budget.passed for budget in found.budgets)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_assertion_fails_past_its_budget_and_names_who_is_at_fault(case: str) -> None:
+    found = measured()
+    with pytest.raises(AssertionError) as raised:
+        CASES[case][1](found)
+    assert not isinstance(raised.value, CannotJudge)
+    assert [text for text in CASES[case][2] if text not in str(raised.value)] == []
+    assert found.budgets[-1].passed is False
+
+
+def test_every_quantity_has_a_case() -> None:
+    covered = {*CASES} | {"d2h", "d2d", "d2h_bytes", "d2d_bytes", "graph_breaks"}
+    assert {quantity.key for quantity in QUANTITIES} <= covered
+
+
+@pytest.mark.parametrize("method", ["assert_step_time", "assert_kernel_count", "assert_memory", "assert_host_syncs"])
+def test_an_assertion_without_a_bound_is_an_error(method: str) -> None:
+    with pytest.raises(AdvisorError, match="nothing to hold it to"):
+        getattr(measured(), method)()
+
+
+def test_an_unknown_bound_is_an_error() -> None:
+    with pytest.raises(TypeError, match="maximum"):
+        measured().assert_kernel_count(maximum=3)
+    with pytest.raises(AdvisorError, match="h2d, d2h or d2d"):
+        measured().assert_copies("sideways", max=1)
+    with pytest.raises(AdvisorError, match="a list of texts"):
+        measured().assert_no_host_sync(allow="aten::item")
+
+
+def test_modelled_traffic_is_refused_unless_allowed() -> None:
+    rows = (replace(CONV, dram_bytes=None, dram_provenance=Provenance.UNAVAILABLE, modelled_bytes=5e8), ADD)
+    found = measured(changed(kernels=rows))
+    with pytest.raises(CannotJudge, match=r"modelled.*allow_modelled=True"):
+        found.assert_dram_bytes(max="10 GB")
+    found.assert_dram_bytes(max="10 GB", allow_modelled=True)
+    with pytest.raises(AssertionError, match="modelled"):
+        found.assert_dram_bytes(max="1 MB", allow_modelled=True)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m: m.assert_launches(max=1000),
+        lambda m: m.assert_copies("h2d", max=1000),
+        lambda m: m.assert_tensor_cores(min=0),
+        lambda m: m.assert_gpu_busy(min=0),
+    ],
+)
+def test_what_a_cpu_cannot_tell_is_no_pass(ask: Assertion) -> None:
+    cpu = changed(environment=replace(H200, device="cpu", gpu_name="", gpu_uuid="", sm_arch=0))
+    with pytest.raises(CannotJudge, match="not known"):
+        ask(measured(cpu))
+
+
+def test_what_was_not_traced_is_no_pass() -> None:
+    empty = changed(
+        kernels=(), syncs=(), copies=(), cost=ProfilerCost(), notes=("no trace: the profiler did not start",)
+    )
+    for ask in (
+        lambda m: m.assert_kernel_count(max=1000),
+        lambda m: m.assert_no_host_sync(),
+        lambda m: m.assert_no_kernel("sgemm"),
+        lambda m: m.assert_no_layout_conversion(),
+        lambda m: m.assert_dram_bytes(max="1 TiB"),
+    ):
+        with pytest.raises(AssertionError, match=r"not known|not measured"):
+            ask(measured(empty))
+
+
+def test_graph_breaks_are_no_pass_when_nothing_was_compiled() -> None:
+    with pytest.raises(CannotJudge, match="nothing was compiled"):
+        measured(beyond=Beyond()).assert_no_graph_break()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m: m.assert_deterministic(),
+        lambda m: m.assert_close_to(lambda: None),
+        lambda m: m.assert_in_effect("channels_last"),
+    ],
+)
+def test_what_needs_the_live_step_cannot_be_judged_of_a_script(ask: Assertion) -> None:
+    with pytest.raises(CannotJudge, match="script"):
+        ask(measured())
+
+
+def test_budgets_say_how_much_is_used() -> None:
+    assert Budget(title="x", unit="count", value=90, limit=180, bound="max", passed=True).used == 0.5
+    assert Budget(title="x", unit="frac", value=0.8, limit=0.4, bound="min", passed=True).used == 0.5
+    assert Budget(title="x", unit="count", value=0, limit=0, bound="max", passed=True).used is None
+
+
+# -- baselines --------------------------------------------------------------------------------------------------------
+
+
+def stored(profile: StepProfile = PROFILE, machine: Machine | None = None, **values: float) -> Stored:
+    found = measured(profile)
+    entry = found.entry
+    return Stored(
+        name="main",
+        machine=machine or found.machine,
+        entries=(replace(entry, values={**entry.values, **values}),),
+    )
+
+
+def test_a_step_is_within_its_own_baseline() -> None:
+    found = measured()
+    found.assert_kernel_count(baseline=stored())
+    found.assert_step_time(baseline=stored(), tolerance="0%")
+    assert found.hold_to_baseline(stored()) == []
+
+
+def test_more_than_the_baseline_names_what_is_more() -> None:
+    more = changed(kernels=(CONV, replace(ADD, calls=18.0, source="model.py:33")))
+    with pytest.raises(AssertionError) as raised:
+        measured(more).assert_kernel_count(baseline=stored(changed(kernels=(CONV, ADD))))
+    text = str(raised.value)
+    assert "kernel count: 38 a step, 36 in baseline 'main'" in text
+    assert "2 × vectorized_elementwise_kernel from aten::add_  ResNet.layer1.0  model.py:33" in text
+    assert "tensorop" not in text  # has not changed
+
+
+def test_tolerance_is_a_share_of_the_baseline() -> None:
+    found = measured()
+    found.assert_memory(baseline=stored(memory=3 * 2**30 / 1.04), tolerance="5 %")
+    with pytest.raises(AssertionError, match="peak memory"):
+        found.assert_memory(baseline=stored(memory=3 * 2**30 / 1.06), tolerance="5 %")
+
+
+def test_where_more_is_better_a_fall_is_worse() -> None:
+    found = measured()
+    found.assert_gpu_busy(baseline=stored(busy=0.5))
+    with pytest.raises(AssertionError, match="GPU busy share"):
+        found.assert_gpu_busy(baseline=stored(busy=0.97))
+
+
+def test_another_machines_baseline_is_for_counts_and_bytes_only() -> None:
+    found = measured()
+    other = replace(found.machine, host="elsewhere")
+    foreign = stored(machine=other, step=1.0, busy=1.0, limit=1.0)
+    assert found.hold_to_baseline(foreign) == []
+    (problem,) = found.hold_to_baseline(stored(machine=other, kernels=30.0, step=1.0))
+    assert problem.startswith("kernel count: 40 a step, 30 in baseline")
+    with pytest.raises(CannotJudge, match="another machine"):
+        found.assert_step_time(baseline=foreign)
+    assert [q.key for q in QUANTITIES if q.timed] == ["step", "busy", "limit"]
+
+
+def test_measured_and_modelled_traffic_are_not_compared() -> None:
+    modelled = replace(stored().entries[0], provenance={**stored().entries[0].provenance, "dram": "modelled"})
+    with pytest.raises(CannotJudge, match="cannot be compared"):
+        measured().assert_dram_bytes(baseline=replace(stored(), entries=(modelled,)))
+
+
+def test_a_baseline_without_this_test_is_an_error_unless_it_is_being_written() -> None:
+    found = measured()
+    with pytest.raises(AdvisorError, match="--perf-update"):
+        found.assert_kernel_count(baseline=Stored(name="main", machine=found.machine))
+    with pytest.raises(AdvisorError, match="measurement 'eval'"):
+        measured(label="eval").assert_kernel_count(baseline=stored())
+    found.assert_kernel_count(baseline=Stored(name="main", recording=True))
+    with pytest.raises(AdvisorError, match="perf_baseline"):
+        found.assert_kernel_count(baseline="main")
+
+
+def test_an_entry_holds_every_known_quantity_with_its_provenance() -> None:
+    entry: Any = measured().entry
+    assert isinstance(entry, Entry)
+    assert set(entry.values) == set(BY_KEY)
+    assert entry.provenance["limit"] == "modelled"
+    assert entry.provenance["kernels"] == "measured"
