@@ -168,6 +168,7 @@ class ProfileDriver:
         if self.session.detail_steps < 1:
             self._finish()
             return
+        self.discovery.rest()
         try:
             from advisor.profiling.collector import TraceCollector
 

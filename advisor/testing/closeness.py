@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
 from advisor.profiling.discover import LOOK_STEPS
 from advisor.profiling.session import Session
-from advisor.profiling.training import RootModule
+from advisor.profiling.training import RootModule, Training
 from advisor.testing.device_lock import alone
 from advisor.testing.live import LiveStep
 from advisor.testing.measuring import found_in
@@ -35,6 +36,7 @@ class _Circumstances:
 
     autocast: tuple[bool, torch.dtype]
     channels_last: tuple[bool, ...] = ()
+    outputs: tuple[torch.dtype | None, ...] = ()  # of the leaves of what it returns; None for what is no tensor
 
 
 def check(live: LiveStep, reference: Callable[[], Any], *, semantics: str, precision: str) -> Check:
@@ -52,7 +54,7 @@ def check(live: LiveStep, reference: Callable[[], Any], *, semantics: str, preci
         raise AdvisorError(f"precision {precision!r}", expected=" or ".join(PRECISIONS))
     device = live.training.device
     with alone():
-        circumstances = _observed(live)
+        circumstances = _observed(live.call, live.training)
         session = Session(mode="search", run_dir=os.devnull, script="reference")
         with found_in(device, session, keep_inputs=True) as (training, watcher, _):
             for _ in range(LOOK_STEPS):
@@ -75,7 +77,9 @@ def check(live: LiveStep, reference: Callable[[], Any], *, semantics: str, preci
 
             try:
                 gate.arm()
-                reference()
+                seen = _observed(reference, training)
+                for swap, (theirs, _) in zip(swaps, pairs, strict=True):
+                    swap.returns = seen[id(theirs.module)].outputs if id(theirs.module) in seen else ()
                 watcher.mark()
                 if not gate.captured():
                     return Check(passed=None, detail="no module call with a backward pass was seen in the reference")
@@ -96,6 +100,7 @@ class _Swap:
         self._own = module.__dict__.get("forward")
         self._names = {_stripped(name): name for name, _ in (*other.named_parameters(), *other.named_buffers())}
         self._standing = False
+        self.returns: tuple[torch.dtype | None, ...] = ()  # what the reference's outputs are: autocast may leave others
 
     def on(self) -> None:
         if not self._standing:
@@ -121,7 +126,10 @@ class _Swap:
             for value, last in zip(args, (*called.channels_last, *[False] * len(args)), strict=False)
         )
         with torch.autocast(self._device, dtype=dtype, enabled=enabled):
-            return self._run(shaped, kwargs)
+            leaves, structure = pytree.tree_flatten(self._run(shaped, kwargs))
+        kinds = (*self.returns, *[None] * len(leaves))
+        cast = [leaf if kind is None else leaf.to(kind) for leaf, kind in zip(leaves, kinds, strict=False)]
+        return pytree.tree_unflatten(cast, structure)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._other is self._module:
@@ -131,12 +139,12 @@ class _Swap:
         return functional_call(self._other, tensors, args, kwargs)
 
 
-def _observed(live: LiveStep) -> dict[int, _Circumstances]:
-    """Run the measured step once and note how its modules are called."""
-    kind = live.training.device.type
+def _observed(step: Callable[[], Any], training: Training) -> dict[int, _Circumstances]:
+    """Run a step once and note how its modules are called and what they return."""
+    kind = training.device.type
     found: dict[int, _Circumstances] = {}
 
-    def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def note(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         last = tuple(
             isinstance(value, torch.Tensor)
             and value.dim() == 4
@@ -144,11 +152,15 @@ def _observed(live: LiveStep) -> dict[int, _Circumstances]:
             and not value.is_contiguous()
             for value in args
         )
-        found[id(module)] = _Circumstances((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)), last)
+        found[id(module)] = _Circumstances(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            last,
+            tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(output)),
+        )
 
-    hooks = [root.module.register_forward_pre_hook(note, with_kwargs=True) for root in live.training.roots]
+    hooks = [root.module.register_forward_hook(note, with_kwargs=True) for root in training.roots]
     try:
-        live.call()
+        step()
     finally:
         for hook in hooks:
             hook.remove()

@@ -38,7 +38,9 @@ from advisor.testing.device_lock import alone, locked
 from advisor.testing.live import LiveStep
 from advisor.testing.measured import Measured
 from advisor.testing.quantities import Beyond
+from advisor.trials.kept import PATIENCE
 
+PLAN_CALLS = PATIENCE + 2  # in which `advisor.enable` has found what its plan is about, or has given up
 MOST_CALLS = 10_000  # of a step that never counts as one; the driver gives up long before
 
 
@@ -161,8 +163,7 @@ def found_in(
     Raises:
         AdvisorError: when the process is observed by `advisor` already.
     """
-    other = attached.Attached.watcher
-    if other is not None and other.patches.active:
+    if _observed():
         raise AdvisorError("advisor observes this process already", fix="Run the tests without `advisor profile`.")
     patches = Patches()
     training = Training(device=device)
@@ -189,10 +190,15 @@ def _check(step: Callable[[], Any], warmup: int, steps: int, detail_steps: int) 
 
 
 def _first_call(step: Callable[[], Any], device: torch.device | None) -> tuple[torch.device, bool]:
-    """Run it untouched: lazy modules are built, compiled code is made. Where it runs, and whether compiled code does."""
+    """Run it untouched: lazy modules are built, compiled code is made, a plan that was enabled finds its objects. Where it
+    runs, and whether compiled code does."""
     before = _requests()
     with CompiledRuns() as runs:
         result = step()
+        for _ in range(PLAN_CALLS):
+            if not _observed():
+                break
+            step()
     if inspect.isawaitable(result):
         getattr(result, "close", lambda: None)()
         raise AdvisorError("the step returned a coroutine", expected="a plain callable")
@@ -202,6 +208,12 @@ def _first_call(step: Callable[[], Any], device: torch.device | None) -> tuple[t
         ]
         device = torch.device("cuda", grown[0]) if grown else torch.device("cpu")
     return device, runs.seen
+
+
+def _observed() -> bool:
+    """Advisor's own hooks are on: `advisor profile` runs the tests, or a plan's items are not all on yet."""
+    other = attached.Attached.watcher
+    return other is not None and other.patches.active
 
 
 def _requests() -> list[int]:

@@ -219,7 +219,19 @@ def test_counts_are_whole_numbers(counts: dict[str, Any]) -> None:
         measure(convolution_step(), **counts)
 
 
-def test_a_step_without_a_model_is_measured_too() -> None:
+def test_a_compiled_step_is_compiled_once(untouched: None) -> None:
+    """Its modules are out of sight, so the look for them goes on until the traced window, which annotates the same call."""
+    torch.compiler.reset()
+    layer = nn.Linear(3, 3)
+    run = torch.compile(lambda x: layer(x).square().mean(), backend="eager")
+    found = measure(lambda: run(torch.ones(2, 3)).backward(), **SHORT)
+    found.assert_no_graph_break()
+    counters = sys.modules["torch._dynamo.utils"].counters["stats"]
+    assert counters["unique_graphs"] == 1
+    torch.compiler.reset()
+
+
+def test_a_step_without_a_model_is_measured_too(untouched: None) -> None:
     values = torch.arange(1000.0)
     found = measure(lambda: values.mul(2).sum(), **SHORT)
     assert found.profile.model.roots == ()

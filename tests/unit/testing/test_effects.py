@@ -1,0 +1,64 @@
+"""A plan's items in effect: each transform's own check, on the live step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import advisor
+from advisor.core.errors import AdvisorError
+from advisor.core.plan import Plan, PlanItem
+from advisor.testing.measuring import measure
+from advisor.trials import planfile
+
+SHORT = {"warmup": 4, "steps": 2, "detail_steps": 1}
+
+
+def plan_of(folder: Path, *transforms: str, status: str = "kept") -> Path:
+    path = folder / "plan.yaml"
+    items = tuple(PlanItem(transform=name, status=status) for name in transforms)
+    planfile.write(path, Plan(script="train.py", argv=(), created="2026-01-01T00:00:00Z", items=items))
+    return path
+
+
+def convolutions() -> Callable[[], None]:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 144, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    images = torch.randn(2, 8, 16, 16)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(images).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def test_the_items_of_a_plan_are_in_effect_while_it_is_enabled(tmp_path: Path) -> None:
+    plan, step = plan_of(tmp_path, "set_to_none"), convolutions()
+    before = measure(step, **SHORT)
+    with pytest.raises(AssertionError, match="effect of set_to_none"):
+        before.assert_in_effect(plan)
+    advisor.enable(plan)
+    try:
+        found = measure(step, **SHORT)
+        found.assert_in_effect(plan, before=before)
+        assert [budget.title for budget in found.budgets] == ["effect of set_to_none"]
+    finally:
+        advisor.disable()
+    with pytest.raises(AssertionError, match="no convolution weight is NHWC"):
+        measure(step, **SHORT).assert_in_effect("channels_last")
+
+
+def test_what_names_nothing_is_refused(tmp_path: Path) -> None:
+    found = measure(convolutions(), **SHORT)
+    with pytest.raises(AdvisorError, match="nothing was named"):
+        found.assert_in_effect()
+    with pytest.raises(AdvisorError, match="warp_drive"):
+        found.assert_in_effect("warp_drive")
+    with pytest.raises(AdvisorError, match="keeps nothing"):
+        found.assert_in_effect(plan_of(tmp_path, "set_to_none", status="reverted"))
