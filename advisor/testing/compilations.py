@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from advisor.core.profile import Site
+from advisor.profiling.compiles import compiled_graphs
 
 _UTILS, _FRAMES = "torch._dynamo.utils", "torch._dynamo.eval_frame"
 _SWITCH = "_maybe_set_eval_frame"  # called with a callback around each run of compiled code
@@ -23,14 +24,14 @@ class Compilations:
     """The moment of construction; everything told is since then."""
 
     def __init__(self) -> None:
-        self._graphs = _graph_count()
+        self._graphs = compiled_graphs()
         self._reasons = _reasons()  # held, so that no other object takes one's identity
         self._metrics = _metrics()
 
     @property
     def any(self) -> bool:
         """Something was compiled. After a reset of Dynamo its counter begins anew, and is above zero only if so."""
-        now = _graph_count()
+        now = compiled_graphs()
         return now != self._graphs and now > 0
 
     def breaks(self) -> tuple[Site, ...]:
@@ -56,7 +57,7 @@ class Compilations:
             what = f"compilation of {entry.co_name}" + (f": {str(why).strip().splitlines()[0]}" if why else "")
             sites[f"{_shown(entry.co_filename)}:{entry.co_firstlineno}", what] += 1
         if not sites and self.any:
-            sites["", "compilation"] = max(1, _graph_count() - self._graphs)
+            sites["", "compilation"] = max(1, compiled_graphs() - self._graphs)
         return tuple(Site(source=s, what=w, calls=n, time_us=0) for (s, w), n in sites.items())
 
 
@@ -88,13 +89,8 @@ class CompiledRuns:
             setattr(self._module, _SWITCH, self._plain)
         elif self._module is not None:
             # A version without that function: anything compiled in this process may be what runs here.
-            self.seen = _graph_count() > 0
+            self.seen = compiled_graphs() > 0
         self.seen |= self._before.any
-
-
-def _graph_count() -> int:
-    counters = getattr(sys.modules.get(_UTILS), "counters", None) or {}
-    return int(counters.get("stats", {}).get("unique_graphs", 0))
 
 
 def _reasons() -> list[Any]:

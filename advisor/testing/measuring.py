@@ -21,7 +21,7 @@ import torch
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import StepProfile
+from advisor.core.profile import Site, StepProfile
 from advisor.profiling import attach as attached
 from advisor.profiling import counters as hardware
 from advisor.profiling import discover, environment, steps
@@ -129,7 +129,21 @@ def measure_script(
         )
     if result.profile is None or result.exit_code:
         raise AdvisorError(f"{words[0]} could not be measured: {said[-1] if said else f'exit code {result.exit_code}'}")
-    return Measured(result.profile, label=label, seconds=time.perf_counter() - began)
+    return Measured(
+        result.profile, label=label, beyond=_compiled_in(result.profile), seconds=time.perf_counter() - began
+    )
+
+
+def _compiled_in(profile: StepProfile) -> Beyond:
+    """What a script's own process has told of Dynamo: numbers, and no lines."""
+    model = profile.model
+    breaks = (Site(source="", what=f"{model.graph_breaks or 0:g} graph breaks a function", calls=1, time_us=0),)
+    recompiles = (Site(source="", what="compilation", calls=float(model.recompiles or 0), time_us=0),)
+    return Beyond(
+        breaks=breaks if model.graph_breaks else (),
+        recompiles=recompiles if model.recompiles else (),
+        compiled=model.graph_breaks is not None,
+    )
 
 
 def training_step(
