@@ -18,6 +18,7 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
 
+DEVICE = "cuda"
 # For one case, without compiling: rounds beyond it are left out.
 CASE_BUDGET_S = 10.0
 # Errors are taken on a batch of at most this many: fp64 copies of a whole batch would not fit beside the rest.
@@ -180,8 +181,8 @@ def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> 
 def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
     times, hosts = timed(case, compiled=compiled, budget_s=CASE_BUDGET_S)
     batch = min(case.shape[0], ERROR_BATCH)
-    mine = verify.errors(case, case.ours, "cuda", batch=batch, seed=1)
-    theirs = verify.errors(case, case.eager, "cuda", batch=batch, seed=1)
+    mine = verify.errors(case, case.ours, DEVICE, batch=batch, seed=1)
+    theirs = verify.errors(case, case.eager, DEVICE, batch=batch, seed=1)
     made = datetime.date.today().isoformat()
     memory = {name: peaks(case, function) for name, function in (("advisor", case.ours), ("eager", case.eager))}
     return [
@@ -216,7 +217,7 @@ def timed(
     case: Case, *, compiled: bool, budget_s: float, only_advisor: bool = False
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
     """Device times (pass → contender → Spread in ms) and host times (pass → contender → µs) of a case's passes."""
-    generator = verify.seeded("cuda", 0)
+    generator = verify.seeded(DEVICE, 0)
     first = case.inputs(generator, case.shape[0])
     nbytes = sum(a.numel() * a.element_size() for a in first if isinstance(a, torch.Tensor))
     sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(timing.rotation(nbytes) - 1))]
@@ -240,7 +241,7 @@ def timed(
 
 def peaks(case: Case, function: Callable[..., Any]) -> dict[str, int]:
     """Pass → most bytes allocated in it beyond inputs, and in the backward beyond what comes from above too."""
-    own = case.inputs(verify.seeded("cuda", 0), case.shape[0])
+    own = case.inputs(verify.seeded(DEVICE, 0), case.shape[0])
     leaves = [a for a in own if isinstance(a, torch.Tensor) and a.requires_grad]
     found: dict[str, int] = {}
     torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,81 @@
+"""Benchmark and tuning run whole on emulated kernels: everything but the clock and the memory counters is as on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from advisor.bench import ops, timing, tune
+from advisor.core.errors import AdvisorError
+from advisor.ops import catalog, dispatch
+from advisor.ops.family import Case, Family
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contender runs once a round; the times are made up."""
+
+    def interleaved(contenders: Mapping[str, Callable[[Any], object]], sets: Sequence[Any], **_: Any) -> dict[str, Any]:
+        for run in contenders.values():
+            for inputs in sets:
+                run(inputs)
+        return {name: timing.spread([float(i + 1)] * 5) for i, name in enumerate(contenders)}
+
+    monkeypatch.setattr(ops, "DEVICE", "cpu")
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "host", lambda contenders, sets: dict.fromkeys(contenders, 1.0))
+    monkeypatch.setattr(timing, "rotation", lambda nbytes: 2)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+
+FAMILIES = pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+
+
+def small(family: Family) -> Case:
+    return min(family.verification, key=lambda case: torch.Size(case.shape).numel())
+
+
+@FAMILIES
+def test_a_case_is_measured(emulated, on_cpu, family: Family) -> None:
+    case = small(family)
+    rows = ops.measure(
+        family, case, ops.Ceilings(copy_gbps=1.0, tflops={"float32": 1.0, case.dtype: 1.0}), compiled=False
+    )
+    assert [row.pass_ for row in rows] == list(case.passes)
+    for row in rows:
+        assert (row.advisor_ms, row.eager_ms, row.compile_ms) == (1.0, 2.0, None)
+        assert row.limit_ms > 0
+        assert row.error == row.error < 0.1
+        assert "eager/ours  2.00" in row.line()
+    assert sum(emulated.launches.values()) > 0
+
+
+def test_a_family_that_falls_back_gives_no_row(on_cpu) -> None:
+    family = catalog.get("batchnorm_act")
+    with pytest.raises(AdvisorError, match=r"did not run.*not on a CUDA device"):
+        ops.measure(family, small(family), ops.Ceilings(copy_gbps=1.0), compiled=False)
+
+
+def test_combinations_are_run_with_their_constants(emulated, on_cpu, monkeypatch) -> None:
+    family = catalog.get("batchnorm_act")
+    seen = []
+    run = family.module("cuda").forward
+    monkeypatch.setattr(
+        family.module("cuda"), "forward", lambda *a, **k: seen.append(family.spec.THREADS) or run(*a, **k)
+    )
+    monkeypatch.setattr(family.spec, "TUNABLE", {"THREADS": (256, 512)})
+    case = replace(small(family), shape=(2, 16, 3, 3))
+    trials = tune.tune(family, case)
+    assert {trial.constants["THREADS"]: (trial.present, trial.wrong) for trial in trials} == {
+        256: (False, ""),
+        512: (True, ""),
+    }
+    assert set(seen) == {256, 512}
+    assert family.spec.THREADS == 512
+    dispatch.clear()
