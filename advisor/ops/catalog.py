@@ -11,12 +11,36 @@ from advisor.ops.family import Family
 # In the order in which their rewrites see a captured graph: a family whose pattern contains another's stands before it.
 FAMILIES: tuple[Family, ...] = (
     Family(
+        id="batchnorm_max_pool",
+        title="Fused BatchNorm + activation + max-pool kernels",
+        replaces="native_batch_norm + activation + max_pool2d_with_indices, training, channels_last",
+        transform="fused_bn_max_pool",
+        modules=("MaxPool2d",),
+        functions=("max_pool2d",),
+    ),
+    Family(
         id="batchnorm_act",
         title="Fused BatchNorm + add + activation kernels",
         replaces="native_batch_norm + add + activation, training, channels_last",
         transform="fused_bn_act",
         modules=("BatchNorm2d",),
         functions=("batch_norm",),
+    ),
+    Family(
+        id="pooling",
+        title="Pooling kernels with 8-bit indices",
+        replaces="max_pool2d_with_indices, avg_pool2d, mean over (2, 3), channels_last",
+        transform="fused_pooling",
+        modules=("MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d"),
+        functions=("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    ),
+    Family(
+        id="upsample",
+        title="Upsampling kernels that write into the concatenation",
+        replaces="upsample_bilinear2d, upsample_nearest2d + cat, channels_last",
+        transform="fused_upsample",
+        modules=("Upsample", "UpsamplingBilinear2d", "UpsamplingNearest2d"),
+        functions=("interpolate",),
     ),
 )
 

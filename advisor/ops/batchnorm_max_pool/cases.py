@@ -1,0 +1,109 @@
+"""Shapes at which the BatchNorm+activation+max-pool kernels are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.batchnorm_max_pool import api, reference, spec
+from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, STORAGE, Window
+
+_KINKS = {"relu": (0.0,), "relu6": (0.0, 6.0), "leaky_relu": (0.0,), "none": ()}
+
+
+def _inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, activation: str, window: Window
+) -> Arguments:
+    """x [n, C, H, W] channels_last, mean 0.5, deviation 1.5; a third of the weights negative; statistics [C] fp32."""
+    device = generator.device
+    _, c, h, w = shape
+    values = torch.randn(n, h, w, c, device=device, generator=generator) * 1.5 + 0.5
+    weight = torch.rand(c, device=device, generator=generator) + 0.5
+    return (
+        values.to(getattr(torch, dtype)).permute(0, 3, 1, 2).requires_grad_(),
+        torch.zeros(c, device=device),
+        torch.ones(c, device=device),
+        torch.where(torch.arange(c, device=device) % 3 == 1, -weight, weight).requires_grad_(),
+        torch.randn(c, device=device, generator=generator).requires_grad_(),
+        0.1,
+        1e-5,
+        activation,
+        0.1,
+        *window.arguments,
+    )
+
+
+def _steady(
+    x: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    *window: object,
+) -> torch.Tensor:
+    """False within 1e-3 of a point where the activation's slope jumps."""
+    z = reference.batchnorm_max_pool(
+        x,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        momentum,
+        eps,
+        "none",
+        slope,
+        *window,  # type: ignore[arg-type]
+    )
+    kinks = _KINKS[activation]
+    return torch.stack([torch.ones_like(z, dtype=torch.bool), *((z - k).abs() >= 1e-3 for k in kinks)]).all(0)
+
+
+def _case(shape: tuple[int, ...], window: Window, dtype: str, activation: str = "relu") -> Case:
+    n, c, h, w = shape
+    oh, ow = window.output(h, w)
+    forward, backward = spec.bytes_moved(
+        inputs=n * c * h * w, outputs=n * c * oh * ow, itemsize=getattr(torch, dtype).itemsize
+    )
+    return Case(
+        name=f"bn{'' if activation == 'none' else '+' + activation}+max_pool {window.label}",
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(batchnorm_act.FORWARD, spec.FORWARD), nbytes=forward),
+            "backward": Work(kernels=(batchnorm_act.BACKWARD, spec.BACKWARD), nbytes=backward),
+        },
+        inputs=partial(_inputs, shape=shape, dtype=dtype, activation=activation, window=window),
+        ours=api.batchnorm_max_pool,
+        eager=reference.batchnorm_max_pool,
+        reference=reference.batchnorm_max_pool,
+        wins=partial(spec.wins, activation=activation, dtype=dtype),
+        steady=_steady,
+        gradient_floor=0.05,  # with few rows a channel dx is what cancellation leaves of dy
+    )
+
+
+# The stems of ResNet-50 and DenseNet-121, a VGG with batch norm, a UNet's first level.
+BENCHMARK = (
+    _case((256, 64, 112, 112), K3S2, "bfloat16"),
+    _case((128, 64, 224, 224), K2S2, "bfloat16"),
+    _case((32, 64, 256, 256), K2S2, "bfloat16"),
+    *(_case((256, 64, 112, 112), K3S2, dtype) for dtype in ("float16", "float32")),
+)
+_WIDE = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
+VERIFICATION = tuple(
+    case
+    for dtype in STORAGE
+    for case in (
+        _case((3, 24, 13, 11), K3S2, dtype),
+        _case((4, 8, 9, 10), K2S2, dtype, "leaky_relu"),
+        _case((2, 264, 7, 6), _WIDE, dtype, "relu6"),
+        _case((2, 16, 8, 9), K3S1, dtype, "none"),
+    )
+)

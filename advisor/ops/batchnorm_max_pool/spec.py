@@ -1,0 +1,127 @@
+"""What the BatchNorm+activation+max-pool kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.pooling import spec as pooling
+from advisor.ops.pooling.spec import Window
+
+FORWARD = "pooling/batchnorm_max_pool_forward.cu"
+BACKWARD = "pooling/batchnorm_max_pool_backward.cu"
+KERNELS = {FORWARD: ("batchnorm_max_pool_forward",), BACKWARD: ("batchnorm_max_pool_backward",)}
+
+# The maximum is found among the norm's inputs, so the activation must not fall anywhere.
+ACTIVATIONS = ("none", "relu", "relu6", "leaky_relu")
+
+THREADS = 256
+MAX_CHANNEL_TILE = 32
+# Blocks of 256 threads that fit by registers: 80 a thread in the forward, 110 in the backward.
+FORWARD_BLOCKS_PER_SM = 3
+BACKWARD_BLOCKS_PER_SM = 2
+TUNABLE = {
+    "THREADS": (128, 256),
+    "MAX_CHANNEL_TILE": (8, 16, 32),
+    "FORWARD_BLOCKS_PER_SM": (2, 3, 6),
+    "BACKWARD_BLOCKS_PER_SM": (2, 4),
+}
+
+
+def unsupported(
+    *, shape: tuple[int, ...], window: Window, channels_last: bool, dtype: str, activation: str, slope: float, arch: int
+) -> str:
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    if activation not in ACTIVATIONS:
+        return f"activation {activation} is not monotone"
+    if activation == "leaky_relu" and slope < 0.0:
+        return "a LeakyReLU with negative slope is not monotone"
+    reason = (
+        batchnorm_act.unsupported(
+            shape=shape, channels_last=channels_last, dtype=dtype, activation=activation, residual=False, arch=arch
+        )
+        or pooling.unsupported_tensor(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+        or pooling.unsupported_window(window, height=shape[2], width=shape[3])
+    )
+    if reason:
+        return reason
+    if max(tiles(window, shape, dtype)) >= 2**31:
+        return "2^31 tiles or more"
+    return ""
+
+
+def wins(*, activation: str, dtype: str) -> str:
+    """Why the norm and the pooling are left apart; empty where the kernels are measured to win."""
+    return UNMEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Grid (channel tiles, blocks), each block walking over tiles of all images: see kernels/pooling."""
+
+    block: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    row_tiles: int
+    column_tiles: int
+    vectors: int
+
+
+def _tile(window: Window, shape: tuple[int, ...], dtype: str, *, backward: bool) -> pooling.Geometry:
+    _, c, h, w = shape
+    vectors = c // pooling.vector_width(dtype)
+    if backward:
+        rows, columns = pooling.groups(window, h, w)
+        near = [d * (k - 1) // s + 1 for k, d, s in zip(window.kernel, window.dilation, window.stride, strict=True)]
+        return pooling.geometry(vectors, columns, rows, (near[0], near[1]), (1, 1), THREADS, MAX_CHANNEL_TILE)
+    covered = [d * (k - 1) + 1 for k, d in zip(window.kernel, window.dilation, strict=True)]
+    rows, columns = window.output(h, w)
+    return pooling.geometry(vectors, columns, rows, (covered[0], covered[1]), window.stride, THREADS, MAX_CHANNEL_TILE)
+
+
+def tiles(window: Window, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
+    """Tiles of all images that the forward and the backward walk over."""
+    found = [_tile(window, shape, dtype, backward=backward) for backward in (False, True)]
+    forward, backward = (shape[0] * tile.row_tiles * tile.column_tiles for tile in found)
+    return forward, backward
+
+
+@lru_cache(maxsize=4096)
+def geometry(window: Window, shape: tuple[int, ...], dtype: str, sm_count: int, *, backward: bool) -> Geometry:
+    """As many blocks as run at once on `sm_count` SMs, and none without a tile."""
+    tile = _tile(window, shape, dtype, backward=backward)
+    walked = shape[0] * tile.row_tiles * tile.column_tiles
+    per_sm = BACKWARD_BLOCKS_PER_SM if backward else FORWARD_BLOCKS_PER_SM
+    blocks = max(1, min(walked, sm_count * per_sm // tile.channel_tiles))
+    return Geometry(tile.block, (tile.channel_tiles, blocks, 1), tile.row_tiles, tile.column_tiles, tile.vectors)
+
+
+def defines(window: Window, dtype: str, activation: str) -> dict[str, int]:
+    """Macros of one variant, of both sources."""
+    return {
+        **pooling.window_defines(window, dtype),
+        "THREADS": THREADS,
+        "DH": window.dilation[0],
+        "DW": window.dilation[1],
+        "ACT": batchnorm_act.ACTIVATIONS[activation],
+        "MAX_CHANNEL_TILE": MAX_CHANNEL_TILE,
+    }
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of the stems that networks have."""
+    return (
+        *(defines(pooling.K3S2, dtype, "relu") for dtype in pooling.STORAGE),
+        defines(pooling.K2S2, "bfloat16", "leaky_relu"),
+    )
+
+
+def bytes_moved(*, inputs: int, outputs: int, itemsize: int) -> tuple[int, int]:
+    """Bytes the forward (statistics and the rest) and the backward (sums and the rest) must move.
+
+    x is read three times in all: dx = f(x) needs the sums over everything first, as the statistics do.
+    """
+    forward = (2 * inputs + 2 * outputs) * itemsize + outputs
+    backward = (2 * inputs + 3 * outputs) * itemsize + outputs
+    return forward, backward

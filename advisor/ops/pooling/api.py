@@ -1,0 +1,353 @@
+"""Max, average and global average pooling: the bundled kernels, or PyTorch's own operations.
+
+For each, two entries over the same kernels: a plain function for eager code (thin: an autograd.Function) and an operation in
+torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops import dispatch, nvrtc
+from advisor.ops.pooling import cuda, spec
+from advisor.ops.pooling.spec import Pair, Window
+
+engaged, fell_back = dispatch.counters("pooling")
+
+
+def unsupported(x: torch.Tensor, window: Window | None) -> str:
+    """Why the kernels cannot take this call; empty when they can. `window` None: the whole image."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    reason = spec.unsupported_tensor(
+        shape=tuple(x.shape),
+        channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last),
+        dtype=cuda.name_of(x.dtype),
+        arch=nvrtc.arch(x.device.index or 0),
+    )
+    if reason or window is None:
+        return reason
+    return spec.unsupported_window(window, height=x.shape[2], width=x.shape[3])
+
+
+def _refused(operation: str, x: torch.Tensor, window: Window | None) -> bool:
+    """Whether PyTorch's own operation is to run; counts which of both it is."""
+    reason = dispatch.refusal(unsupported(x, window), spec.wins(operation, dtype=cuda.name_of(x.dtype)))
+    if reason:
+        fell_back[reason] += 1
+        return True
+    engaged[operation] += 1
+    return False
+
+
+def _nhwc(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.contiguous(memory_format=torch.channels_last)
+
+
+def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: Window) -> torch.Tensor:
+    """PyTorch's own indices (h * W + w, int64) from positions in the window: what second derivatives are taken with."""
+    _, _, _, width = shape
+    oh = torch.arange(index.shape[2], device=index.device)[:, None] * window.stride[0] - window.padding[0]
+    ow = torch.arange(index.shape[3], device=index.device) * window.stride[1] - window.padding[1]
+    position = index.long()
+    h = oh + position // window.kernel[1] * window.dilation[0]
+    w = ow + position % window.kernel[1] * window.dilation[1]
+    return h * width + w
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
+        y, index = cuda.max_pool_forward(x, window, indices=ctx.needs_input_grad[0])
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.window = tuple(x.shape), window
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        (index,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            flat = torch.zeros((*ctx.shape[:2], ctx.shape[2] * ctx.shape[3]), dtype=dy.dtype, device=dy.device)
+            at = flat_indices(index, ctx.shape, ctx.window).flatten(2)
+            return flat.scatter_add(2, at, dy.flatten(2)).view(ctx.shape), None
+        return cuda.max_pool_backward(_nhwc(dy), index, ctx.shape, ctx.window), None
+
+
+class _AvgPool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, window: Window, count_include_pad: bool, divisor_override: int | None
+    ) -> torch.Tensor:
+        ctx.shape, ctx.call = tuple(x.shape), (window, count_include_pad, divisor_override)
+        return cuda.avg_pool_forward(x, window, count_include_pad, divisor_override)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        window, count_include_pad, divisor_override = ctx.call
+        if torch.is_grad_enabled():
+            like = dy.new_zeros(()).expand(ctx.shape)  # only its shape is read
+            dx = torch.ops.aten.avg_pool2d_backward(
+                dy,
+                like,
+                window.kernel,
+                window.stride,
+                window.padding,
+                window.ceil_mode,
+                count_include_pad,
+                divisor_override,
+            )
+            return dx, None, None, None
+        return cuda.avg_pool_backward(_nhwc(dy), ctx.shape, *ctx.call), None, None, None
+
+
+class _GlobalAvgPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape = tuple(x.shape)
+        return cuda.global_avg_pool_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        if torch.is_grad_enabled():
+            return (dy / (ctx.shape[2] * ctx.shape[3])).expand(ctx.shape)
+        return cuda.global_avg_pool_backward(dy.contiguous(), ctx.shape)
+
+
+def max_pool2d(
+    x: torch.Tensor,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    """[N, C, OH, OW]: the largest value of each window, as F.max_pool2d, without indices.
+
+    Args:
+        x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's operation.
+    """
+    window = spec.window(kernel, stride, padding, dilation, ceil_mode)
+    if _refused("max_pool", x, window):
+        return F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
+    result: torch.Tensor = _MaxPool.apply(x, window)  # type: ignore[no-untyped-call]
+    return result
+
+
+def avg_pool2d(
+    x: torch.Tensor,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair = (0, 0),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> torch.Tensor:
+    """[N, C, OH, OW]: the mean of each window, as F.avg_pool2d. x as in `max_pool2d`."""
+    window = spec.window(kernel, stride, padding, ceil_mode=ceil_mode)
+    if _refused("avg_pool", x, window):
+        return F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    result: torch.Tensor = _AvgPool.apply(x, window, count_include_pad, divisor_override)  # type: ignore[no-untyped-call]
+    return result
+
+
+def global_avg_pool2d(x: torch.Tensor) -> torch.Tensor:
+    """[N, C, 1, 1]: the mean over all pixels, as x.mean((2, 3), keepdim=True). x as in `max_pool2d`."""
+    if _refused("global_avg_pool", x, None):
+        return x.mean((2, 3), keepdim=True)
+    result: torch.Tensor = _GlobalAvgPool.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _pair(values: list[int]) -> Pair:
+    first, second = values
+    return first, second
+
+
+def _window(kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool) -> Window:
+    """A window from the lists that torch.library passes."""
+    return spec.window(_pair(kernel), _pair(stride), _pair(padding), _pair(dilation), ceil_mode)
+
+
+def _shape4(shape: Any) -> tuple[int, int, int, int]:
+    n, c, h, w = shape
+    return n, c, h, w
+
+
+# For compiled graphs. CUDA only: the rewrite has checked what can be checked in a graph, and the layout is made right here.
+
+
+@torch.library.custom_op("advisor::max_pool2d", mutates_args=())
+def max_pool2d_op(
+    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `max_pool2d`; returns y and positions (bytes, like y)."""
+    engaged["max_pool"] += 1
+    return cuda.max_pool_forward(_nhwc(x), _window(kernel, stride, padding, dilation, ceil_mode), indices=True)
+
+
+@max_pool2d_op.register_fake
+def _(
+    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    window = _window(kernel, stride, padding, dilation, ceil_mode)
+    shape = (x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))
+    return cuda.nhwc(_shape4(shape), x), cuda.nhwc(_shape4(shape), x, torch.uint8)
+
+
+@torch.library.custom_op("advisor::max_pool2d_backward", mutates_args=())
+def max_pool2d_backward_op(
+    dy: torch.Tensor,
+    index: torch.Tensor,
+    shape: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> torch.Tensor:
+    """The gradient of `advisor::max_pool2d`."""
+    window = _window(kernel, stride, padding, dilation, ceil_mode)
+    return cuda.max_pool_backward(_nhwc(dy), _nhwc(index), _shape4(shape), window)
+
+
+@max_pool2d_backward_op.register_fake
+def _(
+    dy: torch.Tensor,
+    index: torch.Tensor,
+    shape: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> torch.Tensor:
+    return cuda.nhwc(_shape4(shape), dy)
+
+
+def _max_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.shape, ctx.window = list(inputs[0].shape), inputs[1:]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _max_backward(ctx: Any, dy: torch.Tensor, _index: Any) -> tuple[Any, ...]:
+    (index,) = ctx.saved_tensors
+    return max_pool2d_backward_op(dy, index, ctx.shape, *ctx.window), None, None, None, None, None
+
+
+max_pool2d_op.register_autograd(_max_backward, setup_context=_max_setup)
+
+_NO_DILATION = [1, 1]
+
+
+@torch.library.custom_op("advisor::avg_pool2d", mutates_args=())
+def avg_pool2d_op(
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    """As `avg_pool2d`."""
+    engaged["avg_pool"] += 1
+    window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
+    return cuda.avg_pool_forward(_nhwc(x), window, count_include_pad, divisor_override)
+
+
+@avg_pool2d_op.register_fake
+def _(
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
+    return cuda.nhwc(_shape4((x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))), x)
+
+
+@torch.library.custom_op("advisor::avg_pool2d_backward", mutates_args=())
+def avg_pool2d_backward_op(
+    dy: torch.Tensor,
+    shape: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    """The gradient of `advisor::avg_pool2d`."""
+    window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
+    return cuda.avg_pool_backward(_nhwc(dy), _shape4(shape), window, count_include_pad, divisor_override)
+
+
+@avg_pool2d_backward_op.register_fake
+def _(
+    dy: torch.Tensor,
+    shape: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    return cuda.nhwc(_shape4(shape), dy)
+
+
+def _avg_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.shape, ctx.call = list(inputs[0].shape), inputs[1:]
+
+
+def _avg_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    return avg_pool2d_backward_op(dy, ctx.shape, *ctx.call), None, None, None, None, None, None
+
+
+avg_pool2d_op.register_autograd(_avg_backward, setup_context=_avg_setup)
+
+
+@torch.library.custom_op("advisor::global_avg_pool2d", mutates_args=())
+def global_avg_pool2d_op(x: torch.Tensor) -> torch.Tensor:
+    """As `global_avg_pool2d`."""
+    engaged["global_avg_pool"] += 1
+    return cuda.global_avg_pool_forward(_nhwc(x))
+
+
+@global_avg_pool2d_op.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return cuda.nhwc((x.shape[0], x.shape[1], 1, 1), x)
+
+
+@torch.library.custom_op("advisor::global_avg_pool2d_backward", mutates_args=())
+def global_avg_pool2d_backward_op(dy: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """The gradient of `advisor::global_avg_pool2d`."""
+    return cuda.global_avg_pool_backward(dy.contiguous(), _shape4(shape))
+
+
+@global_avg_pool2d_backward_op.register_fake
+def _(dy: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return cuda.nhwc(_shape4(shape), dy)
+
+
+def _global_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.shape = list(inputs[0].shape)
+
+
+def _global_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    dx: torch.Tensor = global_avg_pool2d_backward_op(dy, ctx.shape)
+    return dx
+
+
+global_avg_pool2d_op.register_autograd(_global_backward, setup_context=_global_setup)

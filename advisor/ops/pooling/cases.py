@@ -1,0 +1,144 @@
+"""Shapes at which the pooling kernels are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.pooling import api, reference, spec
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, K5S1, Window
+
+# max-pool: the stems of ResNet-50 and DenseNet-121, VGG-16's five, two of GoogLeNet's branches and its ceil_mode one.
+_CEIL = Window(kernel=(3, 3), stride=(2, 2), ceil_mode=True)
+_MAX = (
+    ((256, 64, 112, 112), K3S2),
+    ((128, 64, 224, 224), K2S2),
+    ((128, 128, 112, 112), K2S2),
+    ((128, 256, 56, 56), K2S2),
+    ((128, 512, 28, 28), K2S2),
+    ((128, 512, 14, 14), K2S2),
+    ((256, 192, 28, 28), K3S1),
+    ((256, 832, 7, 7), K3S1),
+    ((256, 480, 28, 28), _CEIL),
+)
+# avg-pool: DenseNet-121's transitions, Inception's branch.
+_AVG = (((256, 128, 56, 56), K2S2), ((256, 256, 28, 28), K2S2), ((256, 512, 14, 14), K2S2), ((256, 288, 35, 35), K3S1))
+# Last layers of ResNet-50, DenseNet-121, MobileNetV3, EfficientNet-B0; a squeeze-and-excite block of EfficientNet.
+_GLOBAL = ((256, 2048, 7, 7), (256, 1024, 7, 7), (256, 960, 7, 7), (256, 1280, 7, 7), (256, 96, 56, 56))
+
+
+def _input(generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """[n, C, H, W] channels_last, mean 0.5, deviation 1.5."""
+    _, c, h, w = shape
+    values = torch.randn(n, h, w, c, device=generator.device, generator=generator) * 1.5 + 0.5
+    return values.to(getattr(torch, dtype)).permute(0, 3, 1, 2).requires_grad_()
+
+
+def _inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, rest: tuple[object, ...]
+) -> Arguments:
+    return (_input(generator, n, shape, dtype), *rest)
+
+
+def _elements(shape: tuple[int, ...], window: Window) -> tuple[int, int]:
+    n, c, h, w = shape
+    oh, ow = window.output(h, w)
+    return n * c * h * w, n * c * oh * ow
+
+
+def _max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
+    inputs, outputs = _elements(shape, window)
+    forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
+    return Case(
+        name=f"max_pool {window.label}",
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.MAX_FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.MAX_BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(_inputs, shape=shape, dtype=dtype, rest=window.arguments),
+        ours=api.max_pool2d,
+        eager=F.max_pool2d,
+        reference=reference.max_pool2d,
+        wins=partial(spec.wins, "max_pool", dtype=dtype),
+    )
+
+
+def _avg(shape: tuple[int, ...], window: Window, dtype: str, include: bool = True, divisor: int | None = None) -> Case:
+    inputs, outputs = _elements(shape, window)
+    forward, backward = spec.bytes_avg(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
+    variant = "" if include else " inside"
+    return Case(
+        name=f"avg_pool {window.label}{variant}" + ("" if divisor is None else f" over {divisor}"),
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.AVG_FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.AVG_BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(
+            _inputs, shape=shape, dtype=dtype, rest=(*window.arguments[:3], window.ceil_mode, include, divisor)
+        ),
+        ours=api.avg_pool2d,
+        eager=F.avg_pool2d,
+        reference=reference.avg_pool2d,
+        wins=partial(spec.wins, "avg_pool", dtype=dtype),
+    )
+
+
+def _global(shape: tuple[int, ...], dtype: str) -> Case:
+    n, c, h, w = shape
+    forward, backward = spec.bytes_avg(inputs=n * c * h * w, outputs=n * c, itemsize=getattr(torch, dtype).itemsize)
+    return Case(
+        name="global_avg_pool",
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.GLOBAL_AVG,), nbytes=forward),
+            "backward": Work(kernels=(spec.GLOBAL_AVG,), nbytes=backward),
+        },
+        inputs=partial(_inputs, shape=shape, dtype=dtype, rest=()),
+        ours=api.global_avg_pool2d,
+        eager=reference.global_avg_pool2d,
+        reference=reference.global_avg_pool2d,
+        wins=partial(spec.wins, "global_avg_pool", dtype=dtype),
+    )
+
+
+_OTHERS = ("float16", "float32")
+
+BENCHMARK = (
+    *(_max(shape, window, "bfloat16") for shape, window in _MAX),
+    *(_avg(shape, window, "bfloat16") for shape, window in _AVG),
+    *(_global(shape, "bfloat16") for shape in _GLOBAL),
+    *(_max(*_MAX[0], dtype) for dtype in _OTHERS),
+    *(_avg(*_AVG[0], dtype) for dtype in _OTHERS),
+    *(_global(_GLOBAL[0], dtype) for dtype in _OTHERS),
+)
+
+_WIDE = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
+_SPARSE = Window(kernel=(2, 2), stride=(3, 3))  # elements that no window covers
+VERIFICATION = tuple(
+    case
+    for dtype in spec.STORAGE
+    for case in (
+        _max((2, 24, 13, 11), K3S2, dtype),
+        _max((1, 72, 9, 7), K3S1, dtype),
+        _max((3, 8, 6, 10), K2S2, dtype),
+        _max((2, 264, 7, 6), _WIDE, dtype),
+        _max((2, 16, 8, 11), _SPARSE, dtype),
+        _max((2, 16, 9, 14), K5S1, dtype),
+        _avg((2, 24, 13, 11), K3S2, dtype, include=False),
+        _avg((1, 72, 9, 7), K3S1, dtype),
+        _avg((3, 8, 6, 10), K2S2, dtype),
+        _avg((2, 264, 6, 8), Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True), dtype),
+        _avg((2, 16, 8, 11), _SPARSE, dtype, divisor=7),
+        _global((2, 24, 13, 11), dtype),
+        _global((3, 1032, 1, 1), dtype),
+        _global((1, 8, 64, 33), dtype),
+    )
+)

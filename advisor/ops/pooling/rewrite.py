@@ -1,0 +1,194 @@
+"""Finds max, average and global average pooling in a captured graph, as modules, functions or `x.mean((2, 3))`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from advisor.ops import dispatch, match
+from advisor.ops.pooling import api, spec
+from advisor.ops.pooling.spec import Pair, Window
+
+_MAX_PARAMETERS = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+_MAX_DEFAULTS = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False}
+_AVG_PARAMETERS = (
+    "input",
+    "kernel_size",
+    "stride",
+    "padding",
+    "ceil_mode",
+    "count_include_pad",
+    "divisor_override",
+)
+_AVG_DEFAULTS = {
+    "stride": None,
+    "padding": 0,
+    "ceil_mode": False,
+    "count_include_pad": True,
+    "divisor_override": None,
+}
+_MEAN_PARAMETERS = ("input", "dim", "keepdim")
+_MEAN_DEFAULTS = {"dim": None, "keepdim": False}
+
+
+def pair(value: Any) -> Pair | None:
+    """(h, w) from a number or a sequence of one or two; None when it is neither."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(values) == 1:
+        values *= 2
+    return (values[0], values[1]) if len(values) == 2 and all(type(v) is int for v in values) else None
+
+
+def max_pool_window(node: fx.Node) -> tuple[fx.Node, Window] | str | None:
+    """Input and window of a max-pooling call, or why it is left alone; None when the node is none."""
+    if node.op != "call_function" or node.target not in (F.max_pool2d, torch.max_pool2d):
+        return None
+    bound = match.bound(node, _MAX_PARAMETERS, _MAX_DEFAULTS)
+    if bound["return_indices"]:
+        return "return_indices=True"
+    sizes = [pair(bound[name]) for name in ("kernel_size", "stride", "padding", "dilation")]
+    if bound["stride"] in (None, (), []):
+        sizes[1] = sizes[0]
+    kernel, stride, padding, dilation = sizes
+    if kernel is None or stride is None or padding is None or dilation is None:
+        return "sizes are dynamic"
+    return bound["input"], spec.window(kernel, stride, padding, dilation, bool(bound["ceil_mode"]))
+
+
+def refused(node: Any, window: Window | None, operation: str) -> str:
+    """Why the kernels do not take `node`'s value, as far as the graph tells: the layout is known when it runs."""
+    x = match.value(node)
+    shape = None if x is None else match.static_shape(x)
+    if x is None or shape is None:
+        return "its input's shape is not known"
+    dtype = match.dtype_name(x)
+    reason = spec.unsupported_tensor(shape=shape, channels_last=True, dtype=dtype, arch=spec.MIN_ARCH)
+    if not reason and window is not None:
+        reason = spec.unsupported_window(window, height=shape[2], width=shape[3])
+    return dispatch.refusal(reason, spec.wins(operation, dtype=dtype))
+
+
+def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Put the operations in, each pooling call by itself. `report` gains one entry a call.
+
+    With `compiled` the graph goes on to Inductor, which needs the torch.library operations.
+    """
+    for node in list(graph_module.graph.nodes):
+        found = _max(node, compiled) or _avg(node, compiled) or _adaptive(node, compiled) or _mean(node, compiled)
+        if found is None:
+            continue
+        label, reason = found
+        if reason:
+            report.unmatched[match.path(node)] = reason
+        else:
+            report.matched[match.path(node)] = label
+
+
+def _put(node: fx.Node, function: Any, arguments: tuple[Any, ...], *, output: int | None = None) -> fx.Node:
+    """`function(*arguments)` in place of `node`; of several outputs the one numbered `output`."""
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(function, arguments)
+        if output is not None:
+            call = node.graph.call_function(operator.getitem, (call, output))
+    match.replace(node, call)
+    return call
+
+
+def _max(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
+    found = max_pool_window(node)
+    if found is None or isinstance(found, str):
+        return None if found is None else ("", found)
+    x, window = found
+    reason = refused(x, window, "max_pool")
+    if not reason and compiled:
+        _put(node, torch.ops.advisor.max_pool2d.default, (x, *window.arguments), output=0)
+    elif not reason:
+        _put(node, api.max_pool2d, (x, *window.arguments))
+    return f"max_pool {window.label}", reason
+
+
+def _avg(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
+    if node.op != "call_function" or node.target is not F.avg_pool2d:
+        return None
+    bound = match.bound(node, _AVG_PARAMETERS, _AVG_DEFAULTS)
+    kernel, padding = pair(bound["kernel_size"]), pair(bound["padding"])
+    stride = kernel if bound["stride"] in (None, (), []) else pair(bound["stride"])
+    if kernel is None or stride is None or padding is None:
+        return "", "sizes are dynamic"
+    window = spec.window(kernel, stride, padding, ceil_mode=bool(bound["ceil_mode"]))
+    return _put_avg(node, bound["input"], window, bool(bound["count_include_pad"]), bound["divisor_override"], compiled)
+
+
+def _put_avg(
+    node: fx.Node, x: fx.Node, window: Window, include: bool, divisor: int | None, compiled: bool
+) -> tuple[str, str]:
+    reason = refused(x, window, "avg_pool")
+    if not reason:
+        function = torch.ops.advisor.avg_pool2d.default if compiled else api.avg_pool2d
+        _put(node, function, (x, window.kernel, window.stride, window.padding, window.ceil_mode, include, divisor))
+    return f"avg_pool {window.label}", reason
+
+
+def _adaptive(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
+    if node.op != "call_function" or node.target is not F.adaptive_avg_pool2d:
+        return None
+    bound = match.bound(node, ("input", "output_size"), {})
+    wanted = bound["output_size"]
+    x = match.value(bound["input"])
+    shape = None if x is None else match.static_shape(x)
+    if shape is None or len(shape) != 4:
+        return "", "its input's shape is not known" if shape is None else f"{len(shape)}-D input"
+    sizes = list(wanted) if isinstance(wanted, (tuple, list)) else [wanted, wanted]
+    output = pair([size if given is None else given for size, given in zip(shape[2:], sizes, strict=False)])
+    if output is None:
+        return "", "sizes are dynamic"
+    if output == (1, 1):
+        return _put_global(node, bound["input"], compiled, keepdim=True)
+    if output == shape[2:]:
+        return _identity(node, bound["input"])
+    if shape[2] % output[0] or shape[3] % output[1]:
+        return "", "windows of unequal size"
+    kernel = shape[2] // output[0], shape[3] // output[1]
+    return _put_avg(node, bound["input"], spec.window(kernel, kernel), True, None, compiled)
+
+
+def _identity(node: fx.Node, x: fx.Node) -> tuple[str, str]:
+    """Pooling to the size that the input has (VGG at 224): the input's own values, so nothing is left to run."""
+    users = [(user, tensor) for tensor in (node, x) for user in tensor.users if user is not node]
+    if any(match.changes_in_place(user, tensor) for user, tensor in users):
+        return "", "its input or output is changed in place"
+    node.replace_all_uses_with(x)
+    node.graph.erase_node(node)
+    return "identity", ""
+
+
+def _mean(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
+    method = node.op == "call_method" and node.target == "mean"
+    if not method and not (node.op == "call_function" and node.target is torch.mean):
+        return None
+    bound = match.bound(node, _MEAN_PARAMETERS, _MEAN_DEFAULTS)
+    dims, x = bound["dim"], match.value(bound.get("input"))
+    if x is None or x.dim() != 4 or not isinstance(dims, (tuple, list)) or bound.get("dtype") is not None:
+        return None
+    if not all(type(d) is int for d in dims) or sorted(d % 4 for d in dims) != [2, 3]:
+        return None
+    return _put_global(node, bound["input"], compiled, keepdim=bool(bound["keepdim"]))
+
+
+def _put_global(node: fx.Node, x: fx.Node, compiled: bool, *, keepdim: bool) -> tuple[str, str]:
+    reason = refused(x, None, "global_avg_pool")
+    if not reason:
+        function = torch.ops.advisor.global_avg_pool2d.default if compiled else api.global_avg_pool2d
+        mean = _put(node, function, (x,))
+        if not keepdim:
+            users = list(mean.users)
+            with mean.graph.inserting_after(mean):
+                flat = mean.graph.call_function(torch.flatten, (mean, 1))
+            flat.meta.update(mean.meta)
+            for user in users:
+                user.replace_input_with(mean, flat)
+    return "global_avg_pool", reason

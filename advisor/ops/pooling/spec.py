@@ -1,0 +1,341 @@
+"""What the pooling kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops.dispatch import UNMEASURED
+
+MAX_FORWARD = "pooling/max_pool_forward.cu"
+MAX_BACKWARD = "pooling/max_pool_backward.cu"
+AVG_FORWARD = "pooling/avg_pool_forward.cu"
+AVG_BACKWARD = "pooling/avg_pool_backward.cu"
+GLOBAL_AVG = "pooling/global_avg_pool.cu"
+KERNELS = {
+    MAX_FORWARD: ("max_pool_forward",),
+    MAX_BACKWARD: ("max_pool_backward",),
+    AVG_FORWARD: ("avg_pool_forward",),
+    AVG_BACKWARD: ("avg_pool_backward",),
+    GLOBAL_AVG: ("global_avg_pool_forward", "global_avg_pool_backward"),
+}
+
+STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
+MIN_ARCH = 80
+
+THREADS = 256
+# Channel vectors a block covers: 32 x 16 bytes are four cache lines; the rest of the block are neighbouring windows, whose
+# common elements then meet in one SM's L1.
+MAX_CHANNEL_TILE = 32
+# At stride 1 neighbouring windows have most taps in common: outputs, or elements in the backward, a thread makes along w.
+FORWARD_STRIP = 2
+BACKWARD_GROUP = 4
+# Global mean: threads of a block where an image has this many pixels a row of threads, and pixels a thread writes in the backward.
+GLOBAL_THREADS = 256
+GLOBAL_UNROLL = 8
+GLOBAL_PIXELS = 8
+TUNABLE = {
+    "THREADS": (128, 256, 512),
+    "MAX_CHANNEL_TILE": (8, 16, 32),
+    "FORWARD_STRIP": (1, 2, 4),
+    "BACKWARD_GROUP": (1, 2, 4),
+    "GLOBAL_THREADS": (128, 256, 512),
+    "GLOBAL_PIXELS": (4, 8, 16),
+}
+
+# Taps are unrolled when a kernel is compiled; 49 are the largest windows of ImageNet networks (7 x 7).
+MAX_TAPS = 49
+MAX_STRIDE = 4  # the backward keeps a gradient a phase in registers
+_MAX_GRID = 65535
+
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A pooling window: kernel, stride, padding and dilation as (along h, along w)."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    ceil_mode: bool = False
+
+    def output(self, height: int, width: int) -> tuple[int, int]:
+        """Output size, by PyTorch's rule: in ceil_mode no window begins in the padding behind the image."""
+        sizes = []
+        for size, k, s, p, d in zip(
+            (height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True
+        ):
+            room = size + 2 * p - d * (k - 1) - 1
+            out = (-(-room // s) if self.ceil_mode else room // s) + 1
+            if self.ceil_mode and (out - 1) * s >= size + p:
+                out -= 1
+            sizes.append(out)
+        return sizes[0], sizes[1]
+
+    @property
+    def taps(self) -> int:
+        """Positions in it."""
+        return self.kernel[0] * self.kernel[1]
+
+    @property
+    def arguments(self) -> tuple[Pair, Pair, Pair, Pair, bool]:
+        """As the public functions take a window: kernel, stride, padding, dilation, ceil_mode."""
+        return self.kernel, self.stride, self.padding, self.dilation, self.ceil_mode
+
+    @property
+    def label(self) -> str:
+        """`k3s2`, `k3x2s2x1d2`."""
+
+        def pair(values: tuple[int, int]) -> str:
+            return f"{values[0]}" if values[0] == values[1] else f"{values[0]}x{values[1]}"
+
+        dilated = "" if self.dilation == (1, 1) else f"d{pair(self.dilation)}"
+        return f"k{pair(self.kernel)}s{pair(self.stride)}{dilated}" + ("ceil" if self.ceil_mode else "")
+
+
+@lru_cache(maxsize=4096)
+def window(
+    kernel: Pair, stride: Pair, padding: Pair = (0, 0), dilation: Pair = (1, 1), ceil_mode: bool = False
+) -> Window:
+    """The window with these arguments, one object for equal ones."""
+    return Window(kernel=kernel, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode)
+
+
+def vector_width(dtype: str) -> int:
+    """Elements in 16 bytes."""
+    return 4 if dtype == "float32" else 8
+
+
+def unsupported_tensor(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
+    """Why no NHWC kernel here takes this input; empty when they can. `shape` is [N, C, H, W]."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    n, c, h, w = shape
+    if not n * c * h * w:
+        return "an empty tensor"
+    if not channels_last:
+        return "input is not channels_last"
+    if c % vector_width(dtype):
+        return f"{c} channels are no multiple of {vector_width(dtype)}"
+    if n > _MAX_GRID:
+        return f"{n} images are more than {_MAX_GRID}"
+    if h * w * c // vector_width(dtype) >= 2**31:
+        return "an image of 2^31 vectors or more"
+    return ""
+
+
+def unsupported_window(window: Window, *, height: int, width: int) -> str:
+    """Why the kernels do not take this window; empty when they do."""
+    if window.taps > MAX_TAPS:
+        return f"a window of {window.taps} elements is more than {MAX_TAPS}"
+    if max(window.stride) > MAX_STRIDE:
+        return f"stride {max(window.stride)} is more than {MAX_STRIDE}"
+    if any(2 * p > k for k, p in zip(window.kernel, window.padding, strict=True)):
+        return "padding is more than half the window"
+    if min(window.output(height, width)) < 1:
+        return "the window is larger than the image"
+    return ""
+
+
+def wins(operation: str, *, dtype: str) -> str:
+    """Why PyTorch's own operation is left in place; empty where the kernels are measured to win.
+
+    Args:
+        operation: "max_pool", "avg_pool" or "global_avg_pool".
+    """
+    return UNMEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Block (channel vectors, columns, rows) and how many tiles of it cover the work along each."""
+
+    block: tuple[int, int, int]
+    channel_tiles: int
+    column_tiles: int
+    row_tiles: int
+    vectors: int
+
+
+def channel_tile(vectors: int, most: int) -> int:
+    """The widest divisor of `vectors` up to `most`, so that no thread idles, unless only narrow ones exist."""
+    tile = max(d for d in range(1, min(vectors, most) + 1) if vectors % d == 0)
+    return most if tile < most // 4 and vectors > most else tile
+
+
+@lru_cache(maxsize=4096)
+def geometry(
+    vectors: int, columns: int, rows: int, reach: tuple[int, int], step: tuple[int, int], threads: int, most: int
+) -> Geometry:
+    """The tile of threads that fetches fewest elements, over all tiles.
+
+    Args:
+        columns, rows: threads wanted along w and h.
+        reach, step: elements that one thread's windows cover, and that its neighbour's are away, along (h, w).
+        most: channel vectors a block may cover.
+    """
+    tile = channel_tile(vectors, most)
+    positions = max(1, threads // tile)
+    best: tuple[int, int, int] | None = None
+    for across in range(1, min(positions, columns) + 1):
+        down = min(positions // across, rows, 64)
+        tiles = -(-columns // across) * -(-rows // down)
+        fetched = tiles * ((down - 1) * step[0] + reach[0]) * ((across - 1) * step[1] + reach[1])
+        if best is None or fetched <= best[0]:
+            best = (fetched, across, down)
+    _, across, down = best or (0, 1, 1)
+    return Geometry((tile, across, down), -(-vectors // tile), -(-columns // across), -(-rows // down), vectors)
+
+
+def forward_strip(window: Window) -> int:
+    """Outputs along w that a thread makes together."""
+    return FORWARD_STRIP if window.stride[1] == 1 and window.kernel[1] > 1 and window.dilation[1] == 1 else 1
+
+
+def backward_group(window: Window) -> int:
+    """Groups of stride-many elements along w that a thread makes together."""
+    return BACKWARD_GROUP if window.stride[1] == 1 and window.kernel[1] > 1 else 1
+
+
+def forward_geometry(window: Window, vectors: int, out_height: int, out_width: int) -> Geometry:
+    """Launch over outputs."""
+    strip = forward_strip(window)
+    covered = [d * (k - 1) + 1 for k, d in zip(window.kernel, window.dilation, strict=True)]
+    return geometry(
+        vectors,
+        -(-out_width // strip),
+        out_height,
+        (covered[0], covered[1] + (strip - 1) * window.stride[1]),
+        (window.stride[0], window.stride[1] * strip),
+        THREADS,
+        MAX_CHANNEL_TILE,
+    )
+
+
+def groups(window: Window, height: int, width: int) -> tuple[int, int]:
+    """Groups of (stride x stride) elements along h and w that together hold the image, as the backward cuts it."""
+    rows, columns = (
+        (size - 1 + p) // s - p // s + 1
+        for size, p, s in zip((height, width), window.padding, window.stride, strict=True)
+    )
+    return rows, columns
+
+
+def backward_geometry(window: Window, vectors: int, height: int, width: int) -> Geometry:
+    """Launch over groups of elements."""
+    group = backward_group(window)
+    rows, columns = groups(window, height, width)
+    near = [d * (k - 1) // s + 1 for k, d, s in zip(window.kernel, window.dilation, window.stride, strict=True)]
+    return geometry(
+        vectors, -(-columns // group), rows, (near[0], near[1] + group - 1), (1, group), THREADS, MAX_CHANNEL_TILE
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalGeometry:
+    """Blocks (channel vectors, pixels) for the global mean."""
+
+    block: tuple[int, int, int]
+    channel_tiles: int
+    pixel_tiles: int  # backward
+    vectors: int
+
+
+@lru_cache(maxsize=4096)
+def global_geometry(vectors: int, pixels: int) -> GlobalGeometry:
+    """As many rows of threads as there are pixels for, up to GLOBAL_THREADS threads."""
+    tile = channel_tile(vectors, MAX_CHANNEL_TILE)
+    down = max(1, min(GLOBAL_THREADS // tile, pixels))
+    return GlobalGeometry((tile, down, 1), -(-vectors // tile), -(-pixels // (down * GLOBAL_PIXELS)), vectors)
+
+
+def window_defines(window: Window, dtype: str) -> dict[str, int]:
+    """Macros that every window kernel needs; dilation is not among average pooling's."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "THREADS": THREADS,
+        "KH": window.kernel[0],
+        "KW": window.kernel[1],
+        "SH": window.stride[0],
+        "SW": window.stride[1],
+    }
+
+
+def max_defines(source: str, window: Window, dtype: str, *, indices: bool = True) -> dict[str, int]:
+    """Macros of one variant of a max-pooling source."""
+    dilated = {**window_defines(window, dtype), "DH": window.dilation[0], "DW": window.dilation[1]}
+    if source == MAX_FORWARD:
+        return {**dilated, "OUT_W": forward_strip(window), "INDICES": int(indices)}
+    return {**dilated, "GROUP_W": backward_group(window)}
+
+
+# What a window's sum is divided by.
+WITH_PADDING, WITHOUT_PADDING, CONSTANT = 0, 1, 2
+
+
+def divisor_mode(window: Window, *, count_include_pad: bool, divisor_override: int | None) -> int:
+    """A constant where all windows have the same divisor, else how it is counted."""
+    if divisor_override is not None or (not any(window.padding) and not window.ceil_mode):
+        return CONSTANT
+    return WITH_PADDING if count_include_pad else WITHOUT_PADDING
+
+
+def avg_defines(source: str, window: Window, dtype: str, mode: int) -> dict[str, int]:
+    """Macros of one variant of an average-pooling source."""
+    strip = {"OUT_W": forward_strip(window)} if source == AVG_FORWARD else {"GROUP_W": backward_group(window)}
+    return {**window_defines(window, dtype), **strip, "DIVISOR": mode}
+
+
+def global_defines(dtype: str) -> dict[str, int]:
+    """Macros of one variant of the global mean."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "THREADS": GLOBAL_THREADS,
+        "UNROLL": GLOBAL_UNROLL,
+        "PIXELS": GLOBAL_PIXELS,
+    }
+
+
+K3S2 = Window(kernel=(3, 3), stride=(2, 2), padding=(1, 1))
+K2S2 = Window(kernel=(2, 2), stride=(2, 2))
+K3S1 = Window(kernel=(3, 3), stride=(1, 1), padding=(1, 1))
+K5S1 = Window(kernel=(5, 5), stride=(1, 1), padding=(2, 2))
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of variants that networks ask for: every dtype, and in bf16 every common window."""
+    if source == GLOBAL_AVG:
+        return tuple(global_defines(dtype) for dtype in STORAGE)
+    common = [(K3S2, dtype) for dtype in STORAGE]
+    if source in (MAX_FORWARD, MAX_BACKWARD):
+        return tuple(
+            max_defines(source, window, dtype)
+            for window, dtype in (*common, (K2S2, "bfloat16"), (K3S1, "bfloat16"), (K5S1, "bfloat16"))
+        )
+    return tuple(
+        avg_defines(source, window, dtype, mode)
+        for window, dtype, mode in (
+            *((w, dtype, WITHOUT_PADDING) for w, dtype in common),
+            (K2S2, "bfloat16", CONSTANT),
+            (K3S1, "bfloat16", WITH_PADDING),
+        )
+    )
+
+
+def bytes_max(*, inputs: int, outputs: int, itemsize: int) -> tuple[int, int]:
+    """Bytes the forward and the backward of max-pooling must move: both tensors and one byte an output."""
+    each = (inputs + outputs) * itemsize + outputs
+    return each, each
+
+
+def bytes_avg(*, inputs: int, outputs: int, itemsize: int) -> tuple[int, int]:
+    """Bytes the forward and the backward of average pooling must move: both tensors."""
+    each = (inputs + outputs) * itemsize
+    return each, each

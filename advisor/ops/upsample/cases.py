@@ -1,0 +1,121 @@
+"""Shapes at which the upsampling kernels are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.upsample import api, reference, spec
+from advisor.ops.upsample.spec import Pair
+
+# The four levels of UNet-64 on 32 images of 256 x 256: (what is upsampled, channels of the skip it is concatenated with).
+_UNET = (
+    ((32, 512, 16, 16), 512),
+    ((32, 256, 32, 32), 256),
+    ((32, 128, 64, 64), 128),
+    ((32, 64, 128, 128), 64),
+)
+
+
+def _inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], skip: int, size: Pair, dtype: str
+) -> Arguments:
+    """x [n, C, H, W] and, with skip channels, what comes before it in the concatenation; channels_last."""
+    _, c, h, w = shape
+
+    def tensor(channels: int, height: int, width: int) -> torch.Tensor:
+        values = torch.randn(n, height, width, channels, device=generator.device, generator=generator)
+        return values.to(getattr(torch, dtype)).permute(0, 3, 1, 2).requires_grad_()
+
+    return (tensor(c, h, w), *((tensor(skip, *size),) if skip else ()))
+
+
+def _ours(
+    *tensors: torch.Tensor, size: Pair, factors: tuple[float, float] | None, mode: str, align: bool
+) -> torch.Tensor:
+    return api.upsample_concat(tensors[::-1], len(tensors) - 1, size, factors, mode, align)
+
+
+def _reference(
+    *tensors: torch.Tensor, size: Pair, factors: tuple[float, float] | None, mode: str, align: bool
+) -> torch.Tensor:
+    return reference.upsample_concat(tensors[::-1], len(tensors) - 1, size, factors, mode, align)
+
+
+def _eager(
+    x: torch.Tensor,
+    *skip: torch.Tensor,
+    size: Pair,
+    factors: tuple[float, float] | None,
+    mode: str,
+    align: bool,
+) -> torch.Tensor:
+    y = F.interpolate(x, None if factors else size, factors, mode, align if mode == "bilinear" else None)
+    return torch.cat([*skip, y], 1) if skip else y
+
+
+def _case(
+    shape: tuple[int, ...],
+    dtype: str,
+    mode: str = "bilinear",
+    *,
+    align: bool = False,
+    skip: int = 0,
+    size: Pair | None = None,
+    factors: tuple[float, float] | None = None,
+) -> Case:
+    """Twice the size unless told otherwise."""
+    n, c, h, w = shape
+    if size is None:
+        factors = factors or (2.0, 2.0)
+        size = int(h * factors[0]), int(w * factors[1])
+    call = {"size": size, "factors": factors, "mode": mode, "align": align}
+    forward, backward = spec.bytes_moved(
+        inputs=n * c * h * w,
+        outputs=n * c * size[0] * size[1],
+        copied=n * skip * size[0] * size[1],
+        itemsize=getattr(torch, dtype).itemsize,
+    )
+    name = f"{mode}{' corners' if align else ''} to {size[0]}x{size[1]}" + (f"+cat{skip}" if skip else "")
+    return Case(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(_inputs, shape=shape, skip=skip, size=size, dtype=dtype),
+        ours=partial(_ours, **call),
+        eager=partial(_eager, **call),
+        reference=partial(_reference, **call),
+        wins=partial(spec.wins, mode, concat=bool(skip), dtype=dtype),
+    )
+
+
+BENCHMARK = (
+    *(_case(shape, "bfloat16", align=True, skip=skip) for shape, skip in _UNET),
+    *(_case(shape, "bfloat16", align=align) for shape, _ in _UNET[2:] for align in (False, True)),
+    *(_case(shape, "bfloat16", "nearest", skip=skip) for shape, skip in _UNET[2:]),
+    *(_case(_UNET[3][0], dtype, align=True, skip=_UNET[3][1]) for dtype in ("float16", "float32")),
+)
+VERIFICATION = tuple(
+    case
+    for dtype in spec.STORAGE
+    for case in (
+        _case((2, 24, 5, 7), dtype),
+        _case((2, 24, 5, 7), dtype, align=True, skip=16),
+        _case((1, 264, 3, 2), dtype, align=True),
+        _case((2, 8, 9, 6), dtype, skip=8),
+        _case((3, 16, 1, 1), dtype, skip=8),
+        _case((2, 16, 4, 6), dtype, size=(9, 17)),
+        _case((2, 16, 9, 13), dtype, size=(4, 5)),
+        _case((2, 16, 4, 5), dtype, factors=(2.5, 3.0)),
+        _case((2, 16, 5, 3), dtype, "nearest", skip=8),
+        _case((2, 16, 5, 4), dtype, "nearest", size=(13, 9)),
+        _case((2, 16, 5, 4), dtype, "nearest-exact", size=(13, 9)),
+    )
+)
