@@ -7,7 +7,7 @@
 //           the next kernel asks for, because div of an expanded tensor is written as NCHW.
 // Bytes     forward: x once; backward: dx once. ResNet-50's in bf16, [256,2048,7,7]: 51 MB each.
 // Bound     DRAM bandwidth: 0.012 ms there at 4.24 TB/s (in training x often still lies in L2).
-// Grid      forward: (channel tiles, N), block (channel vectors, pixels): a thread walks down every blockDim.y-th pixel, UNROLL
+// Grid      forward: (channel tiles, N), block (channel vectors, pixels): a thread walks down every blockDim.y-th pixel, PIXELS
 //           loads of 16 bytes in flight; the block adds up in shared memory. backward: (channel tiles, pixel tiles, N), a thread
 //           reads its gradient once and writes PIXELS pixels.
 // Numerics  fp32 sums in a fixed order, divided, rounded once; deterministic.
@@ -15,11 +15,8 @@
 
 #include "vector.cuh"
 
-#ifndef UNROLL
-#define UNROLL 8
-#endif
 #ifndef PIXELS
-#define PIXELS 8
+#define PIXELS 8  // independent 16-byte loads in flight a thread, or stores
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) global_avg_pool_forward(
@@ -32,15 +29,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) global_avg_pool_forward
   for (int c = 0; c < VEC; ++c) sum[c] = 0.f;
   if (vector < vectors) {
     const Vec16* image = x + (i64)blockIdx.y * pixels * vectors + vector;
-    for (int p = threadIdx.y; p < pixels; p += UNROLL * blockDim.y) {
-      Vec16 v[UNROLL];
+    for (int p = threadIdx.y; p < pixels; p += PIXELS * blockDim.y) {
+      Vec16 v[PIXELS];
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
+      for (int u = 0; u < PIXELS; ++u) {
         const int q = p + u * blockDim.y;
         if (q < pixels) v[u] = load(image + q * vectors);
       }
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
+      for (int u = 0; u < PIXELS; ++u) {
         if (p + u * blockDim.y >= pixels) continue;
         float f[VEC];
         widen(v[u], f);

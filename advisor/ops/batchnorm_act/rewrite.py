@@ -18,7 +18,9 @@ _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "
 
 
 @dataclass(frozen=True, slots=True)
-class _BatchNorm:
+class BatchNorm:
+    """A batch_norm call in training mode that kernels can take."""
+
     node: fx.Node
     x: fx.Node
     running_mean: fx.Node
@@ -44,7 +46,7 @@ class _Pattern:
         return spec.name(self.activation, self.residual is not None)
 
 
-def _batch_norm(node: fx.Node) -> _BatchNorm | str:
+def batch_norm(node: fx.Node) -> BatchNorm | str:
     """The call's arguments, or why it is left alone."""
     bound = match.bound(node, _PARAMETERS, _DEFAULTS)
     if bound["training"] is not True:
@@ -69,7 +71,7 @@ def _batch_norm(node: fx.Node) -> _BatchNorm | str:
         return f"{x.shape[1]} channels are no multiple of {spec.vector_width(dtype)}"
     if any(match.changes_in_place(user, bound["input"]) for user in bound["input"].users if user is not node):
         return "its input is changed in place elsewhere"
-    return _BatchNorm(
+    return BatchNorm(
         node,
         bound["input"],
         bound["running_mean"],
@@ -82,7 +84,7 @@ def _batch_norm(node: fx.Node) -> _BatchNorm | str:
     )
 
 
-def _patterns(norm: _BatchNorm) -> list[_Pattern]:
+def _patterns(norm: BatchNorm) -> list[_Pattern]:
     """What the operation could stand for here, the most first."""
     node = norm.node
     found = [_Pattern((node,))]
@@ -112,7 +114,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
-        norm, path = _batch_norm(node), match.path(node)
+        norm, path = batch_norm(node), match.path(node)
         if isinstance(norm, str):
             report.unmatched[path] = norm
             continue
@@ -127,13 +129,13 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         else:
             report.unmatched[path] = reasons[0]
     if compiled:
-        _copy_back(graph, running)
+        copy_back(graph, running)
     else:
         _count_batches_at_once(graph)
 
 
 def _substitute(
-    graph: fx.Graph, norm: _BatchNorm, pattern: _Pattern, *, compiled: bool
+    graph: fx.Graph, norm: BatchNorm, pattern: _Pattern, *, compiled: bool
 ) -> list[tuple[fx.Node, fx.Node, int]]:
     last = pattern.nodes[-1]
     arguments = (
@@ -161,7 +163,7 @@ def _substitute(
     return running
 
 
-def _copy_back(graph: fx.Graph, running: list[tuple[fx.Node, fx.Node, int]]) -> None:
+def copy_back(graph: fx.Graph, running: list[tuple[fx.Node, fx.Node, int]]) -> None:
     """New running statistics into the module's buffers, all in one multi-tensor copy at the end of the graph."""
     if not running:
         return

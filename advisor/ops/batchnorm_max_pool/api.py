@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from advisor.ops import dispatch, nvrtc
+from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
 from advisor.ops.pooling.api import flat_indices
 from advisor.ops.pooling.cuda import name_of, nhwc
@@ -81,7 +82,7 @@ def _differentiable_backward(
         centred = wide - wide.mean((0, 2, 3), keepdim=True)
         invstd = torch.rsqrt(centred.square().mean((0, 2, 3), keepdim=True) + ctx.eps)
         z = centred * invstd * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
-        y = reference.batchnorm_act.activate(z, activation, slope)
+        y = activate(z, activation, slope)
         return y.flatten(2).gather(2, at).view(dy.shape)
 
     # Leaves of their own graph where the caller's need no gradient, so that autograd.grad has all three to give.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.pooling import spec as pooling
-from advisor.ops.pooling.spec import Window
+from advisor.ops.pooling.spec import MIN_ARCH, Window
 
 FORWARD = "pooling/batchnorm_max_pool_forward.cu"
 BACKWARD = "pooling/batchnorm_max_pool_backward.cu"
@@ -19,15 +19,19 @@ ACTIVATIONS = ("none", "relu", "relu6", "leaky_relu")
 
 THREADS = 256
 MAX_CHANNEL_TILE = 32
-# Blocks of 256 threads that fit by registers: 80 a thread in the forward, 110 in the backward.
-FORWARD_BLOCKS_PER_SM = 3
-BACKWARD_BLOCKS_PER_SM = 2
+# Threads that fit an SM by registers: 80 a thread in the forward, 110 in the backward.
+FORWARD_THREADS_PER_SM = 768
+BACKWARD_THREADS_PER_SM = 512
+STRIP = 1  # outputs along w that a thread makes together
 TUNABLE = {
     "THREADS": (128, 256),
-    "MAX_CHANNEL_TILE": (8, 16, 32),
-    "FORWARD_BLOCKS_PER_SM": (2, 3, 6),
-    "BACKWARD_BLOCKS_PER_SM": (2, 4),
+    "FORWARD_THREADS_PER_SM": (512, 768, 1536),
+    "BACKWARD_THREADS_PER_SM": (512, 1024),
+    "STRIP": (1, 2),
 }
+
+
+__all__ = ["MIN_ARCH", "Window"]
 
 
 def unsupported(
@@ -77,7 +81,9 @@ def _tile(window: Window, shape: tuple[int, ...], dtype: str, *, backward: bool)
         return pooling.geometry(vectors, columns, rows, (near[0], near[1]), (1, 1), THREADS, MAX_CHANNEL_TILE)
     covered = [d * (k - 1) + 1 for k, d in zip(window.kernel, window.dilation, strict=True)]
     rows, columns = window.output(h, w)
-    return pooling.geometry(vectors, columns, rows, (covered[0], covered[1]), window.stride, THREADS, MAX_CHANNEL_TILE)
+    reach = covered[0], covered[1] + (STRIP - 1) * window.stride[1]
+    step = window.stride[0], STRIP * window.stride[1]
+    return pooling.geometry(vectors, -(-columns // STRIP), rows, reach, step, THREADS, MAX_CHANNEL_TILE)
 
 
 def tiles(window: Window, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
@@ -92,7 +98,7 @@ def geometry(window: Window, shape: tuple[int, ...], dtype: str, sm_count: int, 
     """As many blocks as run at once on `sm_count` SMs, and none without a tile."""
     tile = _tile(window, shape, dtype, backward=backward)
     walked = shape[0] * tile.row_tiles * tile.column_tiles
-    per_sm = BACKWARD_BLOCKS_PER_SM if backward else FORWARD_BLOCKS_PER_SM
+    per_sm = (BACKWARD_THREADS_PER_SM if backward else FORWARD_THREADS_PER_SM) // THREADS
     blocks = max(1, min(walked, sm_count * per_sm // tile.channel_tiles))
     return Geometry(tile.block, (tile.channel_tiles, blocks, 1), tile.row_tiles, tile.column_tiles, tile.vectors)
 
@@ -106,6 +112,7 @@ def defines(window: Window, dtype: str, activation: str) -> dict[str, int]:
         "DW": window.dilation[1],
         "ACT": batchnorm_act.ACTIVATIONS[activation],
         "MAX_CHANNEL_TILE": MAX_CHANNEL_TILE,
+        "OUT_W": STRIP,
     }
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from advisor.ops import dispatch, nvrtc
 from advisor.ops.pooling.cuda import name_of, nhwc
+from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import cuda, spec
 from advisor.ops.upsample.cuda import Resize
-from advisor.ops.upsample.spec import Pair
 
 engaged, fell_back = dispatch.counters("upsample")
 

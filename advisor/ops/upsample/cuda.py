@@ -12,8 +12,8 @@ import torch
 
 from advisor.ops import nvrtc
 from advisor.ops.pooling.cuda import name_of, nhwc
+from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import spec
-from advisor.ops.upsample.spec import Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

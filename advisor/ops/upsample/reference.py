@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import spec
-from advisor.ops.upsample.spec import Axis, Pair
+from advisor.ops.upsample.spec import Axis
 
 
 def weights(line: Axis, mode: str, align_corners: bool, like: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,10 @@ FORWARD_ROWS = 4
 BACKWARD_ROWS = 4
 COPY_PIXELS = 4
 TUNABLE = {
-    "THREADS": (128, 256, 512),
-    "MAX_CHANNEL_TILE": (8, 16, 32),
+    "THREADS": (128, 256),
+    "MAX_CHANNEL_TILE": (8, 32),
     "FORWARD_ROWS": (2, 4, 8),
     "BACKWARD_ROWS": (2, 4, 8),
-    "COPY_PIXELS": (2, 4, 8),
 }
 # Outputs that one column goes into are unrolled when the backward is compiled: 16 are bilinear x 8.
 MAX_TAPS = 16
