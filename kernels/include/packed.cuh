@@ -1,18 +1,16 @@
 // Comparisons on the words of a 16-byte vector as they are stored: one fp32 value a word, or two fp16 or bf16 values.
 //
 // One instruction serves two values, and nothing is widened: a max-pool over 3 x 3 windows would otherwise be bound by the
-// integer pipe, at the speed of DRAM. Masks have all bits of a lane set, or none. Needs vector.cuh (STORAGE).
+// integer pipe, at the speed of DRAM. Needs vector.cuh (STORAGE).
 
+// Masks have all bits of a lane set, or none. LOWEST: minus infinity in each lane; SIGNS: the sign bits; LANES: an integer below
+// 65536 in each lane.
 #if STORAGE == 0
-#define LOWEST 0xff800000u  // minus infinity in each lane
+#define LOWEST 0xff800000u
 #define SIGNS 0x80000000u
-#define LANES(value) ((unsigned int)(value))  // an integer below 65536 in each lane
-#elif STORAGE == 1
-#define LOWEST 0xfc00fc00u
-#define SIGNS 0x80008000u
-#define LANES(value) ((unsigned int)(value) * 0x00010001u)
+#define LANES(value) ((unsigned int)(value))
 #else
-#define LOWEST 0xff80ff80u
+#define LOWEST (STORAGE == 1 ? 0xfc00fc00u : 0xff80ff80u)
 #define SIGNS 0x80008000u
 #define LANES(value) ((unsigned int)(value) * 0x00010001u)
 #endif

@@ -1,5 +1,7 @@
 // Emulated twin of kernels/include/packed.cuh: the same comparisons, lane by lane, as the PTX instructions define them.
 
+// Masks have all bits of a lane set, or none. LOWEST: minus infinity in each lane; SIGNS: the sign bits; LANES: an integer below
+// 65536 in each lane.
 #if STORAGE == 0
 #define LOWEST 0xff800000u
 #define SIGNS 0x80000000u
