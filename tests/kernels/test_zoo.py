@@ -47,9 +47,30 @@ def _count(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:
     return sum(wanted(module) for module in model.modules())
 
 
+def _norms(model: nn.Module) -> int:
+    return _count(model, lambda m: isinstance(m, nn.BatchNorm2d))
+
+
+def _stems(model: nn.Module) -> int:
+    """Max-poolings right behind a norm and its activation."""
+    everywhere = _count(model, lambda m: isinstance(m, nn.MaxPool2d)) if _norms(model) else 0
+    return {"GoogLeNet": 2}.get(type(model).__name__, everywhere)
+
+
+def _pools(model: nn.Module) -> int:
+    """Poolings that are no stem's: modules, what forwards write as functions, and timm's squeezes."""
+    modules = _count(model, lambda m: isinstance(m, (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)))
+    functions = {"DenseNet": 1, "MobileNetV2": 1, "ShuffleNetV2": 1}.get(type(model).__name__, 0)
+    squeezes = _count(model, lambda m: type(m).__name__ in ("SEModule", "SqueezeExcite"))
+    return modules - _stems(model) + functions + squeezes
+
+
 # family → how many sites of a model its rewrite must find
 SITES: dict[str, Callable[[nn.Module], int]] = {
-    "batchnorm_act": lambda model: _count(model, lambda m: isinstance(m, nn.BatchNorm2d)),
+    "batchnorm_max_pool": _stems,
+    "batchnorm_act": lambda model: _norms(model) - _stems(model),
+    "pooling": _pools,
+    "upsample": lambda model: 0,
 }
 
 

@@ -1,0 +1,359 @@
+"""Pooling without a GPU: definition, windows, launch geometry, what is supported, emulated kernels, graph matching."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation import compiler
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import catalog, dispatch, match, nvrtc, sources, verify
+from advisor.ops.pooling import api, cases, cuda, reference, spec
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
+
+FAMILY = catalog.get("pooling")
+ODD = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
+SPARSE = Window(kernel=(2, 2), stride=(3, 3))
+NO_DILATION = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True)
+
+
+def nhwc(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    n, c, h, w = shape
+    values = torch.randn(n, h, w, c, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype).permute(0, 3, 1, 2)
+
+
+def pair() -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(1, 4), st.integers(1, 4))
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Window:
+    kernel = draw(pair())
+    return Window(
+        kernel=kernel,
+        stride=draw(pair()),
+        padding=(draw(st.integers(0, kernel[0] // 2)), draw(st.integers(0, kernel[1] // 2))),
+        dilation=draw(st.tuples(st.integers(1, 2), st.integers(1, 2))),
+        ceil_mode=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None)
+@given(windows(), st.integers(1, 20), st.integers(1, 20))
+def test_output_size_is_pytorchs(window: Window, height: int, width: int) -> None:
+    assume(spec.unsupported_window(window, height=height, width=width) == "")
+    x = torch.empty(1, 1, height, width, device="meta")
+    assert window.output(height, width) == tuple(F.max_pool2d(x, *window.arguments).shape[2:])
+
+
+@pytest.mark.parametrize("window", [K3S2, K2S2, K3S1, ODD, SPARSE], ids=lambda w: w.label)
+def test_the_definition_of_max_pooling_is_pytorchs(window: Window) -> None:
+    x = nhwc(2, 3, 9, 11).round()  # many equal values
+    x[0, 0, 2, 3] = x[0, 0, 2, 4] = x[1, 1, 0, 0] = torch.nan
+    x[0, 1], x[0, 2, 4] = -torch.inf, torch.inf
+    mine, plain = x.double().requires_grad_(), x.double().requires_grad_()
+    ours, theirs = reference.max_pool2d(mine, *window.arguments), F.max_pool2d(plain, *window.arguments)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=0, atol=0)
+    dy = torch.randn(ours.shape, dtype=torch.float64)
+    ours.backward(dy)
+    theirs.backward(dy)
+    torch.testing.assert_close(mine.grad, plain.grad)
+
+
+@pytest.mark.parametrize("divisor", [None, 5])
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("window", [K3S2, K3S1, NO_DILATION, SPARSE], ids=lambda w: w.label)
+def test_the_definition_of_average_pooling_is_pytorchs(window: Window, include: bool, divisor: int | None) -> None:
+    x = nhwc(2, 3, 9, 11).double()
+    call = (window.kernel, window.stride, window.padding, window.ceil_mode, include, divisor)
+    torch.testing.assert_close(reference.avg_pool2d(x, *call), F.avg_pool2d(x, *call))
+
+
+def test_references_pass_gradcheck() -> None:
+    x = nhwc(1, 2, 5, 6).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: reference.max_pool2d(t, *ODD.arguments), x)
+    assert torch.autograd.gradcheck(lambda t: reference.avg_pool2d(t, (3, 2), (2, 3), (1, 1), True, False), x)
+    assert torch.autograd.gradcheck(reference.global_avg_pool2d, x)
+
+
+@settings(deadline=None)
+@given(windows(), st.integers(1, 60), st.integers(1, 60), st.integers(1, 300))
+def test_launches_cover_all_work_once(window: Window, height: int, width: int, vectors: int) -> None:
+    assume(spec.unsupported_window(window, height=height, width=width) == "")
+    out_height, out_width = window.output(height, width)
+    forward = spec.forward_geometry(window, vectors, out_height, out_width)
+    backward = spec.backward_geometry(window, vectors, height, width)
+    rows, columns = spec.groups(window, height, width)
+    strip, group = spec.forward_strip(window), spec.backward_group(window)
+    for shape, across, down in ((forward, -(-out_width // strip), out_height), (backward, -(-columns // group), rows)):
+        tile, wide, high = shape.block
+        assert 1 <= tile * wide * high <= spec.THREADS
+        assert tile <= spec.MAX_CHANNEL_TILE
+        assert high <= 64
+        for tiles, each, whole in (
+            (shape.channel_tiles, tile, vectors),
+            (shape.column_tiles, wide, across),
+            (shape.row_tiles, high, down),
+        ):
+            assert (tiles - 1) * each < whole <= tiles * each
+    # The groups begin at or before the first element and end at or behind the last.
+    for count, size, pad, stride in zip((rows, columns), (height, width), window.padding, window.stride, strict=True):
+        first = pad // stride * stride - pad
+        assert first <= 0
+        assert first + count * stride >= size
+        assert first + (count - 1) * stride < size
+
+
+@settings(deadline=None)
+@given(st.integers(1, 600), st.integers(1, 50_000))
+def test_the_global_mean_covers_all_pixels_once(vectors: int, pixels: int) -> None:
+    shape = spec.global_geometry(vectors, pixels)
+    tile, rows, _ = shape.block
+    assert 1 <= tile * rows <= spec.THREADS
+    assert (shape.channel_tiles - 1) * tile < vectors <= shape.channel_tiles * tile
+    assert (shape.pixel_tiles - 1) * rows * spec.GLOBAL_PIXELS < pixels <= shape.pixel_tiles * rows * spec.GLOBAL_PIXELS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"arch": 75}, "older"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"shape": (2, 64, 8)}, "3-D"),
+        ({"shape": (0, 64, 8, 8)}, "empty"),
+        ({"channels_last": False}, "channels_last"),
+        ({"shape": (2, 60, 8, 8)}, "no multiple of 8"),
+        ({"shape": (65536, 8, 1, 1)}, "images"),
+        ({"shape": (1, 8, 2**16, 2**16)}, "2\\^31"),
+    ],
+)
+def test_unsupported_tensors_are_named(change: dict, reason: str) -> None:
+    call = {"shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "arch": 90}
+    answer = spec.unsupported_tensor(**{**call, **change})
+    assert reason.replace("\\", "") in answer if reason else answer == ""
+
+
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [
+        (K3S2, ""),
+        (ODD, ""),
+        (Window(kernel=(8, 8), stride=(2, 2)), "64 elements"),
+        (Window(kernel=(5, 5), stride=(5, 1)), "stride 5"),
+        (Window(kernel=(3, 3), stride=(1, 1), padding=(2, 1)), "half the window"),
+        (Window(kernel=(7, 7), stride=(1, 1), dilation=(3, 1)), "larger than the image"),
+    ],
+)
+def test_unsupported_windows_are_named(window: Window, reason: str) -> None:
+    answer = spec.unsupported_window(window, height=14, width=14)
+    assert reason in answer if reason else answer == ""
+
+
+def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
+    dispatch.clear()
+    assert api.max_pool2d(nhwc(1, 8, 4, 4), *K2S2.arguments).shape == (1, 8, 2, 2)
+    assert api.avg_pool2d(nhwc(1, 8, 4, 4), *K2S2.arguments[:3]).shape == (1, 8, 2, 2)
+    assert api.global_avg_pool2d(nhwc(1, 8, 4, 4)).shape == (1, 8, 1, 1)
+    assert FAMILY.fell_back == {dispatch.UNMEASURED: 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_values_and_positions_are_pytorchs_bit_for_bit(emulated, dtype: torch.dtype) -> None:
+    """Equal values, zeros of both signs, minus infinity, one NaN and several."""
+    x = nhwc(2, 24, 13, 11, dtype=dtype).round()
+    x[0, 0, 0, 0] = -0.0
+    x[0, 0, 0, 1] = 0.0
+    x[0, 1] = -torch.inf
+    x[1, 2, 5, 5] = x[1, 2, 5, 6] = x[1, 3, 12, 10] = torch.nan
+    x[0, 4, 7, 7] = torch.inf
+    y, index = cuda.max_pool_forward(x, K3S2, indices=True)
+    want, flat = F.max_pool2d(x, *K3S2.arguments, return_indices=True)
+    assert index.dtype == torch.uint8  # one byte an output, where PyTorch keeps eight
+    torch.testing.assert_close(y, want, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(api.flat_indices(index, tuple(x.shape), K3S2), flat)
+
+
+def test_no_positions_are_written_where_no_gradient_is_wanted(emulated) -> None:
+    x = nhwc(1, 8, 5, 5)
+    y, index = cuda.max_pool_forward(x, K2S2, indices=False)
+    assert index.numel() == 0
+    assert torch.equal(y, F.max_pool2d(x, 2))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda x: api.max_pool2d(x, *K3S2.arguments), lambda x: F.max_pool2d(x, *K3S2.arguments)),
+        (lambda x: api.avg_pool2d(x, (3, 3), (2, 2), (1, 1), False, False), lambda x: F.avg_pool2d(x, 3, 2, 1, False, False)),
+        (api.global_avg_pool2d, lambda x: x.mean((2, 3), keepdim=True)),
+    ],
+    ids=["max", "avg", "global"],
+)  # fmt: skip
+def test_second_derivatives(emulated, ours, theirs) -> None:
+    found = []
+    with dispatch.everything():
+        for function in (ours, theirs):
+            x = nhwc(2, 24, 13, 11).requires_grad_()
+            (g,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(g.square().sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_operations_of_the_library(emulated) -> None:
+    x = nhwc(2, 24, 13, 11).requires_grad_()
+    window = [list(v) for v in K3S2.arguments[:4]]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for operation, arguments in (
+        (torch.ops.advisor.max_pool2d.default, (x, *window, False)),
+        (torch.ops.advisor.avg_pool2d.default, (x, *window[:3], False, False, None)),
+        (torch.ops.advisor.global_avg_pool2d.default, (x,)),
+    ):
+        torch.library.opcheck(operation, arguments, test_utils=tests)
+    with dispatch.everything():
+        for library, function in (
+            (torch.ops.advisor.max_pool2d(x, *window, False)[0], api.max_pool2d(x, *K3S2.arguments)),
+            (
+                torch.ops.advisor.avg_pool2d(x, *window[:3], False, False, None),
+                api.avg_pool2d(x, *K3S2.arguments[:3], False, False),
+            ),
+            (torch.ops.advisor.global_avg_pool2d(x), api.global_avg_pool2d(x)),
+        ):
+            assert torch.equal(library, function)
+            mine, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (library, function))
+            assert torch.equal(mine, other)
+
+
+# What is changed in a kernel, and in which case the check must see it.
+FAULTS = {
+    "a tap too few": ("base + k < KH && used(column)", "base + k < KH - 1 && used(column)", "max_pool k3s2"),
+    "equal values": ("greater(v.w[i], e.value.w[i])", "~greater(e.value.w[i], v.w[i])", "max_pool k3s2"),
+    "past the edge": ("w >= 0 && w < width)\n        v[k]", "w >= 0 && w <= width)\n        v[k]", "max_pool k3s1"),
+    "a window left out": ("oh < 0 || oh >= out_height", "oh <= 0 || oh >= out_height", "max_pool k3s2"),
+    "another's position": ("position == kh * KW + kw", "position == kh * KH + kw", "max_pool k3x2s2x3d2x1ceil"),
+    "padding counted": ("DIVISOR == 0 || top > 0", "true || top > 0", "avg_pool k3s2 inside"),
+    "not divided": ("g[c] *= scale", "g[c] *= 1.f", "avg_pool k3s2 inside"),
+    "no barrier": ("sum[c];\n  __syncthreads();", "sum[c];", "global_avg_pool"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    before, after, name = FAULTS[fault]
+    whole = sources.inlined
+    planted = []
+
+    def inlined(*where):
+        text = whole(*where)
+        planted.append(before in text)
+        return text.replace(before, after)
+
+    monkeypatch.setattr(sources, "inlined", inlined)
+    compiler.module.cache_clear()
+    case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == "bfloat16" and c.shape[2] > 1)
+    try:
+        passed = verify.check(FAMILY, case, "cpu")["passed"]
+    except compiler.EmulationError:
+        passed = False
+    finally:
+        compiler.module.cache_clear()
+    assert any(planted)
+    assert not passed
+
+
+class Styles(nn.Module):
+    """Pooling as people write it, and some that must be left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.transition = nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2)
+        self.same, self.halved, self.uneven = (nn.AdaptiveAvgPool2d(n) for n in (4, 2, 3))
+        self.last, self.indexed = nn.AdaptiveAvgPool2d((1, 1)), nn.MaxPool2d(2, return_indices=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.stem(x)
+        a = F.max_pool2d(x, kernel_size=3, stride=1, padding=1) + torch.max_pool2d(x, 3, 1, 1)
+        b = self.same(self.transition(a)) + F.avg_pool2d(x, 2, stride=2, ceil_mode=True)
+        c = (
+            self.last(b).flatten(1)
+            + b.mean((2, 3))
+            + torch.mean(b, dim=[-1, -2])
+            + b.mean((2, 3), keepdim=True)[:, :, 0, 0]
+        )
+        return self.halved(b), self.uneven(b), c, self.indexed(b)[0], b.mean(1), x.mean((2, 3))  # fmt: skip
+
+
+LEFT_ALONE = {"uneven": "windows of unequal size", "indexed": "return_indices=True"}
+FOUND = [
+    "avg_pool k2s2", "avg_pool k2s2", "avg_pool k2s2ceil", *["global_avg_pool"] * 5, "identity",
+    "max_pool k3s1", "max_pool k3s1", "max_pool k3s2",
+]  # fmt: skip
+
+
+def _capture(model: nn.Module) -> tuple[match.MatchReport, object]:
+    report = match.MatchReport()
+    return report, torch.compile(model.forward, backend=match.backend({FAMILY.id: report}, mode=None), dynamic=False)
+
+
+def test_calls_are_found_in_every_style() -> None:
+    model = Styles()
+    report, run = _capture(model)
+    x = nhwc(2, 16, 16, 16)
+    with dispatch.everything():
+        got = run(x)
+    assert sorted(report.matched.values()) == FOUND
+    assert report.unmatched == LEFT_ALONE
+    for mine, plain in zip(got, model(x), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+def test_calls_are_left_alone_without_a_measurement() -> None:
+    report, run = _capture(Styles())
+    run(nhwc(2, 16, 16, 16))
+    assert list(report.matched.values()) == ["identity"]
+    assert set(report.unmatched.values()) == {dispatch.UNMEASURED, *LEFT_ALONE.values()}
+
+
+def test_a_pooling_to_the_same_size_whose_output_is_changed_stays() -> None:
+    class Changed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.adaptive_avg_pool2d(x, (4, 4))
+            return y.add_(1.0) + x
+
+    report, run = _capture(Changed())
+    x = nhwc(1, 8, 4, 4)
+    torch.testing.assert_close(run(x), 2 * x + 1.0)
+    assert list(report.unmatched.values()) == ["its input or output is changed in place"]
+
+
+def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = F.max_pool2d(self.conv(x), 3, 2, 1)
+            return F.avg_pool2d(x, 3, 2, 1, count_include_pad=False).mean((2, 3))
+
+    torch.manual_seed(0)
+    model = Small().to(memory_format=torch.channels_last)
+    plain = Small().double()
+    plain.load_state_dict(model.state_dict())
+    x = nhwc(2, 8, 12, 12)
+    with dispatch.everything():
+        _, run = _capture(model)
+        run(x).square().sum().backward()
+    plain(x.double()).square().sum().backward()
+    assert emulated.launches == dict.fromkeys(
+        ("max_pool_forward", "max_pool_backward", "avg_pool_forward", "avg_pool_backward",
+         "global_avg_pool_forward", "global_avg_pool_backward"), 1
+    )  # fmt: skip
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
