@@ -30,7 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) upsample_backward(
   const int first = (blockIdx.y * blockDim.z + threadIdx.z) * ROWS;
   if (vector >= vectors || w >= width || first >= height) return;
 
-  const int left = first_output(w - BILINEAR, scale_w, inverse_w, width, out_width);
+  int left = first_output(w - BILINEAR, scale_w, inverse_w, width, out_width);
+#if BILINEAR
+  for (; left < out_width; ++left) {  // outputs that lie on column w - 1 itself took nothing from w
+    const Source s = source_of(left, scale_w, width);
+    if (s.index >= w || s.weight != 0.f) break;
+  }
+#endif
   float weight[TAPS];
   int taps = 0;  // outputs left .. left + taps - 1 took something from column w
 #pragma unroll

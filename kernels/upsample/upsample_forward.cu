@@ -6,8 +6,8 @@
 // Shapes    x: [N, H, W, C]; y: [N, OH, OW, >= C], pixels y_vectors * VEC apart (the channels of the concatenation), fp16, bf16
 //           or fp32; C, the slice's first channel and the pixel stride are multiples of VEC (8, or 4 for fp32).
 // Replaces  aten::upsample_bilinear2d, upsample_nearest2d, _upsample_nearest_exact2d, and the half of aten::cat that copies the
-//           result. Under autocast aten widens x, y and the whole concatenation to fp32 only for the next convolution to round
-//           them back: here y is rounded once, to the same bits.
+//           result. Under autocast aten widens x, y and the whole concatenation to fp32, only for the next convolution to round
+//           them: here y is rounded at once.
 // Bytes     x once, y once. UNet-64's last level in bf16, [32,64,128,128] x2: 67 + 268 MB.
 // Bound     DRAM bandwidth: 0.079 ms there at 4.24 TB/s.
 // Grid      (column tiles x channel tiles, strips of ROWS output rows, images), block (channel vectors, columns, strips). A thread

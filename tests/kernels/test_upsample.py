@@ -268,42 +268,59 @@ def test_an_input_that_is_changed_in_place_is_left_alone() -> None:
 
 
 class Level(nn.Module):
-    def __init__(self, used_elsewhere: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv, self.used_elsewhere = nn.Conv2d(24, 16, 3, padding=1), used_elsewhere
+        self.conv = nn.Conv2d(24, 16, 3, padding=1)
 
     def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        both = torch.cat([skip, F.interpolate(x, scale_factor=2, mode="bilinear")], 1)
-        y = self.conv(both)
-        return y + both.mean() if self.used_elsewhere else y
+        return self.conv(torch.cat([skip, F.interpolate(x, scale_factor=2, mode="bilinear")], 1))
 
 
-def test_under_autocast_convolutions_get_the_low_dtype_and_the_same_bits() -> None:
-    torch.manual_seed(0)
-    model = Level(used_elsewhere=False).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("used_elsewhere", [False, True])
+def test_an_fp32_result_under_autocast_is_rounded_where_only_convolutions_read_it(used_elsewhere: bool) -> None:
+    """What autocast on CUDA captures: bf16 in, fp32 interpolation and concatenation, bf16 convolution."""
+    graph = torch.fx.Graph()
+
+    def node(made: torch.fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> torch.fx.Node:
+        made.meta["example_value"] = torch.empty(shape, dtype=dtype, device="meta")
+        return made
+
+    low, wide = torch.bfloat16, torch.float32
+    x = node(graph.placeholder("x"), (2, 16, 3, 4), low)
+    skip = node(graph.placeholder("skip"), (2, 8, 6, 8), low)
+    weight = node(graph.placeholder("weight"), (8, 24, 3, 3), wide)
+    up = node(graph.call_function(F.interpolate, (x, None, 2.0, "bilinear", True)), (2, 16, 6, 8), wide)
+    both = node(graph.call_function(torch.cat, ([skip, up], 1)), (2, 24, 6, 8), wide)
+    y = node(graph.call_function(torch.conv2d, (both, weight)), (2, 8, 4, 6), low)
+    graph.output((y, graph.call_method("mean", (both,))) if used_elsewhere else y)
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    report = match.MatchReport()
+    with dispatch.everything():
+        FAMILY.rewrite(module, report, compiled=False)
+    if used_elsewhere:
+        assert not report.matched
+        assert list(report.unmatched.values()) == ["its fp32 result is used by mean, which is no convolution"]
+        return
+    assert report.matched == {"interpolate": "bilinear+cat"}
+    (put,) = (n for n in graph.nodes if n.target is api.upsample_concat)
+    assert put.args == ([skip, x], 1, (6, 8), (2.0, 2.0), "bilinear", True)
+    assert put.meta["example_value"].dtype == low
+    assert F.interpolate not in {n.target for n in graph.nodes}
+    assert torch.cat not in {n.target for n in graph.nodes}
+
+
+def test_a_rounded_result_is_what_the_convolution_would_have_rounded(emulated) -> None:
     x, skip, _ = _inputs(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16), dispatch.everything():
-        assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype == torch.float32  # what autocast does
-        report, run = _capture(model)
-        got, want = run(x, skip), model(x, skip)
-    assert list(report.matched.values()) == ["bilinear+cat"]
+    with dispatch.everything():
+        got = api.upsample_concat([skip, x], 1, (6, 8), (2.0, 2.0), "bilinear", False)
+    wide = torch.cat([skip, F.interpolate(x.float(), scale_factor=2, mode="bilinear")], 1)
     assert got.dtype == torch.bfloat16
-    assert torch.equal(got, want)
-
-
-def test_under_autocast_an_fp32_result_that_others_read_is_left_alone() -> None:
-    x, skip, _ = _inputs(torch.bfloat16)
-    model = Level(used_elsewhere=True)
-    with torch.autocast("cpu", torch.bfloat16), dispatch.everything():
-        report, run = _capture(model)
-        run(x, skip)
-    assert not report.matched
-    assert "which is no convolution" in next(iter(report.unmatched.values()))
+    assert torch.equal(got, wide.bfloat16())
 
 
 def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> None:
     torch.manual_seed(0)
-    model, plain = Level(False).to(memory_format=torch.channels_last), Level(False).double()
+    model, plain = Level().to(memory_format=torch.channels_last), Level().double()
     plain.load_state_dict(model.state_dict())
     x, skip, _ = _inputs()
     leaves, wide = ([t.to(kind, copy=True).requires_grad_() for t in (x, skip)] for kind in (x.dtype, torch.float64))

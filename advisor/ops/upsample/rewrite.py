@@ -1,7 +1,7 @@
 """Finds interpolate, and the cat that follows it, in a captured graph.
 
 Under autocast PyTorch interpolates in fp32, and a concatenation with the result is fp32 as a whole. Where only convolutions read
-it, which round to the low dtype anyway, the operation works in that dtype: the convolutions get the same bits.
+it, which round to the low dtype anyway, the operation rounds to that dtype itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _DEFAULTS = {
     "antialias": False,
 }
 _FUNCTIONS = (F.interpolate, F.upsample, F.upsample_bilinear, F.upsample_nearest)
+_PADS = (F.pad, torch._C._nn.pad)
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
@@ -84,7 +85,7 @@ def _call(node: fx.Node) -> _Call | str:
 
 def _is_padding_by_nothing(node: fx.Node, tensor: fx.Node) -> bool:
     """F.pad with zeros only, as UNets write it for sizes that do not halve evenly."""
-    if node.op != "call_function" or node.target is not F.pad or node.args[:1] != (tensor,):
+    if node.op != "call_function" or node.target not in _PADS or node.args[:1] != (tensor,):
         return False
     amounts = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else None)
     return isinstance(amounts, (tuple, list)) and all(type(a) is int and a == 0 for a in amounts)

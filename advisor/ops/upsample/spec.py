@@ -86,7 +86,7 @@ def taps(line: Axis, mode: str, *, align_corners: bool) -> int:
                 at = max(_single(at - shift), 0.0)
             index = min(math.floor(at), line.size - 1)
             counts[index] += 1
-            if mode == "bilinear":
+            if mode == "bilinear" and at != index:
                 counts[index + 1] += 1
         most = max(most, *counts[: line.size])
     return most
