@@ -35,7 +35,7 @@ def test_its_cases_are_told_apart_and_complete(family: Family) -> None:
         identities = [(case.name, case.shape, case.dtype) for case in cases]
         assert len(set(identities)) == len(identities)
     sources = {name for case in family.benchmark for work in case.passes.values() for name in work.kernels}
-    assert sources == set(family.kernels)
+    assert set(family.kernels) <= sources <= {name for each in catalog.FAMILIES for name in each.kernels}
     for case in (*family.benchmark, *family.verification):
         assert list(case.passes) in (["forward"], ["forward", "backward"])
         assert all(work.nbytes > 0 and work.unit in ("matrix", "vector") for work in case.passes.values())
@@ -65,7 +65,7 @@ def test_listing_imports_neither_torch_nor_cupy() -> None:
 
 
 def test_an_unknown_family_is_told() -> None:
-    with pytest.raises(AdvisorError, match="no kernel family 'norm'; expected one of batchnorm_act"):
+    with pytest.raises(AdvisorError, match="no kernel family 'norm'; expected one of .*batchnorm_act"):
         catalog.get("norm")
 
 
