@@ -313,6 +313,22 @@ def test_calls_are_found_in_every_style() -> None:
         torch.testing.assert_close(mine, plain)
 
 
+def test_two_calls_of_one_module_are_both_reported() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = nn.MaxPool2d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pool(self.pool(x))
+
+    report, run = _capture(Twice())
+    with dispatch.everything():
+        run(nhwc(1, 8, 8, 8))
+    assert len(report.matched) == 2
+    assert all(path.startswith("pool.") for path in report.matched)
+
+
 def test_calls_are_left_alone_without_a_measurement() -> None:
     report, run = _capture(Styles())
     run(nhwc(2, 16, 16, 16))

@@ -24,14 +24,11 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     """
     graph = graph_module.graph
     running: list[tuple[fx.Node, fx.Node, int]] = []  # statistics to copy back: (buffer, op's second output, row)
-    for node in list(graph.nodes):
-        pooling = max_pool_window(node)
-        if pooling is None:
+    paths = {node: match.path(node) for node in graph.nodes if max_pool_window(node) is not None}
+    for node, path in paths.items():
+        pooling, chain = max_pool_window(node), _chain(node)
+        if pooling is None or chain is None:
             continue
-        chain = _chain(node)
-        if chain is None:
-            continue
-        path = match.path(node)
         if isinstance(pooling, str):
             report.unmatched[path] = pooling
             continue

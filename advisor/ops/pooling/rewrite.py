@@ -31,6 +31,7 @@ _AVG_DEFAULTS = {
     "count_include_pad": True,
     "divisor_override": None,
 }
+_TARGETS = (F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.mean, "mean")
 _MEAN_PARAMETERS = ("input", "dim", "keepdim")
 _MEAN_DEFAULTS = {"dim": None, "keepdim": False}
 
@@ -77,15 +78,16 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
 
     With `compiled` the graph goes on to Inductor, which needs the torch.library operations.
     """
-    for node in list(graph_module.graph.nodes):
+    calls = {node: match.path(node) for node in graph_module.graph.nodes if node.target in _TARGETS}
+    for node, path in calls.items():
         found = _max(node, compiled) or _avg(node, compiled) or _adaptive(node, compiled) or _mean(node, compiled)
         if found is None:
             continue
         label, reason = found
         if reason:
-            report.unmatched[match.path(node)] = reason
+            report.unmatched[path] = reason
         else:
-            report.matched[match.path(node)] = label
+            report.matched[path] = label
 
 
 def _put(node: fx.Node, function: Any, arguments: tuple[Any, ...], *, output: int | None = None) -> fx.Node:

@@ -162,10 +162,9 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     With `compiled` the graph goes on to Inductor, which needs the torch.library operation. `report` gains one entry an
     interpolation.
     """
-    for node in list(graph_module.graph.nodes):
-        if node.op != "call_function" or node.target not in _FUNCTIONS:
-            continue
-        path, call = match.path(node), _call(node)
+    calls = {node: match.path(node) for node in graph_module.graph.nodes if node.target in _FUNCTIONS}
+    for node, path in calls.items():
+        call = _call(node)
         if isinstance(call, str):
             report.unmatched[path] = call
             continue
