@@ -88,6 +88,7 @@ class Family:
         replaces: the PyTorch operations whose place it takes.
         transform: id of the transform that puts it in place.
         modules: class names; a model is looked at when a module of it has one of these in its class's ancestry.
+        having: of those modules only the ones for which this holds (a depthwise convolution is a Conv2d with many groups).
         functions: names in torch.nn.functional; a model without such a module is looked at when its forward calls one of these.
         deterministic: two runs on the same inputs are bit-equal.
     """
@@ -97,6 +98,7 @@ class Family:
     replaces: str
     transform: str
     modules: tuple[str, ...]
+    having: Callable[[Any], bool] | None = None
     functions: tuple[str, ...] = ()
     deterministic: bool = True
 

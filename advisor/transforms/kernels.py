@@ -52,7 +52,7 @@ class KernelTransform(Transform):
         found = [
             (
                 target_of(training, root),
-                _modules(root.module, self.family.modules) or _calls(root, self.family.functions),
+                _modules(root.module, self.family) or _calls(root, self.family.functions),
             )
             for root in training.roots
         ]
@@ -123,12 +123,13 @@ def get(identifier: str) -> KernelTransform:
     return of(next(family for family in catalog.FAMILIES if family.transform == identifier))()
 
 
-def _modules(root: torch.nn.Module, names: tuple[str, ...]) -> list[str]:
-    wanted = set(names)
+def _modules(root: torch.nn.Module, family: Family) -> list[str]:
+    wanted = set(family.modules)
     return [
         path or type(module).__name__
         for path, module in root.named_modules()
         if wanted & {base.__name__ for base in type(module).__mro__}
+        and (family.having is None or family.having(module))
     ]
 
 

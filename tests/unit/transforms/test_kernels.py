@@ -48,6 +48,14 @@ def test_it_matches_the_modules_it_looks_for(fused, gpu) -> None:
     assert found.sites == ("bn1", "bn2")
 
 
+def test_of_the_modules_only_those_that_can_have_the_pattern(gpu, monkeypatch) -> None:
+    monkeypatch.setattr(Family, "not_dispatched", lambda self: "")
+    depthwise = Family(
+        id="depthwise", title="", replaces="", transform="depthwise", modules=("Conv2d",), having=lambda c: c.groups > 1
+    )
+    assert kernels.of(depthwise)().match(on_gpu(make_loop()).training, {}).sites == ("conv2",)
+
+
 class Functional(nn.Module):
     """Normalises without a module for it."""
 
