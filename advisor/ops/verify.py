@@ -4,7 +4,8 @@ benchmarks and the tests, on a GPU or, under an emulator, on CPU tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,17 @@ def accepted(dtype: str, mine: Errors, theirs: Errors) -> str:
     return ""
 
 
+@contextmanager
+def _strict_fp32() -> Iterator[None]:
+    """Inside, cuDNN does not compute fp32 in TF32: its errors would excuse ours."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 def poison(device: str | torch.device) -> None:
     """Fill the allocator's free blocks with NaN, so that an element which a kernel leaves out is seen. A GPU only."""
     if torch.device(device).type == "cuda":
@@ -177,8 +189,7 @@ def check(family: Family, case: Case, device: str | torch.device, *, seed: int =
         family, case, errors, `passed`, and `detail`: what failed.
     """
     wrong: list[str] = []
-    mine = theirs = None
-    with dispatch.everything():
+    with dispatch.everything(), _strict_fp32():
         before = sum(family.engaged.values())
         generator = seeded(device, seed)
         arguments = case.inputs(generator, case.shape[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_no_gradient_is_sent_to_where_rounding_decides() -> None:
         assert x.dtype == torch.float64
         return x > 0
 
-    case = Case(**{**{name: getattr(CASE, name) for name in CASE.__slots__}, "steady": steady})
+    case = replace(CASE, steady=steady)
     arguments = inputs(verify.seeded("cpu", 0), 3)
     (dy,) = verify.upstream(case, arguments, [arguments[0].detach()], verify.seeded("cpu", 1))
     assert torch.equal(dy != 0, arguments[0] > 0)
@@ -150,7 +151,7 @@ def test_a_case_that_raises_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.Mo
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    faulty = Case(**{**{name: getattr(CASE, name) for name in CASE.__slots__}, "ours": broken, "name": "broken"})
+    faulty = replace(CASE, ours=broken, name="broken")
     monkeypatch.setattr(Family, "module", lambda self, name: SimpleNamespace(VERIFICATION=(faulty, CASE)))
     said: list[str] = []
     first, second = verify.verify(FAMILY, "cpu", said.append)
@@ -167,3 +168,19 @@ def test_an_error_like_pytorchs_own_is_accepted_and_a_nan_is_not() -> None:
     assert verify.accepted("float32", made(1e-3), made(0.9e-3)) == ""
     assert verify.accepted("float32", made(1e-3), made(0.5e-3)) != ""
     assert verify.accepted("float32", made(float("nan")), made(0.5e-3)) != ""
+
+
+def test_pytorchs_own_errors_are_those_of_strict_fp32(plant) -> None:
+    plant("")
+    seen: list[bool] = []
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return eager(*arguments)
+
+    before = torch.backends.cudnn.allow_tf32
+    case = replace(CASE, eager=watched)
+    verify.check(FAMILY, case, "cpu")
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cudnn.allow_tf32 == before
