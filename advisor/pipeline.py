@@ -208,7 +208,9 @@ def _profile(
     sampler = Sampler(gpu=machine.gpu_uuid or None, path=run_dir / SAMPLES_FILE)
     sampler.start()
     try:
-        ended = launcher.launch(command, session, on_progress=_teller(say))
+        # What a thrown-away run prints is in its folder, so that it does not run into what we say.
+        output = run_dir / OUTPUT_FILE if protect_files else None
+        ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
         shorter = _shorter(session, ended.code)
         if shorter is not None:
             _restore(run_dir)
@@ -385,7 +387,7 @@ def apply(
     from advisor.profiling.launcher import ScriptCommand
     from advisor.transforms.registry import TRANSFORMS
     from advisor.trials import ledger
-    from advisor.trials.search import apply_search
+    from advisor.trials.search import apply_search, last_line
 
     for name in (*only, *skip):
         if name not in TRANSFORMS:
@@ -412,6 +414,8 @@ def apply(
         if result.profile is None or result.findings is None or result.exit_code:
             if result.exit_code:
                 say("the script does not run to where it could be measured, so nothing is tried")
+                if last := last_line(run_dir / OUTPUT_FILE):
+                    say(f"its last line, of {_shown(run_dir / OUTPUT_FILE)}: {last}")
             return ApplyResult(
                 run_dir=run_dir,
                 exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE),

@@ -78,7 +78,7 @@ def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO) -> str:
 def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:
     """Where the run's files are, those that exist."""
     present = [name for name in names if (run_dir / name).exists()]
-    lines = [f"Run    {run_dir}"]
+    lines = ["", f"Run    {run_dir}"]  # apart from the report above
     for name, label in (("report.html", "Report"), ("plan.yaml", "Plan  ")):
         if name in present:
             lines.append(f"{label} {run_dir / name}")

@@ -26,7 +26,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._live = live and not verbose and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._quiet, self._verbose = quiet, verbose
-        self._shape, self._said_at, self._open = "", 0.0, False
+        self._shape, self._said_at, self._open, self._cut = "", 0.0, False, ""
 
     def __call__(self, text: str) -> None:
         if self._quiet:
@@ -45,20 +45,24 @@ class Progress:
         self._shape = shape
 
     def _redraw(self, line: str, *, same: bool) -> None:
-        width = shutil.get_terminal_size().columns
-        if len(line) >= width:
-            line = line[: max(width - 2, 1)] + "…"
         if self._open and not same:
-            self._stream.write("\n")
-        self._stream.write(f"\r\x1b[2K{line}")
+            self._finish()
+        width = shutil.get_terminal_size().columns
+        shown = line if len(line) < width else line[: max(width - 2, 1)] + "…"
+        self._cut = line if shown != line else ""
+        self._stream.write(f"\r\x1b[2K{shown}")
         self._open = True
+
+    def _finish(self) -> None:
+        """The line now shown stays, in full: only while it can still change must it fit on one."""
+        self._stream.write(f"\r\x1b[2K{self._cut}\n" if self._cut else "\n")
 
     def close(self) -> None:
         """End the live line, so that what follows starts on a line of its own."""
         if self._open:
             self._open = False
             try:
-                self._stream.write("\n")
+                self._finish()
                 self._stream.flush()
             except (OSError, ValueError):
                 self._quiet = True

@@ -169,7 +169,7 @@ class _Search:
         elif ended.signal:
             reason = f"the process died of signal {ended.signal} in its {current.phase}"
         else:
-            last = _last_line(self.run_dir / OUTPUT_FILE)
+            last = last_line(self.run_dir / OUTPUT_FILE)
             reason = f"the script failed in its {current.phase}" + (f": {last}" if last else "")
         self._crashes = self._crashes + 1 if len(records.verdicts(self.run_dir)) == verdicts_before else 1
         if self._crashes >= CRASHES:
@@ -783,7 +783,7 @@ def _environment_text() -> str:
         return ""
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
     """The last line of the script's output, where Python puts the error's own text."""
     try:
         with open(path, "rb") as stream:

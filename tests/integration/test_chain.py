@@ -244,7 +244,11 @@ def test_a_script_that_fails_keeps_its_exit_code_and_what_was_measured(
     assert (tmp_path / "run" / "profile.json").exists()
     assert (tmp_path / "run" / "report.html").exists()
     if code == 1:
-        assert advisor(tmp_path, "apply", "--auto", "train.py").returncode == 1
+        applied = advisor(tmp_path, "apply", "--auto", "train.py")
+        assert applied.returncode == 1
+        assert "RuntimeError: boom" in applied.stderr  # the reason; all it printed is in the run folder
+        (output,) = (tmp_path / "advisor-runs").glob("*/script-output.log")
+        assert "Traceback" in output.read_text()
 
 
 def test_a_short_script_is_measured_in_a_second_run_that_writes_nothing(tmp_path: Path) -> None:
