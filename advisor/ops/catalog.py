@@ -27,6 +27,13 @@ FAMILIES: tuple[Family, ...] = (
         functions=("batch_norm",),
     ),
     Family(
+        id="squeeze_excite",
+        title="Fused squeeze-and-excite kernels",
+        replaces="mean + two 1x1 convolutions + activation + gate + product, channels_last",
+        transform="fused_squeeze_excite",
+        modules=("SqueezeExcitation", "SqueezeExcite", "SEModule", "SELayer", "SEBlock"),
+    ),
+    Family(
         id="pooling",
         title="Pooling kernels with 8-bit indices",
         replaces="max_pool2d_with_indices, avg_pool2d, mean over (2, 3), channels_last",
@@ -41,6 +48,22 @@ FAMILIES: tuple[Family, ...] = (
         transform="fused_upsample",
         modules=("Upsample", "UpsamplingBilinear2d", "UpsamplingNearest2d"),
         functions=("interpolate",),
+    ),
+    Family(
+        id="layer_norm",
+        title="LayerNorm kernels for channels_last",
+        replaces="native_layer_norm over the channels, with its permutes and casts",
+        transform="fused_layer_norm",
+        modules=("LayerNorm",),
+        functions=("layer_norm",),
+    ),
+    Family(
+        id="group_norm",
+        title="Fused GroupNorm + activation kernels",
+        replaces="native_group_norm or instance_norm + activation, channels_last",
+        transform="fused_group_norm",
+        modules=("GroupNorm", "InstanceNorm2d"),
+        functions=("group_norm", "instance_norm"),
     ),
 )
 

@@ -47,6 +47,9 @@ def _count(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:
     return sum(wanted(module) for module in model.modules())
 
 
+_SQUEEZE_EXCITE = {"SqueezeExcitation", "SqueezeExcite", "SEModule"}
+
+
 def _norms(model: nn.Module) -> int:
     return _count(model, lambda m: isinstance(m, nn.BatchNorm2d))
 
@@ -58,11 +61,11 @@ def _stems(model: nn.Module) -> int:
 
 
 def _pools(model: nn.Module) -> int:
-    """Poolings that are no stem's: modules, what forwards write as functions, and timm's squeezes."""
+    """Poolings that are no stem's and no squeeze-and-excite's: modules, and what forwards write as functions."""
     modules = _count(model, lambda m: isinstance(m, (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)))
     functions = {"DenseNet": 1, "MobileNetV2": 1, "ShuffleNetV2": 1}.get(type(model).__name__, 0)
-    squeezes = _count(model, lambda m: type(m).__name__ in ("SEModule", "SqueezeExcite"))
-    return modules - _stems(model) + functions + squeezes
+    squeezes = _count(model, lambda m: type(m).__name__ == "SqueezeExcitation")
+    return modules - _stems(model) + functions - squeezes
 
 
 # family → how many sites of a model its rewrite must find
@@ -71,6 +74,9 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "batchnorm_act": lambda model: _norms(model) - _stems(model),
     "pooling": _pools,
     "upsample": lambda model: 0,
+    "squeeze_excite": lambda model: _count(model, lambda m: type(m).__name__ in _SQUEEZE_EXCITE),
+    "layer_norm": lambda model: _count(model, lambda m: isinstance(m, nn.LayerNorm)),
+    "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
 }
 
 

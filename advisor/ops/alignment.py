@@ -1,0 +1,19 @@
+"""Whether a parameter's memory can be read in 16-byte vectors: views into a flat buffer (FSDP, flattened optimizers) may not be."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+Parameter = TypeVar("Parameter", torch.Tensor, torch.Tensor | None)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous and begins at a multiple of 16 bytes."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def aligned(tensor: Parameter) -> Parameter:
+    """The tensor itself where it is aligned, else a copy that is. None stays None."""
+    return tensor if tensor is None or is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)

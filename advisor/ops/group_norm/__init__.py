@@ -1,0 +1,1 @@
+"""GroupNorm and InstanceNorm (+ activation), NHWC."""

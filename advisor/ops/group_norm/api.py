@@ -1,0 +1,230 @@
+"""GroupNorm (or InstanceNorm) + activation as one operation in NHWC: the bundled kernels, or PyTorch's own ops.
+
+Two entries over the same kernels: `group_norm`, a plain function for eager code (thin: an autograd.Function), and
+`torch.ops.advisor.group_norm`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from advisor.ops import differentiable, dispatch, nvrtc
+from advisor.ops.alignment import aligned, is_aligned
+from advisor.ops.group_norm import cuda, reference, spec
+
+engaged, fell_back = dispatch.counters("group_norm")
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def unsupported(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> str:
+    """Why the kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    parameters = [p for p in (weight, bias) if p is not None]
+    if any(p.device != x.device or not is_aligned(p) for p in parameters):
+        return "parameters are not contiguous, aligned and on the input's device"
+    return spec.unsupported(
+        shape=tuple(x.shape),
+        channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0,
+        groups=groups,
+        dtype=_dtype(x.dtype),
+        result=_dtype(dtype),
+        parameters=tuple(_dtype(p.dtype) for p in parameters),
+        activation=activation,
+        arch=nvrtc.arch(x.device.index or 0),
+    )
+
+
+def _refusal(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> str:
+    wins = spec.wins(
+        channels=x.shape[1], groups=groups, activation=activation, dtype=_dtype(x.dtype), result=_dtype(dtype)
+    )
+    return dispatch.refusal(unsupported(x, groups, weight, bias, activation, dtype), wins)
+
+
+def _differentiable(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight, dbias through PyTorch's own operations: these can be differentiated again."""
+    return differentiable.gradients(
+        lambda x, weight, bias: reference.group_norm(x, groups, weight, bias, eps, activation, dy.dtype),
+        dy,
+        (x, weight, bias),
+    )
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        groups: int,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        activation: str,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        y, saved = cuda.forward(x, groups, weight, bias, eps, activation, dtype)
+        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.groups, ctx.eps, ctx.activation = groups, eps, activation
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        x, weight, bias, saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            dx, dweight, dbias = _differentiable(dy, x, ctx.groups, weight, bias, ctx.eps, ctx.activation)
+            return dx, None, dweight, dbias, None, None, None
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx, dweight, dbias = cuda.backward(dy, x, saved, weight, bias, ctx.groups, ctx.activation)
+        return dx, None, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+
+
+def group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str = "none",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """act(group_norm(x)): statistics over the pixels and the channels of a group, per sample, in training as in evaluation.
+
+    Args:
+        x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
+        groups: a divisor of C; as many groups as channels is instance normalisation.
+        weight, bias: [C] fp32, or None.
+        activation: a key of `spec.ACTIVATIONS`.
+        dtype: of the result; None: x's own. Under autocast PyTorch's own result is fp32.
+
+    Returns:
+        A new tensor of x's shape; channels_last from the kernels.
+    """
+    result_dtype = dtype or x.dtype
+    reason = _refusal(x, groups, weight, bias, activation, result_dtype)
+    if reason:
+        fell_back[reason] += 1
+        return reference.group_norm(x, groups, weight, bias, eps, activation, result_dtype)
+    engaged[spec.name(groups, x.shape[1], activation, _dtype(x.dtype), _dtype(result_dtype))] += 1
+    result: torch.Tensor = _GroupNorm.apply(  # type: ignore[no-untyped-call]
+        x, groups, weight, bias, eps, activation, result_dtype
+    )
+    return result
+
+
+@torch.library.custom_op("advisor::group_norm", mutates_args=())
+def group_norm_op(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `group_norm`, for compiled graphs, where `spec.unsupported` has nothing against it. CUDA only.
+
+    Returns y, channels_last, and saved [N, G, 2] fp32: mean and inverse standard deviation.
+    """
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = aligned(weight), aligned(bias)
+    engaged[spec.name(groups, x.shape[1], activation, _dtype(x.dtype), _dtype(dtype))] += 1
+    return cuda.forward(x, groups, weight, bias, eps, activation, dtype)
+
+
+@group_norm_op.register_fake
+def _(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last),
+        x.new_empty((x.shape[0], groups, 2), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("advisor::group_norm_backward", mutates_args=())
+def group_norm_backward_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    saved: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    groups: int,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::group_norm`: dx, dweight, dbias (empty where there is no such parameter)."""
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
+    dx, dweight, dbias = cuda.backward(dy, x, saved, aligned(weight), aligned(bias), groups, activation)
+    # an op may not return two views of one tensor
+    return (
+        dx,
+        x.new_empty(0) if weight is None else dweight.clone(),
+        x.new_empty(0) if bias is None else dbias.clone(),
+    )
+
+
+@group_norm_backward_op.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    saved: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    groups: int,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dweight, dbias = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias))
+    return torch.empty_like(x, memory_format=torch.channels_last), dweight, dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, groups, weight, bias, _, activation, _ = inputs
+    _, saved = output
+    ctx.save_for_backward(x, weight, bias, saved)
+    ctx.mark_non_differentiable(saved)
+    ctx.groups, ctx.activation = groups, activation
+
+
+def _op_backward(ctx: Any, dy: torch.Tensor, _saved: Any) -> tuple[Any, ...]:
+    x, weight, bias, saved = ctx.saved_tensors
+    dx, dweight, dbias = group_norm_backward_op(dy, x, saved, weight, bias, ctx.groups, ctx.activation)
+    return dx, None, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+
+
+group_norm_op.register_autograd(_op_backward, setup_context=_setup)

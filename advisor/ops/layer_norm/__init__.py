@@ -1,0 +1,1 @@
+"""LayerNorm over the channels of each pixel, NHWC, without permutes."""

@@ -1,0 +1,210 @@
+"""LayerNorm over the channels as one operation without permutes: the bundled kernels, or PyTorch's own.
+
+Two entries over the same kernels: `layer_norm`, a plain function for eager code (thin: an autograd.Function), and
+`torch.ops.advisor.layer_norm`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from advisor.ops import differentiable, dispatch, nvrtc
+from advisor.ops.alignment import aligned, is_aligned
+from advisor.ops.layer_norm import cuda, reference, spec
+
+engaged, fell_back = dispatch.counters("layer_norm")
+
+
+def _format(dim: int) -> torch.memory_format:
+    return torch.contiguous_format if dim == -1 else torch.channels_last
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _name(dtype: torch.dtype, result: torch.dtype) -> str:
+    return spec.name(_dtype(dtype), _dtype(result))
+
+
+def unsupported(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dim: int, dtype: torch.dtype
+) -> str:
+    """Why the kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    if dim == 1 and x.dim() != 4:
+        return f"{x.dim()}-D input"
+    parameters = [p for p in (weight, bias) if p is not None]
+    if any(p.device != x.device or not is_aligned(p) for p in parameters):
+        return "parameters are not contiguous, aligned and on the input's device"
+    channels = x.shape[dim]
+    return spec.unsupported(
+        rows=x.numel() // max(channels, 1),
+        channels=channels,
+        contiguous=x.is_contiguous(memory_format=_format(dim)) and x.data_ptr() % 16 == 0,
+        dtype=_dtype(x.dtype),
+        result=_dtype(dtype),
+        parameters=tuple(_dtype(p.dtype) for p in parameters),
+        arch=nvrtc.arch(x.device.index or 0),
+    )
+
+
+def _refusal(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dim: int, dtype: torch.dtype
+) -> str:
+    wins = spec.wins(
+        channels=x.shape[dim],
+        dtype=_dtype(x.dtype),
+        result=_dtype(dtype),
+    )
+    return dispatch.refusal(unsupported(x, weight, bias, dim, dtype), wins)
+
+
+def _differentiable(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dim: int,
+) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight, dbias through PyTorch's own operations: these can be differentiated again."""
+    return differentiable.gradients(
+        lambda x, weight, bias: reference.layer_norm(x, weight, bias, eps, dim, dy.dtype), dy, (x, weight, bias)
+    )
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        dim: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.eps, ctx.dim = eps, dim
+        return cuda.forward(x, weight, bias, eps, dim, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            return (*_differentiable(dy, x, weight, bias, ctx.eps, ctx.dim), None, None, None)
+        dy = dy.contiguous(memory_format=_format(ctx.dim))
+        dx, dweight, dbias = cuda.backward(dy, x, weight, ctx.eps, ctx.dim)
+        return dx, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Layer normalisation over `dim`: the last one, or dimension 1 of an [N, C, H, W] tensor.
+
+    Args:
+        x: the kernels take fp16, bf16 or fp32 on CUDA with the channels contiguous in memory (channels_last for dim 1);
+            everything else runs PyTorch's own operation.
+        weight, bias: [C] fp32, or None.
+        dtype: of the result; None: x's own. Under autocast PyTorch's own result is fp32.
+
+    Returns:
+        A new tensor of x's shape and layout.
+    """
+    result_dtype = dtype or x.dtype
+    reason = _refusal(x, weight, bias, dim, result_dtype)
+    if reason:
+        fell_back[reason] += 1
+        return reference.layer_norm(x, weight, bias, eps, dim, result_dtype)
+    engaged[_name(x.dtype, result_dtype)] += 1
+    result: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, dim, result_dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.library.custom_op("advisor::layer_norm", mutates_args=())
+def layer_norm_op(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As `layer_norm`, for compiled graphs, where `spec.unsupported` has nothing against it. CUDA only."""
+    x = x.contiguous(memory_format=_format(dim))
+    weight, bias = aligned(weight), aligned(bias)
+    engaged[_name(x.dtype, dtype)] += 1
+    return cuda.forward(x, weight, bias, eps, dim, dtype)
+
+
+@layer_norm_op.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=_format(dim))
+
+
+@torch.library.custom_op("advisor::layer_norm_backward", mutates_args=())
+def layer_norm_backward_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::layer_norm`: dx, dweight, dbias (empty where there is no such parameter)."""
+    dy = dy.contiguous(memory_format=_format(dim))
+    x = x.contiguous(memory_format=_format(dim))
+    dx, dweight, dbias = cuda.backward(dy, x, aligned(weight), eps, dim)
+    # an op may not return two views of one tensor
+    return (
+        dx,
+        x.new_empty(0) if weight is None else dweight.clone(),
+        x.new_empty(0) if bias is None else dbias.clone(),
+    )
+
+
+@layer_norm_backward_op.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dweight, dbias = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias))
+    return torch.empty_like(x, memory_format=_format(dim)), dweight, dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, bias, eps, dim, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+    ctx.eps, ctx.dim = eps, dim
+
+
+def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight, bias = ctx.saved_tensors
+    dx, dweight, dbias = layer_norm_backward_op(dy, x, weight, bias, ctx.eps, ctx.dim)
+    return dx, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+
+
+layer_norm_op.register_autograd(_op_backward, setup_context=_setup)

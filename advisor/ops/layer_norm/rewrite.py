@@ -1,0 +1,185 @@
+"""Finds layer normalisation over the channels in a captured graph, with the permutes round it.
+
+Three ways to write it: `F.layer_norm` over the last dimension of an NHWC tensor (ConvNeXt's blocks); the same between
+permute(0, 2, 3, 1) and permute(0, 3, 1, 2) (torchvision's and timm's LayerNorm2d); and by hand over dimension 1 (ConvNeXt's own
+code): mean, difference, mean square, quotient, weight and bias.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from advisor.ops import consumers, dispatch, match, storage
+from advisor.ops.layer_norm import api, spec
+
+_PARAMETERS = ("input", "normalized_shape", "weight", "bias", "eps")
+_DEFAULTS = {"weight": None, "bias": None, "eps": 1e-5}
+_CALLS = (F.layer_norm, torch.layer_norm)
+_QUOTIENTS = (operator.truediv, torch.div, "div")
+_TO_NHWC, _TO_NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """`nodes`: what the operation stands for, the last one's value being its result."""
+
+    nodes: tuple[fx.Node, ...]
+    x: fx.Node
+    weight: Any
+    bias: Any
+    eps: float
+    dim: int
+
+
+def _permutes(node: Any, order: tuple[int, ...]) -> bool:
+    if not isinstance(node, fx.Node) or node.target not in ("permute", torch.permute):
+        return False
+    given = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
+    value = match.value(node)
+    return value is not None and tuple(int(d) % value.dim() for d in given) == order  # type: ignore[arg-type, union-attr]
+
+
+def _call(node: fx.Node) -> _Norm | str:
+    """`F.layer_norm`, with permutes on both sides where they cancel; or why it is left alone."""
+    given = match.bound(node, _PARAMETERS, _DEFAULTS)
+    x = match.value(given["input"])
+    if x is None or not isinstance(given["eps"], float):
+        return "its input or eps is not known"
+    if x.dim() < 2 or tuple(given["normalized_shape"]) != tuple(x.shape[-1:]):
+        return "it normalises over more than the channels"
+    after = match.only_user(node)
+    if _permutes(given["input"], _TO_NHWC) and after is not None and _permutes(after, _TO_NCHW):
+        nodes: tuple[fx.Node, ...] = (given["input"], node, after)
+        return _Norm(nodes, given["input"].args[0], given["weight"], given["bias"], given["eps"], 1)
+    return _Norm((node,), given["input"], given["weight"], given["bias"], given["eps"], -1)
+
+
+def _over_channels(node: Any) -> fx.Node | None:
+    """What `mean(·, 1, keepdim=True)` is the mean of."""
+    if not isinstance(node, fx.Node) or node.target not in ("mean", torch.mean):
+        return None
+    given = match.bound(node, ("input", "dim", "keepdim"), {"keepdim": False})
+    fits = given.get("dim") in (1, (1,), [1]) and given["keepdim"] is True and "dtype" not in given
+    return given["input"] if fits and isinstance(given["input"], fx.Node) else None
+
+
+def _difference(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    if isinstance(node, fx.Node) and node.target in (operator.sub, torch.sub, "sub") and len(node.args) == 2:
+        a, b = node.args
+        if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+            return a, b
+    return None
+
+
+def _per_channel(node: Any) -> fx.Node | None:
+    """The [C] tensor behind `parameter[:, None, None]`."""
+    if isinstance(node, fx.Node) and node.target is operator.getitem:
+        parameter, index = node.args
+        if index == (slice(None), None, None) and isinstance(parameter, fx.Node):
+            return parameter
+    return None
+
+
+def _scaled(node: fx.Node, functions: tuple[Any, ...]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """The only user of `node` when it combines it with `parameter[:, None, None]`: user, index and parameter."""
+    user = match.only_user(node)
+    if user is None or user.target not in functions or len(user.args) != 2 or user.kwargs:
+        return None
+    other = user.args[1] if user.args[0] is node else user.args[0]
+    parameter = _per_channel(other)
+    return (user, other, parameter) if parameter is not None and isinstance(other, fx.Node) else None
+
+
+def _by_hand(quotient: fx.Node) -> _Norm | None:
+    """(x - mean) / sqrt(mean((x - mean)²) + eps) * weight[:, None, None] + bias[:, None, None], or nothing."""
+    if len(quotient.args) != 2 or quotient.kwargs:
+        return None
+    over, root = quotient.args
+    centred = _difference(over)
+    if centred is None or _over_channels(centred[1]) is not centred[0]:
+        return None
+    x, mean = centred
+    if not isinstance(root, fx.Node) or root.target not in (torch.sqrt, "sqrt") or len(root.args) != 1:
+        return None
+    shifted = root.args[0]
+    if not isinstance(shifted, fx.Node) or shifted.target not in (operator.add, torch.add, "add"):
+        return None
+    variance, eps = shifted.args[0], shifted.args[1] if len(shifted.args) == 2 else None
+    square = _over_channels(variance)
+    if square is None or not isinstance(eps, float):
+        return None
+    if square.target not in ("pow", torch.pow, operator.pow) or square.args[1] != 2:
+        return None
+    if _difference(square.args[0]) != (x, mean):
+        return None
+    scaled = _scaled(quotient, (operator.mul, torch.mul, "mul"))
+    offset = _scaled(scaled[0], (operator.add, torch.add, "add")) if scaled is not None else None
+    if scaled is None or offset is None:
+        return None
+    inner = (mean, square.args[0], square, variance, shifted, root, over, quotient, scaled[1], scaled[0], offset[1])
+    nodes = tuple(dict.fromkeys(n for n in inner if isinstance(n, fx.Node)))
+    if any(user not in (*nodes, offset[0]) for n in nodes for user in n.users):
+        return None  # something else uses a part of it
+    return _Norm((*nodes, offset[0]), x, scaled[2], offset[2], eps, 1)
+
+
+def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
+    """The dtype to store the result in; or why the kernels cannot take this norm."""
+    x, result = match.value(norm.x), consumers.taken_as(norm.nodes[-1])
+    if x is None or result is None:
+        return "its input is not known"
+    if norm.dim == 1 and x.dim() != 4:
+        return f"{x.dim()}-D input"
+    if not isinstance(x.shape[norm.dim], int):
+        return "channel count is dynamic"
+    if any(match.changes_in_place(user, norm.x) for user in norm.x.users if user not in norm.nodes):
+        return "its input is changed in place elsewhere"
+    parameters = [match.value(p) for p in (norm.weight, norm.bias) if p is not None]
+    reason = spec.unsupported(
+        rows=1,
+        channels=x.shape[norm.dim],
+        # A compiled graph would copy; run eagerly, the operation looks for itself at each call.
+        contiguous=norm.dim == -1 or not compiled or x.is_contiguous(memory_format=torch.channels_last),
+        dtype=match.dtype_name(x),
+        result=str(result).removeprefix("torch."),
+        parameters=tuple("unknown type" if p is None else match.dtype_name(p) for p in parameters),
+        arch=storage.MIN_ARCH,
+    )
+    wins = spec.wins(channels=x.shape[norm.dim], dtype=match.dtype_name(x), result=str(result).removeprefix("torch."))
+    return dispatch.refusal(reason, wins) or result
+
+
+def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Put the operation in for every norm over the channels; `report` gains one entry a norm.
+
+    With `compiled` the graph goes on to Inductor, which needs the torch.library operation; else the thin eager function is
+    called.
+    """
+    graph = graph_module.graph
+    # Places are named before any of them is rewritten: a name says whether its module makes the call more than once.
+    candidates = [node for node in graph.nodes if node.target in (*_CALLS, *_QUOTIENTS)]
+    for node, path in [(node, match.path(node)) for node in candidates]:
+        norm = _call(node) if node.target in _CALLS else _by_hand(node)
+        if norm is None:
+            continue
+        if isinstance(norm, str):
+            report.unmatched[path] = norm
+            continue
+        result = _result(norm, compiled=compiled)
+        if isinstance(result, str):
+            report.unmatched[path] = result
+            continue
+        last = norm.nodes[-1]
+        with graph.inserting_before(last):
+            arguments = (norm.x, norm.weight, norm.bias, norm.eps, norm.dim, result)
+            function = torch.ops.advisor.layer_norm.default if compiled else api.layer_norm
+            fused = graph.call_function(function, arguments)
+        match.replace(last, fused, norm.nodes[-2::-1])
+        consumers.store_as(fused, result)
+        report.matched[path] = "layernorm" + (" with its permutes" if norm.dim == 1 else "")

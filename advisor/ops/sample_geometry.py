@@ -1,0 +1,64 @@
+"""Launch geometry of kernels whose blocks take some rows (pixels) of one sample and one channel tile of an NHWC tensor.
+
+Their device side is kernels/include/sample_reduce.cuh. Plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Partial sums a sample and channel: whoever needs the sum adds this many.
+MAX_PARTS = 64
+MAX_SAMPLES = 65_535  # the grid's third dimension
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGeometry:
+    """Blocks (splits, tiles, samples); `tile` channel vectors a block, `vectors` a row."""
+
+    splits: int
+    tiles: int
+    tile: int
+    vectors: int
+
+
+def geometry(
+    samples: int,
+    rows: int,
+    vectors: int,
+    *,
+    threads: int,
+    max_tile: int,
+    unroll: int,
+    bytes_per_block: int,
+    least_blocks: int,
+    most_splits: int,
+) -> SampleGeometry:
+    """`least_blocks`, to fill the GPU, none without a full pass of rows, none that reads more than about `bytes_per_block`.
+
+    The tile is the widest divisor of the vectors a row has (so that no thread idles), unless only narrow ones exist.
+    `unroll` rows a thread are a full pass.
+    """
+    tile = max(d for d in range(1, min(vectors, max_tile) + 1) if vectors % d == 0)
+    if tile < max_tile // 2 and vectors > max_tile:
+        tile = max_tile
+    tiles = -(-vectors // tile)
+    balance = -(-rows * tile * 16 // bytes_per_block)
+    fill = -(-least_blocks // (samples * tiles))
+    useful = -(-rows // (threads // tile * unroll))
+    splits = max(1, min(max(balance, fill), useful, most_splits))
+    return SampleGeometry(splits=splits, tiles=tiles, tile=tile, vectors=vectors)
+
+
+def unsupported(shape: tuple[int, ...]) -> str:
+    """Why kernels of this geometry cannot take [N, C, H, W]; empty when they can."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    n, c, h, w = shape
+    if not n * c * h * w:
+        return "empty input"
+    if n > MAX_SAMPLES:
+        return f"{n} samples are more than {MAX_SAMPLES}"
+    if c * h * w >= 2**31:
+        return "a sample has 2^31 values or more"
+    return ""

@@ -1,0 +1,1 @@
+"""Squeeze-and-excite: global pool, two small products, gate, scale; NHWC."""

@@ -1,0 +1,209 @@
+"""Finds squeeze-and-excite in a captured graph: pool, two products with an activation between them, gate, product with x.
+
+The products may be 1x1 convolutions (torchvision, timm) or linear layers with views round them; the pool a mean over the
+pixels or an adaptive average pool of one pixel.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from advisor.ops import dispatch, match, storage
+from advisor.ops.squeeze_excite import api, spec
+
+_PRODUCT = {operator.mul, torch.mul, "mul"}
+_GATES = {
+    torch.sigmoid: "sigmoid",
+    torch.sigmoid_: "sigmoid",
+    F.sigmoid: "sigmoid",
+    "sigmoid": "sigmoid",
+    "sigmoid_": "sigmoid",
+    F.hardsigmoid: "hardsigmoid",
+}
+# Steps that change nothing but the shape, where one value a sample and channel goes in and comes out.
+_RESHAPES: set[Any] = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous"}
+_RESHAPES |= {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
+_EXPANDS = {"expand", "expand_as"}
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_LINEAR = ("input", "weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """`nodes` lead from the pool to the product, which is the last."""
+
+    nodes: tuple[fx.Node, ...]
+    x: fx.Node
+    w1: fx.Node
+    b1: fx.Node | None
+    w2: fx.Node
+    b2: fx.Node | None
+    activation: str
+    gate: str
+
+
+class _Chain:
+    """Walks from a node towards its first argument and keeps the nodes passed, each with one user."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.at, self.passed = node, []  # type: tuple[fx.Node, list[fx.Node]]
+
+    def step(self) -> None:
+        self.passed.append(self.at)
+        before = self.at.args[0] if self.at.args else self.at.kwargs.get("input")
+        if isinstance(before, fx.Node):
+            self.at = before
+
+    def skip(self, targets: set[Any]) -> None:
+        while self.at.op in ("call_function", "call_method") and self.at.target in targets and self._single():
+            self.step()
+
+    def _single(self) -> bool:
+        return match.only_user(self.at) is not None
+
+
+def _weights(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
+    """Weight and bias of a linear layer, or of a convolution that is one on a single pixel."""
+    if node.target is F.linear:
+        given = match.bound(node, _LINEAR, {"bias": None})
+    elif node.target in (F.conv2d, torch.conv2d):
+        given = match.bound(node, _CONVOLUTION, {"bias": None, "padding": 0, "groups": 1})
+        weight = match.value(given["weight"])
+        if weight is None or tuple(weight.shape[2:]) != (1, 1) or given["groups"] != 1:
+            return None
+        if given["padding"] not in (0, (0, 0), [0, 0], "valid", "same"):
+            return None
+    else:
+        return None
+    bias = given["bias"]
+    if not isinstance(given["weight"], fx.Node) or not (bias is None or isinstance(bias, fx.Node)):
+        return None
+    return given["weight"], bias
+
+
+def _pooled(node: fx.Node) -> fx.Node | None:
+    """What the node is the mean over all pixels of."""
+    if node.target is F.adaptive_avg_pool2d:
+        given = match.bound(node, ("input", "output_size"), {})
+        fits = given.get("output_size") in (1, (1, 1), [1, 1])
+    elif node.target in ("mean", torch.mean):
+        given = match.bound(node, ("input", "dim", "keepdim"), {})
+        dims = given.get("dim")
+        fits = isinstance(dims, (tuple, list)) and sorted(int(d) % 4 for d in dims) == [2, 3] and "dtype" not in given
+    else:
+        return None
+    found = given.get("input")
+    return found if fits and isinstance(found, fx.Node) else None
+
+
+def _block(product: fx.Node) -> _Block | str | None:
+    """The squeeze-and-excite that ends in this product; why one that is there is left alone; None where there is none."""
+    if len(product.args) != 2 or product.kwargs:
+        return None
+    for x, scale in (product.args, product.args[::-1]):
+        if isinstance(x, fx.Node) and isinstance(scale, fx.Node) and x is not scale:
+            found = _behind(product, x, scale)
+            if found is not None:
+                return found
+    return None
+
+
+def _behind(product: fx.Node, x: fx.Node, scale: fx.Node) -> _Block | str | None:
+    chain = _Chain(scale)
+    chain.skip(_EXPANDS | _RESHAPES)
+    gate = _GATES.get(chain.at.target)
+    if gate is None:
+        return None
+    chain.step()
+    chain.skip(_RESHAPES)
+    second = _weights(chain.at)
+    if second is None:
+        return None
+    chain.step()
+    chain.skip(_RESHAPES)
+    activation = match.activation(chain.at)
+    if activation is None:
+        return None
+    chain.step()
+    chain.skip(_RESHAPES)
+    first = _weights(chain.at)
+    if first is None:
+        return None
+    # From here on it is one, whatever becomes of it.
+    chain.step()
+    chain.skip(_RESHAPES)
+    if _pooled(chain.at) is not x:
+        return "it does not pool what it scales"
+    chain.step()
+    if any(match.only_user(node) is None for node in chain.passed):
+        return "something else uses a part of it"
+    return _Block((*chain.passed[::-1], product), x, first[0], first[1], second[0], second[1], activation[0], gate)
+
+
+def _refusal(block: _Block, *, compiled: bool) -> str:
+    """Why the kernels cannot take this block; empty when they can."""
+    x, result = match.value(block.x), match.value(block.nodes[-1])
+    w1, w2 = match.value(block.w1), match.value(block.w2)
+    if x is None or result is None or w1 is None or w2 is None:
+        return "its tensors are not known"
+    shape = match.static_shape(x)
+    if shape is None:
+        return "shape is dynamic"
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if result.shape != x.shape or result.dtype != x.dtype:
+        return "the product has another shape or dtype than its input"
+    hidden = w1.shape[0]
+    if w1.numel() != hidden * shape[1] or w2.numel() != hidden * shape[1] or w2.shape[0] != shape[1]:
+        return "its weights do not lead from the channels and back"
+    if any(match.changes_in_place(user, block.x) for user in block.x.users if user not in block.nodes):
+        return "its input is changed in place elsewhere"
+    parameters = [match.value(p) for p in (block.w1, block.b1, block.w2, block.b2) if p is not None]
+    dtype = match.dtype_name(x)
+    reason = spec.unsupported(
+        shape=shape,
+        # A compiled graph would copy; run eagerly, the operation looks for itself at each call.
+        channels_last=not compiled or x.is_contiguous(memory_format=torch.channels_last),
+        hidden=hidden,
+        dtype=dtype,
+        parameters=tuple("unknown type" if p is None else match.dtype_name(p) for p in parameters),
+        activation=block.activation,
+        gate=block.gate,
+        arch=storage.MIN_ARCH,
+    )
+    wins = spec.wins(channels=shape[1], hidden=hidden, activation=block.activation, gate=block.gate, dtype=dtype)
+    return dispatch.refusal(reason, wins)
+
+
+def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Put the operation in for every squeeze-and-excite; `report` gains one entry a block.
+
+    With `compiled` the graph goes on to Inductor, which needs the torch.library operation; else the thin eager function is
+    called.
+    """
+    graph = graph_module.graph
+    # Places are named before any of them is rewritten: a name says whether its module makes the call more than once.
+    products = [node for node in graph.nodes if node.op in ("call_function", "call_method") and node.target in _PRODUCT]
+    for node, path in [(node, match.path(node)) for node in products]:
+        block = _block(node)
+        if block is None:
+            continue
+        reason = block if isinstance(block, str) else _refusal(block, compiled=compiled)
+        if isinstance(block, str) or reason:
+            report.unmatched[path] = reason
+            continue
+        arguments = (block.x, block.w1, block.b1, block.w2, block.b2, block.activation, block.gate)
+        with graph.inserting_before(node):
+            if compiled:
+                call = graph.call_function(torch.ops.advisor.squeeze_excite.default, arguments)
+                fused = graph.call_function(operator.getitem, (call, 0))
+            else:
+                fused = graph.call_function(api.squeeze_excite, arguments)
+        match.replace(node, fused, block.nodes[-2::-1])
+        report.matched[path] = spec.name(block.activation, block.gate)
