@@ -65,8 +65,9 @@ def test_listing_imports_neither_torch_nor_cupy() -> None:
 
 
 def test_an_unknown_family_is_told() -> None:
-    with pytest.raises(AdvisorError, match=r"no kernel family 'norm'; expected one of .*batchnorm_act"):
+    with pytest.raises(AdvisorError, match="no kernel family 'norm'") as caught:
         catalog.get("norm")
+    assert all(family.id in str(caught.value) for family in catalog.FAMILIES)
 
 
 def toy(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> Family:
