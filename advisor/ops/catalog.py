@@ -65,6 +65,14 @@ FAMILIES: tuple[Family, ...] = (
         modules=("GroupNorm", "InstanceNorm2d"),
         functions=("group_norm", "instance_norm"),
     ),
+    Family(
+        id="bias_act",
+        title="Fused bias + add + activation and layer scale + drop path + add kernels",
+        replaces="a convolution's bias, add, activation; layer scale, drop path, add; channels_last",
+        transform="fused_bias_act",
+        modules=("Conv2d", "ConvTranspose2d"),
+        functions=("conv2d", "conv_transpose2d"),
+    ),
 )
 
 

@@ -6,6 +6,7 @@ The zoo's packages come with `make test`; without them these tests are skipped.
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -68,6 +69,18 @@ def _pools(model: nn.Module) -> int:
     return modules - _stems(model) + functions - squeezes
 
 
+def _bias_act_sites(model: nn.Module) -> int:
+    """Convolutions with a bias before an activation; ConvNeXt's blocks; MBConv blocks that drop paths."""
+    modules = list(model.modules())
+    sequences = [list(module) for module in modules if isinstance(module, nn.Sequential)]
+    pairs = [pair for sequence in sequences for pair in itertools.pairwise(sequence)]
+    plain = sum(isinstance(a, nn.Conv2d) and a.bias is not None and isinstance(b, nn.ReLU) for a, b in pairs)
+    names = [type(module).__name__ for module in modules]
+    dropped = [m.stochastic_depth.p > 0 for m in modules if type(m).__name__ == "MBConv" and m.use_res_connect]
+    with_convolutions = _count(model, lambda m: getattr(m, "use_conv_mlp", False))
+    return plain + names.count("CNBlock") + names.count("ConvNeXtBlock") + with_convolutions + sum(dropped)
+
+
 # family → how many sites of a model its rewrite must find
 SITES: dict[str, Callable[[nn.Module], int]] = {
     "batchnorm_max_pool": _stems,
@@ -77,6 +90,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "squeeze_excite": lambda model: _count(model, lambda m: type(m).__name__ in _SQUEEZE_EXCITE),
     "layer_norm": lambda model: _count(model, lambda m: isinstance(m, nn.LayerNorm)),
     "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
+    "bias_act": _bias_act_sites,
 }
 
 

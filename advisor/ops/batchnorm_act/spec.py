@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
+from advisor.ops import channel_tiles
+from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
@@ -104,32 +103,16 @@ def unsupported(
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Launch geometry: grid (row_blocks, tiles), THREADS threads; `tile` channel vectors a block."""
-
-    row_blocks: int
-    tiles: int
-    tile: int
-    vectors: int
-    rows: int
-
-
-@lru_cache(maxsize=4096)
 def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int) -> Geometry:
-    """As many blocks as run at once on `sm_count` SMs, never a second wave, and none without a full pass of rows.
-
-    The tile is the widest divisor of the vectors a row has (so that no thread idles), unless only narrow ones exist.
-    """
-    vectors = channels // vector_width(dtype)
-    tile = max(d for d in range(1, min(vectors, MAX_TILE) + 1) if vectors % d == 0)
-    if tile < MAX_TILE // 2 and vectors > MAX_TILE:
-        tile = MAX_TILE
-    tiles = -(-vectors // tile)
-    rows_per_pass = THREADS // tile
-    useful = max(1, -(-rows // (rows_per_pass * UNROLL)))
-    row_blocks = max(1, min(useful, sm_count * blocks_per_sm // tiles))
-    return Geometry(row_blocks=row_blocks, tiles=tiles, tile=tile, vectors=vectors, rows=rows)
+    """Launch geometry for as many blocks as run at once on `sm_count` SMs."""
+    return channel_tiles.geometry(
+        rows,
+        channels // vector_width(dtype),
+        threads=THREADS,
+        max_tile=MAX_TILE,
+        unroll=UNROLL,
+        blocks=sm_count * blocks_per_sm,
+    )
 
 
 def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:

@@ -1,0 +1,324 @@
+"""Bias + residual add + activation, and layer scale + drop path + residual add: the bundled kernels, or PyTorch's own ops.
+
+Two entries over the same kernels each: a plain function for eager code (thin: an autograd.Function), and `torch.ops.advisor.…`,
+registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from advisor.ops import dispatch, nvrtc
+from advisor.ops.batchnorm_act.reference import activate
+from advisor.ops.bias_act import cuda, reference, spec
+
+engaged, fell_back = dispatch.counters("bias_act")
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """One factor or term a channel or sample, as the kernels take it: no copy when it is that already."""
+    return None if tensor is None else tensor.float().reshape(-1).contiguous()
+
+
+def unsupported(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+) -> str:
+    """Why the bias + activation kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not _dense(residual)):
+        return "residual differs in shape, dtype or layout"
+    return spec.unsupported(
+        shape=tuple(x.shape),
+        channels_last=_dense(x),
+        dtype=_dtype(x),
+        activation=activation,
+        slope=slope,
+        bias=bias is not None,
+        residual=residual is not None,
+        arch=nvrtc.arch(x.device.index or 0),
+    )
+
+
+def scale_unsupported(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> str:
+    """Why the scale + add kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(branch)
+    if reason:
+        return reason
+    if keep is not None and keep.requires_grad:
+        return "the drop path's factors need a gradient"
+    if residual.shape != branch.shape:
+        return "branch and residual differ in shape"
+    return spec.scale_unsupported(
+        shape=tuple(branch.shape),
+        channels_last=_dense(branch) and _dense(residual),
+        dtype=_dtype(branch),
+        stream=_dtype(residual),
+        scale=scale is not None,
+        keep=keep is not None,
+        arch=nvrtc.arch(branch.device.index or 0),
+    )
+
+
+class _BiasAct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str,
+        slope: float,
+        in_place: bool,
+    ) -> torch.Tensor:
+        from_output = activation in spec.FROM_OUTPUT
+        y = x if in_place and from_output else torch.empty_like(x)
+        cuda.bias_act(x, _fp32(bias), residual, activation, slope, y)
+        if y is x:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(y if from_output else x, bias)
+        ctx.activation, ctx.slope, ctx.residual = activation, slope, residual is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        saved, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope)
+        else:
+            dx, dbias = cuda.bias_act_backward(
+                dy.contiguous(memory_format=torch.channels_last), saved, _fp32(bias), ctx.activation, ctx.slope
+            )
+        return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None
+
+
+def _differentiable_backward(
+    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dbias in differentiable torch ops. The slope of a piecewise linear activation is constant."""
+    z = saved.float()
+    if activation in spec.FROM_OUTPUT:
+        z = z.detach().requires_grad_()
+    elif bias is not None:
+        z = z + bias.float().view(1, -1, 1, 1)
+    dx = torch.autograd.grad(activate(z, activation, slope), z, dy.float(), create_graph=True)[0]
+    return dx.to(saved.dtype), dx.sum((0, 2, 3))
+
+
+def bias_act(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    slope: float = 0.01,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """act(x + bias + residual).
+
+    Args:
+        x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
+        bias: [C], or None. residual: like x, or None.
+        activation: a key of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
+        in_place: x's memory may become the result's, as it does with `bias.add_` and `nn.ReLU(inplace=True)`.
+
+    Returns:
+        A tensor like x.
+    """
+    reason = dispatch.refusal(unsupported(x, bias, residual, activation, slope), spec.wins())
+    if reason:
+        fell_back[reason] += 1
+        return reference.bias_act(x, bias, residual, activation, slope)
+    engaged[spec.name(activation, bias=bias is not None, residual=residual is not None)] += 1
+    result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ScaleAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branch: torch.Tensor,
+        scale: torch.Tensor | None,
+        keep: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(None if scale is None else branch, scale, keep)
+        ctx.dtype = branch.dtype
+        return cuda.scale_add(branch, _fp32(scale), _fp32(keep), residual)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        branch, scale, keep = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            return _differentiable_scale_backward(dy, branch, scale, keep, ctx.dtype)
+        dbranch, dscale = cuda.scale_add_backward(
+            dy.contiguous(memory_format=torch.channels_last), branch, _fp32(scale), _fp32(keep), ctx.dtype
+        )
+        return dbranch, None if scale is None else dscale.to(scale.dtype).view(scale.shape), None, dy
+
+
+def _differentiable_scale_backward(
+    dy: torch.Tensor,
+    branch: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, ...]:
+    g = dy.float() if keep is None else dy.float() * keep.float().reshape(-1, 1, 1, 1)
+    if scale is None or branch is None:
+        return g.to(dtype), None, None, dy
+    dscale = (g * branch.float()).sum((0, 2, 3))
+    dbranch = g * scale.float().reshape(1, -1, 1, 1)
+    return dbranch.to(dtype), dscale.to(scale.dtype).view(scale.shape), None, dy
+
+
+def scale_add(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """residual + branch * scale * keep.
+
+    Args:
+        branch: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
+        scale: C values in a shape that broadcasts over channels, or None.
+        keep: N values (zero, or one over the survival rate) in a shape that broadcasts over samples, or None; without gradient.
+        residual: like branch, or in fp32.
+
+    Returns:
+        A new tensor like residual.
+    """
+    reason = dispatch.refusal(scale_unsupported(branch, scale, keep, residual), spec.wins())
+    if reason:
+        fell_back[reason] += 1
+        return reference.scale_add(branch, scale, keep, residual)
+    engaged[spec.scale_name(scale=scale is not None, keep=keep is not None)] += 1
+    result: torch.Tensor = _ScaleAdd.apply(branch, scale, keep, residual)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.library.custom_op("advisor::bias_act", mutates_args=())
+def bias_act_op(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+) -> torch.Tensor:
+    """As `bias_act`, for compiled graphs. CUDA only."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    engaged[spec.name(activation, bias=bias is not None, residual=residual is not None)] += 1
+    y = torch.empty_like(x)
+    cuda.bias_act(x, _fp32(bias), residual, activation, slope, y)
+    return y
+
+
+@bias_act_op.register_fake
+def _(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("advisor::bias_act_backward", mutates_args=())
+def bias_act_backward_op(
+    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias)."""
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    saved = saved.contiguous(memory_format=torch.channels_last)
+    return cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
+
+
+@bias_act_backward_op.register_fake
+def _(
+    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dbias = dy.new_empty(0 if bias is None else bias.numel(), dtype=torch.float32)
+    return torch.empty_like(dy, memory_format=torch.channels_last), dbias
+
+
+def _bias_act_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, bias, residual, activation, slope = inputs
+    ctx.save_for_backward(output if activation in spec.FROM_OUTPUT else x, bias)
+    ctx.activation, ctx.slope, ctx.residual = activation, slope, residual is not None
+
+
+def _bias_act_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    saved, bias = ctx.saved_tensors
+    dx, dbias = bias_act_backward_op(dy, saved, bias, ctx.activation, ctx.slope)
+    return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None
+
+
+bias_act_op.register_autograd(_bias_act_backward, setup_context=_bias_act_setup)
+
+
+@torch.library.custom_op("advisor::scale_add", mutates_args=())
+def scale_add_op(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """As `scale_add`, for compiled graphs. CUDA only."""
+    branch = branch.contiguous(memory_format=torch.channels_last)
+    residual = residual.contiguous(memory_format=torch.channels_last)
+    engaged[spec.scale_name(scale=scale is not None, keep=keep is not None)] += 1
+    return cuda.scale_add(branch, _fp32(scale), _fp32(keep), residual)
+
+
+@scale_add_op.register_fake
+def _(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(residual, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("advisor::scale_add_backward", mutates_args=())
+def scale_add_backward_op(
+    dy: torch.Tensor,
+    branch: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::scale_add`: dbranch in `dtype`, and dscale [C] fp32 (empty without a scale)."""
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    if branch is not None:
+        branch = branch.contiguous(memory_format=torch.channels_last)
+    return cuda.scale_add_backward(dy, branch, _fp32(scale), _fp32(keep), dtype)
+
+
+@scale_add_backward_op.register_fake
+def _(
+    dy: torch.Tensor,
+    branch: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dscale = dy.new_empty(0 if scale is None else scale.numel(), dtype=torch.float32)
+    return torch.empty_like(dy, dtype=dtype, memory_format=torch.channels_last), dscale
+
+
+def _scale_add_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    branch, scale, keep, _ = inputs
+    ctx.save_for_backward(None if scale is None else branch, scale, keep)
+    ctx.dtype = branch.dtype
+
+
+def _scale_add_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    branch, scale, keep = ctx.saved_tensors
+    dbranch, dscale = scale_add_backward_op(dy, branch, scale, keep, ctx.dtype)
+    return dbranch, None if scale is None else dscale.to(scale.dtype).view(scale.shape), None, dy
+
+
+scale_add_op.register_autograd(_scale_add_backward, setup_context=_scale_add_setup)

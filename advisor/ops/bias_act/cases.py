@@ -1,0 +1,159 @@
+"""Shapes at which the bias + activation and the scale + add kernels are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from advisor.ops.batchnorm_act.spec import ACTIVATIONS, STORAGE
+from advisor.ops.bias_act import api, reference, spec
+from advisor.ops.family import Arguments, Case, Work
+
+# VGG-16 at batch 128: all its activations but one follow a convolution with a bias.
+_VGG = ((128, 64, 224, 224), (128, 128, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 512, 14, 14))
+# ConvNeXt-T at batch 256, under autocast: branches in half precision, the residual stream in fp32.
+_CONVNEXT = ((256, 96, 56, 56), (256, 192, 28, 28), (256, 384, 14, 14), (256, 768, 7, 7))
+# EfficientNet-B0 at batch 256: drop path and add, no factor a channel.
+_EFFICIENTNET = ((256, 24, 56, 56), (256, 40, 28, 28), (256, 112, 14, 14))
+# An addition and an activation with no norm between: residual networks without norms, at ResNet-50's widths and batch 256.
+_ADDED = ((256, 256, 56, 56), (256, 512, 28, 28))
+# Odd sizes: one row, a prime number of vectors, N = 1, more rows than the blocks take in one pass.
+_ODD = ((1, 8, 1, 1), (3, 72, 9, 7), (2, 1016, 5, 3), (5, 24, 28, 26))
+_KINKS = (-3.0, 0.0, 3.0, 6.0)
+SURVIVAL = 0.7
+
+
+def _tensor(generator: torch.Generator, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """[N, C, H, W] channels_last, mean 0.5, deviation 1.5, requiring a gradient."""
+    n, c, h, w = shape
+    values = torch.randn(n, h, w, c, device=generator.device, generator=generator) * 1.5 + 0.5
+    return values.to(getattr(torch, dtype)).permute(0, 3, 1, 2).requires_grad_()
+
+
+def _inputs(
+    generator: torch.Generator,
+    n: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    activation: str,
+    bias: bool,
+    residual: bool,
+) -> Arguments:
+    """x and residual [n, C, H, W], bias [C] fp32."""
+    size = (n, *shape[1:])
+    x = _tensor(generator, size, dtype)
+    b = torch.randn(shape[1], device=generator.device, generator=generator).requires_grad_() if bias else None
+    return x, b, _tensor(generator, size, dtype) if residual else None, activation, 0.1
+
+
+def _steady(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+) -> torch.Tensor:
+    """False where rounding to 16 bits may take z over a point at which the activation's slope jumps."""
+    z = reference.bias_act(x, bias, residual, "none")
+    return torch.stack([(z - kink).abs() >= 0.05 for kink in _KINKS]).all(0)
+
+
+def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, residual: bool) -> Case:
+    n, c, h, w = shape
+    forward, backward = spec.bytes_moved(
+        elements=n * c * h * w, itemsize=getattr(torch, dtype).itemsize, residual=residual
+    )
+    return Case(
+        name=spec.name(activation, bias=bias, residual=residual),
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(_inputs, shape=shape, dtype=dtype, activation=activation, bias=bias, residual=residual),
+        ours=api.bias_act,
+        eager=reference.bias_act,
+        reference=reference.bias_act,
+        wins=spec.wins,
+        steady=_steady,
+    )
+
+
+def _scale_inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, stream: str, scale: bool, keep: bool
+) -> Arguments:
+    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider residual, else of the branch's dtype; keep [n, 1, 1, 1]; residual."""
+    size, device = (n, *shape[1:]), generator.device
+    branch = _tensor(generator, size, dtype)
+    factors = survives = None
+    if scale:
+        values = torch.randn(shape[1], 1, 1, device=device, generator=generator)
+        factors = values.to(getattr(torch, stream)).requires_grad_()
+    if keep:
+        survives = torch.empty(n, 1, 1, 1, device=device).bernoulli_(SURVIVAL, generator=generator).div_(SURVIVAL)
+        survives = survives.to(getattr(torch, stream))
+    return branch, factors, survives, _tensor(generator, size, stream)
+
+
+def _scale_case(shape: tuple[int, ...], dtype: str, stream: str, scale: bool, keep: bool) -> Case:
+    n, c, h, w = shape
+    forward, backward = spec.scale_bytes_moved(
+        elements=n * c * h * w,
+        itemsize=getattr(torch, dtype).itemsize,
+        stream=getattr(torch, stream).itemsize,
+        scale=scale,
+    )
+    beside = "" if stream == dtype else f" to {stream}"
+    return Case(
+        name=spec.scale_name(scale=scale, keep=keep) + beside,
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.SCALE_FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.SCALE_BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(_scale_inputs, shape=shape, dtype=dtype, stream=stream, scale=scale, keep=keep),
+        ours=api.scale_add,
+        eager=reference.scale_add,
+        reference=reference.scale_add,
+        wins=spec.wins,
+    )
+
+
+BENCHMARK = (
+    *(_case(shape, "bfloat16", "relu", True, False) for shape in _VGG),
+    *(_case(shape, dtype, "relu", True, False) for dtype in ("float16", "float32") for shape in _VGG[1:3]),
+    *(_case(shape, "bfloat16", "silu", True, False) for shape in _VGG[1:3]),
+    *(_case(shape, "bfloat16", "relu", False, True) for shape in _ADDED),
+    *(_scale_case(shape, "bfloat16", "float32", True, True) for shape in _CONVNEXT),
+    *(_scale_case(shape, dtype, dtype, True, True) for dtype in ("bfloat16", "float32") for shape in _CONVNEXT[:2]),
+    *(_scale_case(shape, "bfloat16", "bfloat16", False, True) for shape in _EFFICIENTNET),
+)
+_VARIANTS = tuple(
+    (activation, bias, residual)
+    for activation in ACTIVATIONS
+    for bias, residual in ((True, False), (True, True), (False, True))
+    if not spec.unsupported_variant(activation, bias=bias, residual=residual)
+)
+_SCALES = tuple(
+    (dtype, stream, scale, keep)
+    for dtype in STORAGE
+    for stream in dict.fromkeys((dtype, "float32"))
+    for scale, keep in ((True, True), (True, False), (False, True))
+)
+# Every variant once on the shape with the most to go wrong; the other shapes where they differ most.
+VERIFICATION = (
+    *(_case(_ODD[1], dtype, *variant) for variant in _VARIANTS for dtype in STORAGE),
+    *(
+        _case(shape, dtype, "relu", True, True)
+        for shape in _ODD
+        for dtype in ("bfloat16", "float32")
+        if shape != _ODD[1]
+    ),
+    *(_scale_case(_ODD[1], *variant) for variant in _SCALES),
+    *(
+        _scale_case(shape, "bfloat16", stream, True, True)
+        for shape in _ODD
+        for stream in ("bfloat16", "float32")
+        if shape != _ODD[1]
+    ),
+)

@@ -1,0 +1,206 @@
+"""Launches of the bias + activation and the scale + add kernels. Shapes and dtypes have been checked by the caller (spec)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from advisor.ops import nvrtc
+from advisor.ops.bias_act import spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    partials: int  # fp32 values
+    rows: Any
+    pixels: Any
+    vectors: Any
+    tile: Any
+
+
+def _launch_of(
+    source: str, defines: dict[str, int], x: torch.Size, dtype: str, device: int, *, reduce: bool, narrow: bool
+) -> _Launch:
+    n, c, h, w = x
+    shape = spec.geometry(n * h * w, c, dtype, nvrtc.sm_count(device), reduce=reduce)
+    (entry,) = spec.KERNELS[source]
+    return _Launch(
+        kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
+        grid=(shape.row_blocks, shape.tiles, 1),
+        block=(spec.THREADS, 1, 1),
+        partials=shape.row_blocks * 2 * c if reduce else 0,
+        rows=np.int32(n * h * w) if narrow else np.int64(n * h * w),
+        pixels=np.int32(h * w),
+        vectors=np.int32(shape.vectors),
+        tile=np.int32(shape.tile),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _bias_act(
+    source: str, x: torch.Size, dtype: torch.dtype, activation: str, bias: bool, residual: bool, device: int
+) -> _Launch:
+    name = str(dtype).removeprefix("torch.")
+    defines = spec.defines(name, activation, bias=bias, residual=residual)
+    reduce = bias and source == spec.BACKWARD
+    return _launch_of(source, defines, x, name, device, reduce=reduce, narrow=False)
+
+
+@lru_cache(maxsize=4096)
+def _scale_add(
+    source: str, x: torch.Size, dtype: torch.dtype, stream: torch.dtype, scale: bool, keep: bool, device: int
+) -> _Launch:
+    name = str(dtype).removeprefix("torch.")
+    defines = spec.scale_defines(name, wide=stream != dtype, scale=scale, keep=keep)
+    reduce = scale and source == spec.SCALE_BACKWARD
+    return _launch_of(source, defines, x, name, device, reduce=reduce, narrow=True)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def bias_act(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    slope: float,
+    out: torch.Tensor,
+) -> None:
+    """act(x + bias + residual) into `out`, which may be x.
+
+    x, residual, out: [N, C, H, W] channels_last of one dtype; bias: [C] fp32, contiguous.
+    """
+    device = x.device.index or 0
+    plan = _bias_act(spec.FORWARD, x.shape, x.dtype, activation, bias is not None, residual is not None, device)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            x.data_ptr(),
+            _address(bias),
+            _address(residual),
+            out.data_ptr(),
+            plan.rows,
+            plan.vectors,
+            plan.tile,
+            np.float32(slope),
+        ),
+        0,
+        nvrtc.stream(device),
+    )
+
+
+def bias_act_backward(
+    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dx (like saved) and dbias [C] fp32 (empty without a bias).
+
+    dy, saved: [N, C, H, W] channels_last; saved is the output where `spec.FROM_OUTPUT` has the activation, else the input.
+    """
+    device = dy.device.index or 0
+    plan = _bias_act(spec.BACKWARD, dy.shape, dy.dtype, activation, bias is not None, False, device)
+    dx = torch.empty_like(saved)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
+    dbias = torch.empty(0 if bias is None else bias.numel(), dtype=torch.float32, device=dy.device)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            dy.data_ptr(),
+            saved.data_ptr(),
+            _address(bias),
+            dx.data_ptr(),
+            partial.data_ptr(),
+            nvrtc.tickets(dy.device),
+            dbias.data_ptr(),
+            plan.rows,
+            plan.vectors,
+            plan.tile,
+            np.float32(slope),
+        ),
+        0,
+        nvrtc.stream(device),
+    )
+    return dx, dbias
+
+
+def scale_add(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """residual + branch * scale * keep, like residual.
+
+    branch, residual: [N, C, H, W] channels_last; scale: [C] fp32 and keep: [N] fp32, contiguous.
+    """
+    device = branch.device.index or 0
+    plan = _scale_add(
+        spec.SCALE_FORWARD, branch.shape, branch.dtype, residual.dtype, scale is not None, keep is not None, device
+    )
+    y = torch.empty_like(residual)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            branch.data_ptr(),
+            _address(scale),
+            _address(keep),
+            residual.data_ptr(),
+            y.data_ptr(),
+            plan.rows,
+            plan.pixels,
+            plan.vectors,
+            plan.tile,
+        ),
+        0,
+        nvrtc.stream(device),
+    )
+    return y
+
+
+def scale_add_backward(
+    dy: torch.Tensor,
+    branch: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dbranch (like dy, in `dtype`, the branch's) and dscale [C] fp32 (empty without a scale).
+
+    dy, branch: [N, C, H, W] channels_last; the branch is read for dscale alone.
+    """
+    device = dy.device.index or 0
+    plan = _scale_add(spec.SCALE_BACKWARD, dy.shape, dtype, dy.dtype, scale is not None, keep is not None, device)
+    dbranch = torch.empty_like(dy, dtype=dtype)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
+    dscale = torch.empty(0 if scale is None else scale.numel(), dtype=torch.float32, device=dy.device)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            dy.data_ptr(),
+            _address(branch),
+            _address(scale),
+            _address(keep),
+            dbranch.data_ptr(),
+            partial.data_ptr(),
+            nvrtc.tickets(dy.device),
+            dscale.data_ptr(),
+            plan.rows,
+            plan.pixels,
+            plan.vectors,
+            plan.tile,
+        ),
+        0,
+        nvrtc.stream(device),
+    )
+    return dbranch, dscale

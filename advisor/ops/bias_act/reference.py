@@ -1,0 +1,39 @@
+"""Bias + activation and layer scale + drop path + add in plain torch: the definition that tests hold the kernels to, in fp64."""
+
+from __future__ import annotations
+
+import torch
+
+from advisor.ops.batchnorm_act.reference import activate
+
+
+def bias_act(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    slope: float = 0.01,
+) -> torch.Tensor:
+    """act(x + bias + residual), like x. x, residual: [N, C, H, W]; bias: [C], added in x's dtype."""
+    z = x
+    if bias is not None:
+        z = z + bias.to(x.dtype).view(1, -1, 1, 1)
+    if residual is not None:
+        z = z + residual
+    return activate(z, activation, slope)
+
+
+def scale_add(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """residual + branch * scale * keep, like residual.
+
+    Args:
+        branch, residual: [N, C, H, W]. scale: C values. keep: N values.
+    """
+    y = branch
+    if scale is not None:
+        y = y * scale.reshape(1, -1, 1, 1)
+    if keep is not None:
+        y = y * keep.reshape(-1, 1, 1, 1)
+    return (residual + y).to(residual.dtype)

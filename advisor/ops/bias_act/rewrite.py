@@ -1,0 +1,252 @@
+"""Finds bias (+ add) + activation after a convolution, add + activation, and factors (a channel, a sample) + add in a captured graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from advisor.ops import dispatch, match
+from advisor.ops.batchnorm_act.spec import MIN_ARCH
+from advisor.ops.bias_act import api, spec
+
+_CONVOLUTIONS = {F.conv2d, F.conv_transpose2d}
+_ADD_IN_PLACE = {operator.iadd, "add_"}
+_MUL = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
+_MUL_IN_PLACE = {operator.imul, "mul_"}
+_BIAS = 2  # position among a convolution's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """act(x + bias + residual): `dead` are the nodes whose place it takes besides the activation itself."""
+
+    node: fx.Node
+    x: fx.Node
+    convolution: bool  # x is a convolution whose bias moves here
+    residual: fx.Node | None
+    activation: str
+    slope: float
+    dead: tuple[fx.Node, ...]
+
+    @property
+    def label(self) -> str:
+        return spec.name(self.activation, bias=self.convolution, residual=self.residual is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScaledAdd:
+    """residual + branch * scale * keep."""
+
+    node: fx.Node
+    branch: fx.Node
+    scale: fx.Node | None
+    keep: fx.Node | None
+    residual: fx.Node
+    dead: tuple[fx.Node, ...]
+
+    @property
+    def label(self) -> str:
+        return spec.scale_name(scale=self.scale is not None, keep=self.keep is not None)
+
+
+def _bias_of(node: fx.Node) -> Any:
+    """The bias of a convolution; None when it has none or is no convolution.
+
+    Nor for one pixel a sample, as in squeeze-and-excite: what there is to gain is less than a launch costs.
+    """
+    if node.op != "call_function" or node.target not in _CONVOLUTIONS:
+        return None
+    result = match.value(node)
+    if result is None or tuple(result.shape[2:]) == (1, 1):
+        return None
+    return node.args[_BIAS] if len(node.args) > _BIAS else node.kwargs.get("bias")
+
+
+def _untouched(node: fx.Node, reader: fx.Node, *, overwritten: bool) -> bool:
+    """Whether `node` still holds at the end of a pattern what `reader`, a node of it, read; it is read there instead.
+
+    overwritten: `reader` writes into it, so that nobody else may have wanted the result there.
+    """
+    others = [user for user in node.users if user is not reader]
+    if overwritten and (others or node.op in ("placeholder", "get_attr")):
+        return False
+    return not any(match.changes_in_place(user, node) and _follows(user, reader) for user in others)
+
+
+def _follows(later: fx.Node, node: fx.Node) -> bool:
+    while node.op != "output":
+        node = node.next
+        if node is later:
+            return True
+    return False
+
+
+def _activation(node: fx.Node) -> _Activation | None:
+    follows = match.activation(node)
+    before = node.args[0] if node.args else None
+    if follows is None or not isinstance(before, fx.Node) or match.only_user(before) is not node:
+        return None
+    if _bias_of(before) is not None:
+        return _Activation(node, before, True, None, *follows, dead=())
+    first = before.args[0] if before.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    second = match.addend(before, first)
+    if second is None:
+        return None
+    in_place = before.target in _ADD_IN_PLACE
+    if not _untouched(first, before, overwritten=in_place) or not _untouched(second, before, overwritten=False):
+        return None
+    for x, other in ((first, second), (second, first)):
+        if _bias_of(x) is not None and match.only_user(x) is before:
+            return _Activation(node, x, True, other, *follows, dead=(before,))
+    return _Activation(node, first, False, second, *follows, dead=(before,))
+
+
+def _factor(mul: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
+    """What a product scales, by what, and whether that is one factor a "channel" or a "sample"."""
+    if mul.op not in ("call_function", "call_method") or mul.target not in _MUL or mul.kwargs or len(mul.args) != 2:
+        return None
+    first, second = mul.args
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
+    result = match.value(mul)
+    for base, factor in ((first, second), (second, first)):
+        whole, small = match.value(base), match.value(factor)
+        if whole is None or small is None or result is None or whole.dim() != 4 or whole.shape != result.shape:
+            continue
+        if mul.target in _MUL_IN_PLACE and (base is not first or len(base.users) > 1):
+            continue
+        n, c = whole.shape[:2]
+        shape = (1,) * (4 - small.dim()) + tuple(small.shape)
+        if shape == (1, c, 1, 1):
+            return base, factor, "channel"
+        if shape == (n, 1, 1, 1) and not small.requires_grad:
+            return base, factor, "sample"
+    return None
+
+
+def _scaled_add(add: fx.Node) -> _ScaledAdd | None:
+    for position, term in enumerate(add.args[:2]):
+        if not isinstance(term, fx.Node):
+            continue
+        residual = match.addend(add, term)
+        if residual is None:
+            continue
+        found: dict[str, fx.Node] = {}
+        dead: list[fx.Node] = []
+        branch, reader = term, add
+        while match.only_user(branch) is reader and (factor := _factor(branch)) is not None:
+            base, node, kind = factor
+            if kind in found or not _untouched(node, branch, overwritten=False):
+                break
+            found[kind] = node
+            dead.append(branch)
+            branch, reader = base, branch
+        overwritten = add.target in _ADD_IN_PLACE and position == 1  # the residual is the one that add_ writes into
+        if (
+            found
+            and _untouched(branch, reader, overwritten=False)
+            and _untouched(residual, add, overwritten=overwritten)
+            and _same_dtype(add, residual)
+        ):
+            return _ScaledAdd(add, branch, found.get("channel"), found.get("sample"), residual, tuple(dead))
+    return None
+
+
+def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
+    return getattr(match.value(a), "dtype", None) == getattr(match.value(b), "dtype", None)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape with 1 for what is not known before the graph runs: only the channels matter here."""
+    return tuple(size if type(size) is int else 1 for size in tensor.shape)
+
+
+def _refusal(site: _Activation | _ScaledAdd) -> str:
+    x = match.value(site.x if isinstance(site, _Activation) else site.branch)
+    if x is None or x.dim() != 4 or type(x.shape[1]) is not int:
+        return "input is not 4-D, or its channel count is dynamic"
+    if isinstance(site, _Activation):
+        reason = spec.unsupported(
+            shape=_shape(x),
+            channels_last=True,
+            dtype=match.dtype_name(x),
+            activation=site.activation,
+            slope=site.slope,
+            bias=site.convolution,
+            residual=site.residual is not None,
+            arch=MIN_ARCH,
+        )
+    else:
+        stream = match.value(site.residual)
+        reason = spec.scale_unsupported(
+            shape=_shape(x),
+            channels_last=True,
+            dtype=match.dtype_name(x),
+            stream="unknown" if stream is None else match.dtype_name(stream),
+            scale=site.scale is not None,
+            keep=site.keep is not None,
+            arch=MIN_ARCH,
+        )
+    return dispatch.refusal(reason, spec.wins())
+
+
+def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Rewrite bias (+ add) + activation, add + activation, and factors + add in place.
+
+    With `compiled` the graph goes on to Inductor, which needs the torch.library operations; else the thin eager functions are
+    called. `report` gains one entry a site, under the convolution's path or that of the module that adds.
+    """
+    for node in list(graph_module.graph.nodes):
+        if node._erased:
+            continue
+        site = _activation(node) or _scaled_add(node)
+        if site is None:
+            continue
+        convolution = isinstance(site, _Activation) and site.convolution
+        path = match.path(site.x if isinstance(site, _Activation) and convolution else node)
+        if path in report.matched or path in report.unmatched:
+            path = f"{path}.{node.name}"
+        reason = _refusal(site)
+        if reason:
+            report.unmatched[path] = reason
+            continue
+        if isinstance(site, _Activation):
+            _put_activation(site, compiled=compiled)
+        else:
+            _put_scaled_add(site, compiled=compiled)
+        report.matched[path] = site.label
+
+
+def _put_activation(site: _Activation, *, compiled: bool) -> None:
+    graph = site.node.graph
+    x, bias = site.x, None
+    if site.convolution:
+        bias = _bias_of(x)
+        with graph.inserting_before(x):
+            arguments = tuple(None if a is bias else a for a in x.args)
+            options = {key: value for key, value in x.kwargs.items() if key != "bias"}
+            plain = graph.call_function(x.target, arguments, options)  # type: ignore[arg-type]
+        plain.meta.update(x.meta)
+        x = plain
+    arguments = (x, bias, site.residual, site.activation, site.slope)
+    with graph.inserting_before(site.node):
+        if compiled:
+            fused = graph.call_function(torch.ops.advisor.bias_act.default, arguments)
+        else:  # nobody else has the convolution's output
+            fused = graph.call_function(api.bias_act, (*arguments, site.convolution))
+    match.replace(site.node, fused, (*site.dead, *((site.x,) if site.convolution else ())))
+
+
+def _put_scaled_add(site: _ScaledAdd, *, compiled: bool) -> None:
+    graph = site.node.graph
+    target = torch.ops.advisor.scale_add.default if compiled else api.scale_add
+    with graph.inserting_before(site.node):
+        fused = graph.call_function(target, (site.branch, site.scale, site.keep, site.residual))
+    match.replace(site.node, fused, site.dead)

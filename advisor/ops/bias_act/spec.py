@@ -1,0 +1,191 @@
+"""What the bias + activation and the scale + add kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from advisor.ops import channel_tiles
+from advisor.ops.batchnorm_act.spec import ACTIVATIONS, MIN_ARCH, STORAGE, vector_width
+from advisor.ops.channel_tiles import Geometry
+from advisor.ops.dispatch import UNMEASURED
+
+FORWARD = "bias_act/bias_act_forward.cu"
+BACKWARD = "bias_act/bias_act_backward.cu"
+SCALE_FORWARD = "bias_act/scale_add_forward.cu"
+SCALE_BACKWARD = "bias_act/scale_add_backward.cu"
+KERNELS = {
+    FORWARD: ("bias_act_forward",),
+    BACKWARD: ("bias_act_backward",),
+    SCALE_FORWARD: ("scale_add_forward",),
+    SCALE_BACKWARD: ("scale_add_backward",),
+}
+
+# Activations whose slope their output shows: nothing but the output is kept for the backward, and it may lie where the input
+# lay. For the others the input is kept and z computed again, which with a residual would take a third read.
+FROM_OUTPUT = frozenset({"relu", "relu6", "leaky_relu"})
+
+THREADS = 512
+MAX_TILE = 16
+# A thread has 2 to 3 x UNROLL x 16 bytes in flight: with one block of 512 threads an SM that is the 64 KiB which 4.2 TB/s at
+# 2 us of loaded latency want. To be chosen by measurement.
+UNROLL = 4
+BLOCKS_PER_SM = 1
+REDUCE_BLOCKS_PER_SM = 1
+TUNABLE = {
+    "THREADS": (256, 512),
+    "MAX_TILE": (8, 16, 32),
+    "UNROLL": (2, 4),
+    "BLOCKS_PER_SM": (1, 2, 4),
+    "REDUCE_BLOCKS_PER_SM": (1, 2),
+}
+
+
+def name(activation: str, *, bias: bool, residual: bool) -> str:
+    """`bias+add+relu`."""
+    return "+".join([*(["bias"] if bias else []), *(["add"] if residual else []), activation])
+
+
+def scale_name(*, scale: bool, keep: bool) -> str:
+    """`scale+drop+add`."""
+    return "+".join([*(["scale"] if scale else []), *(["drop"] if keep else []), "add"])
+
+
+def wins() -> str:
+    """Why PyTorch's own operations are left in place; empty where the kernels win."""
+    return UNMEASURED
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
+    if source in (SCALE_FORWARD, SCALE_BACKWARD):
+        return tuple(
+            scale_defines(dtype, wide=wide, scale=scale, keep=keep)
+            for dtype in STORAGE
+            for wide in (False, True)
+            if not (wide and dtype == "float32")
+            for scale, keep in ((True, True), (True, False), (False, True))
+        )
+    return tuple(
+        defines(dtype, activation, bias=bias, residual=residual and source == FORWARD)
+        for dtype in STORAGE
+        for activation in ACTIVATIONS
+        for bias, residual in ((True, False), (True, True), (False, True))
+        if not unsupported_variant(activation, bias=bias, residual=residual)
+        if source == FORWARD or (bias, residual) != (True, True)  # the backward knows no residual
+    )
+
+
+def defines(dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
+    """Macros of one variant of the bias + activation kernels. The backward has no residual."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "ACT": ACTIVATIONS[activation],
+        "BIAS": int(bias),
+        "RESIDUAL": int(residual),
+        "THREADS": THREADS,
+        "MAX_TILE": MAX_TILE,
+        "UNROLL": UNROLL,
+    }
+
+
+def scale_defines(dtype: str, *, wide: bool, scale: bool, keep: bool) -> dict[str, int]:
+    """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the residual is fp32 beside it."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "WIDE": int(wide),
+        "SCALE": int(scale),
+        "KEEP": int(keep),
+        "THREADS": THREADS,
+        "MAX_TILE": MAX_TILE,
+        "UNROLL": UNROLL,
+    }
+
+
+def unsupported_variant(activation: str, *, bias: bool, residual: bool) -> str:
+    """Why there is no kernel for this combination; empty when there is one."""
+    if activation not in ACTIVATIONS or activation == "none":
+        return f"activation {activation}"
+    if not bias and not residual:
+        return "neither a bias nor an addition"
+    if residual and activation not in FROM_OUTPUT:
+        return f"residual with {activation}"
+    return ""
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    activation: str,
+    slope: float,
+    bias: bool,
+    residual: bool,
+    arch: int,
+) -> str:
+    """Why the bias + activation kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    if activation == "leaky_relu" and slope < 0:
+        return "the output does not show the slope of a LeakyReLU with a negative one"
+    return unsupported_variant(activation, bias=bias, residual=residual) or _unsupported_tensor(
+        shape, channels_last, dtype, arch
+    )
+
+
+def scale_unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    stream: str,
+    scale: bool,
+    keep: bool,
+    arch: int,
+) -> str:
+    """Why the scale + add kernels cannot take this call; empty when they can.
+
+    `dtype` is the branch's and `stream` the residual's; `shape` is [N, C, H, W].
+    """
+    if not scale and not keep:
+        return "neither a scale nor a drop path"
+    if stream not in (dtype, "float32"):
+        return f"a branch in {dtype} beside a residual in {stream}"
+    n, *_ = shape
+    if len(shape) == 4 and n * shape[2] * shape[3] >= 2**31:
+        return "2^31 rows or more"
+    return _unsupported_tensor(shape, channels_last, dtype, arch)
+
+
+def _unsupported_tensor(shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if not channels_last:
+        return "input is not channels_last"
+    if shape[1] % vector_width(dtype):
+        return f"{shape[1]} channels are no multiple of {vector_width(dtype)}"
+    if 0 in shape:
+        return "empty input"
+    return ""
+
+
+def geometry(rows: int, channels: int, dtype: str, sm_count: int, *, reduce: bool) -> Geometry:
+    """Launch geometry. `reduce`: the kernel ends in sums over rows, so that each block costs work at the end."""
+    return channel_tiles.geometry(
+        rows,
+        channels // vector_width(dtype),
+        threads=THREADS,
+        max_tile=MAX_TILE,
+        unroll=UNROLL,
+        blocks=sm_count * (REDUCE_BLOCKS_PER_SM if reduce else BLOCKS_PER_SM),
+    )
+
+
+def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
+    """Bytes that forward and backward of bias + activation must move."""
+    return elements * itemsize * (3 if residual else 2), elements * itemsize * 3
+
+
+def scale_bytes_moved(*, elements: int, itemsize: int, stream: int, scale: bool) -> tuple[int, int]:
+    """Bytes that forward and backward of scale + add must move; `itemsize` is the branch's, `stream` the residual's."""
+    return elements * (itemsize + 2 * stream), elements * (stream + itemsize * (2 if scale else 1))

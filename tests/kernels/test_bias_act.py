@@ -1,0 +1,388 @@
+"""Bias + activation and layer scale + drop path + add: reference, what is supported, graph matching, emulated kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation import compiler
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import catalog, dispatch, match, sources, verify
+from advisor.ops.bias_act import api, cases, reference, spec
+
+FAMILY = catalog.get("bias_act")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "leaky_relu"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_reference_passes_gradcheck(activation: str, residual: bool) -> None:
+    torch.manual_seed(0)
+    x, r = (torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, b, r: reference.bias_act(x, b, r if residual else None, activation, 0.1), (x, bias, r)
+    )
+
+
+def test_scale_reference_passes_gradcheck() -> None:
+    torch.manual_seed(0)
+    x, r = (torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scale = torch.randn(3, 1, 1, dtype=torch.float64, requires_grad=True)
+    keep = torch.tensor([0.0, 1.25], dtype=torch.float64).view(2, 1, 1, 1)
+    assert torch.autograd.gradcheck(lambda x, s, r: reference.scale_add(x, s, keep, r), (x, scale, r))
+
+
+CALL = {
+    "shape": (2, 64, 8, 8),
+    "channels_last": True,
+    "dtype": "bfloat16",
+    "activation": "relu",
+    "slope": 0.01,
+    "bias": True,
+    "residual": False,
+    "arch": 90,
+}
+SCALE_CALL = {"shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "stream": "float32", "arch": 90} | {
+    "scale": True,
+    "keep": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"arch": 75}, "older"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"shape": (2, 64, 8)}, "3-D"),
+        ({"shape": (0, 64, 8, 8)}, "empty"),
+        ({"channels_last": False}, "channels_last"),
+        ({"shape": (2, 60, 8, 8)}, "no multiple of 8"),
+        ({"activation": "none"}, "activation none"),
+        ({"activation": "silu", "residual": True}, "residual with silu"),
+        ({"bias": False}, "neither"),
+        ({"activation": "leaky_relu", "slope": -0.5}, "negative"),
+    ],
+)
+def test_unsupported_says_why(change: dict, reason: str) -> None:
+    answer = spec.unsupported(**{**CALL, **change})
+    assert reason in answer if reason else answer == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"dtype": "float32"}, ""),
+        ({"stream": "float16"}, "beside"),
+        ({"dtype": "float32", "stream": "bfloat16"}, "beside"),
+        ({"scale": False, "keep": False}, "neither"),
+        ({"scale": False}, ""),
+        ({"shape": (2**15, 8, 2**8, 2**8)}, "rows"),
+        ({"shape": (2, 6, 8, 8)}, "no multiple"),
+    ],
+)
+def test_scale_unsupported_says_why(change: dict, reason: str) -> None:
+    answer = spec.scale_unsupported(**{**SCALE_CALL, **change})
+    assert reason in answer if reason else answer == ""
+
+
+def test_nothing_is_dispatched_without_a_measurement(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "refusal", lambda unsupported, wins: unsupported or wins)
+    dispatch.clear()
+    x = torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last)
+    bias, scale = torch.randn(8), torch.randn(8, 1, 1)
+    assert torch.equal(api.bias_act(x, bias, None, "relu"), reference.bias_act(x, bias, None, "relu"))
+    assert torch.equal(api.scale_add(x, scale, None, x), reference.scale_add(x, scale, None, x))
+    assert api.fell_back == {dispatch.UNMEASURED: 2}
+    assert not emulated.launches
+
+
+class Plain(nn.Module):
+    """Convolutions with bias and activations as people write them, an addition before one, and one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.SiLU(),
+        )
+        self.a, self.b = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1, bias=False)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.last = nn.Conv2d(8, 5, 1)
+        self.gate = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.features(x)
+        out = self.a(x)
+        out += x
+        out = F.relu(out)
+        out = torch.relu(self.b(out) + out)
+        out = F.leaky_relu(self.up(out), 0.2)
+        gate = F.relu(self.gate(out.mean((2, 3), keepdim=True)))
+        return F.relu(self.last(out * gate))
+
+
+class Scaled(nn.Module):
+    """Blocks with a factor a channel and stochastic depth, in the forms that torchvision and timm write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.layer_scale = nn.Parameter(torch.randn(8, 1, 1))
+        self.gamma = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.layer_scale * self.first(x)
+        noise = torch.empty([x.shape[0], 1, 1, 1], dtype=result.dtype, device=x.device)
+        noise = noise.bernoulli_(0.5)
+        noise.div_(0.5)
+        result = result * noise
+        result += x
+        y = self.second(result).mul(self.gamma.reshape(1, -1, 1, 1))
+        result = y + result
+        keep = result.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5)
+        return result + self.third(result) * keep
+
+
+def capture(model: nn.Module, mode: str | None = None):
+    torch._dynamo.reset()
+    report = match.MatchReport()
+    return report, torch.compile(model.forward, backend=match.backend({FAMILY.id: report}, mode=mode), dynamic=False)
+
+
+PATTERNS = {
+    "features.0": "bias+relu",
+    "features.2": "bias+silu",
+    "a": "bias+add+relu",
+    "an addition in forward": "add+relu",
+    "up": "bias+leaky_relu",
+}
+
+
+def test_convolutions_and_additions_are_found_by_path() -> None:
+    with dispatch.everything():
+        report, run = capture(Plain())
+        run(torch.randn(2, 3, 8, 8))
+    modules = {name for name, _ in Plain().named_modules()}
+    found = {(path if path in modules else "an addition in forward"): label for path, label in report.matched.items()}
+    assert found == PATTERNS
+    assert list(report.unmatched) == ["last"]
+    assert "5 channels" in report.unmatched["last"]
+
+
+def test_factors_and_additions_are_found() -> None:
+    with dispatch.everything():
+        report, run = capture(Scaled())
+        run(torch.randn(2, 8, 8, 8))
+    assert sorted(report.matched.values()) == ["drop+add", "scale+add", "scale+drop+add"]
+
+
+def test_without_a_measurement_the_graph_stays_and_the_report_says_so() -> None:
+    report, run = capture(Scaled())
+    run(torch.randn(2, 8, 8, 8))
+    assert report.matched == {}
+    assert set(report.unmatched.values()) == {dispatch.UNMEASURED}
+
+
+@pytest.mark.parametrize("model", [Plain, Scaled])
+def test_a_rewritten_model_trains_as_the_plain_one_where_kernels_cannot_run(model) -> None:
+    torch.manual_seed(0)
+    rewritten = model()
+    plain = model()
+    plain.load_state_dict(rewritten.state_dict())
+    api.fell_back.clear()
+    with dispatch.everything():
+        _, run = capture(rewritten)
+        for _ in range(2):
+            x = torch.randn(2, 3 if model is Plain else 8, 8, 8)
+            for function in (run, plain):
+                torch.manual_seed(1)
+                function(x).square().sum().backward()
+    assert api.fell_back["not on a CUDA device"] == 2 * (5 if model is Plain else 3)
+    for (name, mine), other in zip(rewritten.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("model", [Plain, Scaled])
+def test_a_rewritten_model_trains_on_the_kernels_as_the_plain_one(emulated, model) -> None:
+    torch.manual_seed(0)
+    rewritten = model().to(memory_format=torch.channels_last)
+    plain = model().double()
+    plain.load_state_dict(rewritten.state_dict())
+    _, run = capture(rewritten)
+    x = torch.randn(2, 3 if model is Plain else 8, 8, 8).contiguous(memory_format=torch.channels_last)
+    for function, data in ((run, x), (plain, x.double())):
+        torch.manual_seed(1)
+        function(data).square().sum().backward()
+    pair = spec.KERNELS[spec.FORWARD if model is Plain else spec.SCALE_FORWARD]
+    assert emulated.launches[pair[0]] == (5 if model is Plain else 3)
+    for (name, mine), other in zip(rewritten.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), other[1].grad, msg=name, rtol=1e-4, atol=1e-3)
+
+
+def hazard(kind: str):
+    class Hazard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 1)
+            self.gamma = nn.Parameter(torch.randn(8, 1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.conv(x)
+            if kind == "output used twice":
+                return F.relu(h) + h
+            if kind == "operand changed before the activation":
+                z = x * 1.0
+                y = z + h.sigmoid()
+                z.mul_(2.0)
+                return F.relu(y) + z
+            if kind == "sum written into a tensor that is used again":
+                z = x * 1.0
+                y = z.add_(h.sigmoid())
+                return F.relu(y) + z
+            if kind == "factor changed before the addition":
+                g = self.gamma * 1.0
+                y = g * h.sigmoid()
+                g.mul_(2.0)
+                return y + x + g
+            y = self.gamma * h.sigmoid()  # "product used twice"
+            return (y + x) + y
+
+    return Hazard()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "output used twice",
+        "operand changed before the activation",
+        "sum written into a tensor that is used again",
+        "factor changed before the addition",
+        "product used twice",
+    ],
+)
+def test_what_is_used_or_changed_elsewhere_is_left_alone(kind: str) -> None:
+    model = hazard(kind)
+    x = torch.randn(2, 8, 4, 4)
+    want = model(x.clone())
+    with dispatch.everything():
+        report, run = capture(model)
+        got = run(x.clone())
+    assert report.matched == {}
+    assert torch.equal(got, want)
+
+
+def test_where_the_output_shows_the_slope_its_memory_is_the_convolution_s(emulated) -> None:
+    x = torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last)
+    bias = torch.randn(8)
+    kept, where = x.clone(), x.data_ptr()
+    assert api.bias_act(x, bias, None, "silu", in_place=True).data_ptr() != where
+    y = api.bias_act(x, bias, None, "relu", in_place=True)
+    assert y.data_ptr() == where
+    assert torch.equal(y, F.relu(kept + bias.view(1, -1, 1, 1)))
+
+
+def test_an_infinite_gradient_does_not_pass_a_slope_of_zero(emulated) -> None:
+    x = torch.tensor([-1.0, 1.0] * 4).view(1, 8, 1, 1).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y = api.bias_act(x, torch.zeros(8), None, "relu")
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, float("inf")))
+    assert dx.flatten().tolist() == [0.0, float("inf")] * 4
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_second_derivative_matches(emulated, activation: str) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last)
+    bias, dy = torch.randn(8), torch.randn(2, 8, 3, 3)
+    found = []
+    for function, dtype in ((api.bias_act, torch.float32), (reference.bias_act, torch.float64)):
+        leaf, b = x.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()
+        y = function(leaf * 1.0, b, None, activation)
+        gradients = torch.autograd.grad(y, (leaf, b), dy.to(dtype), create_graph=True)
+        total = sum(g.square().sum() for g in gradients) + leaf.sum()
+        found.append(torch.autograd.grad(total, (leaf, b), allow_unused=True, materialize_grads=True))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivative_of_scale_add_matches(emulated) -> None:
+    torch.manual_seed(4)
+    x, r, dy = (torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last) for _ in range(3))
+    scale, keep = torch.randn(8, 1, 1), torch.tensor([0.0, 2.0]).view(2, 1, 1, 1)
+    found = []
+    for function, dtype in ((api.scale_add, torch.float32), (reference.scale_add, torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, scale, r)]
+        y = function(leaves[0], leaves[1], keep.to(dtype), leaves[2])
+        gradients = torch.autograd.grad(y, leaves, dy.to(dtype), create_graph=True)
+        total = sum(g.square().sum() for g in gradients) + sum(t.sum() for t in leaves)
+        found.append(torch.autograd.grad(total, leaves))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bias+add+relu", "bias+silu", "scale+drop+add", "drop+add to float32"])
+def test_the_torch_library_operations_give_the_same_as_the_functions(emulated, name: str) -> None:
+    case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == "bfloat16")
+    operation = torch.ops.advisor.scale_add if "scale" in name or "drop" in name else torch.ops.advisor.bias_act
+    arguments = case.inputs(torch.Generator().manual_seed(1), case.shape[0])
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    y, plain = operation(*arguments), case.ours(*arguments)
+    assert torch.equal(y, plain)
+    dy = torch.randn_like(y)
+    for mine, other in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
+        assert torch.equal(mine, other)
+    torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+# What is taken out or changed in a source, and the case that must show it.
+FAULTS = {
+    "bias of the neighbour": ("offset[j] = bias[t.vector * VEC + j]", "offset[j] = bias[t.vector * VEC + (j ^ 1)]"),
+    "slope from the wrong tensor": ("const float s = slope_at(f[j], slope);", "const float s = slope_at(g[j], slope);"),
+    "a row left out of the sum": ("sum[j] += g[j];", "if (row - u * stride > 0) sum[j] += g[j];"),
+    "first row left out": ("row - u * stride < 0", "row - u * stride <= 0"),
+    "gradient not stored": ("store(dx + last - u * step, narrow(g));", "if (u == 0) store(dx + last, narrow(g));"),
+    "one row too far": ("if (row - u * stride < 0) continue;", "if (row - u * stride < -1) continue;"),
+}
+SCALE_FAULTS = {
+    "sample of the neighbour": (
+        "(unsigned int)at_row / (unsigned int)pixels",
+        "(unsigned int)(at_row + 1) / (unsigned int)pixels",
+    ),
+    "factor missing in the gradient": ("g[j] *= factor[j];", ""),
+    "half of a wide vector": ("load(p + i * parts + k)", "load(p + i * parts)"),
+    "sum before the drop path": ("g[j] *= k[u];", "sum[j] += 0.f;"),
+    "unwritten half": ("for (int k = 0; k < VEC / 4; ++k) {", "for (int k = 0; k < 1; ++k) {"),
+    "residual not added": ("g[j] += f[j] * k[u];", "g[j] = f[j] * k[u];"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("bias+add+relu", f) for f in FAULTS] + [("scale+drop+add to float32", f) for f in SCALE_FAULTS]
+)
+def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
+    before, after = {**FAULTS, **SCALE_FAULTS}[fault]
+    whole = sources.inlined
+    planted = []
+
+    def inlined(*where):
+        text = whole(*where)
+        planted.append(before in text)
+        return text.replace(before, after)
+
+    case = next(c for c in cases.VERIFICATION if c.name == name and c.shape == (3, 72, 9, 7) and c.dtype == "bfloat16")
+    assert verify.check(FAMILY, case, "cpu")["passed"]
+    monkeypatch.setattr(sources, "inlined", inlined)
+    compiler.module.cache_clear()
+    emulated.use()
+    try:
+        passed = verify.check(FAMILY, case, "cpu")["passed"]
+    except compiler.EmulationError:
+        passed = False
+    finally:
+        compiler.module.cache_clear()
+    assert any(planted)
+    assert not passed
