@@ -24,6 +24,8 @@ from advisor.core.storage import to_plain
 def doctor(*, as_json: bool, measure: bool, recover: Path | None) -> None:
     """Say what can be measured on this machine, what cannot and why, and how to get the rest.
 
+    It also tells how well predicted gains have held in the trials made here; ADVISOR_LEDGER names another file for these.
+
     \b
     Example:
       advisor doctor
