@@ -19,46 +19,116 @@
 
 typedef long long i64;
 
-// out(o, sums) for every output o of rows of `weight` [outputs, K]: sums[q] = sum_k in[q][k] * weight[o][k].
+#define TOGETHER 4  // outputs that a thread sums at once: as many independent loads, and inputs read once for all of them
+
+// out(o, sums) for every output o, a row of `weight` [outputs, K]: sums[q] = sum_k in[q][k] * weight[o][k].
 // `lanes` threads (a power of two up to 32) share an output and take WIDTH values of a row at a time.
 template <int WIDTH, class Out>
 __device__ __forceinline__ void dense(
     const float* __restrict__ weight, int K, int outputs, int lanes, const float* in, int stride, Out out) {
-  const int lane = threadIdx.x % lanes;
-  for (int base = 0; base < outputs; base += THREADS / lanes) {  // all threads take every turn: shuffles need whole warps
-    const int o = base + threadIdx.x / lanes;
-    float sum[SAMPLES];
+  const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = THREADS / lanes;
+  // All threads take every turn: the shuffles need whole warps.
+  for (int base = 0; base < outputs; base += TOGETHER * groups) {
+    float sum[TOGETHER][SAMPLES];
 #pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) sum[q] = 0.f;
-    if (o < outputs) {
-      const float* row = weight + (i64)o * K;
-#pragma unroll 4
-      for (int k = lane * WIDTH; k < K; k += lanes * WIDTH) {
+    for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+      for (int q = 0; q < SAMPLES; ++q) sum[i][q] = 0.f;
+#pragma unroll 2
+    for (int k = lane * WIDTH; k < K; k += lanes * WIDTH) {
+      float w[TOGETHER][WIDTH];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int o = base + i * groups + group;
         if (WIDTH == 4) {
-          const float4 w = *(const float4*)(row + k);
-#pragma unroll
-          for (int q = 0; q < SAMPLES; ++q) {
-            const float4 a = *(const float4*)(in + q * stride + k);
-            sum[q] += a.x * w.x + a.y * w.y + a.z * w.z + a.w * w.w;
-          }
+          float4 v = {0.f, 0.f, 0.f, 0.f};
+          if (o < outputs) v = *(const float4*)(weight + (i64)o * K + k);
+          w[i][0] = v.x, w[i][1 % WIDTH] = v.y, w[i][2 % WIDTH] = v.z, w[i][3 % WIDTH] = v.w;
         } else {
-          const float w = row[k];
+          w[i][0] = o < outputs ? weight[(i64)o * K + k] : 0.f;
+        }
+      }
 #pragma unroll
-          for (int q = 0; q < SAMPLES; ++q) sum[q] += in[q * stride + k] * w;
+      for (int q = 0; q < SAMPLES; ++q) {
+        float a[WIDTH];
+        if (WIDTH == 4) {
+          const float4 v = *(const float4*)(in + q * stride + k);
+          a[0] = v.x, a[1 % WIDTH] = v.y, a[2 % WIDTH] = v.z, a[3 % WIDTH] = v.w;
+        } else {
+          a[0] = in[q * stride + k];
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+          for (int j = 0; j < WIDTH; ++j) sum[i][q] += a[j] * w[i][j];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+#pragma unroll
+      for (int q = 0; q < SAMPLES; ++q)
+        for (int s = lanes / 2; s > 0; s /= 2) sum[i][q] += __shfl_xor_sync(0xffffffffu, sum[i][q], s);
+      const int o = base + i * groups + group;
+      if (o < outputs && lane == 0) out(o, sum[i]);
+    }
+  }
+}
+
+// done(j, q, sum) for every column j of `weight` [rows, columns]: sum over its rows c of in[q][c] * weight[c][j].
+// A thread owns WIDTH columns and every `strip`-th row, so that the block reads the weight from end to end.
+template <int WIDTH, class Done>
+__device__ __forceinline__ void dense_columns(
+    const float* __restrict__ weight, int rows, int columns, const float* in, int stride, float* strips, Done done) {
+  const int across = columns / WIDTH, width = across < THREADS ? across : THREADS, strip = THREADS / width;
+  const int r = threadIdx.x / width;
+  for (int base = 0; base < across; base += width) {
+    const int v = base + threadIdx.x % width;
+    float sum[SAMPLES][WIDTH];
+#pragma unroll
+    for (int q = 0; q < SAMPLES; ++q)
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) sum[q][j] = 0.f;
+    if (v < across && r < strip) {
+#pragma unroll 4
+      for (int c = r; c < rows; c += strip) {
+        float w[WIDTH];
+        if (WIDTH == 4) {
+          const float4 f = *(const float4*)(weight + (i64)c * columns + v * WIDTH);
+          w[0] = f.x, w[1 % WIDTH] = f.y, w[2 % WIDTH] = f.z, w[3 % WIDTH] = f.w;
+        } else {
+          w[0] = weight[(i64)c * columns + v];
+        }
+#pragma unroll
+        for (int q = 0; q < SAMPLES; ++q) {
+          const float a = in[q * stride + c];
+#pragma unroll
+          for (int j = 0; j < WIDTH; ++j) sum[q][j] += a * w[j];
         }
       }
     }
 #pragma unroll
-    for (int q = 0; q < SAMPLES; ++q)
-      for (int s = lanes / 2; s > 0; s /= 2) sum[q] += __shfl_xor_sync(0xffffffffu, sum[q], s);
-    if (o < outputs && lane == 0) out(o, sum);
+    for (int q = 0; q < SAMPLES; ++q) {
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) strips[j * THREADS + threadIdx.x] = sum[q][j];
+      __syncthreads();
+      if (v < across && r == 0) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+          float total = sum[q][j];
+          for (int k = 1; k < strip; ++k) total += strips[j * THREADS + k * width + threadIdx.x];
+          done(v * WIDTH + j, q, total);
+        }
+      }
+      __syncthreads();
+    }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate(
     const float* __restrict__ partial, const float* __restrict__ w1, const float* __restrict__ b1,
     const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ pooled, float* __restrict__ z1,
-    float* __restrict__ z2, int samples, int splits, int channels, int hidden, int lanes, float inverse, float slope) {
+    float* __restrict__ z2, int samples, int splits, int channels, int hidden, int lanes1, int lanes2,
+    float inverse, float slope) {
   __shared__ __align__(16) float s[SAMPLES * MAX_CHANNELS], h[SAMPLES * MAX_HIDDEN];
   const int first = blockIdx.x * SAMPLES;
   for (int i = threadIdx.x; i < SAMPLES * channels; i += THREADS) {
@@ -73,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate(
     s[i / channels * MAX_CHANNELS + c] = sum;
   }
   __syncthreads();
-  dense<4>(w1, channels, hidden, 32, s, MAX_CHANNELS, [&](int o, const float (&sum)[SAMPLES]) {
+  dense<4>(w1, channels, hidden, lanes1, s, MAX_CHANNELS, [&](int o, const float (&sum)[SAMPLES]) {
     const float b = b1 ? b1[o] : 0.f;
 #pragma unroll
     for (int q = 0; q < SAMPLES; ++q) {
@@ -89,16 +159,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate(
       if (first + q < samples) z2[(i64)(first + q) * channels + o] = sum[q] + b;
   };
   if (hidden % 4 == 0)  // else rows of w2 are not 16-byte aligned
-    dense<4>(w2, hidden, channels, lanes, h, MAX_HIDDEN, expand);
+    dense<4>(w2, hidden, channels, lanes2, h, MAX_HIDDEN, expand);
   else
-    dense<1>(w2, hidden, channels, lanes, h, MAX_HIDDEN, expand);
+    dense<1>(w2, hidden, channels, lanes2, h, MAX_HIDDEN, expand);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate_backward(
     const float* __restrict__ partial, const float* __restrict__ z1, const float* __restrict__ z2,
     const float* __restrict__ w1, const float* __restrict__ w2, float* __restrict__ dz1, float* __restrict__ dz2,
     float* __restrict__ dpool, int samples, int splits, int channels, int hidden, float inverse, float slope) {
-  __shared__ float d2[SAMPLES * MAX_CHANNELS], d1[SAMPLES * MAX_HIDDEN], strips[SAMPLES * THREADS];
+  __shared__ float d2[SAMPLES * MAX_CHANNELS], d1[SAMPLES * MAX_HIDDEN], strips[4 * THREADS];
   const int first = blockIdx.x * SAMPLES;
   for (int i = threadIdx.x; i < SAMPLES * channels; i += THREADS) {
     const int n = first + i / channels, c = i % channels;
@@ -112,39 +182,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate_bac
     d2[i / channels * MAX_CHANNELS + c] = sum;
   }
   __syncthreads();
-  // dz2 W2: a thread owns a column and every `strip`-th row, so that the block reads W2 from end to end.
-  const int width = hidden < THREADS ? hidden : THREADS, strip = THREADS / width;
-  for (int base = 0; base < hidden; base += width) {
-    const int j = base + threadIdx.x % width, r = threadIdx.x / width;
-    float sum[SAMPLES];
-#pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) sum[q] = 0.f;
-    if (j < hidden && r < strip) {
-#pragma unroll 8
-      for (int c = r; c < channels; c += strip) {
-        const float w = w2[(i64)c * hidden + j];
-#pragma unroll
-        for (int q = 0; q < SAMPLES; ++q) sum[q] += d2[q * MAX_CHANNELS + c] * w;
-      }
+  const auto hidden_gradient = [&](int j, int q, float sum) {
+    float d = 0.f;
+    if (first + q < samples) {
+      const i64 at = (i64)(first + q) * hidden + j;
+      d = sum * slope_at(z1[at], slope);
+      dz1[at] = d;
     }
-#pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) strips[q * THREADS + threadIdx.x] = sum[q];
-    __syncthreads();
-    if (j < hidden && r == 0) {
-#pragma unroll
-      for (int q = 0; q < SAMPLES; ++q) {
-        for (int k = 1; k < strip; ++k) sum[q] += strips[q * THREADS + k * width + threadIdx.x];
-        float d = 0.f;
-        if (first + q < samples) {
-          const i64 at = (i64)(first + q) * hidden + j;
-          d = sum[q] * slope_at(z1[at], slope);
-          dz1[at] = d;
-        }
-        d1[q * MAX_HIDDEN + j] = d;
-      }
-    }
-    __syncthreads();
-  }
+    d1[q * MAX_HIDDEN + j] = d;
+  };
+  if (hidden % 4 == 0)
+    dense_columns<4>(w2, channels, hidden, d2, MAX_CHANNELS, strips, hidden_gradient);
+  else
+    dense_columns<1>(w2, channels, hidden, d2, MAX_CHANNELS, strips, hidden_gradient);
   for (int v = threadIdx.x; v < channels / 4; v += THREADS) {
     float4 sum[SAMPLES];
 #pragma unroll

@@ -231,9 +231,11 @@ def test_lanes_that_join_a_group(per_group: int, lanes: int) -> None:
     assert gn.geometry(2, 64, 8 * per_group, 8, "bfloat16", 132).lanes == lanes
 
 
-@pytest.mark.parametrize(("hidden", "lanes"), [(1, 1), (4, 1), (6, 4), (8, 2), (48, 8), (54, 32), (240, 32), (512, 32)])
-def test_lanes_that_share_an_output(hidden: int, lanes: int) -> None:
-    assert se.geometry(256, 49, 960, hidden, "bfloat16", 132).lanes == lanes
+@pytest.mark.parametrize(
+    ("inputs", "lanes"), [(1, 1), (4, 1), (6, 1), (8, 1), (32, 2), (48, 2), (54, 8), (240, 8), (512, 32), (2048, 32)]
+)
+def test_lanes_that_share_an_output(inputs: int, lanes: int) -> None:
+    assert se.lanes(inputs) == lanes
 
 
 def test_bytes_that_must_move() -> None:

@@ -39,7 +39,7 @@ class _Launch:
     tiles: Any
     parts: Any
     splits: Any
-    lanes: Any
+    lanes: tuple[Any, Any]
     inverse: Any
 
 
@@ -80,7 +80,7 @@ def _launch(
         tiles=np.int32(sums.tiles),
         parts=np.int32(sums.splits),
         splits=np.int32(out.splits),
-        lanes=np.int32(found.lanes),
+        lanes=(np.int32(found.lanes[0]), np.int32(found.lanes[1])),
         inverse=np.float32(1.0 / (h * w)),
     )
 
@@ -137,7 +137,7 @@ def forward(
             plan.parts,
             plan.channels,
             plan.hidden,
-            plan.lanes,
+            *plan.lanes,
             plan.inverse,
             np.float32(0.0),
         ),

@@ -88,20 +88,29 @@ def unsupported(
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """`sums` and `apply`: blocks of the passes that sum and that write; `lanes` threads share an output of the second product."""
+    """`sums` and `apply`: blocks of the passes that sum and that write; `lanes` threads share an output of each product."""
 
     sums: sample_geometry.SampleGeometry
     apply: sample_geometry.SampleGeometry
     gate_blocks: int
-    lanes: int
+    lanes: tuple[int, int]
     weight_blocks: int
+
+
+def lanes(inputs: int) -> int:
+    """Threads that share an output: a power of two, each with four or more loads (16 bytes, or 4 where rows are not aligned).
+
+    Four outputs at a time and two loads of each under way make eight, which hide L2's latency with 512 threads; fewer lanes
+    take fewer rounds over the outputs, and fewer shuffles.
+    """
+    loads = inputs // 4 if inputs % 4 == 0 else inputs
+    return min(32, 1 << max(0, (loads // 4).bit_length() - 1))
 
 
 @lru_cache(maxsize=4096)
 def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm_count: int) -> Geometry:
-    """`rows` is H * W. As many lanes an output as it takes 16-byte (or, for an odd width, 4-byte) loads, in a power of two."""
+    """`rows` is H * W."""
     vectors = channels // storage.vector_width(dtype)
-    loads = hidden // 4 if hidden % 4 == 0 else hidden
     cut = partial(
         sample_geometry.geometry,
         samples,
@@ -117,7 +126,7 @@ def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm
         sums=cut(most_splits=sample_geometry.MAX_PARTS),
         apply=cut(most_splits=rows),
         gate_blocks=-(-samples // SAMPLES),
-        lanes=min(32, 1 << (loads.bit_length() - 1)),
+        lanes=(lanes(channels), lanes(hidden)),
         weight_blocks=-(-channels // SQUARE) * -(-hidden // SQUARE),
     )
 
