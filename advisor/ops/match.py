@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import catalog
+from advisor.ops import catalog, storage
 
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
@@ -70,7 +70,7 @@ def static_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """`bfloat16`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return storage.name(tensor.dtype)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -6,6 +6,11 @@ STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
 MIN_ARCH = 80  # cvt.rn.bf16x2
 
 
+def name(dtype: object) -> str:
+    """`bfloat16` of `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def vector_width(dtype: str) -> int:
     """Elements in 16 bytes."""
     return 4 if dtype == "float32" else 8

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
 from advisor.ops.pooling.api import flat_indices
-from advisor.ops.pooling.cuda import name_of, nhwc
+from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair, Window, window
 
 engaged, fell_back = dispatch.counters("batchnorm_max_pool")
@@ -26,7 +26,7 @@ def unsupported(x: torch.Tensor, activation: str, slope: float, pool: Window) ->
         shape=tuple(x.shape),
         window=pool,
         channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last),
-        dtype=name_of(x.dtype),
+        dtype=storage.name(x.dtype),
         activation=activation,
         slope=slope,
         arch=nvrtc.arch(x.device.index or 0),
@@ -117,7 +117,7 @@ def batchnorm_max_pool(
         A new tensor [N, C, OH, OW] like x.
     """
     pool = window(kernel, stride, padding, dilation, ceil_mode)
-    wins = spec.wins(activation=activation, dtype=name_of(x.dtype))
+    wins = spec.wins(activation=activation, dtype=storage.name(x.dtype))
     reason = dispatch.refusal(unsupported(x, activation, slope, pool), wins)
     if reason:
         fell_back[reason] += 1

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_max_pool import spec
-from advisor.ops.pooling.cuda import name_of, nhwc
+from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Window
 
 
@@ -74,7 +74,7 @@ def _tiles(
 @lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str, window: Window, device: int) -> _Plan:
     n, c, h, w = shape
-    name = name_of(dtype)
+    name = storage.name(dtype)
     oh, ow = window.output(h, w)
     return _Plan(
         stats=_channels(

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, match, storage
 from advisor.ops.batchnorm_act.rewrite import BatchNorm, batch_norm, copy_back
 from advisor.ops.batchnorm_max_pool import api, spec
 from advisor.ops.pooling.rewrite import max_pool_window
@@ -76,7 +76,7 @@ def _refused(norm: BatchNorm, nodes: tuple[fx.Node, ...], activation: str, slope
         dtype=norm.dtype,
         activation=activation,
         slope=slope,
-        arch=spec.MIN_ARCH,
+        arch=storage.MIN_ARCH,
     )
     return dispatch.refusal(unsupported, spec.wins(activation=activation, dtype=norm.dtype))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from advisor.ops import storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.pooling import spec as pooling
-from advisor.ops.pooling.spec import MIN_ARCH, Window
+from advisor.ops.pooling.spec import Window
 
 FORWARD = "pooling/batchnorm_max_pool_forward.cu"
 BACKWARD = "pooling/batchnorm_max_pool_backward.cu"
@@ -29,9 +30,6 @@ TUNABLE = {
     "BACKWARD_THREADS_PER_SM": (512, 1024),
     "STRIP": (1, 2),
 }
-
-
-__all__ = ["MIN_ARCH", "Window"]
 
 
 def unsupported(
@@ -74,7 +72,7 @@ class Geometry:
 
 def _tile(window: Window, shape: tuple[int, ...], dtype: str, *, backward: bool) -> pooling.Geometry:
     _, c, h, w = shape
-    vectors = c // pooling.vector_width(dtype)
+    vectors = c // storage.vector_width(dtype)
     if backward:
         rows, columns = pooling.groups(window, h, w)
         near = [d * (k - 1) // s + 1 for k, d, s in zip(window.kernel, window.dilation, window.stride, strict=True)]
@@ -119,7 +117,7 @@ def defines(window: Window, dtype: str, activation: str) -> dict[str, int]:
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of the stems that networks have."""
     return (
-        *(defines(pooling.K3S2, dtype, "relu") for dtype in pooling.STORAGE),
+        *(defines(pooling.K3S2, dtype, "relu") for dtype in storage.STORAGE),
         defines(pooling.K2S2, "bfloat16", "leaky_relu"),
     )
 

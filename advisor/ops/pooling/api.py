@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -26,7 +26,7 @@ def unsupported(x: torch.Tensor, window: Window | None) -> str:
     reason = spec.unsupported_tensor(
         shape=tuple(x.shape),
         channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last),
-        dtype=cuda.name_of(x.dtype),
+        dtype=storage.name(x.dtype),
         arch=nvrtc.arch(x.device.index or 0),
     )
     if reason or window is None:
@@ -36,7 +36,7 @@ def unsupported(x: torch.Tensor, window: Window | None) -> str:
 
 def _refused(operation: str, x: torch.Tensor, window: Window | None) -> bool:
     """Whether PyTorch's own operation is to run; counts which of both it is."""
-    reason = dispatch.refusal(unsupported(x, window), spec.wins(operation, dtype=cuda.name_of(x.dtype)))
+    reason = dispatch.refusal(unsupported(x, window), spec.wins(operation, dtype=storage.name(x.dtype)))
     if reason:
         fell_back[reason] += 1
         return True

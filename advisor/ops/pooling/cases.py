@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from advisor.ops import storage
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.pooling import api, reference, spec
 from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
@@ -135,7 +136,7 @@ VERIFICATION = (
     _global((1, 8, 64, 33), "bfloat16"),
     *(
         case
-        for dtype in spec.STORAGE
+        for dtype in storage.STORAGE
         for case in (
             _max((2, 24, 13, 11), K3S2, dtype),
             _avg((2, 24, 13, 11), K3S2, dtype, include=False),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.pooling import spec
 from advisor.ops.pooling.spec import Window
 
@@ -23,11 +23,6 @@ class _Launch:
     block: tuple[int, int, int]
     out_size: tuple[int, int]
     sizes: tuple[Any, ...]
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def nhwc(shape: tuple[int, int, int, int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -59,8 +54,8 @@ def _max(
     shape: tuple[int, int, int, int], dtype: torch.dtype, window: Window, backward: bool, indices: bool, device: int
 ) -> _Launch:
     n, c, h, w = shape
-    name = name_of(dtype)
-    vectors = c // spec.vector_width(name)
+    name = storage.name(dtype)
+    vectors = c // storage.vector_width(name)
     oh, ow = window.output(h, w)
     source = spec.MAX_BACKWARD if backward else spec.MAX_FORWARD
     geometry = (
@@ -88,8 +83,8 @@ def _avg(
     device: int,
 ) -> _Launch:
     n, c, h, w = shape
-    name = name_of(dtype)
-    vectors = c // spec.vector_width(name)
+    name = storage.name(dtype)
+    vectors = c // storage.vector_width(name)
     oh, ow = window.output(h, w)
     source = spec.AVG_BACKWARD if backward else spec.AVG_FORWARD
     geometry = (
@@ -111,8 +106,8 @@ def _avg(
 @lru_cache(maxsize=4096)
 def _global(shape: tuple[int, int, int, int], dtype: torch.dtype, device: int) -> tuple[_Launch, _Launch]:
     n, c, h, w = shape
-    name = name_of(dtype)
-    geometry = spec.global_geometry(c // spec.vector_width(name), h * w)
+    name = storage.name(dtype)
+    geometry = spec.global_geometry(c // storage.vector_width(name), h * w)
     defines = tuple(spec.global_defines(name).items())
     forward, backward = (
         nvrtc.function(spec.GLOBAL_AVG, entry, defines, device) for entry in spec.KERNELS[spec.GLOBAL_AVG]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, match, storage
 from advisor.ops.pooling import api, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -67,7 +67,7 @@ def refused(node: Any, window: Window | None, operation: str) -> str:
     if x is None or shape is None:
         return "its input's shape is not known"
     dtype = match.dtype_name(x)
-    reason = spec.unsupported_tensor(shape=shape, channels_last=True, dtype=dtype, arch=spec.MIN_ARCH)
+    reason = spec.unsupported_tensor(shape=shape, channels_last=True, dtype=dtype, arch=storage.MIN_ARCH)
     if not reason and window is not None:
         reason = spec.unsupported_window(window, height=shape[2], width=shape[3])
     return dispatch.refusal(reason, spec.wins(operation, dtype=dtype))

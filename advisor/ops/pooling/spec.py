@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 MAX_FORWARD = "pooling/max_pool_forward.cu"
 MAX_BACKWARD = "pooling/max_pool_backward.cu"
@@ -19,9 +20,6 @@ KERNELS = {
     AVG_BACKWARD: ("avg_pool_backward",),
     GLOBAL_AVG: ("global_avg_pool_forward", "global_avg_pool_backward"),
 }
-
-STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
-MIN_ARCH = 80
 
 THREADS = 256
 # Channel vectors a block covers: 32 x 16 bytes are four cache lines; the rest of the block are neighbouring windows, whose
@@ -100,11 +98,6 @@ def window(
 ) -> Window:
     """The window with these arguments, one object for equal ones."""
     return Window(kernel=kernel, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode)
-
-
-def vector_width(dtype: str) -> int:
-    """Elements in 16 bytes."""
-    return 4 if dtype == "float32" else 8
 
 
 def unsupported_tensor(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:

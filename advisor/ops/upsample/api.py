@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, nvrtc
-from advisor.ops.pooling.cuda import name_of, nhwc
+from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import cuda, spec
 from advisor.ops.upsample.cuda import Resize
@@ -43,7 +43,7 @@ def unsupported(tensors: Sequence[torch.Tensor], position: int, resize: Resize) 
         mode=resize.mode,
         align_corners=resize.align_corners,
         channels_last=all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors),
-        dtype=name_of(x.dtype),
+        dtype=storage.name(x.dtype),
         arch=nvrtc.arch(x.device.index or 0),
     )
 
@@ -129,7 +129,7 @@ def upsample_concat(
         [N, sum of C, *size] in the dtype of `tensors`, under autocast too.
     """
     resize = _resize(size, factors, mode, align_corners)
-    wins = spec.wins(mode, concat=len(tensors) > 1, dtype=name_of(tensors[position].dtype))
+    wins = spec.wins(mode, concat=len(tensors) > 1, dtype=storage.name(tensors[position].dtype))
     reason = dispatch.refusal(unsupported(tensors, position, resize), wins)
     if reason:
         fell_back[reason] += 1

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from advisor.ops import storage
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import api, reference, spec
@@ -104,5 +105,5 @@ VERIFICATION = (
     _case((2, 16, 5, 3), "bfloat16", "nearest", skip=8),
     _case((2, 16, 5, 4), "bfloat16", "nearest", size=(13, 9)),
     _case((2, 16, 5, 4), "bfloat16", "nearest-exact", size=(13, 9)),
-    *(_case((2, 24, 5, 7), dtype, skip=16) for dtype in spec.STORAGE),
+    *(_case((2, 24, 5, 7), dtype, skip=16) for dtype in storage.STORAGE),
 )

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
-from advisor.ops.pooling.cuda import name_of, nhwc
+from advisor.ops import nvrtc, storage
+from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import spec
 
@@ -42,8 +42,8 @@ def _plan(
 ) -> _Launch:
     """The launch for x of `shape` and a concatenation of `channels` channels."""
     n, c, h, w = shape
-    name = name_of(dtype)
-    width = spec.vector_width(name)
+    name = storage.name(dtype)
+    width = storage.vector_width(name)
     rows, columns = spec.axes(h, w, resize.size, resize.factors, align_corners=resize.align_corners)
     source = spec.BACKWARD if backward else spec.FORWARD
     geometry = (
@@ -74,8 +74,8 @@ def _plan(
 @lru_cache(maxsize=4096)
 def _copy(pixels: int, c: int, channels: int, dtype: torch.dtype, resize: Resize, device: int) -> _Launch:
     """The launch that copies c channels into a slice of `channels`; the variant is the upsampling's, which is compiled anyway."""
-    name = name_of(dtype)
-    width = spec.vector_width(name)
+    name = storage.name(dtype)
+    width = storage.vector_width(name)
     geometry = spec.copy_geometry(c // width, pixels)
     defines = spec.defines(spec.FORWARD, name, resize.mode, align_corners=resize.align_corners)
     return _Launch(

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, match, storage
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import api, spec
 
@@ -141,7 +141,7 @@ def _refused(call: _Call, pattern: _Pattern, dtype: torch.dtype) -> str:
             return "a concatenated shape is not known"
         if number != pattern.position:
             shapes.append(shape)
-    name = str(dtype).removeprefix("torch.")
+    name = storage.name(dtype)
     unsupported = spec.unsupported(
         shape=call.shape,
         others=tuple(shapes),
@@ -151,7 +151,7 @@ def _refused(call: _Call, pattern: _Pattern, dtype: torch.dtype) -> str:
         align_corners=call.align_corners,
         channels_last=True,
         dtype=name,
-        arch=spec.MIN_ARCH,
+        arch=storage.MIN_ARCH,
     )
     return dispatch.refusal(unsupported, spec.wins(call.mode, concat=bool(shapes), dtype=name))
 

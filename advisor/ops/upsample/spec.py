@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops.dispatch import UNMEASURED
-from advisor.ops.pooling.spec import MIN_ARCH, STORAGE, Pair, channel_tile, unsupported_tensor, vector_width
+from advisor.ops.pooling.spec import Pair, channel_tile, unsupported_tensor
+from advisor.ops.storage import STORAGE, vector_width
 
 FORWARD = "upsample/upsample_forward.cu"
 BACKWARD = "upsample/upsample_backward.cu"
@@ -30,8 +31,6 @@ TUNABLE = {
 }
 # Outputs that one column goes into are unrolled when the backward is compiled: 16 are bilinear x 8.
 MAX_TAPS = 16
-
-__all__ = ["MIN_ARCH", "STORAGE", "vector_width"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
