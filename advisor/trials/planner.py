@@ -41,18 +41,20 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
     """The recommendations in the order of trial, each at most once per transform and parameters.
 
     What the profile's largest idle cause asks for comes first, then the stages above, then predicted gain; whatever stands
-    in `after` of another comes before it, and a circle there is broken at its earliest member.
+    in `after` of another comes before it, and a circle there is broken at its earliest member. What is predicted to find
+    nothing to do comes last, and nothing waits for it.
     """
     first = _bounding(profile)
     unique: dict[tuple[str, tuple[tuple[str, str], ...]], Recommendation] = {}
     for item in recommendations:
         unique.setdefault((item.transform, tuple(sorted(item.parameters.items()))), item)
     waiting = sorted(
-        unique.values(), key=lambda r: (r.transform != first, _stage(r.transform), -_expected(r), r.transform)
+        unique.values(),
+        key=lambda r: (r.transform != first, _idle(r), _stage(r.transform), -_expected(r), r.transform),
     )
     ordered: list[Recommendation] = []
     while waiting:
-        names = {r.transform for r in waiting}
+        names = {r.transform for r in waiting if not _idle(r)}
         # The one that a bound puts first is not held back by `after`: there the bound is what must be settled.
         ready = next(
             (r for r in waiting if r.transform == first or not names & (set(r.after) - {r.transform})), waiting[0]
@@ -74,6 +76,10 @@ def _bounding(profile: StepProfile | None) -> str:
 
 def _stage(transform: str) -> int:
     return next((i for i, stage in enumerate(STAGES) if transform in stage), _UNKNOWN)
+
+
+def _idle(item: Recommendation) -> bool:
+    return item.predicted is not None and item.predicted.high <= 0.0
 
 
 def _expected(item: Recommendation) -> float:

@@ -63,3 +63,10 @@ def test_conflicts_are_seen_from_either_side():
     assert planner.conflicting("compile", ["fused_bn_act"], [("fused_bn_act", ()), ("tf32", ())]) == ("fused_bn_act",)
     assert planner.conflicting("compile", [], [("fused_bn_act", ["compile"])]) == ("fused_bn_act",)
     assert planner.conflicting("compile", [], [("tf32", [])]) == ()
+
+
+def test_what_is_predicted_to_find_nothing_comes_last_and_nothing_waits_for_it():
+    nothing = Recommendation(transform="conv_bias", predicted=Interval(low=0.0, high=0.0))
+    waits = Recommendation(transform="fused_bn_act", predicted=Interval(low=0.1, high=0.2), after=("conv_bias",))
+    late = Recommendation(transform="compile", predicted=Interval(low=0.0, high=0.1))
+    assert [r.transform for r in planner.order((nothing, late, waits))] == ["fused_bn_act", "compile", "conv_bias"]
