@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, match, storage
 from advisor.ops.batchnorm_act import api, reference, spec
 
 
@@ -33,12 +33,12 @@ def test_reference_passes_gradcheck(activation: str, residual: bool) -> None:
 @given(
     rows=st.integers(2, 5_000_000),
     vectors=st.integers(1, 600),
-    dtype=st.sampled_from(sorted(spec.STORAGE)),
+    dtype=st.sampled_from(sorted(storage.STORAGE)),
     sms=st.integers(1, 200),
     per_sm=st.integers(1, 2),
 )
 def test_geometry_covers_every_channel_and_row(rows: int, vectors: int, dtype: str, sms: int, per_sm: int) -> None:
-    shape = spec.geometry(rows, vectors * spec.vector_width(dtype), dtype, sms, per_sm)
+    shape = spec.geometry(rows, vectors * storage.vector_width(dtype), dtype, sms, per_sm)
     assert shape.vectors == vectors
     assert 1 <= shape.tile <= spec.MAX_TILE
     assert shape.tile * shape.tiles >= vectors

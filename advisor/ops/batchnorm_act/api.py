@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("batchnorm_act")
@@ -30,7 +30,7 @@ def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str)
     return spec.unsupported(
         shape=tuple(x.shape),
         channels_last=x.is_contiguous(memory_format=torch.channels_last),
-        dtype=str(x.dtype).removeprefix("torch."),
+        dtype=storage.name(x.dtype),
         activation=activation,
         residual=residual is not None,
         arch=nvrtc.arch(x.device.index or 0),
@@ -94,7 +94,7 @@ def _differentiable_backward(
     normal = centred * invstd
     scale = weight.view(1, -1, 1, 1)
     if ctx.residual and ctx.activation != "none":
-        width = spec.vector_width(str(x.dtype).removeprefix("torch."))
+        width = storage.vector_width(storage.name(x.dtype))
         bits = (mask.unsqueeze(-1) >> torch.arange(width, device=x.device)) & 1
         n, c, h, w = x.shape
         g = dy.float() * bits.view(n, h, w, c).permute(0, 3, 1, 2)
@@ -136,7 +136,7 @@ def batchnorm_act(
     Returns:
         A new tensor like x.
     """
-    wins = spec.wins(activation=activation, residual=residual is not None, dtype=str(x.dtype).removeprefix("torch."))
+    wins = spec.wins(activation=activation, residual=residual is not None, dtype=storage.name(x.dtype))
     reason = dispatch.refusal(unsupported(x, residual, activation), wins)
     if reason:
         fell_back[reason] += 1
@@ -191,7 +191,7 @@ def _(
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     masked = residual is not None and activation != "none"
-    width = spec.vector_width(str(x.dtype).removeprefix("torch."))
+    width = storage.vector_width(storage.name(x.dtype))
     return (
         torch.empty_like(x, memory_format=torch.channels_last),
         x.new_empty((4, x.shape[1]), dtype=torch.float32),

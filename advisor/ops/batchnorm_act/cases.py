@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from advisor.ops import storage
 from advisor.ops.batchnorm_act import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 
@@ -94,6 +95,6 @@ _VARIANTS = (*((a, False) for a in spec.ACTIVATIONS), *((a, True) for a in sorte
 # Each variant and dtype at two of the shapes, so that every shape meets every dtype.
 VERIFICATION = tuple(
     _case(_ODD[(number + second) % len(_ODD)], dtype, *variant)
-    for number, (variant, dtype) in enumerate(itertools.product(_VARIANTS, spec.STORAGE))
+    for number, (variant, dtype) in enumerate(itertools.product(_VARIANTS, storage.STORAGE))
     for second in (0, 2)
 )

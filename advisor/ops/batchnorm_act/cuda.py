@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.batchnorm_act import spec
 
 
@@ -33,7 +33,7 @@ class _Launch:
 
 @lru_cache(maxsize=4096)
 def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int) -> _Launch:
-    name = str(dtype).removeprefix("torch.")
+    name = storage.name(dtype)
     sms = nvrtc.sm_count(device)
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
@@ -90,7 +90,7 @@ def forward(
     partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
     masked = residual is not None and activation != "none"
     mask = torch.empty(
-        x.numel() // spec.vector_width(str(x.dtype)[6:]) if masked else 0, dtype=torch.uint8, device=x.device
+        x.numel() // storage.vector_width(storage.name(x.dtype)) if masked else 0, dtype=torch.uint8, device=x.device
     )
     stream = nvrtc.stream(device)
     plan.stats(

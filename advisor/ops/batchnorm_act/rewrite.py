@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, match, storage
 from advisor.ops.batchnorm_act import api, spec
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -65,10 +65,10 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
     if not isinstance(x.shape[1], int):
         return "channel count is dynamic"
     dtype = match.dtype_name(x)
-    if dtype not in spec.STORAGE:
+    if dtype not in storage.STORAGE:
         return f"dtype {dtype}"
-    if x.shape[1] % spec.vector_width(dtype):
-        return f"{x.shape[1]} channels are no multiple of {spec.vector_width(dtype)}"
+    if x.shape[1] % storage.vector_width(dtype):
+        return f"{x.shape[1]} channels are no multiple of {storage.vector_width(dtype)}"
     if any(match.changes_in_place(user, bound["input"]) for user in bound["input"].users if user is not node):
         return "its input is changed in place elsewhere"
     return BatchNorm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.ops import channel_tiles
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
 BACKWARD = "batchnorm/batchnorm_act_backward.cu"
@@ -16,7 +17,6 @@ KERNELS = {
 ACTIVATIONS = {"none": 0, "relu": 1, "relu6": 2, "leaky_relu": 3, "silu": 4, "hardswish": 5, "gelu": 6}
 # With a residual the backward reads one bit an element, so the slope must be 0 or 1.
 RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
-STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 THREADS = 512
 # Channel vectors a block covers. 16 x 16 bytes of a row is two cache lines, and the last block of a tile has little to add
@@ -28,10 +28,8 @@ MAX_TILE = 16
 STATS_BLOCKS_PER_SM = 2
 BLOCKS_PER_SM = 1
 UNROLL = 4
-MIN_ARCH = 80
 # Constants that `advisor bench tune` may try other values of. UNROLL is written into the sources as well.
 TUNABLE = {"THREADS": (256, 512), "MAX_TILE": (8, 16, 32), "STATS_BLOCKS_PER_SM": (1, 2, 4), "BLOCKS_PER_SM": (1, 2)}
-
 
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
 _MEASURED = frozenset({"none", "relu", "relu6", "silu", "hardswish"})
@@ -45,10 +43,10 @@ def name(activation: str, residual: bool) -> str:
 def wins(*, activation: str, residual: bool, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win.
 
-    On file for one H200 is bn+relu, in all dtypes and from 256x64x112x112 down to 128x512x4x4: 1.3 to 4.3 times faster. With
-    a residual, or with ReLU6, SiLU or Hardswish instead, the kernels move the same bytes or one tensor more while PyTorch runs
-    one more operation; whole trainings with them (ResNet, MobileNetV3) are on file. In fp16 and fp32 cuDNN's batch norm alone,
-    with nothing to fuse, was 4 to 8 % faster than these kernels on 256x64x112x112.
+    On file for one H200 is bn+relu, in all dtypes and from 256x64x112x112 down to 128x512x4x4: 1.3 to 4.3 times faster, and
+    whole trainings in which bn+add+relu (ResNets), bn, bn+add and bn+hardswish (MobileNetV3) run. ReLU6 and SiLU are taken to do
+    as Hardswish, whose arithmetic lies between theirs. In fp16 and fp32 cuDNN's batch norm alone, with nothing to fuse, was 4 to
+    8 % faster than these kernels on 256x64x112x112, by an earlier way of measuring.
     """
     if activation not in _MEASURED:
         return UNMEASURED
@@ -72,11 +70,6 @@ def defines(dtype: str, activation: str, residual: bool) -> dict[str, int]:
         "THREADS": THREADS,
         "MAX_TILE": MAX_TILE,
     }
-
-
-def vector_width(dtype: str) -> int:
-    """Elements in 16 bytes."""
-    return 4 if dtype == "float32" else 8
 
 
 def unsupported(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import cuda, reference, spec
 
@@ -18,7 +18,7 @@ engaged, fell_back = dispatch.counters("bias_act")
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return storage.name(tensor.dtype)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from advisor.ops.batchnorm_act.spec import ACTIVATIONS, STORAGE
+from advisor.ops import storage
+from advisor.ops.batchnorm_act.spec import ACTIVATIONS
 from advisor.ops.bias_act import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 
@@ -136,13 +137,13 @@ _VARIANTS = tuple(
 )
 _SCALES = tuple(
     (dtype, stream, scale, keep)
-    for dtype in STORAGE
+    for dtype in storage.STORAGE
     for stream in dict.fromkeys((dtype, "float32"))
     for scale, keep in ((True, True), (True, False), (False, True))
 )
 # Every variant once on the shape with the most to go wrong; the other shapes where they differ most.
 VERIFICATION = (
-    *(_case(_ODD[1], dtype, *variant) for variant in _VARIANTS for dtype in STORAGE),
+    *(_case(_ODD[1], dtype, *variant) for variant in _VARIANTS for dtype in storage.STORAGE),
     *(
         _case(shape, dtype, "relu", True, True)
         for shape in _ODD

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.bias_act import spec
 
 
@@ -49,7 +49,7 @@ def _launch_of(
 def _bias_act(
     source: str, x: torch.Size, dtype: torch.dtype, activation: str, bias: bool, residual: bool, device: int
 ) -> _Launch:
-    name = str(dtype).removeprefix("torch.")
+    name = storage.name(dtype)
     defines = spec.defines(name, activation, bias=bias, residual=residual)
     reduce = bias and source == spec.BACKWARD
     return _launch_of(source, defines, x, name, device, reduce=reduce, narrow=False)
@@ -59,7 +59,7 @@ def _bias_act(
 def _scale_add(
     source: str, x: torch.Size, dtype: torch.dtype, stream: torch.dtype, scale: bool, keep: bool, device: int
 ) -> _Launch:
-    name = str(dtype).removeprefix("torch.")
+    name = storage.name(dtype)
     defines = spec.scale_defines(name, wide=stream != dtype, scale=scale, keep=keep)
     reduce = scale and source == spec.SCALE_BACKWARD
     return _launch_of(source, defines, x, name, device, reduce=reduce, narrow=True)

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
-from advisor.ops.batchnorm_act.spec import MIN_ARCH
+from advisor.ops import dispatch, match, storage
 from advisor.ops.bias_act import api, spec
 
 _CONVOLUTIONS = {F.conv2d, F.conv_transpose2d}
@@ -181,7 +180,7 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             slope=site.slope,
             bias=site.convolution,
             residual=site.residual is not None,
-            arch=MIN_ARCH,
+            arch=storage.MIN_ARCH,
         )
     else:
         stream = match.value(site.residual)
@@ -192,7 +191,7 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             stream="unknown" if stream is None else match.dtype_name(stream),
             scale=site.scale is not None,
             keep=site.keep is not None,
-            arch=MIN_ARCH,
+            arch=storage.MIN_ARCH,
         )
     return dispatch.refusal(reason, spec.wins())
 

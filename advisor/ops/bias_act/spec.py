@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from advisor.ops import channel_tiles
-from advisor.ops.batchnorm_act.spec import ACTIVATIONS, MIN_ARCH, STORAGE, vector_width
+from advisor.ops.batchnorm_act.spec import ACTIVATIONS
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
 BACKWARD = "bias_act/bias_act_backward.cu"

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, is_aligned
 from advisor.ops.group_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("group_norm")
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def unsupported(
@@ -40,9 +36,9 @@ def unsupported(
         shape=tuple(x.shape),
         channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0,
         groups=groups,
-        dtype=_dtype(x.dtype),
-        result=_dtype(dtype),
-        parameters=tuple(_dtype(p.dtype) for p in parameters),
+        dtype=storage.name(x.dtype),
+        result=storage.name(dtype),
+        parameters=tuple(storage.name(p.dtype) for p in parameters),
         activation=activation,
         arch=nvrtc.arch(x.device.index or 0),
     )
@@ -57,7 +53,11 @@ def _refusal(
     dtype: torch.dtype,
 ) -> str:
     wins = spec.wins(
-        channels=x.shape[1], groups=groups, activation=activation, dtype=_dtype(x.dtype), result=_dtype(dtype)
+        channels=x.shape[1],
+        groups=groups,
+        activation=activation,
+        dtype=storage.name(x.dtype),
+        result=storage.name(dtype),
     )
     return dispatch.refusal(unsupported(x, groups, weight, bias, activation, dtype), wins)
 
@@ -134,7 +134,7 @@ def group_norm(
     if reason:
         fell_back[reason] += 1
         return reference.group_norm(x, groups, weight, bias, eps, activation, result_dtype)
-    engaged[spec.name(groups, x.shape[1], activation, _dtype(x.dtype), _dtype(result_dtype))] += 1
+    engaged[spec.name(groups, x.shape[1], activation, storage.name(x.dtype), storage.name(result_dtype))] += 1
     result: torch.Tensor = _GroupNorm.apply(  # type: ignore[no-untyped-call]
         x, groups, weight, bias, eps, activation, result_dtype
     )
@@ -157,7 +157,7 @@ def group_norm_op(
     """
     x = x.contiguous(memory_format=torch.channels_last)
     weight, bias = aligned(weight), aligned(bias)
-    engaged[spec.name(groups, x.shape[1], activation, _dtype(x.dtype), _dtype(dtype))] += 1
+    engaged[spec.name(groups, x.shape[1], activation, storage.name(x.dtype), storage.name(dtype))] += 1
     return cuda.forward(x, groups, weight, bias, eps, activation, dtype)
 
 

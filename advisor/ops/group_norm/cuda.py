@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.group_norm import spec
 
 
@@ -48,7 +48,7 @@ def _launch(
     device: int,
 ) -> _Launch:
     n, c, h, w = shape
-    names = str(dtype).removeprefix("torch."), str(result).removeprefix("torch.")
+    names = storage.name(dtype), storage.name(result)
     found = spec.geometry(n, h * w, c, groups, names[0], nvrtc.sm_count(device))
     (stats, apply), (reduce, backward_apply) = (
         [

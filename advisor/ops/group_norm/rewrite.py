@@ -71,7 +71,7 @@ def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
         return "its input is not known"
     if any(match.changes_in_place(user, norm.x) for user in norm.x.users if user not in norm.nodes):
         return "its input is changed in place elsewhere"
-    dtypes = {"dtype": match.dtype_name(x), "result": str(result).removeprefix("torch.")}
+    dtypes = {"dtype": match.dtype_name(x), "result": storage.name(result)}
     parameters = [match.value(p) for p in (norm.weight, norm.bias) if p is not None]
     reason = spec.unsupported(
         shape=tuple(x.shape),

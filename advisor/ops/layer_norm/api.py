@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, is_aligned
 from advisor.ops.layer_norm import cuda, reference, spec
 
@@ -21,12 +21,8 @@ def _format(dim: int) -> torch.memory_format:
     return torch.contiguous_format if dim == -1 else torch.channels_last
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _name(dtype: torch.dtype, result: torch.dtype) -> str:
-    return spec.name(_dtype(dtype), _dtype(result))
+    return spec.name(storage.name(dtype), storage.name(result))
 
 
 def unsupported(
@@ -46,9 +42,9 @@ def unsupported(
         rows=x.numel() // max(channels, 1),
         channels=channels,
         contiguous=x.is_contiguous(memory_format=_format(dim)) and x.data_ptr() % 16 == 0,
-        dtype=_dtype(x.dtype),
-        result=_dtype(dtype),
-        parameters=tuple(_dtype(p.dtype) for p in parameters),
+        dtype=storage.name(x.dtype),
+        result=storage.name(dtype),
+        parameters=tuple(storage.name(p.dtype) for p in parameters),
         arch=nvrtc.arch(x.device.index or 0),
     )
 
@@ -58,8 +54,8 @@ def _refusal(
 ) -> str:
     wins = spec.wins(
         channels=x.shape[dim],
-        dtype=_dtype(x.dtype),
-        result=_dtype(dtype),
+        dtype=storage.name(x.dtype),
+        result=storage.name(dtype),
     )
     return dispatch.refusal(unsupported(x, weight, bias, dim, dtype), wins)
 

@@ -29,7 +29,7 @@ class _Launch:
 
 @lru_cache(maxsize=4096)
 def _launch(rows: int, channels: int, dtype: torch.dtype, result: torch.dtype, device: int) -> _Launch:
-    names = str(dtype).removeprefix("torch."), str(result).removeprefix("torch.")
+    names = storage.name(dtype), storage.name(result)
     shape = spec.geometry(rows, channels, *names, nvrtc.sm_count(device))
 
     def function(source: str) -> Any:

@@ -147,11 +147,11 @@ def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
         # A compiled graph would copy; run eagerly, the operation looks for itself at each call.
         contiguous=norm.dim == -1 or not compiled or x.is_contiguous(memory_format=torch.channels_last),
         dtype=match.dtype_name(x),
-        result=str(result).removeprefix("torch."),
+        result=storage.name(result),
         parameters=tuple("unknown type" if p is None else match.dtype_name(p) for p in parameters),
         arch=storage.MIN_ARCH,
     )
-    wins = spec.wins(channels=x.shape[norm.dim], dtype=match.dtype_name(x), result=str(result).removeprefix("torch."))
+    wins = spec.wins(channels=x.shape[norm.dim], dtype=match.dtype_name(x), result=storage.name(result))
     return dispatch.refusal(reason, wins) or result
 
 

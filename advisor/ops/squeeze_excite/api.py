@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, is_aligned
 from advisor.ops.squeeze_excite import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("squeeze_excite")
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def unsupported(
@@ -41,8 +37,8 @@ def unsupported(
         shape=tuple(x.shape),
         channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0,
         hidden=w1.shape[0],
-        dtype=_dtype(x.dtype),
-        parameters=tuple(_dtype(p.dtype) for p in parameters),
+        dtype=storage.name(x.dtype),
+        parameters=tuple(storage.name(p.dtype) for p in parameters),
         activation=activation,
         gate=gate,
         arch=nvrtc.arch(x.device.index or 0),
@@ -58,7 +54,9 @@ def _refusal(
     activation: str,
     gate: str,
 ) -> str:
-    wins = spec.wins(channels=x.shape[1], hidden=w1.shape[0], activation=activation, gate=gate, dtype=_dtype(x.dtype))
+    wins = spec.wins(
+        channels=x.shape[1], hidden=w1.shape[0], activation=activation, gate=gate, dtype=storage.name(x.dtype)
+    )
     return dispatch.refusal(unsupported(x, w1, b1, w2, b2, activation, gate), wins)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.squeeze_excite import spec
 
 
@@ -48,7 +48,7 @@ def _launch(
     shape: tuple[int, int, int, int], hidden: int, dtype: torch.dtype, activation: str, gate: str, device: int
 ) -> _Launch:
     n, c, h, w = shape
-    name = str(dtype).removeprefix("torch.")
+    name = storage.name(dtype)
     found = spec.geometry(n, h * w, c, hidden, name, nvrtc.sm_count(device))
     stream = tuple(spec.stream_defines(name, activation, gate).items())
     between = tuple(spec.gate_defines(activation, gate).items())
