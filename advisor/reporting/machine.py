@@ -114,7 +114,7 @@ def _trials(trials: TrialLog) -> list[str]:
     lines = ["", "### Trials", "", "| change | predicted | measured | verdict | reason |", "|---|---:|---:|---|---|"]
     for v in trials.verdicts:
         gains = f"{wording.gain(v.predicted)} | {wording.gain(v.gain)}"
-        lines.append(f"| {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(v.reason)} |")
+        lines.append(f"| {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(wording.reason(v))} |")
     stack = trials.stack
     if stack is not None:
         word = {True: "passed", False: "**failed**", None: "undecided"}[stack.passed]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from advisor.core.findings import Evidence, Finding, Findings, Outcome
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, percent_text, time_text
-from advisor.core.verdict import TrialLog, Verdict
+from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta, compare_profiles
 
@@ -295,7 +295,7 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
         painted = page.paint(status, *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
         line = f"  {clip(names[id(v)], name_width):<{name_width}}  {wording.gain(v.predicted):>10}  {wording.gain(v.gain):>14}  "
         room = page.width - len(line) - 15
-        reason = _reason(v)
+        reason = wording.reason(v)
         if room >= 40 and len(reason) <= room:
             lines.append(line + painted + " " * (15 - len(status)) + page.paint(printable(reason), "dim"))
         else:
@@ -306,20 +306,6 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
         text = f"Shares are of the step's time at that point; measured: {' / '.join(sorted(percent))} interval."
         lines += page.wrap(text, 2, "dim")
     return lines
-
-
-def _reason(verdict: Verdict) -> str:
-    parts = [verdict.reason]
-    if verdict.status == "kept" and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
-        paid = wording.number(round(verdict.break_even_steps), "step")
-        parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
-    if verdict.left_out_gain is not None:
-        parts.append(f"left out of the whole, {wording.gain(verdict.left_out_gain)} of the step are lost")
-    if verdict.blocks.disturbed:
-        parts.append(f"{wording.number(verdict.blocks.disturbed, 'disturbed block')} taken again")
-    if verdict.unmatched:
-        parts.append(f"{wording.number(len(verdict.unmatched), 'place')} left as before")
-    return "; ".join(p for p in parts if p)
 
 
 def _stack(page: _Page, log: TrialLog) -> list[str]:

@@ -216,6 +216,21 @@ def trials_headline(trials: TrialLog) -> str:
     return f"The stack failed its comparison with the plain script: {stack.detail}."
 
 
+def reason(verdict: Verdict) -> str:
+    """Why the verdict is what it is; of a kept change also what it costs once and what the whole loses without it."""
+    parts = [verdict.reason]
+    if verdict.status == "kept" and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
+        paid = number(round(verdict.break_even_steps), "step")
+        parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
+    if verdict.left_out_gain is not None:
+        parts.append(f"left out of the whole, {gain(verdict.left_out_gain)} of the step are lost")
+    if verdict.blocks.disturbed:
+        parts.append(f"{number(verdict.blocks.disturbed, 'disturbed block')} taken again")
+    if verdict.unmatched:
+        parts.append(f"{number(len(verdict.unmatched), 'place')} left as before")
+    return "; ".join(p for p in parts if p)
+
+
 def step_sentence(profile: StepProfile) -> str:
     """Step time with spread and n, or why there is none."""
     if profile.step_us is None:

@@ -114,6 +114,7 @@ class _Search:
                 return
             if time.time() >= self.deadline:
                 self.late = True
+                self._look_last()
                 return
             before, verdicts_before = self._progress(), len(records.verdicts(self.run_dir))
             (self.run_dir / records.SEARCH_FILE).unlink(missing_ok=True)
@@ -178,13 +179,25 @@ class _Search:
             self.notes.append(f"the search ended: the script failed {CRASHES} times in a row; see {OUTPUT_FILE}")
         self._conclude_current(current, status, reason)
 
+    def _look_last(self) -> None:
+        """A trial that the script's end had cut short, and time now ends: what its pairs say is its verdict."""
+        current = records.load_current(self.run_dir)
+        if current is None or not current.off_us:
+            return
+        pairs = list(zip(current.off_us, current.on_us, strict=False))
+        last = decide(pairs, self.min_gain, max_pairs=self.max_pairs, last=True)
+        status = REVERTED if last.status == REVERTED else INCONCLUSIVE
+        self._conclude_current(current, status, f"out of time: {last.reason}", last.gain)
+
     def _give_up(self, left: Sequence[Recommendation]) -> None:
         current = records.load_current(self.run_dir) or _in_trial(left[0])
         self._conclude_current(
             current, INCONCLUSIVE, "the script ends before a trial fits into it; let it run for more steps"
         )
 
-    def _conclude_current(self, current: records.InTrial, status: str, reason: str) -> None:
+    def _conclude_current(
+        self, current: records.InTrial, status: str, reason: str, gain: Interval | None = None
+    ) -> None:
         candidate = next(
             (
                 c
@@ -201,6 +214,10 @@ class _Search:
             title=self.title(candidate.transform),
             semantics=candidate.semantics,
             predicted=candidate.predicted,
+            gain=gain,
+            numerics=current.numerics,
+            effect=current.effect,
+            first_step_us=current.first_step_us,
             blocks=Blocks(off_us=current.off_us, on_us=current.on_us, steps_per_block=current.steps_per_block),
         )
         records.save_verdict(self.run_dir, verdict)

@@ -76,6 +76,7 @@ def test_sections_and_findings(applied):
         "Numerics failed loss 7.31 at step 14",
         "Timing undecided",
         "Pays off after 16 steps",
+        "Left out of the whole, 25–27 % of the step are lost.",
         "layer1.0.downsample.1: no activation follows",
         "idle: waiting for copies",
         "train_imagenet.py:81",

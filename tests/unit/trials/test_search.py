@@ -187,6 +187,31 @@ def test_a_script_that_ends_too_early_is_started_again_with_what_is_left(script)
     assert [i.transform for i in searches[1].kept] == ["tf32"]
 
 
+def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, monkeypatch):
+    def half_way(session):
+        storage.save(
+            script.run_dir / "trials" / "current.json",
+            records.InTrial(
+                transform="tf32",
+                phase="timing",
+                off_us=(100.0, 101.0, 100.0, 102.0),
+                on_us=(150.0, 151.0, 149.0, 150.0),
+            ),
+        )
+        later = time.time() + 1e6
+        monkeypatch.setattr(search.time, "time", lambda: later)  # then time is up
+        return Exit(code=0)
+
+    script.verdicts = {"tf32": half_way, "compile": "kept"}
+    log, _, code, verdicts = apply(script, "tf32", "compile")
+    assert verdicts["tf32"].status == "reverted"
+    assert verdicts["tf32"].reason.startswith("out of time: slower")
+    assert verdicts["tf32"].gain.high < -0.3
+    assert verdicts["compile"].reason == "out of time"
+    assert code == 4
+    assert not log.complete
+
+
 def test_a_script_too_short_for_any_trial_comes_to_an_end(script):
     script.verdicts = {"tf32": "kept"}
     script.steps_a_life = 0
