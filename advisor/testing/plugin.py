@@ -28,6 +28,7 @@ _tested: pytest.StashKey[dict[str, Tested]] = pytest.StashKey()
 _files: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 _marked: pytest.StashKey[Marked] = pytest.StashKey()
 _perf: pytest.StashKey[Perf] = pytest.StashKey()
+_problem: pytest.StashKey[str] = pytest.StashKey()  # with the test's marker
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -75,8 +76,13 @@ def options_of(config: pytest.Config) -> Options:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Read every marker: one that says nothing that advisor understands is an error, never silently without effect."""
-    problems = [problem for item in items if (problem := _read_marker(item))]
-    if problems:
+    problems = []
+    for item in items:
+        if problem := _read_marker(item):
+            item.stash[_problem] = problem
+            problems.append(f"{item.nodeid}: {problem}")
+    # A worker of xdist cannot say so: there the tests themselves are errors.
+    if problems and not hasattr(config, "workerinput"):
         raise pytest.UsageError(*problems)
     only, skip = config.getoption("perf_only"), config.getoption("perf_skip")
     if only:
@@ -113,9 +119,9 @@ def _read_marker(item: pytest.Item) -> str:
         args = next((found.args for found in markers if found.args), ())
         marked = item.stash[_marked] = marker.parse(args, keywords)
     except AdvisorError as error:
-        return f"{item.nodeid}: {error}"
+        return str(error)
     if marked.judges and "perf" not in _fixtures(item):
-        return f"{item.nodeid}: the perf marker sets budgets, but the test does not use the fixture `perf`"
+        return "the perf marker sets budgets, but the test does not use the fixture `perf`"
     return ""
 
 
@@ -124,6 +130,8 @@ def _read_marker(item: pytest.Item) -> str:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`gpus` and `min_arch` are needs: a test without them is skipped, or fails under --perf-require-gpu."""
+    if _problem in item.stash:
+        pytest.fail(item.stash[_problem], pytrace=False)
     marked = item.stash.get(_marked, None)
     if marked is None or not marked.needs_gpu:
         return
