@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from advisor.testing.comparing import Comparison
 
 
+SHOWN_CHANGE = 5e-4  # rounds to 0.1 % at least
+
+
 class Inconclusive(UserWarning):
     """A comparison that noise has left open."""
 
@@ -249,7 +252,7 @@ class Perf:
             if entry.provenance.get(key) != reading.provenance.value:
                 continue
             old, unit = entry.values[key], quantity.unit
-            if reading.value != old:
+            if abs(reading.value - old) > SHOWN_CHANGE * abs(old):
                 change = f" ({reading.value / old - 1:+.1%})" if old else ""
                 lines.append(
                     f"{quantity.title}: {amounts.text(reading.value, unit)}, {amounts.text(old, unit)} in {stored.name!r}{change}"

@@ -107,6 +107,10 @@ def check_installed(scripts: Path, cwd: Path, *, origin: Path) -> None:
     assert [path.stem for path in shipped if path.stem not in rules] == []
     kernels = run(scripts / "python", "-m", "advisor", "kernels", "list", cwd=cwd)
     assert [path.name for path in kernels_dir().rglob("*.cu") if path.stem not in kernels] == []
+    # The entry point: pytest finds the plugin without being told, and `-p no:advisor` leaves it out.
+    pytest_run = (scripts / "python", "-m", "pytest", "-p", "no:cacheprovider", "--markers")
+    assert "@pytest.mark.perf(max_step_ms" in run(*pytest_run, cwd=cwd)
+    assert "@pytest.mark.perf(" not in run(*pytest_run, "-p", "no:advisor", cwd=cwd)
     session = "from advisor.profiling.launcher import BOOTSTRAP; print((BOOTSTRAP / 'sitecustomize.py').is_file())"
     assert run(scripts / "python", "-c", session, cwd=cwd).strip() == "True"
 
