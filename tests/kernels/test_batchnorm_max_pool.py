@@ -281,3 +281,41 @@ def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> No
         torch.testing.assert_close(mine.grad.double(), other.grad, msg=name, rtol=1e-3, atol=1e-4)
     for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(mine.double(), other.double(), msg=name, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_graph_trains_on_the_library_operations(emulated) -> None:
+    """The rewrite for Inductor, up to Inductor: AOTAutograd traces the operations and their gradients."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.pool = nn.BatchNorm2d(24), nn.MaxPool2d(3, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.pool(F.relu(self.bn(x)))
+            y = torch.cat([x, F.interpolate(F.max_pool2d(x, 2), size=x.shape[2:], mode="bilinear")], 1)
+            return F.avg_pool2d(y, 3, 2, 1).mean((2, 3))
+
+    families = [catalog.get(name) for name in ("batchnorm_max_pool", "pooling", "upsample")]
+    reports = {family.id: match.MatchReport() for family in families}
+
+    def backend(graph_module, inputs):
+        for family in families:
+            family.rewrite(graph_module, reports[family.id], compiled=True)
+        graph_module.recompile()
+        return aot_autograd(fw_compiler=nop)(graph_module, inputs)
+
+    model, plain = Net(), Net().double()
+    x = nhwc(3, 24, 13, 11).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    with dispatch.everything():
+        torch.compile(model.forward, backend=backend, dynamic=False)(x).square().sum().backward()
+    plain(wide).square().sum().backward()
+    assert [len(report.matched) for report in reports.values()] == [1, 3, 1]
+    assert set(LAUNCHED) < set(emulated.launches)
+    assert emulated.launches["upsample_backward"] == emulated.launches["max_pool_backward"] == 1
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-3, atol=1e-5)
+    for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), msg=name, rtol=1e-5, atol=1e-6)

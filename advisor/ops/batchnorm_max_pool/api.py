@@ -6,6 +6,7 @@ Two entries over the same kernels: `batchnorm_max_pool`, a plain function for ea
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,14 +23,31 @@ engaged, fell_back = dispatch.counters("batchnorm_max_pool")
 
 def unsupported(x: torch.Tensor, activation: str, slope: float, pool: Window) -> str:
     """Why the kernels cannot take this call; empty when they can."""
-    return nvrtc.on_device(x) or spec.unsupported(
-        shape=tuple(x.shape),
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return _unsupported(tuple(x.shape), channels_last, x.dtype, activation, slope, pool, x.device.index or 0)
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: torch.dtype,
+    activation: str,
+    slope: float,
+    pool: Window,
+    device: int,
+) -> str:
+    return spec.unsupported(
+        shape=shape,
         window=pool,
-        channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last),
-        dtype=storage.name(x.dtype),
+        channels_last=channels_last,
+        dtype=storage.name(dtype),
         activation=activation,
         slope=slope,
-        arch=nvrtc.arch(x.device.index or 0),
+        arch=nvrtc.arch(device),
     )
 
 

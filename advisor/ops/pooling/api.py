@@ -6,6 +6,7 @@ torch.library (fake kernel, autograd) for graphs that Inductor compiles.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,15 +24,20 @@ def unsupported(x: torch.Tensor, window: Window | None) -> str:
     reason = nvrtc.on_device(x)
     if reason:
         return reason
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return _unsupported(tuple(x.shape), channels_last, x.dtype, window, x.device.index or 0)
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(
+    shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype, window: Window | None, device: int
+) -> str:
     reason = spec.unsupported_tensor(
-        shape=tuple(x.shape),
-        channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last),
-        dtype=storage.name(x.dtype),
-        arch=nvrtc.arch(x.device.index or 0),
+        shape=shape, channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
     )
     if reason or window is None:
         return reason
-    return spec.unsupported_window(window, height=x.shape[2], width=x.shape[3])
+    return spec.unsupported_window(window, height=shape[2], width=shape[3])
 
 
 def _refused(operation: str, x: torch.Tensor, window: Window | None) -> bool:

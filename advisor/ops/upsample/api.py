@@ -35,16 +35,35 @@ def unsupported(tensors: Sequence[torch.Tensor], position: int, resize: Resize) 
         return reason
     if any(t.dtype != x.dtype or t.device != x.device for t in tensors):
         return "concatenated tensors differ in dtype or device"
+    return _unsupported(
+        tuple(tuple(t.shape) for t in tensors),
+        position,
+        resize,
+        all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors),
+        x.dtype,
+        x.device.index or 0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(
+    shapes: tuple[tuple[int, ...], ...],
+    position: int,
+    resize: Resize,
+    channels_last: bool,
+    dtype: torch.dtype,
+    device: int,
+) -> str:
     return spec.unsupported(
-        shape=tuple(x.shape),
-        others=tuple(tuple(t.shape) for i, t in enumerate(tensors) if i != position),
+        shape=shapes[position],
+        others=shapes[:position] + shapes[position + 1 :],
         size=resize.size,
         factors=resize.factors,
         mode=resize.mode,
         align_corners=resize.align_corners,
-        channels_last=all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors),
-        dtype=storage.name(x.dtype),
-        arch=nvrtc.arch(x.device.index or 0),
+        channels_last=channels_last,
+        dtype=storage.name(dtype),
+        arch=nvrtc.arch(device),
     )
 
 
