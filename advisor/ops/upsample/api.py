@@ -158,14 +158,19 @@ def upsample_concat(
     return result
 
 
-def _listed(size: list[int], factors: list[float], mode: str, align_corners: bool) -> Resize:
-    """From the lists that torch.library passes; no factors are an empty list."""
+def _listed(size: list[int], factors: list[float] | None, mode: str, align_corners: bool) -> Resize:
+    """From the lists that torch.library passes."""
     return _resize((size[0], size[1]), (factors[0], factors[1]) if factors else None, mode, align_corners)
 
 
 @torch.library.custom_op("advisor::upsample_concat", mutates_args=())
 def upsample_concat_op(
-    tensors: list[torch.Tensor], position: int, size: list[int], factors: list[float], mode: str, align_corners: bool
+    tensors: list[torch.Tensor],
+    position: int,
+    size: list[int],
+    factors: list[float] | None,
+    mode: str,
+    align_corners: bool,
 ) -> torch.Tensor:
     """As `upsample_concat`, for compiled graphs. CUDA only."""
     resize = _listed(size, factors, mode, align_corners)
@@ -175,7 +180,12 @@ def upsample_concat_op(
 
 @upsample_concat_op.register_fake
 def _(
-    tensors: list[torch.Tensor], position: int, size: list[int], factors: list[float], mode: str, align_corners: bool
+    tensors: list[torch.Tensor],
+    position: int,
+    size: list[int],
+    factors: list[float] | None,
+    mode: str,
+    align_corners: bool,
 ) -> torch.Tensor:
     x = tensors[position]
     return nhwc((x.shape[0], sum(t.shape[1] for t in tensors), size[0], size[1]), x)
@@ -187,7 +197,7 @@ def upsample_backward_op(
     first: int,
     shape: list[int],
     size: list[int],
-    factors: list[float],
+    factors: list[float] | None,
     mode: str,
     align_corners: bool,
 ) -> torch.Tensor:
@@ -202,7 +212,7 @@ def _(
     first: int,
     shape: list[int],
     size: list[int],
-    factors: list[float],
+    factors: list[float] | None,
     mode: str,
     align_corners: bool,
 ) -> torch.Tensor:

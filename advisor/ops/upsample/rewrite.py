@@ -186,7 +186,13 @@ def _substitute(graph: fx.Graph, call: _Call, pattern: _Pattern, dtype: torch.dt
         tensors = [_in_dtype(graph, tensor, dtype) for tensor in pattern.tensors]
         rest: tuple[Any, ...] = (pattern.position, call.size, call.factors, call.mode, call.align_corners)
         if compiled:
-            rest = (pattern.position, list(call.size), list(call.factors or ()), call.mode, call.align_corners)
+            rest = (
+                pattern.position,
+                list(call.size),
+                list(call.factors) if call.factors else None,
+                call.mode,
+                call.align_corners,
+            )
         function = torch.ops.advisor.upsample_concat.default if compiled else api.upsample_concat
         fused = graph.call_function(function, (tensors, *rest))
     value = match.value(last)
