@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from emulation import compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, sample_geometry, storage
+from advisor.ops import catalog, dispatch, sample_geometry, sources, storage, verify
 from advisor.ops.group_norm import api as gn_api
 from advisor.ops.group_norm import reference as gn_reference
 from advisor.ops.group_norm import spec as gn
@@ -371,3 +372,42 @@ def test_a_mean_far_from_zero_does_not_cancel(emulated: Any) -> None:
         (ln_api.layer_norm(x, None, None, 1e-5, 1), ln_reference.layer_norm(x.double(), None, None, 1e-5, 1)),
     ):
         assert (got.double() - want).norm() < 1e-3 * want.norm()
+
+
+# ---- planted faults: family, case by shape, what is taken out or changed
+
+FAULTS = {
+    "the tree's first level": ("layer_norm", "add_rows(partial, first, members, width", "add_rows(partial, first, 1, width"),
+    "idle lanes in the variance": ("layer_norm", "if (lane + k * LANES >= vectors) continue;", ""),
+    "a warp's rows in the weights' gradients": ("layer_norm", "o < 32; o *= 2", "o < 16; o *= 2"),
+    "barrier of the sums": ("group_norm", "  __syncthreads();\n  for (int o = threadIdx.x; o < COUNT", "  for (int o = threadIdx.x; o < COUNT"),
+    "splits of a sample": ("group_norm", "s < parts; ++s", "s < parts - 1; ++s"),
+    "samples of the parameters' gradients": ("group_norm", "i < samples * parts", "i < samples * parts - 1"),
+    "barrier before the first product": ("squeeze_excite", "  __syncthreads();\n  dense<4>(w1", "  dense<4>(w1"),
+    "samples behind the last": ("squeeze_excite", "const bool c = n < samples &&", "const bool c ="),
+}  # fmt: skip
+PLANTED_IN = {"layer_norm": (2, 72, 9, 9), "group_norm": (2, 64, 16, 24), "squeeze_excite": (37, 136, 2, 2)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_a_kernel_is_found(emulated: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    family, before, after = FAULTS[fault]
+    whole, planted = sources.inlined, []
+
+    def inlined(*where: Any) -> str:
+        text = whole(*where)
+        planted.append(before in text)
+        return text.replace(before, after)
+
+    case = next(c for c in catalog.get(family).verification if c.shape == PLANTED_IN[family])
+    monkeypatch.setattr(sources, "inlined", inlined)
+    emulated.use(sm_count=12)
+    compiler.module.cache_clear()
+    try:
+        passed = verify.check(catalog.get(family), case, "cpu")["passed"]
+    except compiler.EmulationError:
+        passed = False
+    finally:
+        compiler.module.cache_clear()
+    assert any(planted)
+    assert not passed

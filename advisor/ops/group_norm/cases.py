@@ -29,8 +29,8 @@ _ODD = (
     (32, (1, 256, 9, 14), "float32", "float32", "silu", True),
     (8, (2, 200, 5, 3), "float32", "float32", "silu", True),
     (4, (1, 1016, 3, 3), "float16", "float16", "none", True),
-    (64, (3, 64, 16, 24), "bfloat16", "float32", "relu", True),
-    (16, (2, 64, 16, 24), "bfloat16", "float32", "relu", False),
+    (64, (3, 64, 16, 24), "bfloat16", "float32", "relu", False),
+    (16, (2, 64, 16, 24), "bfloat16", "float32", "relu", True),
 )
 
 
