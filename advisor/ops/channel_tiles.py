@@ -17,16 +17,19 @@ class Geometry:
     rows: int
 
 
+def widest_tile(vectors: int, max_tile: int) -> int:
+    """The widest divisor of the vectors a row has, so that no thread idles; where only narrow ones exist, `max_tile`."""
+    tile = max(d for d in range(1, min(vectors, max_tile) + 1) if vectors % d == 0)
+    return max_tile if tile < max_tile // 2 and vectors > max_tile else tile
+
+
 @lru_cache(maxsize=4096)
 def geometry(rows: int, vectors: int, *, threads: int, max_tile: int, unroll: int, blocks: int) -> Geometry:
     """At most `blocks` blocks of `threads`, as many as run at once, never a second wave, and none without a full pass of rows.
 
-    The tile is the widest divisor of the vectors a row has (so that no thread idles), unless only narrow ones exist. A thread
-    takes `unroll` rows a pass.
+    A thread takes `unroll` rows a pass.
     """
-    tile = max(d for d in range(1, min(vectors, max_tile) + 1) if vectors % d == 0)
-    if tile < max_tile // 2 and vectors > max_tile:
-        tile = max_tile
+    tile = widest_tile(vectors, max_tile)
     tiles = -(-vectors // tile)
     rows_per_pass = threads // tile
     useful = max(1, -(-rows // (rows_per_pass * unroll)))

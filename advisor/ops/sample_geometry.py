@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from advisor.ops.channel_tiles import widest_tile
+
 # Partial sums a sample and channel: whoever needs the sum adds this many.
 MAX_PARTS = 64
 MAX_SAMPLES = 65_535  # the grid's third dimension
@@ -36,12 +38,9 @@ def geometry(
 ) -> SampleGeometry:
     """`least_blocks`, to fill the GPU, none without a full pass of rows, none that reads more than about `bytes_per_block`.
 
-    The tile is the widest divisor of the vectors a row has (so that no thread idles), unless only narrow ones exist.
     `unroll` rows a thread are a full pass.
     """
-    tile = max(d for d in range(1, min(vectors, max_tile) + 1) if vectors % d == 0)
-    if tile < max_tile // 2 and vectors > max_tile:
-        tile = max_tile
+    tile = widest_tile(vectors, max_tile)
     tiles = -(-vectors // tile)
     balance = -(-rows * tile * 16 // bytes_per_block)
     fill = -(-least_blocks // (samples * tiles))
