@@ -14,8 +14,8 @@ from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 FAMILY = catalog.get("batchnorm_act")
 
 
-def case(dtype: str, name: str, shape: tuple[int, ...]):
-    return next(c for c in cases.VERIFICATION if (c.dtype, c.name, c.shape) == (dtype, name, shape))
+def case(dtype: str, activation: str, residual: bool, shape: tuple[int, ...]):
+    return cases._case(shape, dtype, activation, residual)
 
 
 # What is taken out or changed, and by what the check must see it.
@@ -45,7 +45,7 @@ def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.Mo
     monkeypatch.setattr(sources, "inlined", inlined)
     compiler.module.cache_clear()
     try:
-        passed = verify.check(FAMILY, case("bfloat16", "bn+add+relu", (4, 64, 28, 28)), "cpu")["passed"]
+        passed = verify.check(FAMILY, case("bfloat16", "relu", True, (4, 64, 28, 28)), "cpu")["passed"]
     except compiler.EmulationError:
         passed = False
     finally:
@@ -57,8 +57,8 @@ def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("sm_count", [1, 2, 132])
 def test_every_number_of_blocks_gives_the_same_result(emulated, sm_count: int) -> None:
     emulated.use(sm_count=sm_count)
-    for dtype, name in (("bfloat16", "bn+add+relu"), ("float32", "bn+silu")):
-        row = verify.check(FAMILY, case(dtype, name, (4, 64, 28, 28)), "cpu")
+    for dtype, activation, residual in (("bfloat16", "relu", True), ("float32", "silu", False)):
+        row = verify.check(FAMILY, case(dtype, activation, residual, (4, 64, 28, 28)), "cpu")
         assert row["passed"], row["detail"]
 
 
@@ -107,7 +107,7 @@ def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> No
 
 
 def test_the_torch_library_operation_gives_the_same_as_the_function(emulated) -> None:
-    arguments = case("bfloat16", "bn+add+relu", (3, 72, 9, 7)).inputs(torch.Generator().manual_seed(1), 3)
+    arguments = case("bfloat16", "relu", True, (3, 72, 9, 7)).inputs(torch.Generator().manual_seed(1), 3)
     x, residual, mean, variance, weight, bias, *_ = arguments
     y, statistics, _ = torch.ops.advisor.batchnorm_act(*arguments)
     before = mean.clone()
