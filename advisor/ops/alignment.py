@@ -17,3 +17,11 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 def aligned(tensor: Parameter) -> Parameter:
     """The tensor itself where it is aligned, else a copy that is. None stays None."""
     return tensor if tensor is None or is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def misplaced(x: torch.Tensor, *parameters: torch.Tensor | None) -> str:
+    """Why a kernel that reads `x` cannot read these parameters where they are; empty when it can."""
+    for parameter in parameters:
+        if parameter is not None and (parameter.device != x.device or not is_aligned(parameter)):
+            return "parameters are not contiguous, aligned and on the input's device"
+    return ""

@@ -6,42 +6,16 @@ Two entries over the same kernels: `group_norm`, a plain function for eager code
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, is_aligned
+from advisor.ops.alignment import aligned, misplaced
 from advisor.ops.group_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("group_norm")
-
-
-def unsupported(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> str:
-    """Why the kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    parameters = [p for p in (weight, bias) if p is not None]
-    if any(p.device != x.device or not is_aligned(p) for p in parameters):
-        return "parameters are not contiguous, aligned and on the input's device"
-    return spec.unsupported(
-        shape=tuple(x.shape),
-        channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0,
-        groups=groups,
-        dtype=storage.name(x.dtype),
-        result=storage.name(dtype),
-        parameters=tuple(storage.name(p.dtype) for p in parameters),
-        activation=activation,
-        arch=nvrtc.arch(x.device.index or 0),
-    )
 
 
 def _refusal(
@@ -52,14 +26,45 @@ def _refusal(
     activation: str,
     dtype: torch.dtype,
 ) -> str:
-    wins = spec.wins(
-        channels=x.shape[1],
-        groups=groups,
-        activation=activation,
-        dtype=storage.name(x.dtype),
-        result=storage.name(dtype),
+    """Why PyTorch's own operations run; empty when the kernels do."""
+    reason = nvrtc.on_device(x) or misplaced(x, weight, bias)
+    if reason:
+        return reason
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0
+    parameters = tuple(p.dtype for p in (weight, bias) if p is not None)
+    return dispatch.refusal(
+        *_standing(x.shape, channels_last, groups, x.dtype, dtype, parameters, activation, x.device.index or 0)
     )
-    return dispatch.refusal(unsupported(x, groups, weight, bias, activation, dtype), wins)
+
+
+@lru_cache(maxsize=4096)
+def _standing(
+    shape: torch.Size,
+    channels_last: bool,
+    groups: int,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    parameters: tuple[torch.dtype, ...],
+    activation: str,
+    device: int,
+) -> tuple[str, str]:
+    """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
+    types = {"dtype": storage.name(dtype), "result": storage.name(result)}
+    unsupported = spec.unsupported(
+        shape=tuple(shape),
+        channels_last=channels_last,
+        groups=groups,
+        parameters=tuple(storage.name(p) for p in parameters),
+        activation=activation,
+        arch=nvrtc.arch(device),
+        **types,
+    )
+    return unsupported, spec.wins(channels=shape[1], groups=groups, activation=activation, **types)
+
+
+@lru_cache(maxsize=256)
+def _name(groups: int, channels: int, activation: str, dtype: torch.dtype, result: torch.dtype) -> str:
+    return spec.name(groups, channels, activation, storage.name(dtype), storage.name(result))
 
 
 def _differentiable(
@@ -134,7 +139,7 @@ def group_norm(
     if reason:
         fell_back[reason] += 1
         return reference.group_norm(x, groups, weight, bias, eps, activation, result_dtype)
-    engaged[spec.name(groups, x.shape[1], activation, storage.name(x.dtype), storage.name(result_dtype))] += 1
+    engaged[_name(groups, x.shape[1], activation, x.dtype, result_dtype)] += 1
     result: torch.Tensor = _GroupNorm.apply(  # type: ignore[no-untyped-call]
         x, groups, weight, bias, eps, activation, result_dtype
     )
@@ -157,7 +162,7 @@ def group_norm_op(
     """
     x = x.contiguous(memory_format=torch.channels_last)
     weight, bias = aligned(weight), aligned(bias)
-    engaged[spec.name(groups, x.shape[1], activation, storage.name(x.dtype), storage.name(dtype))] += 1
+    engaged[_name(groups, x.shape[1], activation, x.dtype, dtype)] += 1
     return cuda.forward(x, groups, weight, bias, eps, activation, dtype)
 
 

@@ -6,12 +6,13 @@ Two entries over the same kernels: `layer_norm`, a plain function for eager code
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, is_aligned
+from advisor.ops.alignment import aligned, misplaced
 from advisor.ops.layer_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("layer_norm")
@@ -21,43 +22,47 @@ def _format(dim: int) -> torch.memory_format:
     return torch.contiguous_format if dim == -1 else torch.channels_last
 
 
+@lru_cache(maxsize=64)
 def _name(dtype: torch.dtype, result: torch.dtype) -> str:
     return spec.name(storage.name(dtype), storage.name(result))
-
-
-def unsupported(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dim: int, dtype: torch.dtype
-) -> str:
-    """Why the kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    if dim == 1 and x.dim() != 4:
-        return f"{x.dim()}-D input"
-    parameters = [p for p in (weight, bias) if p is not None]
-    if any(p.device != x.device or not is_aligned(p) for p in parameters):
-        return "parameters are not contiguous, aligned and on the input's device"
-    channels = x.shape[dim]
-    return spec.unsupported(
-        rows=x.numel() // max(channels, 1),
-        channels=channels,
-        contiguous=x.is_contiguous(memory_format=_format(dim)) and x.data_ptr() % 16 == 0,
-        dtype=storage.name(x.dtype),
-        result=storage.name(dtype),
-        parameters=tuple(storage.name(p.dtype) for p in parameters),
-        arch=nvrtc.arch(x.device.index or 0),
-    )
 
 
 def _refusal(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dim: int, dtype: torch.dtype
 ) -> str:
-    wins = spec.wins(
-        channels=x.shape[dim],
-        dtype=storage.name(x.dtype),
-        result=storage.name(dtype),
+    """Why PyTorch's own operation runs; empty when the kernels do."""
+    reason = nvrtc.on_device(x) or misplaced(x, weight, bias)
+    if reason:
+        return reason
+    if dim == 1 and x.dim() != 4:
+        return f"{x.dim()}-D input"
+    contiguous = x.is_contiguous(memory_format=_format(dim)) and x.data_ptr() % 16 == 0
+    parameters = tuple(p.dtype for p in (weight, bias) if p is not None)
+    return dispatch.refusal(*_standing(x.shape, dim, contiguous, x.dtype, dtype, parameters, x.device.index or 0))
+
+
+@lru_cache(maxsize=4096)
+def _standing(
+    shape: torch.Size,
+    dim: int,
+    contiguous: bool,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    parameters: tuple[torch.dtype, ...],
+    device: int,
+) -> tuple[str, str]:
+    """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
+    types = {"dtype": storage.name(dtype), "result": storage.name(result)}
+    channels = shape[dim]
+    unsupported = spec.unsupported(
+        rows=shape.numel() // max(channels, 1),
+        channels=channels,
+        contiguous=contiguous,
+        parameters=tuple(storage.name(p) for p in parameters),
+        arch=nvrtc.arch(device),
+        **types,
     )
-    return dispatch.refusal(unsupported(x, weight, bias, dim, dtype), wins)
+    return unsupported, spec.wins(channels=channels, **types)
 
 
 def _differentiable(

@@ -6,43 +6,16 @@ Two entries over the same kernels: `squeeze_excite`, a plain function for eager 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, is_aligned
+from advisor.ops.alignment import aligned, misplaced
 from advisor.ops.squeeze_excite import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("squeeze_excite")
-
-
-def unsupported(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    gate: str,
-) -> str:
-    """Why the kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    parameters = [p for p in (w1, b1, w2, b2) if p is not None]
-    if any(p.device != x.device or not is_aligned(p) for p in parameters):
-        return "parameters are not contiguous, aligned and on the input's device"
-    return spec.unsupported(
-        shape=tuple(x.shape),
-        channels_last=x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0,
-        hidden=w1.shape[0],
-        dtype=storage.name(x.dtype),
-        parameters=tuple(storage.name(p.dtype) for p in parameters),
-        activation=activation,
-        gate=gate,
-        arch=nvrtc.arch(x.device.index or 0),
-    )
 
 
 def _refusal(
@@ -54,10 +27,41 @@ def _refusal(
     activation: str,
     gate: str,
 ) -> str:
-    wins = spec.wins(
-        channels=x.shape[1], hidden=w1.shape[0], activation=activation, gate=gate, dtype=storage.name(x.dtype)
+    """Why PyTorch's own operations run; empty when the kernels do."""
+    reason = nvrtc.on_device(x) or misplaced(x, w1, b1, w2, b2)
+    if reason:
+        return reason
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.data_ptr() % 16 == 0
+    parameters = tuple(p.dtype for p in (w1, b1, w2, b2) if p is not None)
+    return dispatch.refusal(
+        *_standing(x.shape, channels_last, w1.shape[0], x.dtype, parameters, activation, gate, x.device.index or 0)
     )
-    return dispatch.refusal(unsupported(x, w1, b1, w2, b2, activation, gate), wins)
+
+
+@lru_cache(maxsize=4096)
+def _standing(
+    shape: torch.Size,
+    channels_last: bool,
+    hidden: int,
+    dtype: torch.dtype,
+    parameters: tuple[torch.dtype, ...],
+    activation: str,
+    gate: str,
+    device: int,
+) -> tuple[str, str]:
+    """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
+    unsupported = spec.unsupported(
+        shape=tuple(shape),
+        channels_last=channels_last,
+        hidden=hidden,
+        dtype=storage.name(dtype),
+        parameters=tuple(storage.name(p) for p in parameters),
+        activation=activation,
+        gate=gate,
+        arch=nvrtc.arch(device),
+    )
+    wins = spec.wins(channels=shape[1], hidden=hidden, activation=activation, gate=gate, dtype=storage.name(dtype))
+    return unsupported, wins
 
 
 def _differentiable(
