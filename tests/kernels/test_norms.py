@@ -280,7 +280,9 @@ def first(result: Any) -> torch.Tensor:
 def test_operations_obey_torch_library(emulated: Any, family: str) -> None:
     operation = API[family][1]
     torch.library.opcheck(
-        operation, arguments(family), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        operation,
+        arguments(family),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
 
