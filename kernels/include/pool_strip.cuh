@@ -21,10 +21,21 @@ __device__ __forceinline__ constexpr bool used(int column) {
   return false;
 }
 
-// v[k][column]: row base + k of the windows' taps whose first tap is (h0, w0); `outside` where that is no pixel.
+// v[k][column]: row base + k of the windows' taps whose first tap is (h0, w0); `outside` where that is no pixel. Strips that lie
+// whole inside the image, nearly all, need neither tests nor fills: half of the instructions.
 __device__ __forceinline__ void load_strip(
     Vec16 (&v)[ROWS_AT_ONCE][COLUMNS], const Vec16* image, int base, int h0, int w0, int vectors, int height, int width,
     const Vec16& outside) {
+  if (h0 >= 0 && w0 >= 0 && h0 + (KH - 1) * DH < height && w0 + COLUMNS <= width) {
+#pragma unroll
+    for (int k = 0; k < ROWS_AT_ONCE; ++k) {
+      const Vec16* row = image + ((h0 + (base + k) * DH) * width + w0) * vectors;
+#pragma unroll
+      for (int column = 0; column < COLUMNS; ++column)
+        if (base + k < KH && used(column)) v[k][column] = load(row + column * vectors);
+    }
+    return;
+  }
 #pragma unroll
   for (int k = 0; k < ROWS_AT_ONCE; ++k) {
     const int h = h0 + (base + k) * DH;

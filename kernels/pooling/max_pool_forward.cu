@@ -7,7 +7,8 @@
 // Replaces  aten::max_pool2d_with_indices, whose index is 8 bytes an output.
 // Bytes     x once, y once, 1 byte an output. ResNet's stem in bf16, [256,64,112,112] k3 s2: 411 + 103 + 51 MB.
 // Bound     DRAM bandwidth: 0.133 ms there at 4.24 TB/s. Comparing in packed words takes 3 instructions for two channels of a
-//           tap, 22 M warp instructions there, a third of that time; with values widened to fp32 it would be the bound itself.
+//           tap; the whole thread about 290 (sm_90, nvdisasm), 58 M warp instructions there: half of that time if all four
+//           schedulers issue. With values widened to fp32 the ALU pipe alone would take as long as DRAM.
 // Grid      include/pool_window.cuh; a thread makes OUT_W neighbouring outputs of VEC channels and has their windows' taps
 //           in flight together, up to AT_ONCE 16-byte loads.
 // Numerics  exact. NaN wins, as in PyTorch; of equal values the first counts, of several NaNs the last.

@@ -12,7 +12,7 @@
 // Bound     DRAM bandwidth: 0.079 ms there at 4.24 TB/s.
 // Grid      (column tiles x channel tiles, strips of ROWS output rows, images), block (channel vectors, columns, strips). A thread
 //           walks down its strip and keeps the two source rows, interpolated along w already: at x2 one load of two pixels
-//           serves two outputs, and 60 instead of 115 instructions a vector are left, less than half of the bound.
+//           serves two outputs, which halves the instructions; else those would be the bound.
 // Numerics  fp32, rounded once; nearest copies bits.
 // Limits    H*W*C/VEC and OH*OW*y_vectors < 2^31; N <= 65535.
 //

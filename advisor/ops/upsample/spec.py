@@ -21,13 +21,13 @@ THREADS = 256
 MAX_CHANNEL_TILE = 32  # channel vectors a block covers: four cache lines
 # Rows a thread walks down: source rows (forward) or output rows (backward) between two of its rows are read once for both.
 FORWARD_ROWS = 4
-BACKWARD_ROWS = 4
+BACKWARD_ROWS = 8
 COPY_PIXELS = 4
 TUNABLE = {
     "THREADS": (128, 256),
     "MAX_CHANNEL_TILE": (8, 32),
     "FORWARD_ROWS": (2, 4, 8),
-    "BACKWARD_ROWS": (2, 4, 8),
+    "BACKWARD_ROWS": (4, 8, 16),
 }
 # Outputs that one column goes into are unrolled when the backward is compiled: 16 are bilinear x 8.
 MAX_TAPS = 16
