@@ -21,7 +21,7 @@
 #include "group_sums.cuh"
 
 #ifndef UNROLL
-#define UNROLL 2  // two tensors are read: 4 loads of 16 bytes in flight a thread
+#define UNROLL 4  // two tensors are read: 8 loads of 16 bytes in flight a thread
 #endif
 
 struct Channels {

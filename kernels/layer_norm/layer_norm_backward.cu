@@ -125,6 +125,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer_norm_backward(
         s2[u] += __shfl_xor_sync(0xffffffffu, s2[u], o);
       }
 #pragma unroll
+    for (int u = 0; u < ROWS; ++u) {  // dx = g w rstd + (x - mean) s2 + s1
+      s1[u] *= -inverse * rstd[u];
+      s2[u] *= -inverse * rstd[u] * rstd[u];
+    }
+#pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
       const int slot = lane + k * LANES;
       if (slot >= vectors) continue;
@@ -142,8 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer_norm_backward(
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int j = 4 * q + i;
-            const float h = (f[j] - mean[u]) * rstd[u];
-            f[j] = rstd[u] * (g[j] * w[i] - s1[u] * inverse - h * (s2[u] * inverse));
+            f[j] = g[j] * w[i] * rstd[u] + ((f[j] - mean[u]) * s2[u] + s1[u]);
           }
         }
         store(dx + row * vectors + slot, narrow(f));
