@@ -23,9 +23,10 @@ importlib.import_module("advisor.reporting.html")
 
 @pytest.fixture(autouse=True)
 def this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes in other folders import this checkout's advisor, and no flags of the user's reach them."""
+    """Processes in other folders import this checkout's advisor; neither flags nor other plugins of the user's reach them."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")])))
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each one is compiled anew by every run in this process
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
         if apart:
             pytester.makeconftest(CONFTEST.format(paths=PATHS))
             return pytester.runpytest_subprocess(*PLUGIN, *flags, timeout=120)
-        return pytester.runpytest_inprocess(*PLUGIN, *flags)
+        # Without the plugin that collects all of this process's garbage, five times over, at the end of each run.
+        return pytester.runpytest_inprocess(*PLUGIN, "-p", "no:unraisableexception", *flags)
 
     return run

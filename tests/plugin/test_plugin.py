@@ -227,7 +227,14 @@ def test_typo(perf):
     pass
 """
     result = suite(
-        "-n2", "--perf-save=main", "--perf-storage=kept", "--perf-json=out.json", tests=SUITE + failing, apart=True
+        "-p",
+        "xdist",
+        "-n2",
+        "--perf-save=main",
+        "--perf-storage=kept",
+        "--perf-json=out.json",
+        tests=SUITE + failing,
+        apart=True,
     )
     result.assert_outcomes(passed=5, failed=1, errors=1)
     assert "Did you mean 'max_kernels'" in result.stdout.str()

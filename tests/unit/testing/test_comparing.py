@@ -129,8 +129,8 @@ def test_a_slower_step_is_never_called_faster_by_a_real_clock() -> None:
     def work(rounds: int) -> Callable[[], None]:
         return lambda: sum(range(rounds)) and None
 
-    found = Comparison(work(2_000), work(20_000), max_pairs=6, undecided=lambda reason: None)
-    with pytest.raises(AssertionError):
+    found = Comparison(work(2_000), work(20_000), max_pairs=6)
+    with pytest.raises(AssertionError):  # or undecided, where the machine is busy: not passed either way
         found.assert_faster(by="1 %")
     assert len(found.pairs) == 6
     assert all(len(HostStopwatch().times(work(10), n)) == n for n in (1, 5))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from advisor.core.errors import AdvisorError
+from advisor.profiling import environment
 from advisor.testing.marker import Marked
 from advisor.testing.options import FAIL, SKIP, WARN, Options
 from advisor.testing.perf import Inconclusive, Perf
@@ -96,8 +97,16 @@ def test_a_module_with_a_batch_and_a_loss_is_measured_and_held_to_the_marker() -
     assert [budget.title for budget in result.budgets] == ["kernel count", "host synchronisations"]
 
 
-def test_a_script_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder; the machine's rates are not measured for this."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "probe", environment.host_facts)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def test_a_script_is_measured_in_a_process_of_its_own(folder: Path) -> None:
     Path("train.py").write_text(
         """
 import sys
@@ -117,11 +126,10 @@ for _ in range(500):
     found.assert_kernel("addmm")
     with pytest.raises(AssertionError, match=r"aten::_local_scalar_dense  train\.py:12"):
         found.assert_no_host_sync()
-    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+    assert list(folder.iterdir()) == [folder / "train.py"]
 
 
-def test_a_script_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_script_that_fails_is_an_error(folder: Path) -> None:
     Path("train.py").write_text("raise SystemExit(3)")
     with pytest.raises(AdvisorError, match=r"train\.py could not be measured"):
         perf().measure("train.py")
