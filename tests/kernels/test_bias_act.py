@@ -386,3 +386,16 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.Monk
         compiler.module.cache_clear()
     assert any(planted)
     assert not passed
+
+
+def test_a_tensor_that_begins_between_vectors_is_not_taken(emulated) -> None:
+    dispatch.clear()
+    flat = torch.randn(2 * 3 * 3 * 8 + 1)
+    x = flat[1:].view(2, 3, 3, 8).permute(0, 3, 1, 2)
+    bias = torch.randn(8)
+    assert torch.equal(api.bias_act(x, bias, None, "relu"), reference.bias_act(x, bias, None, "relu"))
+    assert api.fell_back == {"input is not channels_last": 1}
+    y = api.bias_act(x.clone().requires_grad_(), bias, None, "relu")
+    assert y.grad_fn is not None
+    y.backward(x)  # nor a gradient: it is copied
+    assert emulated.launches == {"bias_act_forward": 1, "bias_act_backward": 1}

@@ -6,6 +6,7 @@ registered with torch.library (fake kernel, autograd) for graphs that Inductor c
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,12 +18,17 @@ from advisor.ops.bias_act import cuda, reference, spec
 engaged, fell_back = dispatch.counters("bias_act")
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return storage.name(tensor.dtype)
-
-
 def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return (
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and tensor.data_ptr() % 16 == 0  # a view may begin anywhere
+    )
+
+
+def _made_dense(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.contiguous(memory_format=torch.channels_last)
+    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
 
 
 def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -30,47 +36,84 @@ def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.float().reshape(-1).contiguous()
 
 
-def unsupported(
+def _elsewhere(x: torch.Tensor, *others: torch.Tensor | None) -> str:
+    return "not all on one device" if any(t is not None and t.device != x.device for t in others) else ""
+
+
+def _refusal(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
 ) -> str:
-    """Why the bias + activation kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
+    """Why PyTorch's own operations run for bias + activation; empty when the kernels do."""
+    reason = nvrtc.on_device(x) or _elsewhere(x, bias, residual)
     if reason:
         return reason
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not _dense(residual)):
         return "residual differs in shape, dtype or layout"
-    return spec.unsupported(
-        shape=tuple(x.shape),
-        channels_last=_dense(x),
-        dtype=_dtype(x),
+    variant = (activation, slope, bias is not None, residual is not None)
+    return dispatch.refusal(*_standing(x.shape, _dense(x), x.dtype, variant, x.device.index or 0))
+
+
+@lru_cache(maxsize=4096)
+def _standing(
+    shape: torch.Size, dense: bool, dtype: torch.dtype, variant: tuple[str, float, bool, bool], device: int
+) -> tuple[str, str]:
+    """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
+    activation, slope, bias, residual = variant
+    unsupported = spec.unsupported(
+        shape=tuple(shape),
+        channels_last=dense,
+        dtype=storage.name(dtype),
         activation=activation,
         slope=slope,
-        bias=bias is not None,
-        residual=residual is not None,
-        arch=nvrtc.arch(x.device.index or 0),
+        bias=bias,
+        residual=residual,
+        arch=nvrtc.arch(device),
     )
+    return unsupported, spec.wins()
 
 
-def scale_unsupported(
+def _scale_refusal(
     branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
 ) -> str:
-    """Why the scale + add kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(branch)
+    """Why PyTorch's own operations run for factors + add; empty when the kernels do."""
+    reason = nvrtc.on_device(branch) or _elsewhere(branch, scale, keep, residual)
     if reason:
         return reason
     if keep is not None and keep.requires_grad:
         return "the drop path's factors need a gradient"
     if residual.shape != branch.shape:
         return "branch and residual differ in shape"
-    return spec.scale_unsupported(
-        shape=tuple(branch.shape),
-        channels_last=_dense(branch) and _dense(residual),
-        dtype=_dtype(branch),
-        stream=_dtype(residual),
-        scale=scale is not None,
-        keep=keep is not None,
-        arch=nvrtc.arch(branch.device.index or 0),
+    dense = _dense(branch) and _dense(residual)
+    variant = (scale is not None, keep is not None)
+    return dispatch.refusal(
+        *_scale_standing(branch.shape, dense, branch.dtype, residual.dtype, variant, branch.device.index or 0)
     )
+
+
+@lru_cache(maxsize=4096)
+def _scale_standing(
+    shape: torch.Size,
+    dense: bool,
+    dtype: torch.dtype,
+    stream: torch.dtype,
+    variant: tuple[bool, bool],
+    device: int,
+) -> tuple[str, str]:
+    unsupported = spec.scale_unsupported(
+        shape=tuple(shape),
+        channels_last=dense,
+        dtype=storage.name(dtype),
+        stream=storage.name(stream),
+        scale=variant[0],
+        keep=variant[1],
+        arch=nvrtc.arch(device),
+    )
+    return unsupported, spec.wins()
+
+
+@lru_cache(maxsize=64)
+def _name(activation: str, bias: bool, residual: bool) -> str:
+    return spec.name(activation, bias=bias, residual=residual)
 
 
 class _BiasAct(torch.autograd.Function):
@@ -100,9 +143,7 @@ class _BiasAct(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope)
         else:
-            dx, dbias = cuda.bias_act_backward(
-                dy.contiguous(memory_format=torch.channels_last), saved, _fp32(bias), ctx.activation, ctx.slope
-            )
+            dx, dbias = cuda.bias_act_backward(_made_dense(dy), saved, _fp32(bias), ctx.activation, ctx.slope)
         return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None
 
 
@@ -138,11 +179,11 @@ def bias_act(
     Returns:
         A tensor like x.
     """
-    reason = dispatch.refusal(unsupported(x, bias, residual, activation, slope), spec.wins())
+    reason = _refusal(x, bias, residual, activation, slope)
     if reason:
         fell_back[reason] += 1
         return reference.bias_act(x, bias, residual, activation, slope)
-    engaged[spec.name(activation, bias=bias is not None, residual=residual is not None)] += 1
+    engaged[_name(activation, bias is not None, residual is not None)] += 1
     result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place)  # type: ignore[no-untyped-call]
     return result
 
@@ -166,9 +207,7 @@ class _ScaleAdd(torch.autograd.Function):
         branch, scale, keep = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             return _differentiable_scale_backward(dy, branch, scale, keep, ctx.dtype)
-        dbranch, dscale = cuda.scale_add_backward(
-            dy.contiguous(memory_format=torch.channels_last), branch, _fp32(scale), _fp32(keep), ctx.dtype
-        )
+        dbranch, dscale = cuda.scale_add_backward(_made_dense(dy), branch, _fp32(scale), _fp32(keep), ctx.dtype)
         return dbranch, None if scale is None else dscale.to(scale.dtype).view(scale.shape), None, dy
 
 
@@ -201,7 +240,7 @@ def scale_add(
     Returns:
         A new tensor like residual.
     """
-    reason = dispatch.refusal(scale_unsupported(branch, scale, keep, residual), spec.wins())
+    reason = _scale_refusal(branch, scale, keep, residual)
     if reason:
         fell_back[reason] += 1
         return reference.scale_add(branch, scale, keep, residual)
@@ -215,10 +254,10 @@ def bias_act_op(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
 ) -> torch.Tensor:
     """As `bias_act`, for compiled graphs. CUDA only."""
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = _made_dense(x)
     if residual is not None:
-        residual = residual.contiguous(memory_format=torch.channels_last)
-    engaged[spec.name(activation, bias=bias is not None, residual=residual is not None)] += 1
+        residual = _made_dense(residual)
+    engaged[_name(activation, bias is not None, residual is not None)] += 1
     y = torch.empty_like(x)
     cuda.bias_act(x, _fp32(bias), residual, activation, slope, y)
     return y
@@ -236,8 +275,8 @@ def bias_act_backward_op(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias)."""
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    saved = saved.contiguous(memory_format=torch.channels_last)
+    dy = _made_dense(dy)
+    saved = _made_dense(saved)
     return cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
 
 
@@ -269,8 +308,8 @@ def scale_add_op(
     branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
     """As `scale_add`, for compiled graphs. CUDA only."""
-    branch = branch.contiguous(memory_format=torch.channels_last)
-    residual = residual.contiguous(memory_format=torch.channels_last)
+    branch = _made_dense(branch)
+    residual = _made_dense(residual)
     engaged[spec.scale_name(scale=scale is not None, keep=keep is not None)] += 1
     return cuda.scale_add(branch, _fp32(scale), _fp32(keep), residual)
 
@@ -291,9 +330,9 @@ def scale_add_backward_op(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::scale_add`: dbranch in `dtype`, and dscale [C] fp32 (empty without a scale)."""
-    dy = dy.contiguous(memory_format=torch.channels_last)
+    dy = _made_dense(dy)
     if branch is not None:
-        branch = branch.contiguous(memory_format=torch.channels_last)
+        branch = _made_dense(branch)
     return cuda.scale_add_backward(dy, branch, _fp32(scale), _fp32(keep), dtype)
 
 
