@@ -33,7 +33,9 @@ def _made_dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """One factor or term a channel or sample, as the kernels take it: no copy when it is that already."""
-    return None if tensor is None else tensor.float().reshape(-1).contiguous()
+    if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _elsewhere(x: torch.Tensor, *others: torch.Tensor | None) -> str:

@@ -140,7 +140,7 @@ def scale_add(
 ) -> torch.Tensor:
     """residual + branch * scale * keep, like residual.
 
-    branch, residual: [N, C, H, W] channels_last; scale: [C] fp32 and keep: [N] fp32, contiguous.
+    branch, residual: [N, C, H, W] channels_last; scale: C and keep: N fp32 values, contiguous.
     """
     device = branch.device.index or 0
     plan = _scale_add(
@@ -174,7 +174,7 @@ def scale_add_backward(
     keep: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dbranch (like dy, in `dtype`, the branch's) and dscale [C] fp32 (empty without a scale).
+    """Returns dbranch (like dy, in `dtype`, the branch's) and dscale, C fp32 values (empty without a scale).
 
     dy, branch: [N, C, H, W] channels_last; the branch is read for dscale alone.
     """
