@@ -10,7 +10,7 @@ from advisor.ops import storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_max_pool import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
-from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
+from advisor.ops.pooling.spec import K2S2, K3S2, Window
 
 _KINKS = {"relu": (0.0,), "relu6": (0.0, 6.0), "leaky_relu": (0.0,), "none": ()}
 
@@ -100,8 +100,8 @@ BENCHMARK = (
 _WIDE = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
 # They run emulated in the tests too, where each variant is compiled.
 VERIFICATION = (
-    *(_case((3, 24, 13, 11), K3S2, dtype) for dtype in storage.STORAGE),
+    _case((3, 24, 13, 11), K3S2, "float32"),
+    _case((3, 24, 13, 11), K3S2, "bfloat16"),
+    _case((4, 8, 9, 10), K2S2, "float16", "leaky_relu"),
     _case((2, 264, 7, 6), _WIDE, "bfloat16", "relu6"),
-    _case((4, 8, 9, 10), K2S2, "bfloat16", "leaky_relu"),
-    _case((2, 16, 8, 9), K3S1, "bfloat16", "none"),
 )
