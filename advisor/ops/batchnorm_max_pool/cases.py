@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from advisor.ops import storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_max_pool import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
