@@ -64,6 +64,15 @@ _SMALL = 4096
 _FLOOR = 1e-3
 # While a change of precision overflows, output gradients are lowered by this factor, as a GradScaler would.
 _LOWER, _LOWER_TRIES = 2.0**-4, 5
+# An activation within rounding of zero passes its gradient or not: rare, so that two runs with one rounding at the start seldom
+# show it, and as large as a fault of one element. Before a change of order is refused, the plain step is run with as many
+# roundings as sums over a thousand terms make (a random walk over 9 x 64 to 9 x 512 terms; 1.6e-6 of the output seen for
+# channels_last on a CPU). Coarser classes round products once a layer, which the runs above show already. ResNet-18 at an
+# eighth of its width: 6 of 16 right changes refused without it, 1 of 48 with it.
+_LAYERED_ROUNDINGS, _LAYERED_SEEDS = 32.0, (3, 4, 5, 6, 7, 8)
+# However far these runs go, they excuse no more than this of a group (ten times as much of an element), times NOISE_FACTOR: a
+# gradient that is a third too large stays wrong.
+_LAYERED_MOST = 0.025
 _REPEATS = 3
 _TURNS = 6
 
@@ -204,6 +213,12 @@ class Gate:
             findings, first_us = [], 0.0
             for call, reference in zip(self._calls, plain, strict=True):
                 finding, extra = self._compare(call, saved, reference, semantics)
+                reordered = semantics is Semantics.REASSOCIATED and reference.target_class not in _ROUNDED
+                if finding.passed is False and reordered and not reference.unusable:
+                    off()
+                    reference.noise += self._layered_noise(call, saved, reference)
+                    on()
+                    finding, _ = self._compare(call, saved, reference, semantics)
                 findings.append(finding)
                 first_us += extra
             saved.restore()
@@ -240,6 +255,17 @@ class Gate:
                 exact = _replay(call, saved, autocast=False)
                 plain.noise.append(_distance(base, exact))
         return plain
+
+    def _layered_noise(self, call: _Call, saved: SavedState, plain: _Plain) -> list[_Distance]:
+        """How far the plain step goes for as much rounding as a sum in another order makes in every layer."""
+        jitter = _LAYERED_ROUNDINGS * _EPSILON[plain.target_class]
+        runs = [_distance(_replay(call, saved, jitter=jitter, seed=seed), plain.base) for seed in _LAYERED_SEEDS]
+        return [_Distance(
+            l2={group: min(value, _LAYERED_MOST) for group, value in run.l2.items()},
+            worst={group: min(value, 10 * _LAYERED_MOST) for group, value in run.worst.items()},
+            cosine=max(run.cosine, 1.0 - _LAYERED_MOST),
+            scale=min(max(run.scale, 1.0 - _LAYERED_MOST), 1.0 + _LAYERED_MOST),
+        ) for run in runs if not run.broken]  # fmt: skip
 
     # -- the step with the change on --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.profiling.training import RootModule, Training
+from advisor.trials import gate
 from advisor.trials.gate import Gate
 
 torch.set_num_threads(1)
@@ -402,3 +403,63 @@ def test_the_first_replay_tells_what_compiling_costs(loop):
 
     result = loop.gate.judge(on, lambda: None, Semantics.REASSOCIATED)
     assert 150_000 < result.first_us < 400_000
+
+
+EDGE = 3e4  # in roundings of the products: a few of the 2048 activations are as near to zero as one
+
+
+class Knife(nn.Module):
+    """Some activations are within some roundings of zero, so that another order of sums lets other gradients through."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 128))
+        self.register_buffer("edge", torch.zeros(16, 128))
+
+    def forward(self, x):
+        return F.relu(x @ self.weight - self.edge)
+
+
+class OnEdge(Loop):
+    def __init__(self):
+        torch.manual_seed(0)
+        self.net = Knife()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+        self.training = Training(device=torch.device("cpu"), optimizers=[self.optimizer])
+        self.root = RootModule(module=self.net, name="Knife")
+        self.training.roots.append(self.root)
+        self.gate = Gate(self.training)
+        self.is_on = False
+        x = torch.randn(16, 64)
+        with torch.no_grad():
+            sums = x @ self.net.weight
+            self.net.edge.copy_(sums + EDGE * 2.0**-24 * torch.randn(16, 128))
+        self.gate.arm()
+        out = self.net(x)
+        self.root.args, self.root.kwargs, self.root.output = (x,), {}, out
+        self.root.output_grads = (torch.randn(16, 128),)
+        assert self.gate.captured()
+
+
+def moved_by(roundings):
+    """The products off by so many roundings of their size, as another order of summation leaves them."""
+
+    def change(forward):
+        net = forward.__self__
+        noise = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
+
+        def changed(x):
+            return F.relu(x @ net.weight + roundings * 8 * 2.0**-24 * noise - net.edge)
+
+        return changed
+
+    return change
+
+
+def test_activations_at_the_edge_of_zero_do_not_make_another_order_wrong(monkeypatch):
+    assert OnEdge().judge(moved_by(24)).passed
+    monkeypatch.setattr(gate, "_LAYERED_SEEDS", ())
+    assert not OnEdge().judge(moved_by(24)).passed  # what one rounding at the start shows is not enough
+    monkeypatch.undo()
+    assert not OnEdge().judge(wrong_gradient).passed
+    assert not OnEdge().judge(moved_by(1e4)).passed
