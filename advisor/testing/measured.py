@@ -19,6 +19,7 @@ from advisor.testing.amounts import Amount
 from advisor.testing.baselines import Entry, Machine, Stored
 from advisor.testing.quantities import (
     BY_KEY,
+    QUANTITIES,
     Beyond,
     Culprit,
     Quantity,
@@ -322,21 +323,31 @@ class Measured:
 
     # -- how a bound is held ------------------------------------------------------------------------------------------
 
-    def hold_to_baseline(
-        self, stored: Stored, tolerance: float | None = None, keys: Sequence[str] = tuple(BY_KEY)
-    ) -> list[str]:
+    def other_device(self, stored: Stored) -> str:
+        """Why nothing at all can be compared with the baseline: operators of a CPU are no kernels of a GPU. "" if it can."""
+        here, there = self.machine.device, stored.machine.device if stored.machine is not None else ""
+        if not there or here == there:
+            return ""
+        return f"baseline {stored.name!r} is of a step on {there}, this one ran on {here}: the two cannot be compared"
+
+    def hold_to_baseline(self, stored: Stored, tolerance: float | None = None) -> list[str]:
         """Every quantity against a stored baseline; the messages of those that are worse than `tolerance` allows.
 
-        Times count on the machine that the baseline is of only; what one of the two does not know is passed over.
+        Times count on the machine that the baseline is of only. What one of the two does not know, or knows in another way
+        (measured, modelled), is passed over, and so is DRAM traffic that is only modelled.
         """
         entry = stored.entry(self.label)
+        if entry is None:
+            return []
+        if problem := self.other_device(stored):
+            return [problem]
+        same = stored.machine is not None and self.machine.same(stored.machine)
         problems = []
-        for key in keys if entry is not None else ():
-            quantity = BY_KEY[key]
-            reading = quantity.read(self._step)
-            usable = key in entry.values and reading.value is not None if entry is not None else False
-            same = stored.machine is not None and self.machine.same(stored.machine)
-            if not usable or (quantity.timed and not same):
+        for quantity in QUANTITIES:
+            key, reading = quantity.key, quantity.read(self._step)
+            if reading.value is None or entry.provenance.get(key) != reading.provenance.value:
+                continue
+            if (quantity.timed and not same) or (key == "dram" and reading.provenance is Provenance.MODELLED):
                 continue
             try:
                 self._against(quantity, reading, stored, tolerance)
@@ -371,6 +382,8 @@ class Measured:
         if stored is not None:
             if not isinstance(stored, Stored):
                 raise AdvisorError(f"baseline={stored!r}", expected="what the perf_baseline fixture returns")
+            if problem := self.other_device(stored):
+                raise CannotJudge(problem)
             tolerance = bounds.get("tolerance")
             share = None if tolerance is None else amounts.share(tolerance)
             if quantity.timed and stored.machine is not None and not self.machine.same(stored.machine):

@@ -243,6 +243,9 @@ class Perf:
         if entry is None or stored.machine is None:
             lines.append(f"not in baseline {stored.name!r}")
             return []
+        if other := found.other_device(stored):
+            lines.append(other)
+            return [other] if options.compare_fail else []
         same = found.machine.same(stored.machine)
         problems = []
         for key, quantity in BY_KEY.items():

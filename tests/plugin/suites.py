@@ -27,6 +27,8 @@ def made_up(self: Any, step: int, *rest: Any) -> Measured:
         profile = replace(profile, step_us=replace(profile.step_us, median=2000.0))
     if os.environ.get("ELSEWHERE"):
         profile = replace(profile, environment=replace(profile.environment, gpu_uuid="GPU-2"))
+    if os.environ.get("ON_CPU"):
+        profile = replace(profile, environment=replace(profile.environment, device="cpu"))
     return Measured(profile, label=rest[-1], seconds=0.1)
 
 

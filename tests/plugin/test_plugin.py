@@ -216,6 +216,14 @@ def test_a_baseline_is_stored_compared_and_updated(
     elsewhere.assert_outcomes(passed=2, deselected=1)
     assert "times were not compared" in elsewhere.stdout.str()
 
+    monkeypatch.setenv("ON_CPU", "1")
+    on_cpu = suite("--perf-compare=main", "-k", "counts or fixture")
+    on_cpu.assert_outcomes(passed=1, failed=1, deselected=1)
+    assert "is of a step on cuda, this one ran on cpu" in on_cpu.stdout.str()
+    suite("--perf-compare=main", "--perf-compare-fail=kernels:0", "-k", "counts").assert_outcomes(
+        failed=1, deselected=2
+    )
+
 
 def test_workers_of_xdist_send_what_they_measured(suite: Run, pytester: pytest.Pytester) -> None:
     failing = """

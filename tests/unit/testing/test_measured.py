@@ -283,10 +283,31 @@ def test_another_machines_baseline_is_for_counts_and_bytes_only() -> None:
     assert [q.key for q in QUANTITIES if q.timed] == ["step", "busy", "limit"]
 
 
+def test_operators_of_a_cpu_are_not_held_to_kernels_of_a_gpu() -> None:
+    cpu = measured(changed(environment=replace(H200, device="cpu")))
+    (problem,) = cpu.hold_to_baseline(stored())
+    assert "of a step on cuda, this one ran on cpu" in problem
+    with pytest.raises(CannotJudge, match="cannot be compared"):
+        cpu.assert_kernel_count(baseline=stored())
+
+
 def test_measured_and_modelled_traffic_are_not_compared() -> None:
     modelled = replace(stored().entries[0], provenance={**stored().entries[0].provenance, "dram": "modelled"})
     with pytest.raises(CannotJudge, match="cannot be compared"):
         measured().assert_dram_bytes(baseline=replace(stored(), entries=(modelled,)))
+
+
+def test_traffic_that_is_modelled_is_passed_over_where_everything_is_held_to_a_baseline() -> None:
+    rows = tuple(
+        replace(row, dram_bytes=None, dram_provenance=Provenance.UNAVAILABLE, modelled_bytes=1e9)
+        for row in PROFILE.kernels
+    )
+    modelled = measured(changed(kernels=rows))
+    assert modelled.hold_to_baseline(stored()) == []  # measured there
+    less = replace(modelled.entry, values={**modelled.entry.values, "dram": 1.0})
+    assert modelled.hold_to_baseline(replace(stored(), entries=(less,))) == []
+    (problem,) = measured().hold_to_baseline(stored(dram=1.0))  # measured here and there
+    assert problem.startswith("DRAM traffic")
 
 
 def test_a_baseline_without_this_test_is_an_error_unless_it_is_being_written() -> None:
