@@ -31,7 +31,16 @@ FAMILIES: tuple[Family, ...] = (
         title="Fused squeeze-and-excite kernels",
         replaces="mean + two 1x1 convolutions + activation + gate + product, channels_last",
         transform="fused_squeeze_excite",
-        modules=("SqueezeExcitation", "SqueezeExcite", "SEModule", "SELayer", "SEBlock"),
+        modules=(
+            "SqueezeExcitation",
+            "SqueezeExcite",
+            "SqueezeAndExcitation",
+            "SqueezeAndExcite",
+            "SEModule",
+            "SELayer",
+            "SEBlock",
+            "SE",
+        ),
     ),
     Family(
         id="pooling",
