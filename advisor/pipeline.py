@@ -39,6 +39,8 @@ OUTPUT_FILE = "script-output.log"
 
 # The shortest warm-up in which a script can be understood: discovery looks at three steps, and its findings are then read.
 LEAST_WARMUP = 4
+BRIEF_WARMUP = 1  # of scripts that make fewer steps than a warm-up and a trace need
+FORWARD_LOST = 1  # the first round of model calls only shows what a round is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,17 +252,22 @@ def _shorter(session: Session, code: int) -> Session | None:
         first = storage.load(session.folder / STEPS_FILE, StepsRecord)
     except AdvisorError:
         return None
-    if first.complete or first.traced is not None or first.kind == "none":
+    infers = first.kind == "none" and first.forward_steps > 0
+    if first.complete or first.traced is not None or (first.kind == "none" and not infers):
         return None
+    seen = first.forward_steps - FORWARD_LOST if infers else first.steps_seen
     # Not every step can be timed: epochs begin, an evaluation comes between. Reading the model's facts at the start of the
     # timed window and starting the profiler cost two more, and those are advisor's own doing.
     passed_over = sum(count for reason, count in first.excluded.items() if reason != OWN_WORK)
-    detail = max(1, min(session.detail_steps, first.steps_seen // 8))
-    warmup = max(LEAST_WARMUP, min(session.warmup, first.steps_seen // 4))
-    steps = min(session.steps, first.steps_seen - warmup - detail - 2 - passed_over)
-    if steps < 1:
-        return None
-    return replace(session, warmup=warmup, steps=steps, detail_steps=detail, protect_files=True)
+    detail = max(1, min(session.detail_steps, seen // 8))
+    warmup = max(LEAST_WARMUP, min(session.warmup, seen // 4))
+    steps = min(session.steps, seen - warmup - detail - 2 - passed_over)
+    again = replace(session, infers=infers, protect_files=True)
+    if steps >= 1:
+        return replace(again, warmup=warmup, steps=steps, detail_steps=detail)
+    # Too few for a warm-up: the last is traced, the one before is disturbed by the profiler's start, the others are timed.
+    steps = seen - BRIEF_WARMUP - 2
+    return replace(again, brief=True, warmup=BRIEF_WARMUP, steps=steps, detail_steps=1) if steps >= 1 else None
 
 
 def _ended(code: int, number: int) -> str:

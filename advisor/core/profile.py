@@ -203,7 +203,7 @@ class StepProfile:
     argv: tuple[str, ...]
     created: str  # ISO 8601, UTC
     environment: Environment
-    step_kind: str  # optimizer, marker, period, none
+    step_kind: str  # optimizer, marker, period (of backward passes), forward (rounds of model calls: no training), none
     step_us: Spread | None  # CUDA events on a GPU, wall clock on a CPU
     wall_us: Spread | None
     steps_seen: int = 0

@@ -40,7 +40,8 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     training = Training(device=torch.device("cpu"))
     try:
         watcher = steps.attach(training, session, patches)
-        discovery = discover.attach(training, watcher, keep_inputs=session.mode != "profile")
+        profiles = session.mode == "profile"
+        discovery = discover.attach(training, watcher, keep_inputs=not profiles, infer=profiles)
     except BaseException:
         patches.restore_all()
         raise

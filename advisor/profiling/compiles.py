@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 
 def compiled_graphs() -> int:
@@ -14,6 +15,11 @@ def compiled_graphs() -> int:
 def compiled_code_in_use() -> bool:
     """True when Dynamo has compiled something."""
     return bool(compiled_graphs()) or bool(_counters("frames").get("ok"))
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a call of this module runs compiled code: wrapped by torch.compile, or compiled in place."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def graph_breaks() -> float | None:

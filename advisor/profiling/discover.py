@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from advisor.profiling.compiles import is_compiled
+from advisor.profiling.forwards import ForwardWatch
 from advisor.profiling.patches import Patch
 from advisor.profiling.sources import user_line
-from advisor.profiling.steps import EPOCH, EVALUATION, StepWatcher
+from advisor.profiling.steps import EPOCH, EVALUATION, FORWARD, StepWatcher
 from advisor.profiling.training import RootModule, StepEvent, Training
 
 # Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
@@ -99,6 +101,7 @@ class Discovery:
         self._samples: Counter[int] = Counter()
         self._iterators: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
         self._drawn: list[DataLoader[Any]] = []
+        self._forwards = ForwardWatch(self.patches, self._observe_forward)
 
     # -- boundaries -------------------------------------------------------------------------------------------------
 
@@ -190,6 +193,7 @@ class Discovery:
 
         @wraps(plain)
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            unless()
             plain(optimizer, *args, **kwargs)
             begin()
 
@@ -198,11 +202,25 @@ class Discovery:
             if not self._looks:
                 self.look()
 
-        begin = self.patches.guard(look)
+        begin, unless = self.patches.guard(look), self.patches.guard(self._forwards.end)
         patch = self.patches.replace(torch.optim.Optimizer, "__init__", init)
+
+    def wait_for_forwards(self) -> None:
+        """Count the script's model calls where it shows signs of training nothing; making an optimizer ends that."""
+        self._forwards.wait()
+
+    def _observe_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], start: int
+    ) -> None:
+        if not self._in_training_thread() or self.watcher.in_backward or next(module.parameters(), None) is None:
+            return
+        if not self.seen.first_ns:
+            self.seen.first_ns = start
+        self.watcher.model_called(id(module), _shapes(args, kwargs))
 
     def look(self) -> None:
         """Observe every module call, `zero_grad`, clipping and host-to-device moves for the next steps."""
+        self._forwards.end()
         self._unwatch()
         self._looks += 1
         self._steps_looked = 0
@@ -255,7 +273,7 @@ class Discovery:
                 self.seen.first_ns = time.perf_counter_ns()
             depth.level = level + 1
             try:
-                if _compiled(module):
+                if is_compiled(module):
                     # Dynamo is about to trace what is inside: it must see torch's own code.
                     output = self._out_of_sight(plain, module, args, kwargs)
                 else:
@@ -302,20 +320,24 @@ class Discovery:
         if not outermost:
             return
         self._last_conv = None
-        if not torch.is_grad_enabled():
+        infers = self.watcher.kind == FORWARD
+        if not torch.is_grad_enabled() and not infers:
             if not module.training:
                 self.watcher.note(EVALUATION)
             return
         if next(module.parameters(), None) is None:
             return  # a loss, or a preprocessing module
         self.watcher.last_root = id(module)
-        self.watcher.current.shapes.extend(_shapes(args, kwargs))
+        if not infers:
+            self.watcher.current.shapes.extend(_shapes(args, kwargs))
         self._trains[id(module)] = module.training
         self._calls.append(_Call(module, args, kwargs, output, threading.get_ident()))
         if self.training.keep_gradients:
             known = next((root for root in self.training.roots if root.module is module), None)
             if known is not None:
                 self._record(known, args, kwargs, output)
+        if infers and self._in_training_thread():
+            self.watcher.model_called(id(module), _shapes(args, kwargs))
 
     def _zero_grad(self, plain: Any) -> Any:
         def observe(held: list[torch.Tensor]) -> None:
@@ -400,6 +422,10 @@ class Discovery:
 
     def _observe_root(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         module, watcher = root.module, self.watcher
+        if watcher.kind == FORWARD:
+            if threading.get_ident() == watcher.thread:
+                watcher.model_called(id(module), _shapes(args, kwargs))
+            return
         trains = self._trains.get(id(module), True)
         if module.training != trains and trains:
             watcher.note(EVALUATION)
@@ -461,7 +487,7 @@ class Discovery:
             return
         if not self.seen.first_ns:
             self.seen.first_ns = start
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self.watcher.kind != FORWARD:
             return  # evaluation
         loader = self._iterators.get(iterator)
         if loader is not None and not any(loader is known for known in self._drawn):
@@ -486,9 +512,14 @@ class Discovery:
         return threading.get_ident() == known if known else threading.current_thread() is threading.main_thread()
 
 
-def attach(training: Training, watcher: StepWatcher, *, keep_inputs: bool = True) -> Discovery:
-    """Begin to look: `training` fills up within the first steps. `keep_inputs` keeps each root's latest arguments."""
+def attach(training: Training, watcher: StepWatcher, *, keep_inputs: bool = True, infer: bool = False) -> Discovery:
+    """Begin to look: `training` fills up within the first steps.
+
+    `keep_inputs` keeps each root's latest arguments; `infer` reports model calls to the watcher while nothing trains.
+    """
     discovery = Discovery(training, watcher, keep_inputs=keep_inputs)
+    if infer:
+        discovery.wait_for_forwards()
     discovery.look_once_an_optimizer_is_made()
     discovery.hook_loaders()
     training.on_step.insert(0, discovery.on_step)
@@ -515,10 +546,6 @@ def inner(module: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(wrapped, torch.nn.Module):
             return module
         module = wrapped
-
-
-def _compiled(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _weight_dtype(module: torch.nn.Module, value: torch.Tensor) -> torch.dtype:

@@ -34,7 +34,7 @@ from advisor.profiling.records import (
     save_trace,
 )
 from advisor.profiling.session import Session, tell
-from advisor.profiling.steps import OWN, PATTERN, StepWatcher
+from advisor.profiling.steps import FORWARD, OWN, PATTERN, StepWatcher
 from advisor.profiling.stop import stop
 from advisor.profiling.timing import StepTimes, spread, step_times
 from advisor.profiling.training import StepEvent, Training
@@ -58,7 +58,8 @@ class ProfileDriver:
         self.phase = "warm-up"
         self.records = os.environ.get("RANK", "0") == "0"
         # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
-        self.in_step = _world_size() > 1
+        # So it is in a script that makes no step more than are wanted.
+        self.in_step = _world_size() > 1 or session.brief
         self.compiled: bool | None = None  # whether the step runs compiled code, where the caller has seen it
         self._notes: list[str] = []
         self._process = os.getpid()
@@ -113,15 +114,17 @@ class ProfileDriver:
             self._warm_since_ns = step.host_ns
         if len(self._warm_boundaries) < KEPT_WARMUP:
             self._warm_boundaries.append(step)
-        if self._warm == LOOK_STEPS:
+        if self._warm == LOOK_STEPS and not self.session.brief:
             self._read_facts()
-        wanted = max(self.session.warmup, MIN_WARMUP)
+        wanted = self.session.warmup if self.session.brief else max(self.session.warmup, MIN_WARMUP)
         slow = not self.in_step and self._warm > MIN_WARMUP and step.host_ns - self._warm_since_ns > WARMUP_S * 1e9
         if self._over() or self._warm >= wanted or slow:
             self._begin_timed(step)
             return
         self._tell_phase(self._warm, wanted)
-        if self._warm & (self._warm - 1) == 0:  # 1, 2, 4, 8: early enough for a script that ends with os._exit
+        if (
+            self._warm & (self._warm - 1) == 0 and not self.session.brief
+        ):  # 1, 2, 4, 8: early enough for a script that ends with os._exit
             self._save_steps()
 
     # -- timed ------------------------------------------------------------------------------------------------------
@@ -133,7 +136,8 @@ class ProfileDriver:
             self._graphs = compiled_graphs()
         self._timed_boundaries = [step]
         self._timed = _window(step)
-        self._save_steps()
+        if not self.session.brief:
+            self._save_steps()  # takes longer than a hundredth of a short step, which then counts as disturbed
         self._tell_phase(0, self.session.steps, always=True)
 
     def _time(self, step: StepEvent) -> None:
@@ -312,6 +316,10 @@ class ProfileDriver:
         notes = list(self._notes)
         if provisional and self.watcher.seen:
             notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
+        if self.session.brief:
+            notes.append("the script makes so few steps that these times include its warm-up")
+        if self.watcher.kind == FORWARD:
+            notes.append("the script trains nothing: each round of its model calls was taken for a step")
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
         bounds = [bound.host_ns for bound in self._bounds]
@@ -322,6 +330,7 @@ class ProfileDriver:
             wall_us=spread(times.wall_us),
             steps_seen=self.watcher.seen,
             warmup=self._warm,
+            forward_steps=self.watcher.forward_steps if self.watcher.kind == "none" else 0,
             first_step_us=(first - first_ns) / 1e3 if first_ns and first else None,
             excluded=times.excluded,
             loader_us=tuple(self._loader_us),

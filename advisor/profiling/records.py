@@ -47,12 +47,15 @@ class StepsRecord:
     `loader_us` and `losses` stand beside `wall_us.raw`: one value a clean timed step (`losses` at most 512, NaN as null).
     """
 
-    kind: str  # optimizer, marker, period, none
+    kind: str  # optimizer, marker, period, forward, none
     device: str = "cpu"
     step_us: Spread | None = None
     wall_us: Spread | None = None
     steps_seen: int = 0  # boundaries, warm-up and traced ones included
     warmup: int = 0  # boundaries before the timed window
+    forward_steps: int = (
+        0  # rounds of model calls, where nothing was trained and the script ended before that was certain
+    )
     first_step_us: float | None = None  # from the first batch or forward to the first boundary
     excluded: dict[str, int] = field(default_factory=dict)  # reason → timed intervals left out
     loader_us: tuple[float, ...] = ()  # time in the loader's next() per clean timed step

@@ -3,8 +3,9 @@
 A step is one period of the repeating sequence of `Optimizer.step` calls: each call for one optimizer, D and G together
 for a GAN, five D and one G for a WGAN. Gradient accumulation needs no rule of its own: backward passes are counted, not
 taken for steps. A `GradScaler` that skips an update still ends the step. Without any optimizer the period in the
-sequence of backward passes serves (hand-written updates); `advisor.step()` in the script overrides both. A loop
-without optimizer, backward or marker has no steps that advisor can see.
+sequence of backward passes serves (hand-written updates), and in a script that trains nothing at all, once that is past
+doubt, the period in the sequence of its model calls; `advisor.step()` in the script overrides all of them. A loop without
+optimizer, backward, model call or marker has no steps that advisor can see.
 
 An interval between two boundaries is `clean` when it holds one training step and nothing else. What else it may hold is
 noted as marks (a new epoch's iterator, evaluation, a compile, a skipped update); a mark that most intervals bear is part
@@ -40,12 +41,16 @@ MAX_SIGNATURES = 64  # more distinct input shapes than this: shapes vary, and th
 # Backward passes without any Optimizer.step, while an optimizer exists, before they are taken for steps: accumulation
 # over more micro-batches than this has not been seen in CNN training.
 PATIENCE = 256
+# Model calls without any backward pass or optimizer before a script is taken to train nothing: an evaluation before the
+# training may take as many. Slow ones are not waited for beyond so many seconds, once there are a few.
+FORWARD_PATIENCE, FORWARD_LEAST, FORWARD_PATIENCE_S = 256, 16, 60.0
 # A listener that takes more of a step than this, and more than timer noise, has disturbed the next interval.
 LISTENER_FRAC, LISTENER_NS = 0.01, 200_000
 
 FIRST, PATTERN, EPOCH, EVALUATION = "first step", "step pattern changed", "new epoch", "evaluation"
 SKIPPED, SHAPES, BACKWARDS = "skipped by GradScaler", "another batch shape", "another number of backward passes"
 COMPILE, OWN = "compilation", OWN_WORK
+FORWARD = "forward"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +75,7 @@ class Interval:
 class StepWatcher:
     """Finds the steps and calls `training.on_step` at each boundary, from inside the user's own call.
 
-    `kind` is "optimizer", "period" (of backward passes), "marker" or "none"; `interval` is the last finished one and
+    `kind` is "optimizer", "period" (of backward passes), "forward" (period of model calls), "marker" or "none"; `interval` is the last finished one and
     `current` the one being filled. With nothing else listening a boundary costs about 10 µs of host time. A listener's exception switches advisor off; StopTraining, SystemExit and
     KeyboardInterrupt pass.
     """
@@ -95,6 +100,10 @@ class StepWatcher:
         self._past: set[Hashable] = set()
         self._optimizer_calls = 0
         self._backward_calls = 0
+        self._replays = 0
+        self._forwards: deque[Hashable] = deque(maxlen=2 * MAX_PERIOD)  # model calls while nothing was trained
+        self._forward_calls = 0
+        self._forwards_since_ns = 0
         self._changed = False
         self._mark_counts: Counter[str] = Counter()
         self._intervals = 0
@@ -156,9 +165,47 @@ class StepWatcher:
         if self.in_backward or _capturing():
             return
         self.current.replays += 1
+        self._replays += 1
         if not self._optimizer_calls and not self._backward_calls and self.kind != "marker":
             self.thread = threading.get_ident()
             self._without_optimizer(("replay", id(graph)))
+
+    def model_called(self, model: Hashable, shapes: list[tuple[int, ...]]) -> None:
+        """A model was called by the script itself, with tensors of `shapes`, and has returned."""
+        if self._optimizer_calls or self._backward_calls or self._replays or self.kind not in ("none", FORWARD):
+            return
+        self.thread = threading.get_ident()
+        key = (FORWARD, model)
+        if self.kind == FORWARD:
+            self.current.shapes.extend(shapes)
+            self._advance(key)
+            return
+        self._forwards.append(key)
+        self._forward_calls += 1
+        self._forwards_since_ns = self._forwards_since_ns or time.perf_counter_ns()
+        if not self._patient():
+            period = self._forward_period()
+            if period and not living_optimizers():
+                self._start(FORWARD)
+                for entry in list(self._forwards)[-2 * period :]:
+                    self._advance(entry)
+
+    def _patient(self) -> bool:
+        """Too few model calls were seen to rule out that a training follows. The heap is searched now and then only."""
+        count = self._forward_calls
+        if self.session.infers or (count >= FORWARD_PATIENCE and count % FORWARD_PATIENCE == 0):
+            return False
+        seconds = (time.perf_counter_ns() - self._forwards_since_ns) / 1e9
+        return count < FORWARD_LEAST or count % FORWARD_LEAST > 0 or seconds < FORWARD_PATIENCE_S
+
+    def _forward_period(self) -> int:
+        return smallest_period(tuple(self._forwards), covering=set(self._forwards))
+
+    @property
+    def forward_steps(self) -> int:
+        """Rounds of model calls in a script that has trained nothing so far; 0 when they do not repeat."""
+        period = self._forward_period() if not (self._optimizer_calls or self._backward_calls) else 0
+        return self._forward_calls // period if period else 0
 
     def loss_scaled(self, plain: Any, scaled: Any) -> None:
         """A GradScaler has scaled a loss: the plain one is the one to remember."""
@@ -248,7 +295,7 @@ class StepWatcher:
 
     def _find_period(self) -> int:
         history = tuple(self._history)
-        if self.kind == "period":
+        if self.kind in ("period", FORWARD):
             return smallest_period(history)
         if len(self._alive) == 1 and not self._old_pattern:
             return 1  # there is but one optimizer, and never was another
