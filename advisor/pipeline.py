@@ -262,12 +262,12 @@ def _shorter(session: Session, code: int) -> Session | None:
     detail = max(1, min(session.detail_steps, seen // 8))
     warmup = max(LEAST_WARMUP, min(session.warmup, seen // 4))
     steps = min(session.steps, seen - warmup - detail - 2 - passed_over)
-    again = replace(session, infers=infers, protect_files=True)
+    again = replace(session, infers=infers, brief=True, protect_files=True)
     if steps >= 1:
         return replace(again, warmup=warmup, steps=steps, detail_steps=detail)
     # Too few for a warm-up: the last is traced, the one before is disturbed by the profiler's start, the others are timed.
     steps = seen - BRIEF_WARMUP - 2
-    return replace(again, brief=True, warmup=BRIEF_WARMUP, steps=steps, detail_steps=1) if steps >= 1 else None
+    return replace(again, warmup=BRIEF_WARMUP, steps=steps, detail_steps=1) if steps >= 1 else None
 
 
 def _ended(code: int, number: int) -> str:
@@ -440,6 +440,9 @@ def apply(
         storage.save(run_dir / PROFILE_FILE, measured)
         storage.save(run_dir / FINDINGS_FILE, found)
     candidates = _chosen(found.recommendations, only, skip)
+    if measured.step_kind == "forward":
+        say("the script trains nothing, so no change can be tried in its training; the findings say what would help")
+        return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
     if dry_run:
         found = replace(found, recommendations=candidates)
         return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)

@@ -58,8 +58,9 @@ class ProfileDriver:
         self.phase = "warm-up"
         self.records = os.environ.get("RANK", "0") == "0"
         # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
-        # So it is in a script that makes no step more than are wanted.
-        self.in_step = _world_size() > 1 or session.brief
+        # So it is in a script that makes so few steps that there is no warm-up worth the name.
+        self.handful = session.brief and session.warmup < MIN_WARMUP
+        self.in_step = _world_size() > 1 or self.handful
         self.compiled: bool | None = None  # whether the step runs compiled code, where the caller has seen it
         self._notes: list[str] = []
         self._process = os.getpid()
@@ -114,16 +115,16 @@ class ProfileDriver:
             self._warm_since_ns = step.host_ns
         if len(self._warm_boundaries) < KEPT_WARMUP:
             self._warm_boundaries.append(step)
-        if self._warm == LOOK_STEPS and not self.session.brief:
+        if self._warm == LOOK_STEPS and not self.handful:
             self._read_facts()
-        wanted = self.session.warmup if self.session.brief else max(self.session.warmup, MIN_WARMUP)
+        wanted = self.session.warmup if self.handful else max(self.session.warmup, MIN_WARMUP)
         slow = not self.in_step and self._warm > MIN_WARMUP and step.host_ns - self._warm_since_ns > WARMUP_S * 1e9
         if self._over() or self._warm >= wanted or slow:
             self._begin_timed(step)
             return
         self._tell_phase(self._warm, wanted)
         if (
-            self._warm & (self._warm - 1) == 0 and not self.session.brief
+            self._warm & (self._warm - 1) == 0 and not self.handful
         ):  # 1, 2, 4, 8: early enough for a script that ends with os._exit
             self._save_steps()
 
@@ -136,7 +137,7 @@ class ProfileDriver:
             self._graphs = compiled_graphs()
         self._timed_boundaries = [step]
         self._timed = _window(step)
-        if not self.session.brief:
+        if not self.handful:
             self._save_steps()  # takes longer than a hundredth of a short step, which then counts as disturbed
         self._tell_phase(0, self.session.steps, always=True)
 
@@ -148,7 +149,7 @@ class ProfileDriver:
             self._backwards.append(interval.backwards)
         clean, total = len(self._backwards), len(self._timed_boundaries) - 1
         wanted = max(self.session.steps, 1)
-        if self.in_step:
+        if self.in_step or self.session.brief:
             done = total >= wanted
         else:
             seconds = (step.host_ns - self._timed_boundaries[0].host_ns) / 1e9
@@ -316,7 +317,7 @@ class ProfileDriver:
         notes = list(self._notes)
         if provisional and self.watcher.seen:
             notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
-        if self.session.brief:
+        if self.handful:
             notes.append("the script makes so few steps that these times include its warm-up")
         if self.watcher.kind == FORWARD:
             notes.append("the script trains nothing: each round of its model calls was taken for a step")

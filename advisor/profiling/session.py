@@ -39,7 +39,7 @@ class Session:
     steps: int = 20
     detail_steps: int = 3
     keep_running: bool = False
-    brief: bool = False  # the script makes just the steps that warm-up, timing and trace are ordered to take
+    brief: bool = False  # the script makes just the steps ordered: none can be waited for that is fit to be timed
     infers: bool = False  # the script is known to train nothing: rounds of its model calls are its steps
     counters: bool = True  # hardware counters wanted
     candidates: tuple[Recommendation, ...] = ()

@@ -260,7 +260,7 @@ def _notes(page: _Page, profile: StepProfile) -> list[str]:
 
 
 def _next(page: _Page, profile: StepProfile, findings: Findings | None, command: str) -> list[str]:
-    if findings is None or not findings.recommendations:
+    if findings is None or not findings.recommendations or profile.step_kind == "forward":
         return []
     # Never cut or wrapped: it is there to be copied.
     return [page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]

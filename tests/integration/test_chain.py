@@ -260,6 +260,33 @@ def test_a_short_script_is_measured_in_a_second_run_that_writes_nothing(tmp_path
     assert (tmp_path / "log.txt").read_text() == "once\n"
 
 
+def test_a_script_that_only_infers_is_profiled_and_told_that_nothing_can_be_tried(tmp_path: Path) -> None:
+    write(tmp_path, """
+        import torch
+        net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval()
+        with torch.no_grad():
+            for _ in range(12):
+                net(torch.randn(8, 3, 32, 32))
+        print("done")
+    """)  # fmt: skip
+    found = advisor(tmp_path, "apply", "--auto", "train.py")
+    assert found.returncode == 0, found.stderr
+    assert "the script trains nothing" in found.stderr
+    kept = json.loads(next((tmp_path / "advisor-runs").glob("*/profile.json")).read_text())
+    assert (kept["step_kind"], kept["cost"]["traced_steps"]) == ("forward", 1)
+    assert {row["phase"] for row in kept["kernels"]} <= {"forward", "other"}
+
+
+def test_the_last_step_of_a_handful_is_traced(tmp_path: Path) -> None:
+    write(tmp_path, LOOP + "import time\nfor _ in range(5):\n    time.sleep(0.1)\n    train(1)\nprint('done')\n")
+    found = advisor(tmp_path, "profile", "-o", "run", "train.py")
+    assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
+    kept = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert (kept["steps_seen"], kept["cost"]["traced_steps"], kept["complete"]) == (5, 1, True)
+    assert kept["kernels"]
+    assert any("so few steps" in note for note in kept["notes"])
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -245,3 +245,22 @@ def test_a_deadline_ends_the_measurement(start: Start, tmp_path: Path) -> None:
     start(deadline_unix_s=1.0)
     assert train(100) < 8
     assert steps_record(tmp_path).wall_us is not None
+
+
+def test_a_handful_of_steps_is_timed_and_its_last_traced(start: Start, tmp_path: Path) -> None:
+    driver = start(brief=True, warmup=1, steps=2, detail_steps=1)
+    # 1 boundary of warm-up, 2 timed, 1 that the profiler's start disturbs, 1 traced.
+    assert train(100) == 4
+    assert driver.phase == "done"
+    record = steps_record(tmp_path)
+    assert (record.complete, record.steps_seen, record.warmup) == (True, 5, 1)
+    assert len(load_trace(tmp_path / TRACE_FILE).step_bounds_ns) == 2
+    assert any("so few steps" in note for note in record.notes)
+
+
+def test_a_brief_script_is_not_searched_for_steps_fit_to_be_timed(start: Start, tmp_path: Path) -> None:
+    driver = start(brief=True, warmup=5, steps=3, detail_steps=1)
+    driver.training.on_step.insert(0, lambda step: setattr(step, "clean", False))
+    assert train(100) == 9 + module.MAX_RESTARTS  # of the traced window alone
+    assert driver.phase == "done"
+    assert not any("so few steps" in note for note in steps_record(tmp_path).notes)

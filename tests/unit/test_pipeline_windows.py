@@ -1,0 +1,47 @@
+"""How a second, shorter run is ordered from what the first has seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advisor.core import storage
+from advisor.pipeline import _shorter
+from advisor.profiling.driver import MIN_WARMUP
+from advisor.profiling.records import STEPS_FILE, StepsRecord
+from advisor.profiling.session import Session
+
+
+def ordered(folder: Path, **record: object) -> Session | None:
+    storage.save(folder / STEPS_FILE, StepsRecord(**{"kind": "optimizer", **record}))  # type: ignore[arg-type]
+    return _shorter(Session(mode="profile", run_dir=str(folder), script="train.py"), 0)
+
+
+@pytest.mark.parametrize("seen", range(4, 40))
+def test_warm_up_timed_and_traced_steps_fit_into_those_there_are(tmp_path: Path, seen: int) -> None:
+    again = ordered(tmp_path, steps_seen=seen)
+    assert again is not None
+    assert again.protect_files
+    assert again.brief
+    assert (again.warmup < MIN_WARMUP) == (seen < 8)
+    assert min(again.warmup, again.steps, again.detail_steps) >= 1
+    assert again.warmup + again.steps + again.detail_steps + 1 <= seen  # 1: the profiler's start
+
+
+def test_three_steps_are_too_few_for_a_trace(tmp_path: Path) -> None:
+    assert ordered(tmp_path, steps_seen=3) is None
+
+
+def test_model_calls_are_the_steps_of_a_script_that_trains_nothing(tmp_path: Path) -> None:
+    again = ordered(tmp_path, kind="none", forward_steps=40)
+    assert again is not None
+    assert (again.infers, again.warmup, again.steps) == (True, 9, 20)
+    few = ordered(tmp_path, kind="none", forward_steps=5)
+    assert few is not None
+    assert (few.infers, few.warmup, few.steps) == (True, 1, 1)
+    assert ordered(tmp_path, kind="none") is None
+
+
+def test_a_complete_run_is_not_repeated(tmp_path: Path) -> None:
+    assert ordered(tmp_path, steps_seen=40, complete=True) is None
