@@ -14,6 +14,17 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
+def is_nhwc(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is 4-D, channels_last and begins at a multiple of 16 bytes."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.data_ptr() % 16 == 0
+
+
+def nhwc(tensor: torch.Tensor) -> torch.Tensor:
+    """The [N, C, H, W] tensor itself where it is channels_last and begins at a multiple of 16 bytes, else a copy that does."""
+    dense = tensor.contiguous(memory_format=torch.channels_last)
+    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
+
+
 def aligned(tensor: Parameter) -> Parameter:
     """The tensor itself where it is aligned, else a copy that is. None stays None."""
     return tensor if tensor is None or is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)

@@ -211,7 +211,7 @@ def check(family: Family, case: Case, device: str | torch.device, *, seed: int =
             if not all(map(_same, (*got.outputs, *got.gradients), (*again.outputs, *again.gradients))):
                 wrong.append("two runs differ")
         wrong += _not_finite(case, arguments)
-        wrong += _sliced(case, arguments, above, want, theirs)
+        wrong += _elsewhere(case, arguments, above, want, theirs)
     return {
         "family": family.id,
         "case": case.label,
@@ -244,23 +244,41 @@ def _not_finite(case: Case, arguments: Sequence[Any]) -> list[str]:
     return wrong
 
 
-def _sliced(
+def _elsewhere(
     case: Case, arguments: Sequence[Any], above: Sequence[torch.Tensor], want: Result, theirs: Errors
 ) -> list[str]:
-    """The first input as a slice of a larger tensor, and what comes from above not in the output's layout."""
+    """The first input, or all others, and what comes from above, in slices of larger tensors or off 16-byte alignment."""
 
     def slice_of(value: torch.Tensor) -> torch.Tensor:
         wider = torch.empty((*value.shape[:-1], value.shape[-1] + 1), dtype=value.dtype, device=value.device)
-        part = wider[..., 1:]
-        part.copy_(value.detach())
-        return part.requires_grad_(value.requires_grad)
+        return _filled(wider[..., 1:], value)
 
-    mine = list(_copies(arguments, wide=False))
-    first = next(i for i, a in enumerate(mine) if isinstance(a, torch.Tensor) and a.is_floating_point())
-    mine[first] = slice_of(mine[first])
-    found = compare(case, _run(case, case.ours, tuple(mine), [slice_of(dy) for dy in above]), want, above)
-    reason = accepted(case.dtype, found, theirs)
-    return [f"sliced input: {reason}"] if reason else []
+    def shifted(value: torch.Tensor) -> torch.Tensor:
+        flat = torch.empty(value.numel() + 1, dtype=value.dtype, device=value.device)
+        return _filled(flat.as_strided(value.shape, value.stride(), 1), value)
+
+    first, *others = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    wrong = []
+    for what, places, move in (
+        ("sliced input", [first], slice_of),
+        ("misaligned input", [first], shifted),
+        ("misaligned parameters and gradient", others, shifted),
+    ):
+        mine = list(_copies(arguments, wide=False))
+        for i in places:
+            mine[i] = move(mine[i])
+        try:
+            found = compare(case, _run(case, case.ours, tuple(mine), [move(dy) for dy in above]), want, above)
+            reason = accepted(case.dtype, found, theirs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        wrong += [f"{what}: {reason}"] if reason else []
+    return wrong
+
+
+def _filled(place: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    place.copy_(value.detach())
+    return place.requires_grad_(value.requires_grad)
 
 
 def verify(family: Family, device: str | torch.device, say: Callable[[str], None]) -> list[dict[str, object]]:

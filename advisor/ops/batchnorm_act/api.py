@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops.alignment import is_nhwc, nhwc
 from advisor.ops.batchnorm_act import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("batchnorm_act")
@@ -21,15 +22,11 @@ def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str)
     reason = nvrtc.on_device(x)
     if reason:
         return reason
-    if residual is not None and (
-        residual.shape != x.shape
-        or residual.dtype != x.dtype
-        or not residual.is_contiguous(memory_format=torch.channels_last)
-    ):
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not is_nhwc(residual)):
         return "residual differs in shape, dtype or layout"
     return spec.unsupported(
         shape=tuple(x.shape),
-        channels_last=x.is_contiguous(memory_format=torch.channels_last),
+        channels_last=is_nhwc(x),
         dtype=storage.name(x.dtype),
         activation=activation,
         residual=residual is not None,
@@ -67,7 +64,7 @@ class _BatchNormAct(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             return _differentiable_backward(ctx, dy, x, weight, bias, mask)
         dx, dresidual, dweight, dbias = cuda.backward(
-            dy.contiguous(memory_format=torch.channels_last),
+            nhwc(dy),
             x,
             saved,
             mask,
@@ -168,9 +165,9 @@ def batchnorm_act_op(
     Returns y, statistics [4, C] (mean, inverse standard deviation, new running mean, new running variance) and mask. The
     caller copies the running statistics back.
     """
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = nhwc(x)
     if residual is not None:
-        residual = residual.contiguous(memory_format=torch.channels_last)
+        residual = nhwc(residual)
     engaged[activation if residual is None else f"add+{activation}"] += 1
     return cuda.forward(
         x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope, in_place=False
@@ -212,8 +209,8 @@ def batchnorm_act_backward_op(
     residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::batchnorm_act`: dx, dresidual (empty without one), dweight, dbias."""
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    x = x.contiguous(memory_format=torch.channels_last)
+    dy = nhwc(dy)
+    x = nhwc(x)
     dx, dresidual, dweight, dbias = cuda.backward(dy, x, saved, mask, weight, bias, activation, slope, residual)
     return dx, dresidual, dweight.clone(), dbias.clone()  # an op may not return two views of one tensor
 

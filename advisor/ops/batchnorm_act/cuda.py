@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_act import spec
 
 
@@ -82,6 +83,7 @@ def forward(
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
     variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
     """
+    weight, bias = aligned(weight), aligned(bias)
     plan = _plan(x, activation, residual is not None)
     device = x.device.index or 0
     y = torch.empty_like(x)
@@ -151,6 +153,7 @@ def backward(
 
     dy: like x, channels_last; the caller makes it so.
     """
+    weight, bias = aligned(weight), aligned(bias)
     plan = _plan(x, activation, residual)
     device = x.device.index or 0
     channels = x.shape[1]

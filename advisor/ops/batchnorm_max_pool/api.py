@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import alignment, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
 from advisor.ops.pooling.api import flat_indices
@@ -26,7 +26,7 @@ def unsupported(x: torch.Tensor, activation: str, slope: float, pool: Window) ->
     reason = nvrtc.on_device(x)
     if reason:
         return reason
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    channels_last = alignment.is_nhwc(x)
     return _unsupported(tuple(x.shape), channels_last, x.dtype, activation, slope, pool, x.device.index or 0)
 
 
@@ -49,10 +49,6 @@ def _unsupported(
         slope=slope,
         arch=nvrtc.arch(device),
     )
-
-
-def _nhwc(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 class _BatchNormMaxPool(torch.autograd.Function):
@@ -84,7 +80,7 @@ class _BatchNormMaxPool(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             found = _differentiable_backward(ctx, dy, x, weight, bias, index)
         else:
-            found = cuda.backward(_nhwc(dy), x, saved, index, chosen, weight, bias, *ctx.variant)
+            found = cuda.backward(alignment.nhwc(dy), x, saved, index, chosen, weight, bias, *ctx.variant)
         return (*found, None, None, None, None, None, None, None)
 
 
@@ -181,7 +177,17 @@ def batchnorm_max_pool_op(
     engaged[activation] += 1
     pool = _listed(kernel, stride, padding, dilation, ceil_mode)
     return cuda.forward(
-        _nhwc(x), running_mean, running_var, weight, bias, momentum, eps, activation, slope, pool, in_place=False
+        alignment.nhwc(x),
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        momentum,
+        eps,
+        activation,
+        slope,
+        pool,
+        in_place=False,
     )
 
 
@@ -228,7 +234,16 @@ def batchnorm_max_pool_backward_op(
     """Gradients of `advisor::batchnorm_max_pool`: dx, dweight, dbias."""
     pool = _listed(kernel, stride, padding, dilation, ceil_mode)
     dx, dweight, dbias = cuda.backward(
-        _nhwc(dy), _nhwc(x), saved, _nhwc(index), _nhwc(chosen), weight, bias, activation, slope, pool
+        alignment.nhwc(dy),
+        alignment.nhwc(x),
+        saved,
+        alignment.nhwc(index),
+        alignment.nhwc(chosen),
+        weight,
+        bias,
+        activation,
+        slope,
+        pool,
     )
     return dx, dweight.clone(), dbias.clone()  # an op may not return two views of one tensor
 

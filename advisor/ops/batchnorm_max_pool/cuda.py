@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_max_pool import spec
 from advisor.ops.pooling.cuda import nhwc
@@ -112,6 +113,7 @@ def forward(
     """
     device = x.device.index or 0
     n, c, h, w = x.shape
+    weight, bias = aligned(weight), aligned(bias)
     plan = _plan((n, c, h, w), x.dtype, activation, window, device)
     shape = (n, c, *plan.out_size)
     y, chosen, index = nhwc(shape, x), nhwc(shape, x), nhwc(shape, x, torch.uint8)
@@ -172,6 +174,7 @@ def backward(
     """Returns dx (like x), dweight and dbias [C] fp32. dy: like the forward's y, channels_last; the caller makes it so."""
     device = x.device.index or 0
     n, c, h, w = x.shape
+    weight, bias = aligned(weight), aligned(bias)
     plan = _plan((n, c, h, w), x.dtype, activation, window, device)
     dx = torch.empty_like(x)
     partial = torch.empty(plan.reduce.partials, dtype=torch.float32, device=x.device)

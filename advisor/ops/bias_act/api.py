@@ -12,23 +12,11 @@ from typing import Any
 import torch
 
 from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops.alignment import aligned, is_nhwc, nhwc
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("bias_act")
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and tensor.data_ptr() % 16 == 0  # a view may begin anywhere
-    )
-
-
-def _made_dense(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.contiguous(memory_format=torch.channels_last)
-    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
 
 
 def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -49,10 +37,10 @@ def _refusal(
     reason = nvrtc.on_device(x) or _elsewhere(x, bias, residual)
     if reason:
         return reason
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not _dense(residual)):
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not is_nhwc(residual)):
         return "residual differs in shape, dtype or layout"
     variant = (activation, slope, bias is not None, residual is not None)
-    return dispatch.refusal(*_standing(x.shape, _dense(x), x.dtype, variant, x.device.index or 0))
+    return dispatch.refusal(*_standing(x.shape, is_nhwc(x), x.dtype, variant, x.device.index or 0))
 
 
 @lru_cache(maxsize=4096)
@@ -85,7 +73,7 @@ def _scale_refusal(
         return "the drop path's factors need a gradient"
     if residual.shape != branch.shape:
         return "branch and residual differ in shape"
-    dense = _dense(branch) and _dense(residual)
+    dense = is_nhwc(branch) and is_nhwc(residual)
     variant = (scale is not None, keep is not None)
     return dispatch.refusal(
         *_scale_standing(branch.shape, dense, branch.dtype, residual.dtype, variant, branch.device.index or 0)
@@ -145,7 +133,7 @@ class _BiasAct(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope)
         else:
-            dx, dbias = cuda.bias_act_backward(_made_dense(dy), saved, _fp32(bias), ctx.activation, ctx.slope)
+            dx, dbias = cuda.bias_act_backward(nhwc(dy), saved, _fp32(bias), ctx.activation, ctx.slope)
         return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None
 
 
@@ -209,7 +197,7 @@ class _ScaleAdd(torch.autograd.Function):
         branch, scale, keep = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             return _differentiable_scale_backward(dy, branch, scale, keep, ctx.dtype)
-        dbranch, dscale = cuda.scale_add_backward(_made_dense(dy), branch, _fp32(scale), _fp32(keep), ctx.dtype)
+        dbranch, dscale = cuda.scale_add_backward(nhwc(dy), branch, _fp32(scale), _fp32(keep), ctx.dtype)
         return dbranch, None if scale is None else dscale.to(scale.dtype).view(scale.shape), None, dy
 
 
@@ -256,9 +244,9 @@ def bias_act_op(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
 ) -> torch.Tensor:
     """As `bias_act`, for compiled graphs. CUDA only."""
-    x = _made_dense(x)
+    x = nhwc(x)
     if residual is not None:
-        residual = _made_dense(residual)
+        residual = nhwc(residual)
     engaged[_name(activation, bias is not None, residual is not None)] += 1
     y = torch.empty_like(x)
     cuda.bias_act(x, _fp32(bias), residual, activation, slope, y)
@@ -277,8 +265,8 @@ def bias_act_backward_op(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias)."""
-    dy = _made_dense(dy)
-    saved = _made_dense(saved)
+    dy = nhwc(dy)
+    saved = nhwc(saved)
     return cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
 
 
@@ -310,8 +298,8 @@ def scale_add_op(
     branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
     """As `scale_add`, for compiled graphs. CUDA only."""
-    branch = _made_dense(branch)
-    residual = _made_dense(residual)
+    branch = nhwc(branch)
+    residual = nhwc(residual)
     engaged[spec.scale_name(scale=scale is not None, keep=keep is not None)] += 1
     return cuda.scale_add(branch, _fp32(scale), _fp32(keep), residual)
 
@@ -332,9 +320,9 @@ def scale_add_backward_op(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::scale_add`: dbranch in `dtype`, and dscale [C] fp32 (empty without a scale)."""
-    dy = _made_dense(dy)
+    dy = nhwc(dy)
     if branch is not None:
-        branch = _made_dense(branch)
+        branch = nhwc(branch)
     return cuda.scale_add_backward(dy, branch, _fp32(scale), _fp32(keep), dtype)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import alignment, dispatch, nvrtc, storage
 from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -24,7 +24,7 @@ def unsupported(x: torch.Tensor, window: Window | None) -> str:
     reason = nvrtc.on_device(x)
     if reason:
         return reason
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    channels_last = alignment.is_nhwc(x)
     return _unsupported(tuple(x.shape), channels_last, x.dtype, window, x.device.index or 0)
 
 
@@ -48,10 +48,6 @@ def _refused(operation: str, x: torch.Tensor, window: Window | None) -> bool:
         return True
     engaged[operation] += 1
     return False
-
-
-def _nhwc(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.contiguous(memory_format=torch.channels_last)
 
 
 def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: Window) -> torch.Tensor:
@@ -81,7 +77,7 @@ class _MaxPool(torch.autograd.Function):
             flat = torch.zeros((*ctx.shape[:2], ctx.shape[2] * ctx.shape[3]), dtype=dy.dtype, device=dy.device)
             at = flat_indices(index, ctx.shape, ctx.window).flatten(2)
             return flat.scatter_add(2, at, dy.flatten(2)).view(ctx.shape), None
-        return cuda.max_pool_backward(_nhwc(dy), index, ctx.shape, ctx.window), None
+        return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
 
 
 class _AvgPool(torch.autograd.Function):
@@ -109,7 +105,7 @@ class _AvgPool(torch.autograd.Function):
                 divisor_override,
             )
             return dx, None, None, None
-        return cuda.avg_pool_backward(_nhwc(dy), ctx.shape, *ctx.call), None, None, None
+        return cuda.avg_pool_backward(alignment.nhwc(dy), ctx.shape, *ctx.call), None, None, None
 
 
 class _GlobalAvgPool(torch.autograd.Function):
@@ -123,7 +119,7 @@ class _GlobalAvgPool(torch.autograd.Function):
         (dy,) = gradients
         if torch.is_grad_enabled():
             return (dy / (ctx.shape[2] * ctx.shape[3])).expand(ctx.shape)
-        return cuda.global_avg_pool_backward(dy.contiguous(), ctx.shape)
+        return cuda.global_avg_pool_backward(alignment.aligned(dy), ctx.shape)
 
 
 def max_pool2d(
@@ -195,7 +191,7 @@ def max_pool2d_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `max_pool2d`; returns y and positions (bytes, like y)."""
     engaged["max_pool"] += 1
-    return cuda.max_pool_forward(_nhwc(x), _window(kernel, stride, padding, dilation, ceil_mode), indices=True)
+    return cuda.max_pool_forward(alignment.nhwc(x), _window(kernel, stride, padding, dilation, ceil_mode), indices=True)
 
 
 @max_pool2d_op.register_fake
@@ -220,7 +216,7 @@ def max_pool2d_backward_op(
 ) -> torch.Tensor:
     """The gradient of `advisor::max_pool2d`."""
     window = _window(kernel, stride, padding, dilation, ceil_mode)
-    return cuda.max_pool_backward(_nhwc(dy), _nhwc(index), _shape4(shape), window)
+    return cuda.max_pool_backward(alignment.nhwc(dy), alignment.nhwc(index), _shape4(shape), window)
 
 
 @max_pool2d_backward_op.register_fake
@@ -266,7 +262,7 @@ def avg_pool2d_op(
     """As `avg_pool2d`."""
     engaged["avg_pool"] += 1
     window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
-    return cuda.avg_pool_forward(_nhwc(x), window, count_include_pad, divisor_override)
+    return cuda.avg_pool_forward(alignment.nhwc(x), window, count_include_pad, divisor_override)
 
 
 @avg_pool2d_op.register_fake
@@ -296,7 +292,7 @@ def avg_pool2d_backward_op(
 ) -> torch.Tensor:
     """The gradient of `advisor::avg_pool2d`."""
     window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
-    return cuda.avg_pool_backward(_nhwc(dy), _shape4(shape), window, count_include_pad, divisor_override)
+    return cuda.avg_pool_backward(alignment.nhwc(dy), _shape4(shape), window, count_include_pad, divisor_override)
 
 
 @avg_pool2d_backward_op.register_fake
@@ -328,7 +324,7 @@ avg_pool2d_op.register_autograd(_avg_backward, setup_context=_avg_setup)
 def global_avg_pool2d_op(x: torch.Tensor) -> torch.Tensor:
     """As `global_avg_pool2d`."""
     engaged["global_avg_pool"] += 1
-    return cuda.global_avg_pool_forward(_nhwc(x))
+    return cuda.global_avg_pool_forward(alignment.nhwc(x))
 
 
 @global_avg_pool2d_op.register_fake
@@ -339,7 +335,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("advisor::global_avg_pool2d_backward", mutates_args=())
 def global_avg_pool2d_backward_op(dy: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """The gradient of `advisor::global_avg_pool2d`."""
-    return cuda.global_avg_pool_backward(dy.contiguous(), _shape4(shape))
+    return cuda.global_avg_pool_backward(alignment.aligned(dy), _shape4(shape))
 
 
 @global_avg_pool2d_backward_op.register_fake

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import alignment, dispatch, nvrtc, storage
 from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import cuda, spec
@@ -39,7 +39,7 @@ def unsupported(tensors: Sequence[torch.Tensor], position: int, resize: Resize) 
         tuple(tuple(t.shape) for t in tensors),
         position,
         resize,
-        all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors),
+        all(map(alignment.is_nhwc, tensors)),
         x.dtype,
         x.device.index or 0,
     )
@@ -69,10 +69,6 @@ def _unsupported(
 
 def _label(resize: Resize, count: int) -> str:
     return resize.mode + ("+cat" if count > 1 else "")
-
-
-def _nhwc(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _plain(tensors: Sequence[torch.Tensor], position: int, resize: Resize) -> torch.Tensor:
@@ -112,7 +108,7 @@ class _UpsampleConcat(torch.autograd.Function):
         (dy,) = gradients
         twice = torch.is_grad_enabled()  # create_graph=True: a second derivative is wanted
         if not twice:
-            dy = _nhwc(dy)
+            dy = alignment.nhwc(dy)
         given: list[torch.Tensor | None] = []
         first = 0
         for number, shape in enumerate(ctx.shapes):
@@ -175,7 +171,7 @@ def upsample_concat_op(
     """As `upsample_concat`, for compiled graphs. CUDA only."""
     resize = _listed(size, factors, mode, align_corners)
     engaged[_label(resize, len(tensors))] += 1
-    return cuda.forward([_nhwc(t) for t in tensors], position, resize)
+    return cuda.forward([alignment.nhwc(t) for t in tensors], position, resize)
 
 
 @upsample_concat_op.register_fake
@@ -203,7 +199,7 @@ def upsample_backward_op(
 ) -> torch.Tensor:
     """The gradient of the upsampled tensor, from its channels of the concatenation's."""
     n, c, h, w = shape
-    return cuda.backward(_nhwc(dy), first, (n, c, h, w), _listed(size, factors, mode, align_corners))
+    return cuda.backward(alignment.nhwc(dy), first, (n, c, h, w), _listed(size, factors, mode, align_corners))
 
 
 @upsample_backward_op.register_fake

@@ -48,6 +48,10 @@ class Kernel(torch.autograd.Function):
             )
         z = (x.float() * w.view(1, -1, 1, 1)).to(x.dtype)
         y = F.silu(z)
+        if Kernel.fault == "alignment" and x.data_ptr() % 16:
+            raise RuntimeError("misaligned address")
+        if Kernel.fault == "parameter alignment" and w.data_ptr() % 16:
+            raise RuntimeError("misaligned address")
         if Kernel.fault == "element":
             y[0, 0, 0, 0] += 6e-5
         if Kernel.fault == "noise":
@@ -63,6 +67,8 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
+        if Kernel.fault == "gradient alignment" and dy.data_ptr() % 16:
+            raise RuntimeError("misaligned address")
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (x, w)]
             y = F.silu(leaves[0].float() * leaves[1].view(1, -1, 1, 1))
@@ -123,6 +129,9 @@ def test_a_right_kernel_passes(plant) -> None:
         ("random", "two runs differ"),
         ("nan swallowed", "nan in the input"),
         ("strides", "sliced input"),
+        ("alignment", "misaligned input: RuntimeError"),
+        ("parameter alignment", "misaligned parameters and gradient: RuntimeError"),
+        ("gradient alignment", "misaligned parameters and gradient: RuntimeError"),
         ("fell back", "did not run: the kernels ran 0 times"),
     ],
 )
