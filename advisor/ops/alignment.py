@@ -21,8 +21,13 @@ def is_nhwc(tensor: torch.Tensor) -> bool:
 
 def nhwc(tensor: torch.Tensor) -> torch.Tensor:
     """The [N, C, H, W] tensor itself where it is channels_last and begins at a multiple of 16 bytes, else a copy that does."""
-    dense = tensor.contiguous(memory_format=torch.channels_last)
-    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
+    return dense(tensor, torch.channels_last)
+
+
+def dense(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """The tensor itself where it has this format and begins at a multiple of 16 bytes, else a copy that does."""
+    found = tensor.contiguous(memory_format=memory_format)
+    return found if found.data_ptr() % 16 == 0 else found.clone()
 
 
 def aligned(tensor: Parameter) -> Parameter:

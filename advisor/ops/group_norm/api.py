@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, misplaced
+from advisor.ops.alignment import aligned, misplaced, nhwc
 from advisor.ops.group_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("group_norm")
@@ -108,7 +108,7 @@ class _GroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             dx, dweight, dbias = _differentiable(dy, x, ctx.groups, weight, bias, ctx.eps, ctx.activation)
             return dx, None, dweight, dbias, None, None, None
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = nhwc(dy)
         dx, dweight, dbias = cuda.backward(dy, x, saved, weight, bias, ctx.groups, ctx.activation)
         return dx, None, None if weight is None else dweight, None if bias is None else dbias, None, None, None
 
@@ -160,7 +160,7 @@ def group_norm_op(
 
     Returns y, channels_last, and saved [N, G, 2] fp32: mean and inverse standard deviation.
     """
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = nhwc(x)
     weight, bias = aligned(weight), aligned(bias)
     engaged[_name(groups, x.shape[1], activation, x.dtype, dtype)] += 1
     return cuda.forward(x, groups, weight, bias, eps, activation, dtype)
@@ -193,8 +193,8 @@ def group_norm_backward_op(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::group_norm`: dx, dweight, dbias (empty where there is no such parameter)."""
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    x = x.contiguous(memory_format=torch.channels_last)
+    dy = nhwc(dy)
+    x = nhwc(x)
     dx, dweight, dbias = cuda.backward(dy, x, saved, aligned(weight), aligned(bias), groups, activation)
     # an op may not return two views of one tensor
     return (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, misplaced
+from advisor.ops.alignment import aligned, dense, misplaced
 from advisor.ops.layer_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("layer_norm")
@@ -100,7 +100,7 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             return (*_differentiable(dy, x, weight, bias, ctx.eps, ctx.dim), None, None, None)
-        dy = dy.contiguous(memory_format=_format(ctx.dim))
+        dy = dense(dy, _format(ctx.dim))
         dx, dweight, dbias = cuda.backward(dy, x, weight, ctx.eps, ctx.dim)
         return dx, None if weight is None else dweight, None if bias is None else dbias, None, None, None
 
@@ -144,7 +144,7 @@ def layer_norm_op(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """As `layer_norm`, for compiled graphs, where `spec.unsupported` has nothing against it. CUDA only."""
-    x = x.contiguous(memory_format=_format(dim))
+    x = dense(x, _format(dim))
     weight, bias = aligned(weight), aligned(bias)
     engaged[_name(x.dtype, dtype)] += 1
     return cuda.forward(x, weight, bias, eps, dim, dtype)
@@ -172,8 +172,8 @@ def layer_norm_backward_op(
     dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::layer_norm`: dx, dweight, dbias (empty where there is no such parameter)."""
-    dy = dy.contiguous(memory_format=_format(dim))
-    x = x.contiguous(memory_format=_format(dim))
+    dy = dense(dy, _format(dim))
+    x = dense(x, _format(dim))
     dx, dweight, dbias = cuda.backward(dy, x, aligned(weight), eps, dim)
     # an op may not return two views of one tensor
     return (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, misplaced
+from advisor.ops.alignment import aligned, misplaced, nhwc
 from advisor.ops.squeeze_excite import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("squeeze_excite")
@@ -105,7 +105,7 @@ class _SqueezeExcite(torch.autograd.Function):
         x, w1, b1, w2, b2, saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             return (*_differentiable(dy, x, w1, b1, w2, b2, ctx.activation, ctx.gate), None, None)
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = nhwc(dy)
         dx, dw1, db1, dw2, db2 = cuda.backward(dy, x, saved, w1, w2, ctx.activation, ctx.gate)
         return dx, dw1, None if b1 is None else db1, dw2, None if b2 is None else db2, None, None
 
@@ -155,7 +155,7 @@ def squeeze_excite_op(
 
     Returns y, channels_last, and what the backward needs (see cuda.forward).
     """
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = nhwc(x)
     engaged[spec.name(activation, gate)] += 1
     return cuda.forward(x, aligned(w1), aligned(b1), aligned(w2), aligned(b2), activation, gate)
 
@@ -189,8 +189,8 @@ def squeeze_excite_backward_op(
     gate: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::squeeze_excite`: of x, w1, b1, w2, b2 (empty where there is no such bias)."""
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    x = x.contiguous(memory_format=torch.channels_last)
+    dy = nhwc(dy)
+    x = nhwc(x)
     dx, dw1, db1, dw2, db2 = cuda.backward(dy, x, saved, aligned(w1), aligned(w2), activation, gate)
     # an op may not return two views of one tensor
     return (
