@@ -21,9 +21,7 @@ engaged, fell_back = dispatch.counters("bias_act")
 
 def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """One factor or term a channel or sample, as the kernels take it: no copy when it is that already."""
-    if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
-        return tensor
-    return tensor.to(torch.float32, memory_format=torch.contiguous_format)
+    return None if tensor is None else aligned(tensor.float())
 
 
 def _elsewhere(x: torch.Tensor, *others: torch.Tensor | None) -> str:
