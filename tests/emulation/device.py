@@ -273,6 +273,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`advisor.ops` runs its kernels on CPU tensors, emulated, whether they win or not. Yields the `Device`: 3 SMs of sm_90."""
     if compiler.COMPILER is None:
         pytest.skip("kernels are emulated with a C++ compiler, and there is none")
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
     device = Device()
     address = torch.Tensor.data_ptr
 
@@ -282,6 +284,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         return found
 
     forget_launches()
+    get_torch_obj_rule_map()  # Dynamo looks torch's functions up once a process: not while stand-ins are in their place
     monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
