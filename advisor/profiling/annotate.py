@@ -90,10 +90,14 @@ def own_frame(filename: str) -> bool:
 
 
 class Annotator:
-    """Annotations around modules and source lines between `start` and `stop`; `failure` says why they ended early."""
+    """Annotations around modules and source lines between `start` and `stop`; `failure` says why they ended early.
+
+    `opened` counts the ranges so far: the window's size can be told from it while it is still open.
+    """
 
     def __init__(self, roots: Sequence[RootModule] = ()) -> None:
         self.failure = ""
+        self.opened = 0
         self.lines = False  # source lines are annotated
         self._names = module_names(roots)
         self._active = False
@@ -146,6 +150,7 @@ class Annotator:
             if name is None:
                 kind = type(module).__name__
                 name = f"{kind}|{kind}"
+            self.opened += 1
             return _open(MODULE + name)
         except Exception as error:
             self._fail(error)
@@ -164,6 +169,7 @@ class Annotator:
                 if shown is _UNSEEN:
                     shown = self._show(frame.f_code.co_filename)
                 if shown is not None:
+                    self.opened += 1
                     return _open(f"{LINE}{shown}:{frame.f_lineno}")
                 frame = frame.f_back
         except Exception as error:

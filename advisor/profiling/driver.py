@@ -80,6 +80,7 @@ class ProfileDriver:
         self._collector: Any = None
         self._bounds: list[StepEvent] = []
         self._restarts = 0
+        self._detail = session.detail_steps  # steps of the traced window; fewer where they are too many events
         self._traced: Window | None = None
         self._facts: FactsRecord | None = None
         self._saved_ns = self._told_ns = 0
@@ -192,6 +193,8 @@ class ProfileDriver:
     def _trace(self, step: StepEvent) -> None:
         # The first boundary ends the step that the profiler's start has disturbed; it only opens the window.
         disturbed = not step.clean and step.reason != OWN and not self.in_step
+        if not self._bounds:
+            self._fit_window()
         if not self._bounds or (disturbed and self._restarts < MAX_RESTARTS):
             self._restarts += bool(self._bounds)
             self._bounds = [step]
@@ -199,10 +202,28 @@ class ProfileDriver:
         else:
             self._bounds.append(step)
             self._traced = _window(step, self._traced)
-        if len(self._bounds) > self.session.detail_steps or self._over():
+        if len(self._bounds) > self._detail or self._over():
             self._finish()
         else:
-            self._tell_phase(len(self._bounds) - 1, self.session.detail_steps, always=True)
+            self._tell_phase(len(self._bounds) - 1, self._detail, always=True)
+
+    def _fit_window(self) -> None:
+        """Shorten the window where its first step, which the profiler's start has disturbed, shows that it grows too large.
+
+        Not under torchrun, where all ranks end at one boundary and only one of them traces.
+        """
+        if self._collector is None or self.in_step:
+            return
+        from advisor.profiling.collector import DETAIL_LIMIT
+
+        a_step = self._collector.expected_events()
+        if a_step * (1 + self._detail) > DETAIL_LIMIT:
+            self._detail = min(self._detail, max(1, DETAIL_LIMIT // a_step - 1))
+        if self._detail < self.session.detail_steps:
+            self._notes.append(
+                f"a step is about {a_step:,} events of the profiler: only {self._detail} of the wanted "
+                f"{self.session.detail_steps} steps traced"
+            )
 
     def _finish(self) -> None:
         self._take_trace()

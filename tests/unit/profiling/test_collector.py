@@ -204,6 +204,21 @@ def test_a_window_that_ends_inside_the_optimizers_step_has_its_phase() -> None:
     assert outside <= {"aten::randn", "aten::normal_", *allocating}
 
 
+def test_the_size_of_a_window_is_told_while_it_is_open() -> None:
+    model = modular()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    trace_collector = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+    assert trace_collector.expected_events() == 0
+    trace_collector.start()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.zeros(2, dtype=torch.long)).backward()
+        optimizer.step()
+    expected = trace_collector.expected_events()
+    events = len(trace_collector.stop().ops.name)
+    assert 0.5 * expected <= events <= 1.5 * expected
+
+
 @pytest.mark.parametrize("clock", [time.time_ns, time.perf_counter_ns, None])
 def test_step_bounds_are_on_the_traces_clock_whatever_the_hosts(clock: Callable[[], int] | None) -> None:
     trace = traced(modular(), "Sequential", clock, steps=3)

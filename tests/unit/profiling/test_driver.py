@@ -36,6 +36,10 @@ class FakeCollector:
     fail = ""
     bounds: list[int]
     started = 0
+    events_a_step = 0
+
+    def expected_events(self) -> int:
+        return self.events_a_step
 
     def __init__(self, *args: object, **options: object) -> None:
         if self.fail == "init":
@@ -61,6 +65,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     torch.set_num_threads(1)
     gc.collect()
     fake = types.ModuleType("advisor.profiling.collector")
+    fake.DETAIL_LIMIT = 1000  # type: ignore[attr-defined]
     fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "advisor.profiling.collector", fake)
     # Writing takes longer than these tiny steps: what it disturbs is another test's matter.
@@ -264,3 +269,15 @@ def test_a_brief_script_is_not_searched_for_steps_fit_to_be_timed(start: Start, 
     assert train(100) == 9 + module.MAX_RESTARTS  # of the traced window alone
     assert driver.phase == "done"
     assert not any("so few steps" in note for note in steps_record(tmp_path).notes)
+
+
+@pytest.mark.parametrize(("events", "traced"), [(100, 4), (200, 4), (250, 3), (400, 1), (5000, 1)])
+def test_a_window_of_too_many_events_is_shortened(start: Start, tmp_path: Path, events: int, traced: int) -> None:
+    collector().events_a_step = events
+    start(detail_steps=4)
+    # 5 boundaries of warm-up, 6 timed, 1 that the profiler's start disturbs, then the traced ones.
+    assert train(100) == 5 + 6 + traced
+    assert len(collector().bounds) == traced + 1
+    record = steps_record(tmp_path)
+    assert record.complete
+    assert any("events of the profiler" in note for note in record.notes) == (traced < 4)
