@@ -26,6 +26,7 @@ from advisor.profiling import attach as attached
 from advisor.profiling import counters as hardware
 from advisor.profiling import discover, environment, steps
 from advisor.profiling.assemble import assemble
+from advisor.profiling.discover import LOOK_STEPS
 from advisor.profiling.driver import ProfileDriver
 from advisor.profiling.patches import Patches
 from advisor.profiling.records import SESSION_FILE
@@ -40,7 +41,7 @@ from advisor.testing.measured import Measured
 from advisor.testing.quantities import Beyond
 from advisor.trials.kept import PATIENCE
 
-PLAN_CALLS = PATIENCE + 2  # in which `advisor.enable` has found what its plan is about, or has given up
+PLAN_CALLS = LOOK_STEPS + PATIENCE + 2  # in which `advisor.enable` has found what its plan is about, or has given up
 MOST_CALLS = 10_000  # of a step that never counts as one; the driver gives up long before
 
 

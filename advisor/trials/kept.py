@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
-from advisor.profiling.attach import attach_training
+from advisor.profiling.attach import Attached, attach_training
 from advisor.profiling.patches import say
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
@@ -109,6 +109,8 @@ class RunDriver:
         Raises:
             SystemExit: under `strict`, when the plan does not fit.
         """
+        if self.looking():
+            return
         settled = self.kept.settle()
         expected = self.session.model_hash
         if expected and self.training.roots:
@@ -128,6 +130,13 @@ class RunDriver:
         for problem in problems:
             say(f"without {problem}")
         self._leave()
+
+    def looking(self) -> bool:
+        """Discovery still observes every call. What it has wrapped it takes back first, in the order it went on: a change
+        made on top of it now (another `zero_grad`) would keep it there for good.
+        """
+        discovery = Attached.discovery
+        return discovery is not None and discovery.watcher is self.watcher and not discovery.finished
 
     def undo(self) -> None:
         """The process is as without the plan."""

@@ -47,17 +47,19 @@ def convolutions() -> Callable[[], None]:
 
 
 def test_the_items_of_a_plan_are_in_effect_while_it_is_enabled(tmp_path: Path) -> None:
-    plan, step = plan_of(tmp_path, "fused_optimizer"), convolutions()
+    plan, step = plan_of(tmp_path, "set_to_none", "fused_optimizer"), convolutions()
     before = measure(step, **SHORT)
-    with pytest.raises(AssertionError, match="effect of fused_optimizer"):
+    with pytest.raises(AssertionError, match="effect of set_to_none"):
         before.assert_in_effect(plan)
+    plain = torch.nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.nn.Module.__call__
     advisor.enable(plan)
     try:
         found = measure(step, **SHORT)
         found.assert_in_effect(plan)
-        assert [budget.title for budget in found.budgets] == ["effect of fused_optimizer"]
+        assert [budget.title for budget in found.budgets] == ["effect of set_to_none", "effect of fused_optimizer"]
     finally:
         advisor.disable()
+    assert plain == (torch.nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.nn.Module.__call__)
     with pytest.raises(AssertionError, match="no convolution weight is NHWC"):
         measure(step, **SHORT).assert_in_effect("channels_last")
 
