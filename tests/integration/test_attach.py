@@ -334,13 +334,22 @@ def test_a_timeout_ends_the_whole_tree(tmp_path: Path) -> None:
         time.sleep(60)
         """,
     )
-    ended, _, _ = run(tmp_path, "train.py", timeout_s=2)
+    ended, _, _ = run(tmp_path, "train.py", timeout_s=6)  # enough for a loaded machine to get as far as `pid`
     assert ended.timed_out
     assert ended.code == 143
     pid = int((tmp_path / "pid").read_text())
-    time.sleep(0.1)
-    stat = Path(f"/proc/{pid}/stat")
-    assert not stat.exists() or ") Z " in stat.read_text()
+    end = time.time() + 20
+    while alive(pid) and time.time() < end:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be collected does not."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
 
 
 SUPERVISOR = """
