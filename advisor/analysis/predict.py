@@ -11,7 +11,19 @@ from collections.abc import Callable, Iterable, Mapping
 from advisor.analysis.conv import bias_row
 from advisor.analysis.memory import BYTES, STATES
 from advisor.analysis.sync import is_scalar_read
-from advisor.analysis.view import HALF, MATRIX, SINGLE, View, is_batchnorm, is_strict_fp32, launches
+from advisor.analysis.view import (
+    HALF,
+    MATRIX,
+    SINGLE,
+    View,
+    is_batchnorm,
+    is_groupnorm,
+    is_layernorm,
+    is_squeeze_excite,
+    is_strict_fp32,
+    launches,
+    parent,
+)
 from advisor.analysis.whatif import OP_HIGH_US, OP_LOW_US, Change, Saving, Step
 from advisor.core import roofline
 from advisor.core.findings import Interval
@@ -456,6 +468,45 @@ def _fused_total(view: View, norms: list[KernelRow], after: list[KernelRow]) -> 
     return sum(_fused_bytes(row, view.profile.environment.l2_bytes) for row in (*norms, *after))
 
 
+def _kernel_family(chosen: Callable[[View], list[KernelRow]], what: str) -> _Predictor:
+    """For bundled kernels that are dispatched only where they are measured to win: from nothing gained down to the limit."""
+
+    def predictor(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+        rows = chosen(view)
+        if not rows:
+            return _nothing(f"no {what} in the step")
+        best = sum(
+            _gain_to(row.time_us, _bytes_us(view, row.modelled_bytes) / FUSED_BEST)
+            for row in rows
+            if row.modelled_bytes > 0
+        )
+        return Change(
+            worst=Saving(),
+            best=Saving(device_us=best, host_us=launches(rows) * OP_LOW_US),
+            basis=f"{_share(view, rows, step)} are {what}; at best they run at {FUSED_BEST:.0%} of copy bandwidth",
+        )
+
+    return predictor
+
+
+def _of(wanted: Callable[[KernelRow], bool]) -> Callable[[View], list[KernelRow]]:
+    return lambda view: [row for row in view.rows if row.phase != "optimizer" and wanted(row)]
+
+
+def _squeeze_excite(view: View) -> list[KernelRow]:
+    blocks = {row.module for row in view.rows if row.module and is_squeeze_excite(row.module_type)}
+    return [row for row in view.rows if row.module in blocks or parent(row.module) in blocks]
+
+
+def _bias_and_activation(view: View) -> list[KernelRow]:
+    containers = view.normalised_containers()
+    return [
+        row
+        for row in view.rows
+        if row.kind in ("activation", "elementwise") and _trained(row) and not view.is_after_norm(row, containers)
+    ]
+
+
 def _compile(graphs: bool) -> _Predictor:
     def predictor(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
         if view.profile.model.compiled:
@@ -528,8 +579,21 @@ _PREDICTORS: dict[str, _Predictor] = {
     "loader_workers": _loader_workers,
     "defer_sync": _defer_sync,
     "fused_bn_act": _fused_bn_act,
+    "fused_bn_max_pool": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling"),
+    "fused_pooling": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling"),
+    "fused_upsample": _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat"),
+    "fused_layer_norm": _kernel_family(_of(is_layernorm), "layer normalisation"),
+    "fused_group_norm": _kernel_family(_of(is_groupnorm), "group normalisation"),
+    "fused_squeeze_excite": _kernel_family(_squeeze_excite, "squeeze-and-excite"),
+    "fused_bias_act": _kernel_family(_bias_and_activation, "activation and addition outside of norms"),
     "compile": _compile(graphs=False),
     "compile_max_autotune": _compile(graphs=True),
     "cuda_graphs": _cuda_graphs,
 }
-_NEEDS_GPU = frozenset(("amp_fp16", "tf32", "cudnn_benchmark", "prefetch", "defer_sync", "fused_bn_act", "cuda_graphs"))
+_NEEDS_GPU = frozenset(
+    (
+        *("amp_fp16", "tf32", "cudnn_benchmark", "prefetch", "defer_sync", "cuda_graphs", "fused_bn_act"),
+        *("fused_bn_max_pool", "fused_pooling", "fused_upsample", "fused_layer_norm", "fused_group_norm"),
+        *("fused_squeeze_excite", "fused_bias_act"),
+    )
+)

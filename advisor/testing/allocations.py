@@ -63,7 +63,8 @@ def watch(live: LiveStep) -> Allocations | None:
     if not events or len(marks) != STEPS + 2:
         return None
     if before is None:
-        before = _state_bytes(live, {event.pointer for event in events if event.nbytes > 0})
+        events = _own(events)
+        before = _state_bytes(live, {event.pointer for event in events})
     return _account(events, marks, before)
 
 
@@ -87,6 +88,25 @@ def _recorded(live: LiveStep, profile: Any, annotator: Annotator) -> Any:
             autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
         results = _disable_profiler()
     return results
+
+
+def _own(events: list[_Event]) -> list[_Event]:
+    """The events of blocks that were allocated inside the window.
+
+    On a CPU torch knows a block's size only if it was allocated while a profiler recorded memory. A block from before whose
+    address an earlier window has used is freed with that window's size: such events tell nothing.
+    """
+    alive: set[int] = set()
+    found = []
+    for event in events:
+        if event.nbytes > 0:
+            alive.add(event.pointer)
+        elif event.pointer not in alive:
+            continue
+        else:
+            alive.remove(event.pointer)
+        found.append(event)
+    return found
 
 
 @contextlib.contextmanager

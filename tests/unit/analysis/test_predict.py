@@ -227,6 +227,21 @@ def test_compile_may_lose_where_the_host_is_the_limit() -> None:
     assert gain(profiles.cifar(), "compile_max_autotune").high > gain(profiles.cifar(), "compile").high
 
 
+def test_kernel_families_go_from_nothing_to_the_bandwidth() -> None:
+    base = profiles.resnet50()
+    found = gain(base, "fused_pooling")
+    assert found.low == 0.0
+    pools = [row for row in base.kernels if row.kind == "pool"]
+    limit = sum(row.modelled_bytes for row in pools) / base.environment.copy_gbps / 1e3 / 0.92
+    assert 0 < found.high <= (sum(row.time_us for row in pools) - limit) / 116600 + 0.05
+    assert gain(base, "fused_layer_norm").basis == "no layer normalisation in the step"
+    block = replace(
+        base.kernels[0], kind="elementwise", module="Net.se", module_type="SqueezeExcitation", op="aten::mul"
+    )
+    inner = replace(block, module="Net.se.fc1", module_type="Conv2d")
+    assert gain(replace(base, kernels=(*base.kernels, block, inner)), "fused_squeeze_excite").high > 0
+
+
 def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
     between(gain(profiles.resnet50(), "cudnn_benchmark"), 0.0, 0.15)
     model = profiles.resnet50().model
@@ -268,6 +283,13 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "loader_workers": (lambda row: False, ("data",)),
     "defer_sync": (lambda row: False, ("sync", "launch", "other")),
     "fused_bn_act": (lambda row: row.kind in ("norm", "activation", "elementwise"), ("launch", "other")),
+    "fused_bn_max_pool": (lambda row: row.kind == "pool", ("launch", "other")),
+    "fused_pooling": (lambda row: row.kind == "pool", ("launch", "other")),
+    "fused_upsample": (lambda row: row.kind in ("upsample", "concat"), ("launch", "other")),
+    "fused_layer_norm": (lambda row: row.kind == "norm", ("launch", "other")),
+    "fused_group_norm": (lambda row: row.kind == "norm", ("launch", "other")),
+    "fused_squeeze_excite": (lambda row: bool(row.module), ("launch", "other")),
+    "fused_bias_act": (lambda row: row.kind in ("activation", "elementwise"), ("launch", "other")),
     "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "cuda_graphs": (lambda row: False, ("launch", "other", "sync")),

@@ -92,6 +92,14 @@ def test_state_from_before_counts_once() -> None:
     assert found.peak_bytes == pytest.approx(3 * MIB, rel=0.02)
 
 
+def test_blocks_from_before_the_window_are_passed_over_when_they_are_freed() -> None:
+    def event(pointer: int, nbytes: int) -> allocations._Event:
+        return allocations._Event(0, pointer, nbytes, "", "")
+
+    stale, new, freed, reused = event(1, -500), event(2, 100), event(2, -100), event(1, 50)
+    assert allocations._own([stale, new, freed, reused, stale, stale]) == [new, freed, reused, stale]
+
+
 def test_a_profiler_of_the_steps_own_is_left_alone() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         live = LiveStep(call=lambda: torch.ones(3), training=Training(device=torch.device("cpu")))
