@@ -498,6 +498,10 @@ def _squeeze_excite(view: View) -> list[KernelRow]:
     return [row for row in view.rows if row.module in blocks or parent(row.module) in blocks]
 
 
+def _depthwise(view: View) -> list[KernelRow]:
+    return [row for row in view.rows if (geometry := view.geometry(row)) is not None and geometry.depthwise]
+
+
 def _bias_and_activation(view: View) -> list[KernelRow]:
     containers = view.normalised_containers()
     return [
@@ -586,6 +590,7 @@ _PREDICTORS: dict[str, _Predictor] = {
     "fused_group_norm": _kernel_family(_of(is_groupnorm), "group normalisation"),
     "fused_squeeze_excite": _kernel_family(_squeeze_excite, "squeeze-and-excite"),
     "fused_bias_act": _kernel_family(_bias_and_activation, "activation and addition outside of norms"),
+    "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
     "compile": _compile(graphs=False),
     "compile_max_autotune": _compile(graphs=True),
     "cuda_graphs": _cuda_graphs,
@@ -594,6 +599,6 @@ _NEEDS_GPU = frozenset(
     (
         *("amp_fp16", "tf32", "cudnn_benchmark", "prefetch", "defer_sync", "cuda_graphs", "fused_bn_act"),
         *("fused_bn_max_pool", "fused_pooling", "fused_upsample", "fused_layer_norm", "fused_group_norm"),
-        *("fused_squeeze_excite", "fused_bias_act"),
+        *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv"),
     )
 )

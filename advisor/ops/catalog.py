@@ -75,6 +75,14 @@ FAMILIES: tuple[Family, ...] = (
         functions=("group_norm", "instance_norm"),
     ),
     Family(
+        id="depthwise",
+        title="Depthwise convolution kernels",
+        replaces="conv2d with as many groups as channels, channels_last",
+        transform="depthwise_conv",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups > 1 and conv.groups == conv.in_channels == conv.out_channels,
+    ),
+    Family(
         id="bias_act",
         title="Fused bias + add + activation and layer scale + drop path + add kernels",
         replaces="a convolution's bias, add, activation; layer scale, drop path, add; channels_last",

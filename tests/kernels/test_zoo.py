@@ -81,6 +81,10 @@ def _bias_act_sites(model: nn.Module) -> int:
     return plain + names.count("CNBlock") + names.count("ConvNeXtBlock") + with_convolutions + sum(dropped)
 
 
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and 1 < module.groups == module.in_channels == module.out_channels
+
+
 # family → how many sites of a model its rewrite must find
 SITES: dict[str, Callable[[nn.Module], int]] = {
     "batchnorm_max_pool": _stems,
@@ -90,6 +94,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "squeeze_excite": lambda model: _count(model, lambda m: type(m).__name__ in _SQUEEZE_EXCITE),
     "layer_norm": lambda model: _count(model, lambda m: isinstance(m, nn.LayerNorm)),
     "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
+    "depthwise": lambda model: _count(model, _is_depthwise),
     "bias_act": _bias_act_sites,
 }
 

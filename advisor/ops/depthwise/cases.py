@@ -1,0 +1,145 @@
+"""Shapes at which the depthwise kernels are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops.depthwise import api, reference, spec
+from advisor.ops.family import Arguments, Case, Work
+
+# (k, stride), (C, side): depthwise layers at 224 x 224, batch 256.
+_TRAINED = (
+    # MobileNetV2, MobileNetV3, EfficientNet-B0
+    ((3, 1), ((32, 112), (96, 112), (144, 56), (192, 28), (384, 14), (576, 14), (960, 7))),
+    ((3, 2), ((96, 112), (144, 56), (192, 28), (576, 14))),
+    ((5, 1), ((240, 28), (672, 14), (1152, 7))),
+    ((5, 2), ((72, 56), (144, 56), (672, 14))),
+    # ConvNeXt-T
+    ((7, 1), ((96, 56), (192, 28), (384, 14), (768, 7))),
+    # ShuffleNetV2 x1.0
+    ((3, 1), ((58, 28), (116, 14))),
+)
+_BIASED = 7  # ConvNeXt's convolutions have a bias, the others a batch norm behind them
+
+
+def _inputs(
+    generator: torch.Generator,
+    n: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    weight_dtype: str,
+    kernel: int,
+    stride: int,
+    padding: tuple[int, int],
+    dilation: int,
+    bias: bool,
+) -> Arguments:
+    """x [n, C, H, W] channels_last; weight [C, 1, k, k] of deviation 1 / k; bias [C]."""
+    device = generator.device
+    _, c, h, w = shape
+    x = torch.randn(n, h, w, c, device=device, generator=generator).to(getattr(torch, dtype))
+    weight = torch.randn(c, 1, kernel, kernel, device=device, generator=generator) / kernel
+    kind = getattr(torch, weight_dtype)
+    return (
+        x.permute(0, 3, 1, 2).requires_grad_(),
+        weight.to(kind).requires_grad_(),
+        torch.randn(c, device=device, generator=generator).to(kind).requires_grad_() if bias else None,
+        stride,
+        padding,
+        dilation,
+    )
+
+
+def _eager(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: int,
+    padding: tuple[int, int],
+    dilation: int,
+) -> torch.Tensor:
+    """As autocast runs it: parameters cast to x's dtype."""
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.conv2d(x, weight.to(x.dtype), bias, stride, padding, dilation, groups=x.shape[1])
+
+
+def _case(
+    shape: tuple[int, ...],
+    dtype: str,
+    kernel: int,
+    stride: int = 1,
+    padding: tuple[int, int] | None = None,
+    dilation: int = 1,
+    *,
+    bias: bool = False,
+    weight_dtype: str = "float32",
+) -> Case:
+    padding = (dilation * (kernel // 2),) * 2 if padding is None else padding
+    sized = spec.call(shape, kernel, stride, padding, dilation)
+    # Bytes alone are the limit that the goals are stated against, also where fp32 arithmetic takes longer (the .cu headers).
+    forward, backward = spec.bytes_moved(sized, getattr(torch, dtype).itemsize)
+    gradient = spec.FORWARD if stride == 1 else spec.BACKWARD_DATA
+    return Case(
+        name=spec.name(kernel, stride, dilation, bias=bias),
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(gradient, spec.BACKWARD_WEIGHT), nbytes=backward),
+        },
+        inputs=partial(
+            _inputs,
+            shape=shape,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            kernel=kernel,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            bias=bias,
+        ),
+        ours=api.depthwise_conv2d,
+        eager=_eager,
+        reference=reference.depthwise_conv2d,
+        wins=partial(spec.wins, dtype=dtype, kernel=kernel, stride=stride),
+    )
+
+
+BENCHMARK = tuple(
+    _case((256, c, side, side), dtype, kernel, stride, bias=kernel == _BIASED)
+    for dtype in ("bfloat16", "float16", "float32")
+    for (kernel, stride), sizes in _TRAINED
+    for c, side in (sizes if dtype == "bfloat16" else sizes[:1])
+)
+# Odd sizes, one pixel, no padding and unequal padding, C that fills no tile, rows cut into segments, dilated lattices of unequal
+# size, taps that reach over the whole image.
+VERIFICATION = tuple(
+    case
+    for dtype in spec.STORAGE
+    for case in (
+        _case((3, 34, 9, 13), dtype, 3, bias=True),
+        _case((2, 8, 1, 1), dtype, 3),
+        _case((1, 6, 40, 5), dtype, 3, padding=(0, 2)),
+        _case((2, 66, 11, 8), dtype, 3, 2),
+        _case((2, 10, 8, 9), dtype, 3, 2, padding=(0, 2), bias=True),
+        _case((2, 24, 14, 10), dtype, 5, bias=True),
+        _case((2, 12, 10, 16), dtype, 5, 2),
+        _case((1, 4, 7, 6), dtype, 5, 2, padding=(4, 1)),
+        _case((2, 40, 14, 15), dtype, 7, bias=True),
+        _case((2, 6, 3, 4), dtype, 7, padding=(6, 5)),
+        _case((1, 18, 15, 14), dtype, 7, 2),
+        _case((2, 12, 12, 9), dtype, 3, dilation=2, bias=True),
+        _case((1, 6, 4, 11), dtype, 5, dilation=3),
+        _case((1, 10, 12, 17), dtype, 9),
+        _case((1, 6, 9, 10), dtype, 11, 2),
+        _case((1, 6, 8, 18), dtype, 13, bias=True),
+        _case((1, 4, 17, 16), dtype, 15),
+        _case((1, 4, 16, 33), dtype, 15, 2),
+        _case((2, 16, 6, 7), dtype, 3, weight_dtype=dtype, bias=True),
+    )
+    if dtype != "float32" or case.name != "depthwise k3 s1 bias" or case.shape != (2, 16, 6, 7)
+)

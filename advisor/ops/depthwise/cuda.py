@@ -1,0 +1,130 @@
+"""Launches of the depthwise kernels. Shapes and dtypes have been checked by the caller (spec)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from advisor.ops import nvrtc
+from advisor.ops.depthwise import spec
+from advisor.ops.depthwise.spec import Call
+
+# Addresses of x or dy, weight, bias and result stand before these arguments, which depend on the shapes only.
+_Launch = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[Any, ...]]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=4096)
+def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> _Launch:
+    config = spec.forward_config(call, _name(dtype))
+    shape = spec.forward_geometry(call, config, nvrtc.sm_count(device))
+    defines = spec.forward_defines(call, config, _name(dtype), _name(weight_dtype), flip=flip)
+    kernel = nvrtc.function(spec.FORWARD, spec.KERNELS[spec.FORWARD][0], tuple(defines.items()), device)
+    sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding, call.dilation)
+    arguments = (
+        np.int64(shape.items),
+        *map(np.int32, (shape.vectors, shape.tile, *sizes, shape.strips, shape.segments, shape.segment_rows)),
+    )
+    return kernel, shape.grid, (config.threads, 1, 1), arguments
+
+
+def _convolve(
+    call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, flip: bool
+) -> None:
+    device = x.device.index or 0
+    kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
+    pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
+
+
+def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    n, c = like.shape[:2]
+    return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
+    """Returns y [N, C, OH, OW] channels_last in x's dtype. x: channels_last; weight [C, 1, k, k], bias [C]: contiguous."""
+    y = _output(x, call.out_height, call.out_width)
+    _convolve(call, x, weight, bias, y, False)
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _strided_data(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> _Launch:
+    config = spec.data_config(call, _name(dtype))
+    shape = spec.data_geometry(call, config, nvrtc.sm_count(device))
+    defines = spec.data_defines(call, config, _name(dtype), _name(weight_dtype))
+    kernel = nvrtc.function(spec.BACKWARD_DATA, spec.KERNELS[spec.BACKWARD_DATA][0], tuple(defines.items()), device)
+    sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding)
+    arguments = (
+        np.int64(shape.items),
+        *map(np.int32, (shape.vectors, shape.tile, *sizes, shape.strips, shape.segments, shape.segment_rows)),
+    )
+    return kernel, shape.grid, (config.threads, 1, 1), arguments
+
+
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
+    dx = _output(dy, call.height, call.width)
+    if call.stride == 1:
+        _convolve(call.transposed(), dy, weight, None, dx, True)
+        return dx
+    device = dy.device.index or 0
+    kernel, grid, block, sizes = _strided_data(call, dy.dtype, weight.dtype, device)
+    kernel(grid, block, (dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), *sizes), 0, nvrtc.stream(device))
+    return dx
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    partial: _Launch
+    total: _Launch
+    partials: int  # fp32 values
+
+
+@lru_cache(maxsize=4096)
+def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> _Weight:
+    config = spec.weight_config(call, _name(dtype))
+    shape = spec.weight_geometry(call, config, nvrtc.sm_count(device))
+    defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
+    kernel, total = (
+        nvrtc.function(spec.BACKWARD_WEIGHT, entry, defines, device) for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]
+    )
+    sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding, call.dilation)
+    arguments = (
+        np.int64(shape.items),
+        *map(np.int32, (shape.vectors, shape.tile, *sizes, shape.strips, shape.segments, shape.segment_rows)),
+    )
+    block = (config.threads, 1, 1)
+    columns = (call.kernel**2 + 1) * call.channels
+    blocks = shape.grid[0]
+    return _Weight(
+        partial=(kernel, shape.grid, block, arguments),
+        total=(total, (-(-columns // spec.SUM_COLUMNS), 1, 1), block, (np.int32(blocks), np.int32(call.channels))),
+        partials=blocks * columns,
+    )
+
+
+def backward_weight(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns dweight like weight, and dbias like bias (None without one). dy and x: channels_last, one dtype."""
+    device = x.device.index or 0
+    plan = _weight(call, x.dtype, weight.dtype, device)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    dbias = None if bias is None else torch.empty_like(bias)
+    stream = nvrtc.stream(device)
+    kernel, grid, block, sizes = plan.partial
+    kernel(grid, block, (dy.data_ptr(), x.data_ptr(), partial.data_ptr(), *sizes), 0, stream)
+    kernel, grid, block, sizes = plan.total
+    pointers = (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr())
+    kernel(grid, block, (*pointers, *sizes), 0, stream)
+    return dweight, dbias

@@ -1,0 +1,457 @@
+"""What the depthwise kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from advisor.ops.dispatch import UNMEASURED
+
+FORWARD = "depthwise/depthwise_forward.cu"
+BACKWARD_DATA = "depthwise/depthwise_backward_data.cu"
+BACKWARD_WEIGHT = "depthwise/depthwise_backward_weight.cu"
+KERNELS = {
+    FORWARD: ("depthwise_forward",),
+    BACKWARD_DATA: ("depthwise_backward_data",),
+    BACKWARD_WEIGHT: ("depthwise_backward_weight", "depthwise_backward_weight_sum"),
+}
+
+STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
+MIN_ARCH = 80
+TAPS = (3, 5, 7, 9, 11, 13, 15)
+CHANNELS = 2  # a thread's: 4 bytes of fp16 or bf16, so that a warp reads 128 bytes of one pixel
+THREADS = 128  # a multiple of 4 warps, one for each of an SM's schedulers
+SUM_COLUMNS = 32  # of partial sums that a block of the last pass adds up; written into the source as well
+SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
+MAX_SEGMENTS = 8
+ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
+TUNABLE = {"MAX_TILE": (16, 32, 64), "MAX_SEGMENTS": (1, 4, 8), "ITEM_ROWS": (2, 4, 8)}
+# Elements of one image's row of pixels must fit 32-bit byte offsets with room for a window.
+MAX_WINDOW_BYTES = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One depthwise convolution: sizes of input and output, k x k taps."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+    kernel: int
+    stride: int
+    padding: tuple[int, int]
+    dilation: int
+
+    def transposed(self) -> Call:
+        """With stride 1: the convolution with flipped taps that gives the data gradient, from dy to dx."""
+        span = self.dilation * (self.kernel - 1)
+        return replace(
+            self,
+            height=self.out_height,
+            width=self.out_width,
+            out_height=self.height,
+            out_width=self.width,
+            padding=(span - self.padding[0], span - self.padding[1]),
+        )
+
+
+@lru_cache(maxsize=4096)
+def call(shape: tuple[int, ...], kernel: int, stride: int, padding: tuple[int, int], dilation: int) -> Call:
+    """The call on an input of `shape` [N, C, H, W]."""
+    n, c, h, w = shape
+    span = dilation * (kernel - 1) + 1
+    return Call(
+        n,
+        c,
+        h,
+        w,
+        (h + 2 * padding[0] - span) // stride + 1,
+        (w + 2 * padding[1] - span) // stride + 1,
+        kernel,
+        stride,
+        padding,
+        dilation,
+    )
+
+
+def name(kernel: int, stride: int, dilation: int = 1, *, bias: bool = False) -> str:
+    """`depthwise k5 s2`."""
+    return f"depthwise k{kernel} s{stride}" + (f" d{dilation}" if dilation > 1 else "") + (" bias" if bias else "")
+
+
+def wins(**_: object) -> str:
+    """Why PyTorch's own operation is left in place; empty where the kernels win."""
+    return UNMEASURED
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if weight_dtype not in STORAGE:
+        return f"weight dtype {weight_dtype}"
+    if not channels_last:
+        return "input is not channels_last"
+    n, c, h, w = shape
+    if n == 0 or h == 0 or w == 0:
+        return "empty input"
+    sized = call(shape, weight_shape[-1], stride[0], padding, dilation[0])
+    if sized.out_height < 1 or sized.out_width < 1:
+        return "empty output"
+    if c * dilation[0] * 4 * (2 * weight_shape[-1] + 16) > MAX_WINDOW_BYTES:
+        return "a window of pixels is beyond 32-bit offsets"
+    return ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    c = shape[1]
+    if groups != c or weight_shape[:2] != (c, 1):
+        return "not depthwise: " + (f"{groups} groups of {c} channels" if groups != c else "several outputs a channel")
+    kernel = weight_shape[-1]
+    if weight_shape[-2] != kernel:
+        return f"{weight_shape[-2]} x {kernel} taps are not square"
+    if kernel not in TAPS:
+        return f"{kernel} x {kernel} taps"
+    if stride[0] != stride[1] or stride[0] not in (1, 2):
+        return f"stride {stride[0]} x {stride[1]}"
+    if dilation[0] != dilation[1]:
+        return f"dilation {dilation[0]} x {dilation[1]}"
+    if dilation[0] > 1 and stride[0] > 1:
+        return "stride and dilation at once"
+    span = dilation[0] * (kernel - 1)
+    if min(padding) < 0 or max(padding) > span:
+        return f"padding {padding[0]} x {padding[1]} is wider than the taps"
+    if c % CHANNELS:
+        return f"{c} channels are no multiple of {CHANNELS}"
+    return ""
+
+
+# ---- what is compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a kernel is compiled with for one call. A thread owns CHANNELS channels and `strip` pixels of a row.
+
+    `blocks` of `threads` threads run on an SM at once: it caps a thread's registers at 65536 / (threads * blocks).
+    """
+
+    strip: int
+    blocks: int
+    threads: int = THREADS
+    depth: int = 1  # rows in flight before the one that is worked on
+    keep_taps: bool = False  # in registers; else they are read from shared memory once a row
+    tap_rows: int = 0  # weight gradient: rows of taps that a thread has sums for
+
+
+# Largest number of blocks an SM, and with it the fewest registers, at which nothing is spilled (ptxas for sm_80, 90 and 100).
+# By (k, stride, fp32 storage); where there are two, the width of the row decides.
+_FORWARD: dict[tuple[int, int, bool], tuple[Config, ...]] = {
+    (3, 1, False): (Config(7, 4, depth=2, keep_taps=True), Config(4, 4, depth=2, keep_taps=True)),
+    (3, 2, False): (Config(7, 2, keep_taps=True), Config(4, 4, keep_taps=True)),
+    (5, 1, False): (Config(7, 3), Config(4, 4)),
+    (5, 2, False): (Config(7, 2), Config(4, 3)),
+    (7, 1, False): (Config(7, 2), Config(4, 3)),
+    (7, 2, False): (Config(7, 2), Config(4, 3)),
+    (9, 1, False): (Config(4, 2),),
+    (9, 2, False): (Config(4, 2),),
+    (11, 1, False): (Config(4, 2),),
+    (11, 2, False): (Config(4, 2),),
+    (13, 1, False): (Config(4, 2),),
+    (13, 2, False): (Config(2, 2),),
+    (15, 1, False): (Config(2, 2),),
+    (15, 2, False): (Config(2, 2),),
+    (3, 1, True): (Config(4, 4, depth=2, keep_taps=True),),
+    (3, 2, True): (Config(4, 3, keep_taps=True),),
+    (5, 1, True): (Config(4, 4),),
+    (5, 2, True): (Config(4, 3),),
+    (7, 1, True): (Config(4, 3),),
+    (7, 2, True): (Config(4, 2),),
+    (9, 1, True): (Config(4, 2),),
+    (9, 2, True): (Config(4, 2),),
+    (11, 1, True): (Config(4, 2),),
+    (11, 2, True): (Config(2, 2),),
+    (13, 1, True): (Config(2, 2),),
+    (13, 2, True): (Config(2, 2),),
+    (15, 1, True): (Config(2, 2),),
+    (15, 2, True): (Config(2, 2),),
+}
+_DATA: dict[tuple[int, bool], tuple[Config, ...]] = {
+    (3, False): (Config(4, 4, depth=2),),
+    (5, False): (Config(4, 3),),
+    (7, False): (Config(2, 2),),
+    (9, False): (Config(2, 2),),
+    (11, False): (Config(2, 2),),
+    (13, False): (Config(2, 2),),
+    (15, False): (Config(1, 2),),
+    (3, True): (Config(4, 4),),
+    (5, True): (Config(4, 2),),
+    (7, True): (Config(2, 2),),
+    (9, True): (Config(2, 2),),
+    (11, True): (Config(2, 2),),
+    (13, True): (Config(1, 2),),
+    (15, True): (Config(1, 2),),
+}
+_WEIGHT: dict[tuple[int, int, bool], tuple[Config, ...]] = {
+    (3, 1, False): (Config(7, 3, tap_rows=3), Config(4, 4, tap_rows=3)),
+    (3, 2, False): (Config(7, 3, tap_rows=3), Config(4, 4, tap_rows=3)),
+    (5, 1, False): (Config(7, 2, tap_rows=5), Config(4, 3, tap_rows=5)),
+    (5, 2, False): (Config(4, 2, tap_rows=5),),
+    (7, 1, False): (Config(4, 2, tap_rows=7),),
+    (7, 2, False): (Config(4, 2, tap_rows=4),),
+    (9, 1, False): (Config(4, 2, tap_rows=5),),
+    (9, 2, False): (Config(4, 2, tap_rows=4),),
+    (11, 1, False): (Config(4, 2, tap_rows=4),),
+    (11, 2, False): (Config(4, 2, tap_rows=2),),
+    (13, 1, False): (Config(4, 2, tap_rows=3),),
+    (13, 2, False): (Config(4, 2, tap_rows=2),),
+    (15, 1, False): (Config(4, 2, tap_rows=3),),
+    (15, 2, False): (Config(4, 2, tap_rows=2),),
+    (3, 1, True): (Config(4, 3, tap_rows=3),),
+    (3, 2, True): (Config(4, 3, tap_rows=3),),
+    (5, 1, True): (Config(4, 2, tap_rows=5),),
+    (5, 2, True): (Config(4, 2, tap_rows=5),),
+    (7, 1, True): (Config(4, 2, tap_rows=4),),
+    (7, 2, True): (Config(4, 2, tap_rows=2),),
+    (9, 1, True): (Config(4, 2, tap_rows=3),),
+    (9, 2, True): (Config(4, 2, tap_rows=2),),
+    (11, 1, True): (Config(4, 2, tap_rows=3),),
+    (11, 2, True): (Config(4, 2, tap_rows=2),),
+    (13, 1, True): (Config(4, 2, tap_rows=2),),
+    (13, 2, True): (Config(4, 2, tap_rows=2),),
+    (15, 1, True): (Config(4, 2, tap_rows=2),),
+    (15, 2, True): (Config(4, 2, tap_rows=2),),
+}
+
+
+def _choose(configs: tuple[Config, ...], width: int) -> Config:
+    """The strip that covers a row with the least work: as many pixels as it has, and two more for its ends."""
+    return min(configs, key=lambda c: (-(-width // c.strip) * (c.strip + 2), -c.strip))
+
+
+def forward_config(call: Call, dtype: str) -> Config:
+    """For the forward, and with `call.transposed()` for the data gradient of stride 1."""
+    return _choose(_FORWARD[call.kernel, call.stride, dtype == "float32"], -(-call.out_width // call.dilation))
+
+
+def data_config(call: Call, dtype: str) -> Config:
+    """For the data gradient of stride 2."""
+    return _choose(_DATA[call.kernel, dtype == "float32"], call.width // 2 + 1)
+
+
+def weight_config(call: Call, dtype: str) -> Config:
+    """For the weight gradient."""
+    return _choose(_WEIGHT[call.kernel, call.stride, dtype == "float32"], -(-call.out_width // call.dilation))
+
+
+def _tile_limit(kernel: int) -> int:
+    """Channel vectors whose taps fit in shared memory beside nothing else."""
+    row = -(-kernel * CHANNELS // 4) * 4
+    words = kernel * row + (4 if kernel * row // 4 % 2 == 0 else 0)
+    return min(MAX_TILE, SHARED_BYTES // (4 * words))
+
+
+def _base_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
+    return {
+        "K": call.kernel,
+        "CH": CHANNELS,
+        "STRIP": config.strip,
+        "THREADS": config.threads,
+        "MIN_BLOCKS": config.blocks,
+        "STORAGE": STORAGE[dtype],
+        "WEIGHT_STORAGE": STORAGE[weight_dtype],
+    }
+
+
+def forward_defines(call: Call, config: Config, dtype: str, weight_dtype: str, *, flip: bool) -> dict[str, int]:
+    """Macros of FORWARD."""
+    return {
+        **_base_defines(call, config, dtype, weight_dtype),
+        "STRIDE": call.stride,
+        "DEPTH": config.depth,
+        "KEEP_TAPS": int(config.keep_taps),
+        "MAX_TILE": _tile_limit(call.kernel),
+        "FLIP": int(flip),
+    }
+
+
+def data_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
+    """Macros of BACKWARD_DATA."""
+    return {
+        **_base_defines(call, config, dtype, weight_dtype),
+        "DEPTH": config.depth,
+        "MAX_TILE": _tile_limit(call.kernel),
+    }
+
+
+def weight_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
+    """Macros of BACKWARD_WEIGHT."""
+    return {
+        **_base_defines(call, config, dtype, weight_dtype),
+        "STRIDE": call.stride,
+        "TAP_ROWS": config.tap_rows,
+    }
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros to compile `source` with in the test for spills: all strides and strips of k 3, 5 and 7, the largest k, each storage."""
+    found = []
+    for kernel in (3, 5, 7, 15):
+        for stride in (1, 2):
+            for dtype, weight_dtype in (("bfloat16", "float32"), ("float32", "float32"), ("float16", "float16")):
+                if (dtype == "float16" or kernel == 15) and (stride, kernel) != (1, 15 if dtype == "bfloat16" else 3):
+                    continue  # fp16 differs from bf16 in conversions only
+                sized = call((1, 64, 64, 64), kernel, stride, (kernel // 2, kernel // 2), 1)
+                wide = dtype == "float32"
+                if source == FORWARD:
+                    found += [
+                        forward_defines(sized, config, dtype, weight_dtype, flip=False)
+                        for config in _FORWARD[kernel, stride, wide]
+                    ]
+                elif source == BACKWARD_DATA and stride == 2:
+                    found += [data_defines(sized, config, dtype, weight_dtype) for config in _DATA[kernel, wide]]
+                elif source == BACKWARD_WEIGHT:
+                    found += [
+                        weight_defines(sized, config, dtype, weight_dtype) for config in _WEIGHT[kernel, stride, wide]
+                    ]
+    return tuple(found)
+
+
+# ---- how it is launched
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Launch geometry.
+
+    An item is a strip of `strip` columns and `segment_rows` rows of one image (of one of its dilated lattices). A block takes
+    `tile` channel vectors and threads // tile items at a time; grid is (blocks over items, channel tiles, groups of tap rows).
+    """
+
+    grid: tuple[int, int, int]
+    items: int
+    vectors: int
+    tile: int
+    strips: int
+    segments: int
+    segment_rows: int
+
+
+def tile_of(vectors: int, threads: int, most: int) -> int:
+    """Channel vectors a block covers: those that leave fewest threads idle, and of these the widest."""
+
+    def busy(tile: int) -> float:
+        return (threads // tile * tile / threads) * (vectors / (-(-vectors // tile) * tile))
+
+    return max(range(1, min(vectors, threads, most) + 1), key=lambda tile: (round(busy(tile), 3), tile))
+
+
+def _geometry(
+    call: Call, config: Config, rows: int, columns: int, lattices: int, halo: int, groups: int, most: int, sm_count: int
+) -> Geometry:
+    """As many blocks as run at once, all with equally many items; images are cut into segments of rows where that evens it out.
+
+    Args:
+        rows, columns: of one lattice, as the kernel walks over them. lattices: in one image.
+        halo: rows that a segment reads beyond its own.
+    """
+    vectors = call.channels // CHANNELS
+    tile = tile_of(vectors, config.threads, most)
+    tiles = -(-vectors // tile)
+    per_pass = config.threads // tile
+    at_once = max(1, sm_count * config.blocks // (tiles * groups))
+    strips = -(-columns // config.strip)
+    best: tuple[float, int, int, int, int] | None = None
+    for wanted in range(1, min(MAX_SEGMENTS, rows) + 1):
+        segment_rows = -(-rows // wanted)
+        segments = -(-rows // segment_rows)
+        items = call.batch * lattices * strips * segments
+        passes = -(-items // (per_pass * at_once))
+        cost = passes * (segment_rows + (halo if segments > 1 else 0) + ITEM_ROWS)
+        if best is None or cost < best[0]:
+            best = (cost, passes, items, segments, segment_rows)
+    assert best is not None  # rows is at least 1
+    _, passes, items, segments, segment_rows = best
+    return Geometry(
+        grid=(-(-items // (per_pass * passes)), tiles, groups),
+        items=items,
+        vectors=vectors,
+        tile=tile,
+        strips=strips,
+        segments=segments,
+        segment_rows=segment_rows,
+    )
+
+
+def forward_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
+    """Of FORWARD."""
+    rows, columns = (-(-size // call.dilation) for size in (call.out_height, call.out_width))
+    halo = -(-call.kernel // call.stride) - 1
+    return _geometry(call, config, rows, columns, call.dilation**2, halo, 1, _tile_limit(call.kernel), sm_count)
+
+
+def data_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
+    """Of BACKWARD_DATA: rows and columns of dx in pairs that the padded image's even rows and columns begin."""
+    rows, columns = (
+        (size - 1 + pad) // 2 - pad // 2 + 1 for size, pad in zip((call.height, call.width), call.padding, strict=True)
+    )
+    return _geometry(call, config, rows, columns, 1, call.kernel // 2, 1, _tile_limit(call.kernel), sm_count)
+
+
+def weight_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
+    """Of BACKWARD_WEIGHT."""
+    rows, columns = (-(-size // call.dilation) for size in (call.out_height, call.out_width))
+    groups = -(-call.kernel // config.tap_rows)
+    halo = -(-config.tap_rows // call.stride) - 1
+    return _geometry(call, config, rows, columns, call.dilation**2, halo, groups, MAX_TILE, sm_count)
+
+
+def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+    """Bytes of forward and backward: x in and y out; dy in and dx out, and once more dy and x in for the weight gradient.
+
+    The weights, at most 225 values a channel, are left out. A single kernel for both gradients could save one reading of dy;
+    the goals of the project are stated against four tensor passes.
+    """
+    x = call.batch * call.channels * call.height * call.width * itemsize
+    y = call.batch * call.channels * call.out_height * call.out_width * itemsize
+    return x + y, 2 * (x + y)
+
+
+def flops(call: Call) -> tuple[int, int]:
+    """Operations of forward and backward: two a tap and output, and twice that."""
+    forward = 2 * call.batch * call.channels * call.out_height * call.out_width * call.kernel**2
+    return forward, 2 * forward

@@ -1,0 +1,215 @@
+"""Depthwise convolution without a GPU: definition, launch geometry, what is supported, emulated kernels, graph matching."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation import compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import catalog, dispatch, match, sources, verify
+from advisor.ops.depthwise import api, cases, reference, spec
+
+FAMILY = catalog.get("depthwise")
+
+
+def nhwc(*shape: int, seed: int = 0) -> torch.Tensor:
+    n, c, h, w = shape
+    return torch.randn(n, h, w, c, generator=torch.Generator().manual_seed(seed)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "dilation"), [(3, 1, 1), (3, 2, 1), (5, 1, 2)])
+def test_the_definition_is_pytorchs_and_passes_gradcheck(kernel: int, stride: int, dilation: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 6, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 1, kernel, kernel, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    padding = (kernel // 2 * dilation, kernel // 2)
+
+    def definition(*tensors: torch.Tensor) -> torch.Tensor:
+        return reference.depthwise_conv2d(*tensors, stride, padding, dilation)
+
+    plain = F.conv2d(x, weight, bias, stride, padding, dilation, groups=2)
+    torch.testing.assert_close(definition(x, weight, bias), plain)
+    assert torch.autograd.gradcheck(definition, (x, weight, bias))
+
+
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 300),
+    vectors=st.integers(1, 700),
+    height=st.integers(1, 120),
+    width=st.integers(1, 120),
+    kernel=st.sampled_from(spec.TAPS),
+    stride=st.integers(1, 2),
+    wide=st.booleans(),
+    sm_count=st.integers(1, 200),
+)
+def test_geometry_covers_every_pixel_and_channel(
+    batch: int, vectors: int, height: int, width: int, kernel: int, stride: int, wide: bool, sm_count: int
+) -> None:
+    pad = kernel // 2
+    call = spec.call((batch, vectors * spec.CHANNELS, height, width), kernel, stride, (pad, pad), 1)
+    dtype = "float32" if wide else "bfloat16"
+    plans = [(spec.forward_config(call, dtype), spec.forward_geometry, call.out_height, call.out_width)]
+    plans.append((spec.weight_config(call, dtype), spec.weight_geometry, call.out_height, call.out_width))
+    for config, geometry, rows, columns in plans:
+        shape = geometry(call, config, sm_count)
+        assert shape.vectors == vectors
+        assert (shape.grid[1] - 1) * shape.tile < vectors <= shape.grid[1] * shape.tile
+        assert shape.strips * config.strip >= columns
+        assert (shape.segments - 1) * shape.segment_rows < rows <= shape.segments * shape.segment_rows
+        assert shape.items == batch * shape.strips * shape.segments
+        assert 1 <= shape.tile <= config.threads
+        assert max(shape.grid[1:]) <= 65535
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"arch": 75}, "older"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"weight_dtype": "float64"}, "weight dtype"),
+        ({"channels_last": False}, "channels_last"),
+        ({"shape": (2, 63, 8, 8), "weight_shape": (63, 1, 3, 3), "groups": 63}, "no multiple"),
+        ({"groups": 32}, "not depthwise"),
+        ({"weight_shape": (128, 1, 3, 3)}, "several outputs"),
+        ({"weight_shape": (64, 1, 3, 5)}, "not square"),
+        ({"weight_shape": (64, 1, 4, 4)}, "4 x 4 taps"),
+        ({"weight_shape": (64, 1, 17, 17)}, "17 x 17 taps"),
+        ({"stride": (3, 3)}, "stride"),
+        ({"stride": (2, 1)}, "stride"),
+        ({"stride": (2, 2), "dilation": (2, 2)}, "stride and dilation"),
+        ({"padding": (3, 0)}, "wider"),
+        ({"shape": (0, 64, 8, 8)}, "empty"),
+    ],
+)
+def test_unsupported_says_why(change: dict, reason: str) -> None:
+    call = {
+        "shape": (2, 64, 8, 8),
+        "channels_last": True,
+        "dtype": "bfloat16",
+        "weight_shape": (64, 1, 3, 3),
+        "weight_dtype": "float32",
+        "stride": (1, 1),
+        "padding": (1, 1),
+        "dilation": (1, 1),
+        "groups": 64,
+        "arch": 90,
+    }
+    answer = spec.unsupported(**{**call, **change})
+    assert reason in answer if reason else answer == ""
+
+
+def test_nothing_is_dispatched_before_it_is_measured(emulated) -> None:
+    assert FAMILY.not_dispatched() == dispatch.UNMEASURED
+    before = sum(api.fell_back.values())
+    emulated.launches.clear()
+    x, weight = nhwc(1, 4, 5, 5), torch.randn(4, 1, 3, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_forced", 0)
+        y = api.depthwise_conv2d(x, weight, None, 1, (1, 1))
+    torch.testing.assert_close(y, F.conv2d(x, weight, None, 1, 1, groups=4))
+    assert not emulated.launches
+    assert sum(api.fell_back.values()) == before + 1
+
+
+def test_second_derivatives_are_pytorchs(emulated) -> None:
+    x, weight = nhwc(2, 4, 6, 5).requires_grad_(), torch.randn(4, 1, 3, 3, requires_grad=True)
+
+    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(gradient.square().sum(), (x, weight)))
+
+    ours = penalty(api.depthwise_conv2d(x, weight, None, 1, (1, 1)))
+    for mine, theirs in zip(ours, penalty(F.conv2d(x, weight, None, 1, 1, groups=4)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_operation_of_the_library(emulated) -> None:
+    x, weight, bias = nhwc(2, 8, 6, 5).requires_grad_(), torch.randn(8, 1, 3, 3, requires_grad=True), torch.randn(8)
+    arguments = (x, weight, bias.requires_grad_(), 2, [1, 1], 1)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.advisor.depthwise_conv2d.default, arguments, test_utils=tests)
+    library = torch.ops.advisor.depthwise_conv2d(*arguments)
+    function = api.depthwise_conv2d(x, weight, bias, 2, (1, 1), 1)
+    assert torch.equal(library, function)
+    for mine, other in zip(
+        *(torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in (library, function)), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+# What is changed in a kernel, and in which case the check must see it.
+FAULTS = {
+    "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 bias"),
+    "a column too far": ("at >= 0 && at < width", "at >= 0 && at < width - 1", "depthwise k3 s1 bias"),
+    "last rows lost": ("if (done >= begin && done < end) put(sum[q], to);", "", "depthwise k3 s1 bias"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    before, after, name = FAULTS[fault]
+    whole = sources.inlined
+    planted = []
+
+    def inlined(*where):
+        text = whole(*where)
+        planted.append(before in text)
+        return text.replace(before, after)
+
+    monkeypatch.setattr(sources, "inlined", inlined)
+    compiler.module.cache_clear()
+    case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == "bfloat16")
+    try:
+        passed = verify.check(FAMILY, case, "cpu")["passed"]
+    except compiler.EmulationError:
+        passed = False
+    finally:
+        compiler.module.cache_clear()
+    assert any(planted)
+    assert not passed
+
+
+class Net(nn.Module):
+    """Depthwise convolutions as modules and as functions, beside ones that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = nn.Conv2d(3, 8, 1)
+        self.depth = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+        self.same = nn.Conv2d(8, 8, 5, padding="same", groups=8)
+        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.several = nn.Conv2d(8, 16, 3, padding=1, groups=8)
+        self.taps = nn.Parameter(torch.randn(16, 1, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.several(self.grouped(self.same(self.depth(self.expand(x)))))
+        return F.conv2d(x, self.taps, None, 2, 1, 1, 16).mean((2, 3))
+
+
+def test_patterns_are_found_and_train_as_before() -> None:
+    torch.manual_seed(0)
+    model, plain = Net().train(), Net().train()
+    plain.load_state_dict(model.state_dict())
+    report = match.MatchReport()
+    x = torch.randn(2, 3, 9, 8)
+    with dispatch.everything():
+        run = torch.compile(model.forward, backend=match.backend({"depthwise": report}, mode=None), dynamic=False)
+        ours, theirs = run(x), plain(x)
+        ours.square().sum().backward()
+    theirs.square().sum().backward()
+    assert {path: name for path, name in report.matched.items() if path in ("depth", "same")} == {
+        "depth": "depthwise k3 s1",
+        "same": "depthwise k5 s1",
+    }
+    assert "depthwise k3 s2" in report.matched.values()
+    assert set(report.unmatched) == {"grouped", "several"}
+    torch.testing.assert_close(ours, theirs)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
