@@ -428,3 +428,27 @@ def test_advisors_own_kernels_are_known_by_name() -> None:
     base = profiles.resnet50()
     kernel = replace(base.kernels[0], name="batchnorm_act_apply", kind="norm", time_us=113000.0)
     numbers(metrics(replace(base, kernels=(*base.kernels, kernel))), advisor_kernel_frac=0.5)
+
+
+def test_copies_are_not_taken_from_busy_time_a_second_time() -> None:
+    # busy_us holds no host copies; what they take beside no kernel is idle of cause "copy".
+    base = profiles.cifar()
+    longer = tuple(replace(copy, time_us=10 * copy.time_us) for copy in base.copies)
+    table = metrics(replace(base, copies=longer))
+    numbers(table, busy_frac=base.busy_us / 13600, mean_kernel_us=metrics(base).number("mean_kernel_us") or 0.0)
+    for name in ("kernel_overlap_frac", "idle_copy_frac", "device_copy_frac", "host_frac"):
+        assert table[name] == metrics(base)[name], name
+
+
+def test_overlap_and_exposed_communication_are_the_traces_word() -> None:
+    base = profiles.cifar()
+    assert metrics(base)["kernel_overlap_frac"].value is None
+    numbers(metrics(base), comm_exposed_frac=0.0)
+    comm = replace(base.kernels[0], name="ncclAllReduce", kind="comm", op="")
+    spread = replace(base, kernels=(*base.kernels, comm))
+    assert metrics(spread)["comm_exposed_frac"].value is None
+    told = {
+        name: Quantity(value=0.25, provenance=Provenance.MEASURED)
+        for name in ("kernel_overlap_frac", "comm_exposed_frac")
+    }
+    numbers(metrics(replace(spread, utilization=told)), kernel_overlap_frac=0.25, comm_exposed_frac=0.25)
