@@ -72,6 +72,7 @@ def test_geometry_covers_every_pixel_and_channel(
     [
         ({}, ""),
         ({"arch": 75}, "older"),
+        ({"arch": 100}, "not fitted"),
         ({"dtype": "float64"}, "dtype"),
         ({"weight_dtype": "float64"}, "weight dtype"),
         ({"channels_last": False}, "channels_last"),

@@ -18,6 +18,7 @@ KERNELS = {
 
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
 MIN_ARCH = 80
+UNFITTED_ARCH = 100  # from here on some of the forward's strips spill (see _FORWARD)
 TAPS = (3, 5, 7, 9, 11, 13, 15)
 CHANNELS = 2  # a thread's: 4 bytes of fp16 or bf16, so that a warp reads 128 bytes of one pixel
 THREADS = 128  # a multiple of 4 warps, one for each of an SM's schedulers
@@ -104,6 +105,8 @@ def unsupported(
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
     if arch < MIN_ARCH:
         return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    if arch >= UNFITTED_ARCH:
+        return f"strips are not fitted to the registers of sm_{arch}"
     reason = unsupported_convolution(
         shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
     )
