@@ -15,6 +15,7 @@
 
 #include "vector.cuh"
 #include "mixed.cuh"
+#include "row_statistics.cuh"
 #include "tree_reduce.cuh"
 
 #define SLOTS (LANES * VECTORS)
@@ -54,43 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer_norm_backward(
         }
       }
     }
+    row_statistics(v, lane, vectors, inverse, eps, mean, rstd);
 #pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      mean[u] = 0.f;
-#pragma unroll
-      for (int k = 0; k < VECTORS; ++k) {
-        float f[VEC];
-        widen(v[u][k], f);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) mean[u] += f[j];
-      }
-    }
-#pragma unroll
-    for (int o = LANES / 2; o > 0; o /= 2)
-#pragma unroll
-      for (int u = 0; u < ROWS; ++u) mean[u] += __shfl_xor_sync(0xffffffffu, mean[u], o);
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      mean[u] *= inverse;
-      rstd[u] = 0.f;
-#pragma unroll
-      for (int k = 0; k < VECTORS; ++k) {
-        if (lane + k * LANES >= vectors) continue;
-        float f[VEC];
-        widen(v[u][k], f);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) rstd[u] += (f[j] - mean[u]) * (f[j] - mean[u]);
-      }
-    }
-#pragma unroll
-    for (int o = LANES / 2; o > 0; o /= 2)
-#pragma unroll
-      for (int u = 0; u < ROWS; ++u) rstd[u] += __shfl_xor_sync(0xffffffffu, rstd[u], o);
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      rstd[u] = rsqrtf(rstd[u] * inverse + eps);
-      s1[u] = s2[u] = 0.f;
-    }
+    for (int u = 0; u < ROWS; ++u) s1[u] = s2[u] = 0.f;
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
       const int slot = lane + k * LANES;

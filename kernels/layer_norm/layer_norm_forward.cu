@@ -14,6 +14,7 @@
 
 #include "vector.cuh"
 #include "mixed.cuh"
+#include "row_statistics.cuh"
 
 #define SLOTS (LANES * VECTORS)  // vectors a row has room for
 
@@ -44,40 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_forward(
         if (row < rows && lane + k * LANES < vectors) v[u][k] = load(x + row * vectors + lane + k * LANES);
       }
     }
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      mean[u] = 0.f;
-#pragma unroll
-      for (int k = 0; k < VECTORS; ++k) {
-        float f[VEC];
-        widen(v[u][k], f);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) mean[u] += f[j];
-      }
-    }
-#pragma unroll
-    for (int o = LANES / 2; o > 0; o /= 2)
-#pragma unroll
-      for (int u = 0; u < ROWS; ++u) mean[u] += __shfl_xor_sync(0xffffffffu, mean[u], o);
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      mean[u] *= inverse;
-      rstd[u] = 0.f;
-#pragma unroll
-      for (int k = 0; k < VECTORS; ++k) {
-        if (lane + k * LANES >= vectors) continue;
-        float f[VEC];
-        widen(v[u][k], f);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) rstd[u] += (f[j] - mean[u]) * (f[j] - mean[u]);
-      }
-    }
-#pragma unroll
-    for (int o = LANES / 2; o > 0; o /= 2)
-#pragma unroll
-      for (int u = 0; u < ROWS; ++u) rstd[u] += __shfl_xor_sync(0xffffffffu, rstd[u], o);
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) rstd[u] = rsqrtf(rstd[u] * inverse + eps);
+    row_statistics(v, lane, vectors, inverse, eps, mean, rstd);
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
       const int slot = lane + k * LANES;
