@@ -502,6 +502,10 @@ def _depthwise(view: View) -> list[KernelRow]:
     return [row for row in view.rows if (geometry := view.geometry(row)) is not None and geometry.depthwise]
 
 
+def _first_convolution(view: View) -> list[KernelRow]:
+    return [row for row in view.rows if (geometry := view.geometry(row)) is not None and geometry.in_channels == 3]
+
+
 def _bias_and_activation(view: View) -> list[KernelRow]:
     containers = view.normalised_containers()
     return [
@@ -591,6 +595,7 @@ _PREDICTORS: dict[str, _Predictor] = {
     "fused_squeeze_excite": _kernel_family(_squeeze_excite, "squeeze-and-excite"),
     "fused_bias_act": _kernel_family(_bias_and_activation, "activation and addition outside of norms"),
     "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
+    "first_conv": _kernel_family(_first_convolution, "convolutions of three channels"),
     "compile": _compile(graphs=False),
     "compile_max_autotune": _compile(graphs=True),
     "cuda_graphs": _cuda_graphs,
@@ -599,6 +604,6 @@ _NEEDS_GPU = frozenset(
     (
         *("amp_fp16", "tf32", "cudnn_benchmark", "prefetch", "defer_sync", "cuda_graphs", "fused_bn_act"),
         *("fused_bn_max_pool", "fused_pooling", "fused_upsample", "fused_layer_norm", "fused_group_norm"),
-        *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv"),
+        *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv", "first_conv"),
     )
 )

@@ -90,6 +90,14 @@ FAMILIES: tuple[Family, ...] = (
         modules=("Conv2d", "ConvTranspose2d"),
         functions=("conv2d", "conv_transpose2d"),
     ),
+    Family(
+        id="first_conv",
+        title="First convolution kernels",
+        replaces="conv2d with 3 input channels, under autocast with its casts, channels_last",
+        transform="first_conv",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups == 1 and conv.in_channels == 3,
+    ),
 )
 
 

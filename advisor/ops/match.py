@@ -84,6 +84,73 @@ def bound(node: fx.Node, parameters: Sequence[str], defaults: Mapping[str, Any])
     return {**defaults, **dict(zip(parameters, node.args, strict=False)), **node.kwargs}
 
 
+_CONV2D = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONV2D_DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Conv2d:
+    """A call of `F.conv2d`: its tensors as the graph has them, and its numbers."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    channels: int  # of the input
+    weight_shape: tuple[int, ...]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+
+def conv2d_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of `F.conv2d`, by name."""
+    return bound(node, _CONV2D, _CONV2D_DEFAULTS)
+
+
+def conv2d(node: fx.Node) -> Conv2d | str:
+    """The call of `F.conv2d` that the node is, with strings for padding worked out; or why its numbers are not known."""
+    given = conv2d_arguments(node)
+    x, weight = value(given["input"]), value(given["weight"])
+    if x is None or weight is None or weight.dim() != 4 or x.dim() != 4:
+        return "input or weight is not 4-D"
+    channels, weight_shape = x.shape[1], static_shape(weight)
+    if type(channels) is not int or weight_shape is None:
+        return "channel count is dynamic"
+    stride, dilation = _pair(given["stride"]), _pair(given["dilation"])
+    if stride is None or dilation is None:
+        return "stride or dilation is no number"
+    padding = given["padding"]
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":  # stride is 1 then
+        if any(d * (k - 1) % 2 for d, k in zip(dilation, weight_shape[2:], strict=True)):
+            return "padding same is uneven"
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, weight_shape[2:], strict=True))
+    pads = _pair(padding)
+    if pads is None:
+        return f"padding {padding}"
+    return Conv2d(
+        given["input"],
+        given["weight"],
+        given["bias"],
+        channels,
+        weight_shape,
+        stride,
+        pads,
+        dilation,
+        given["groups"],
+    )
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    """Both numbers of an argument that may be one number for both."""
+    both = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if len(both) == 1:
+        both *= 2
+    return both if len(both) == 2 and all(type(v) is int for v in both) else None
+
+
 def activation(node: fx.Node) -> tuple[str, float] | None:
     """The activation a node computes of its first argument, with LeakyReLU's slope, or None."""
     if node.op not in ("call_function", "call_method"):

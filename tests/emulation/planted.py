@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,33 @@ from advisor.ops.family import Case, Family
 from emulation import compiler
 
 
+@contextmanager
+def planted(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> Iterator[None]:
+    """Inside, every source that is compiled has `after` in place of `before`.
+
+    Call it under the fixture `emulated`.
+
+    Raises:
+        AssertionError: at the end, when no compiled source held `before`, so that nothing was planted.
+    """
+    whole = sources.inlined
+    found: list[bool] = []
+
+    def inlined(*where: Path) -> str:
+        text = whole(*where)
+        found.append(before in text)
+        return text.replace(before, after)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "inlined", inlined)
+        compiler.module.cache_clear()
+        try:
+            yield
+        finally:
+            compiler.module.cache_clear()
+    assert any(found)
+
+
 def passes_with(monkeypatch: pytest.MonkeyPatch, family: Family, case: Case, before: str, after: str) -> bool:
     """Whether `case` passes under the emulator with `before` replaced by `after` in every source it compiles.
 
@@ -20,22 +49,9 @@ def passes_with(monkeypatch: pytest.MonkeyPatch, family: Family, case: Case, bef
     Raises:
         AssertionError: when no compiled source holds `before`, so that nothing was planted.
     """
-    whole = sources.inlined
-    planted: list[bool] = []
-
-    def inlined(*where: Path) -> str:
-        text = whole(*where)
-        planted.append(before in text)
-        return text.replace(before, after)
-
-    monkeypatch.setattr(sources, "inlined", inlined)
-    compiler.module.cache_clear()
-    try:
-        row: dict[str, Any] = verify.check(family, case, "cpu")
-        passed = bool(row["passed"])
-    except compiler.EmulationError:
-        passed = False
-    finally:
-        compiler.module.cache_clear()
-    assert any(planted)
-    return passed
+    with planted(monkeypatch, before, after):
+        try:
+            row: dict[str, Any] = verify.check(family, case, "cpu")
+        except compiler.EmulationError:
+            return False
+    return bool(row["passed"])

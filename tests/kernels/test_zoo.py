@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from advisor.ops import catalog, dispatch, match
+from advisor.ops.first_conv import spec as first_conv
 
 TORCHVISION = (
     "resnet18",
@@ -85,6 +86,10 @@ def _is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and 1 < module.groups == module.in_channels == module.out_channels
 
 
+def _sees_an_image(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and module.in_channels == 3
+
+
 # family → how many sites of a model its rewrite must find
 SITES: dict[str, Callable[[nn.Module], int]] = {
     "batchnorm_max_pool": _stems,
@@ -96,6 +101,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
     "depthwise": lambda model: _count(model, _is_depthwise),
     "bias_act": _bias_act_sites,
+    "first_conv": lambda model: _count(model, _sees_an_image),
 }
 
 
@@ -134,7 +140,9 @@ def build(package: str, name: str) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _kernels_wherever_they_could() -> Iterator[None]:
+def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The sites are those of autocast, which meta tensors have none of.
+    monkeypatch.setattr(first_conv, "COMPUTE", (*first_conv.COMPUTE, "float32"))
     with dispatch.everything():
         yield
 

@@ -11,63 +11,38 @@ from torch.nn import functional as F
 from advisor.ops import dispatch, match
 from advisor.ops.depthwise import api, spec
 
-_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-
-
-def _pair(value: Any) -> tuple[int, int] | None:
-    """Both numbers of an argument that may be one number for both."""
-    both = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, (list, tuple)) else ()
-    if len(both) == 1:
-        both *= 2
-    return both if len(both) == 2 and all(type(v) is int for v in both) else None
-
 
 def _depthwise(node: fx.Node) -> tuple[Any, ...] | str:
     """What `api.depthwise_conv2d` is called with, or why the convolution is left alone; "" when it is an ordinary one."""
-    bound = match.bound(node, _PARAMETERS, _DEFAULTS)
-    groups = bound["groups"]
-    if groups == 1:
+    if match.conv2d_arguments(node)["groups"] == 1:
         return ""
-    x, weight = match.value(bound["input"]), match.value(bound["weight"])
-    if x is None or weight is None or weight.dim() != 4 or x.dim() != 4:
-        return "input or weight is not 4-D"
-    channels, weight_shape = x.shape[1], match.static_shape(weight)
-    if type(channels) is not int or weight_shape is None:
-        return "channel count is dynamic"
-    stride, dilation = _pair(bound["stride"]), _pair(bound["dilation"])
-    if stride is None or dilation is None:
-        return "stride or dilation is no number"
-    padding = bound["padding"]
-    if padding == "valid":
-        padding = 0
-    elif padding == "same":  # stride is 1 then; an odd number of taps is padded evenly
-        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, weight_shape[2:], strict=True))
-    pads = _pair(padding)
-    if pads is None:
-        return f"padding {padding}"
+    call = match.conv2d(node)
+    if isinstance(call, str):
+        return call
     reason = spec.unsupported_convolution(
-        shape=(1, channels, 1, 1),
-        weight_shape=weight_shape,
-        stride=stride,
-        padding=pads,
-        dilation=dilation,
-        groups=groups,
+        shape=(1, call.channels, 1, 1),
+        weight_shape=call.weight_shape,
+        stride=call.stride,
+        padding=call.padding,
+        dilation=call.dilation,
+        groups=call.groups,
     )
     if reason:
         return reason
     result = match.value(node)
-    dtype = match.dtype_name(x if result is None else result)
+    if result is None:
+        return "the result's dtype is not known"
+    dtype = match.dtype_name(result)
     if dtype not in spec.STORAGE:
         return f"dtype {dtype}"
-    wins = spec.wins(dtype=dtype, kernel=weight_shape[-1], stride=stride[0])
+    wins = spec.wins(dtype=dtype, kernel=call.weight_shape[-1], stride=call.stride[0])
     return dispatch.refusal("", wins) or (
-        bound["input"],
-        bound["weight"],
-        bound["bias"],
-        stride[0],
-        pads,
-        dilation[0],
+        call.x,
+        call.weight,
+        call.bias,
+        call.stride[0],
+        call.padding,
+        call.dilation[0],
     )
 
 

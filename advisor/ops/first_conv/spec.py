@@ -1,0 +1,315 @@
+"""What the first-convolution kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops import storage
+from advisor.ops.dispatch import UNMEASURED
+
+FORWARD = "first_conv/first_conv_forward.cu"
+BACKWARD_WEIGHT = "first_conv/first_conv_backward_weight.cu"
+KERNELS = {
+    FORWARD: ("first_conv_forward",),
+    BACKWARD_WEIGHT: ("first_conv_backward_weight", "first_conv_backward_weight_sum"),
+}
+
+COMPUTE = ("float16", "bfloat16")  # what the tensor cores multiply; the image may be fp32 and is rounded when loaded
+IN_CHANNELS = 3
+TAPS = (3, 4, 5, 6, 7)  # a side
+STRIDES = (1, 2, 3, 4)
+CHANNELS = 8  # 16 bytes of a pixel: a lane's store, and its load of a gradient
+MAX_CHANNELS = 96  # a block has all of them, in registers
+MAX_COLUMNS = 128  # of a tile
+TILE = 512  # output pixels between two barriers, as far as shared memory allows
+THREADS = 128
+SUMS = 96  # registers of a thread for the sums of the weight gradient
+TAPS_AND_SUMS = (
+    128  # registers of a thread for weights and sums of the forward: two thirds of what three blocks an SM leave
+)
+TUNABLE = {"TILE": (256, 512), "THREADS": (128, 256), "SUMS": (96, 160), "TAPS_AND_SUMS": (64, 128)}
+SHARED_BYTES = 47 * 1024  # what a block gets without asking for more, and room for the bias
+REGISTERS, SCHEDULERS = 65536, 4  # of an SM
+# A thread's registers beside weights, sums and pixels of the forward, and beside sums, pixels and gradients (ptxas 13.0, sm_80 to
+# sm_100: 57 and 41 for 7 x 7 taps and 64 channels).
+FORWARD_REGISTERS, WEIGHT_REGISTERS = 64, 40
+SUM_COLUMNS = 32  # that a block of the last pass adds up; written into the source as well
+MAX_ELEMENTS = 2**31 - 1  # of an image and of its result: offsets inside them are 32 bits wide
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One first convolution: sizes of input and output, k x k taps."""
+
+    batch: int
+    height: int
+    width: int
+    channels: int
+    out_height: int
+    out_width: int
+    kernel: int
+    stride: int
+    padding: tuple[int, int]
+    bias: bool
+
+
+@lru_cache(maxsize=4096)
+def call(shape: tuple[int, ...], channels: int, kernel: int, stride: int, padding: tuple[int, int], bias: bool) -> Call:
+    """The call on an input of `shape` [N, 3, H, W] with `channels` outputs."""
+    n, _, h, w = shape
+    rows, columns = ((size + 2 * pad - kernel) // stride + 1 for size, pad in zip((h, w), padding, strict=True))
+    return Call(n, h, w, channels, rows, columns, kernel, stride, padding, bias)
+
+
+def name(kernel: int, stride: int, channels: int, *, bias: bool = False) -> str:
+    """`first conv k7 s2 to 64`."""
+    return f"first conv k{kernel} s{stride} to {channels}" + (" bias" if bias else "")
+
+
+def wins(**_: object) -> str:
+    """Why PyTorch's own operation is left in place; empty where the kernels win."""
+    return UNMEASURED
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    compute: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why these kernels cannot take this call; empty when they can.
+
+    Args:
+        shape, dtype: of the input, [N, 3, H, W].
+        compute: dtype of the result and of what is multiplied: autocast's, or the input's.
+    """
+    if arch < storage.MIN_ARCH:
+        return f"sm_{arch} is older than sm_{storage.MIN_ARCH}"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if compute not in COMPUTE:
+        return f"computed in {compute}"
+    if dtype not in storage.STORAGE:
+        return f"dtype {dtype}"
+    if weight_dtype not in storage.STORAGE:
+        return f"weight dtype {weight_dtype}"
+    n, _, h, w = shape
+    if n == 0 or h == 0 or w == 0:
+        return "empty input"
+    sized = call(shape, weight_shape[0], weight_shape[-1], stride[0], padding, False)
+    if sized.out_height < 1 or sized.out_width < 1:
+        return "empty output"
+    if max(IN_CHANNELS * h * w, sized.channels * sized.out_height * sized.out_width) > MAX_ELEMENTS:
+        return "an image is beyond 32-bit offsets"
+    return ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    channels, inputs, rows, kernel = weight_shape
+    if groups != 1 or inputs != IN_CHANNELS:
+        return f"not {IN_CHANNELS} channels in one group"
+    if rows != kernel:
+        return f"{rows} x {kernel} taps are not square"
+    if kernel not in TAPS:
+        return f"{kernel} x {kernel} taps"
+    if stride[0] != stride[1] or stride[0] not in STRIDES:
+        return f"stride {stride[0]} x {stride[1]}"
+    if dilation != (1, 1):
+        return f"dilation {dilation[0]} x {dilation[1]}"
+    if min(padding) < 0 or max(padding) >= kernel:
+        return f"padding {padding[0]} x {padding[1]} is as wide as the taps"
+    if channels % CHANNELS:
+        return f"{channels} output channels are no multiple of {CHANNELS}"
+    if channels > MAX_CHANNELS:
+        return f"{channels} output channels are more than {MAX_CHANNELS}"
+    return ""
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def copied(call: Call, *, dtype: str, compute: str, dense: bool) -> bool:
+    """Whether the kernels copy rows of pixels as they are: `dense` says that x is NHWC and begins at a multiple of 16 bytes."""
+    return dense and dtype == compute and call.stride % 2 == 0 and call.width % CHANNELS == 0
+
+
+# ---- tiles
+
+
+def _pitch(call: Call, columns: int) -> int:
+    """Values of a row of pixels in shared memory, as kernels/include/first_conv.cuh lays it out."""
+    pixel = 4 if call.stride % 2 else 3
+    before = call.padding[1] * pixel
+    left = _ceil(before + before % 2, 8) * 8
+    return _ceil(left + ((columns - 1) * call.stride + call.kernel - call.padding[1]) * pixel, 8) * 8
+
+
+def tile(call: Call) -> tuple[int, int]:
+    """Rows and columns of output pixels that a block takes at a time; columns are a multiple of 16.
+
+    As even as can be, and two tiles' pixels fit in shared memory.
+    """
+    columns = _ceil(_ceil(call.out_width, _ceil(call.out_width, MAX_COLUMNS)), 16) * 16
+    fitting = SHARED_BYTES // (2 * 2 * _pitch(call, columns))  # rows of pixels
+    rows = max(1, min(TILE // columns, (fitting - 1 - call.kernel) // call.stride + 1, call.out_height))
+    return _ceil(call.out_height, _ceil(call.out_height, rows)), columns
+
+
+# ---- what is compiled
+
+
+def _blocks(threads: int, registers: int) -> int:
+    """Blocks that run on an SM at once: it caps a thread's registers. Each of the SM's four parts holds whole warps."""
+    warps = SCHEDULERS * (REGISTERS // (SCHEDULERS * 32 * min(255, _ceil(registers, 8) * 8)))
+    return max(1, warps * 32 // threads)
+
+
+def _base_defines(call: Call, dtype: str, compute: str, weight_dtype: str, raw: bool) -> dict[str, int]:
+    rows, columns = tile(call)
+    return {
+        "STORAGE": storage.STORAGE[compute],
+        "X_STORAGE": storage.STORAGE[dtype],
+        "WEIGHT_STORAGE": storage.STORAGE[weight_dtype],
+        "SIDE": call.kernel,
+        "STRIDE": call.stride,
+        "PAD": call.padding[1],
+        "OUT": call.channels,
+        "ROWS": rows,
+        "COLS": columns,
+        "RAW": int(raw),
+    }
+
+
+def forward_defines(call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool) -> dict[str, int]:
+    """Macros of FORWARD: as many channels a warp as its registers hold weights for, in groups of 32 (or 16)."""
+    pixel = 4 if call.stride % 2 else 3
+    lead = call.padding[1] * pixel % 2
+    steps = _ceil(call.kernel * _ceil(call.kernel * pixel + lead, 2), 8)
+    group, groups = (2, 1) if call.channels <= 16 else (4, _ceil(call.channels, 32))
+
+    def registers(products: int) -> int:
+        return products * (2 * steps + 4)
+
+    each = max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or registers(n * group) <= TAPS_AND_SUMS))
+    beside = groups // each
+    threads = 32 * beside * max(1, THREADS // 32 // beside)
+    return {
+        **_base_defines(call, dtype, compute, weight_dtype, raw),
+        "NT": each * group,
+        "WARPS_N": beside,
+        "THREADS": threads,
+        "MIN_BLOCKS": _blocks(threads, registers(each * group) + FORWARD_REGISTERS),
+    }
+
+
+def weight_defines(call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool) -> dict[str, int]:
+    """Macros of BACKWARD_WEIGHT: as many taps a warp as its registers hold sums for."""
+    widths = (1,) if call.channels <= 16 else (2, 4)
+    vector = min(widths, key=lambda v: (_ceil(call.channels, 16 * v) * v, -v))
+    chunks = _ceil(call.channels, 16 * vector)
+    products = vector * chunks
+    columns = _ceil(IN_CHANNELS * call.kernel**2 + call.bias, 8)
+    warps = _ceil(columns, max(1, SUMS // (4 * products)))
+    each = _ceil(columns, warps)
+    threads = 32 * warps * max(1, THREADS // 32 // warps)
+    return {
+        **_base_defines(call, dtype, compute, weight_dtype, raw),
+        "V": vector,
+        "CHUNKS": chunks,
+        "KT": each,
+        "WARPS_K": warps,
+        "BIAS": int(call.bias),
+        "PARTIAL": int(call.out_width % 16 > 0),
+        "THREADS": threads,
+        "MIN_BLOCKS": _blocks(threads, each * (4 * products + 3) + 8 * products + WEIGHT_REGISTERS),
+    }
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros to compile `source` with in the test for spills: the first convolutions of networks, and the widest kernels."""
+    found = []
+    for side, channels, kernel, stride, bias in (
+        (224, 64, 7, 2, False),
+        (224, 64, 3, 1, True),
+        (224, 96, 4, 4, True),
+        (224, 32, 3, 2, False),
+        (32, 16, 3, 1, False),
+        (224, 96, 7, 2, True),
+        (32, 64, 7, 1, False),
+        (231, 24, 5, 3, True),
+    ):
+        pad = 0 if stride == kernel else kernel // 2
+        sized = call((1, 3, side, side), channels, kernel, stride, (pad, pad), bias)
+        for dtype, compute, weight_dtype in (
+            ("bfloat16", "bfloat16", "float32"),
+            ("float32", "bfloat16", "float32"),
+            ("float16", "float16", "float16"),
+        ):
+            if dtype == "float16" and (kernel, stride) != (7, 2):
+                continue  # fp16 differs from bf16 in conversions only
+            raw = copied(sized, dtype=dtype, compute=compute, dense=True)
+            make = forward_defines if source == FORWARD else weight_defines
+            found.append(make(sized, dtype, compute, weight_dtype, raw=raw))
+    return tuple(found)
+
+
+# ---- how it is launched
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Launch geometry: `grid` blocks walk over `tiles` = images x bands of rows x strips of columns."""
+
+    grid: int
+    tiles: int
+    strips: int
+    bands: int
+
+
+def geometry(call: Call, defines: dict[str, int], sm_count: int) -> Geometry:
+    """Of a kernel compiled with `defines`: as many blocks as run at once, none without a tile."""
+    strips, bands = _ceil(call.out_width, defines["COLS"]), _ceil(call.out_height, defines["ROWS"])
+    tiles = call.batch * bands * strips
+    return Geometry(min(tiles, sm_count * defines["MIN_BLOCKS"]), tiles, strips, bands)
+
+
+def partials(defines: dict[str, int]) -> int:
+    """Sums that each block of BACKWARD_WEIGHT leaves, fp32."""
+    return defines["WARPS_K"] * defines["KT"] * defines["V"] * defines["CHUNKS"] * 4 * 32
+
+
+def bytes_moved(call: Call, itemsize: int, compute_itemsize: int = 2) -> tuple[int, int]:
+    """Bytes of forward and backward: x in and y out; x and dy in. Weights are left out."""
+    x = call.batch * IN_CHANNELS * call.height * call.width * itemsize
+    y = call.batch * call.channels * call.out_height * call.out_width * compute_itemsize
+    return x + y, x + y
+
+
+def flops(call: Call) -> tuple[int, int]:
+    """Operations of forward and backward (weights only): two a tap, channel and output, each."""
+    taps = IN_CHANNELS * call.kernel**2
+    products = 2 * call.batch * call.channels * call.out_height * call.out_width * taps
+    return products, products
