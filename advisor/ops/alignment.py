@@ -19,6 +19,19 @@ def is_nhwc(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.data_ptr() % 16 == 0
 
 
+def realigned(tensor: Parameter) -> Parameter:
+    """The tensor itself, or a copy (with its gradient) where it is channels_last and begins between two 16-byte vectors.
+
+    For operations of which PyTorch's own must not see such a tensor either: cuDNN's batch norm in fp32 ends in a misaligned
+    address there, after which the process can use its GPU no more (seen with cuDNN 9.19 on an H200).
+    """
+    if tensor is None or torch._C._are_functorch_transforms_active():
+        return tensor
+    if tensor.data_ptr() % 16 == 0 or not tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor
+    return tensor.clone(memory_format=torch.channels_last)
+
+
 def nhwc(tensor: torch.Tensor) -> torch.Tensor:
     """The [N, C, H, W] tensor itself where it is channels_last and begins at a multiple of 16 bytes, else a copy that does."""
     return dense(tensor, torch.channels_last)

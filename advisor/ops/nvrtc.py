@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from advisor.core.errors import AdvisorError
 from advisor.ops import sources
@@ -35,7 +36,13 @@ def unavailable() -> str:
 
 def on_device(tensor: torch.Tensor) -> str:
     """Why kernels cannot run where this tensor is; empty when they can."""
-    return unavailable() if tensor.is_cuda else "not on a CUDA device"
+    if not tensor.is_cuda:
+        return "not on a CUDA device"
+    if torch._C._are_functorch_transforms_active():
+        return "inside a torch.func transform"  # its tensors have no memory of their own
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    return unavailable()
 
 
 @cache

@@ -100,7 +100,7 @@ def test_it_moves_half_the_bytes_of_its_parts() -> None:
     assert apart == pytest.approx(4.42e9, rel=0.01)
 
 
-def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> None:
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     dispatch.clear()
@@ -234,7 +234,7 @@ def test_stems_are_found() -> None:
         torch.testing.assert_close(mine, other, msg=name)
 
 
-def test_stems_are_left_alone_without_a_measurement() -> None:
+def test_stems_are_left_alone_without_a_measurement(unmeasured: None) -> None:
     report, run = _capture(Stems())
     run(nhwc(2, 16, 32, 32))
     assert not report.matched

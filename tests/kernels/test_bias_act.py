@@ -88,7 +88,9 @@ def test_scale_unsupported_says_why(change: dict, reason: str) -> None:
     assert reason in answer if reason else answer == ""
 
 
-def test_nothing_is_dispatched_without_a_measurement(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_dispatched_without_a_measurement(
+    emulated, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
     monkeypatch.setattr(dispatch, "refusal", lambda unsupported, wins: unsupported or wins)
     dispatch.clear()
     x = torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last)
@@ -181,7 +183,7 @@ def test_factors_and_additions_are_found() -> None:
     assert sorted(report.matched.values()) == ["drop+add", "scale+add", "scale+drop+add"]
 
 
-def test_without_a_measurement_the_graph_stays_and_the_report_says_so() -> None:
+def test_without_a_measurement_the_graph_stays_and_the_report_says_so(unmeasured: None) -> None:
     report, run = capture(Scaled())
     run(torch.randn(2, 8, 8, 8))
     assert report.matched == {}

@@ -241,7 +241,7 @@ def test_patterns_are_found_by_path_and_train_as_before(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FOUND)
-def test_what_is_not_measured_is_left_alone(family: str) -> None:
+def test_what_is_not_measured_is_left_alone(family: str, unmeasured: None) -> None:
     make, matched, _ = FOUND[family]
     torch.manual_seed(0)
     model = make().train()

@@ -154,7 +154,7 @@ def test_unsupported_windows_are_named(window: Window, reason: str) -> None:
     assert reason in answer if reason else answer == ""
 
 
-def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> None:
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     dispatch.clear()
@@ -312,7 +312,7 @@ def test_two_calls_of_one_module_are_both_reported() -> None:
     assert all(path.startswith("pool.") for path in report.matched)
 
 
-def test_calls_are_left_alone_without_a_measurement() -> None:
+def test_calls_are_left_alone_without_a_measurement(unmeasured: None) -> None:
     report, run = _capture(Styles())
     run(nhwc(2, 16, 16, 16))
     assert list(report.matched.values()) == ["identity"]

@@ -112,7 +112,7 @@ def test_unsupported_calls_are_named(change: dict, reason: str) -> None:
     assert reason in answer if reason else answer == ""
 
 
-def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> None:
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     dispatch.clear()
@@ -228,7 +228,7 @@ def test_interpolations_are_found_with_the_concatenation() -> None:
         torch.testing.assert_close(mine, plain)
 
 
-def test_interpolations_are_left_alone_without_a_measurement() -> None:
+def test_interpolations_are_left_alone_without_a_measurement(unmeasured: None) -> None:
     report, run = _capture(Decoder())
     run(*_inputs())
     assert not report.matched

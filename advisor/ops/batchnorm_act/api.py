@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from advisor.ops import dispatch, nvrtc, storage
-from advisor.ops.alignment import is_nhwc, nhwc
+from advisor.ops.alignment import is_nhwc, nhwc, realigned
 from advisor.ops.batchnorm_act import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("batchnorm_act")
@@ -133,6 +133,7 @@ def batchnorm_act(
     Returns:
         A new tensor like x.
     """
+    x, residual = realigned(x), realigned(residual)
     wins = spec.wins(activation=activation, residual=residual is not None, dtype=storage.name(x.dtype))
     reason = dispatch.refusal(unsupported(x, residual, activation), wins)
     if reason:

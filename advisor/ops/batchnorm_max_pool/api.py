@@ -131,6 +131,7 @@ def batchnorm_max_pool(
         A new tensor [N, C, OH, OW] like x.
     """
     pool = window(kernel, stride, padding, dilation, ceil_mode)
+    x = alignment.realigned(x)
     wins = spec.wins(activation=activation, dtype=storage.name(x.dtype))
     reason = dispatch.refusal(unsupported(x, activation, slope, pool), wins)
     if reason:

@@ -55,8 +55,11 @@ def unsupported(
 
 
 def wins(*, activation: str, dtype: str) -> str:
-    """Why the norm and the pooling are left apart; empty where the kernels are measured to win."""
-    return UNMEASURED
+    """Why the norm and the pooling are left apart; empty where the kernels are measured to win.
+
+    On file for one H200 is ReLU in all dtypes, forward and backward: 3 to 8 times faster. ReLU6 and LeakyReLU cost as much.
+    """
+    return UNMEASURED if activation == "none" else ""
 
 
 @dataclass(frozen=True, slots=True)

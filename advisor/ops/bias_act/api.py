@@ -57,7 +57,7 @@ def _standing(
         residual=residual,
         arch=nvrtc.arch(device),
     )
-    return unsupported, spec.wins()
+    return unsupported, spec.wins(spec.name(activation, bias=bias, residual=residual))
 
 
 def _scale_refusal(
@@ -96,7 +96,7 @@ def _scale_standing(
         keep=variant[1],
         arch=nvrtc.arch(device),
     )
-    return unsupported, spec.wins()
+    return unsupported, spec.wins(spec.scale_name(scale=variant[0], keep=variant[1]))
 
 
 @lru_cache(maxsize=64)

@@ -62,8 +62,9 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
     forward, backward = spec.bytes_moved(
         elements=n * c * h * w, itemsize=getattr(torch, dtype).itemsize, residual=residual
     )
+    name = spec.name(activation, bias=bias, residual=residual)
     return Case(
-        name=spec.name(activation, bias=bias, residual=residual),
+        name=name,
         shape=shape,
         dtype=dtype,
         passes={
@@ -74,7 +75,7 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
         ours=api.bias_act,
         eager=reference.bias_act,
         reference=reference.bias_act,
-        wins=spec.wins,
+        wins=partial(spec.wins, name),
         steady=_steady,
     )
 
@@ -103,9 +104,9 @@ def _scale_case(shape: tuple[int, ...], dtype: str, stream: str, scale: bool, ke
         stream=getattr(torch, stream).itemsize,
         scale=scale,
     )
-    beside = "" if stream == dtype else f" to {stream}"
+    name = spec.scale_name(scale=scale, keep=keep)
     return Case(
-        name=spec.scale_name(scale=scale, keep=keep) + beside,
+        name=name if stream == dtype else f"{name} to {stream}",
         shape=shape,
         dtype=dtype,
         passes={
@@ -116,7 +117,7 @@ def _scale_case(shape: tuple[int, ...], dtype: str, stream: str, scale: bool, ke
         ours=api.scale_add,
         eager=reference.scale_add,
         reference=reference.scale_add,
-        wins=spec.wins,
+        wins=partial(spec.wins, name),
     )
 
 

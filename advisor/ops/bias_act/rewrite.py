@@ -182,6 +182,7 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             residual=site.residual is not None,
             arch=storage.MIN_ARCH,
         )
+        operation = spec.name(site.activation, bias=site.convolution, residual=site.residual is not None)
     else:
         stream = match.value(site.residual)
         reason = spec.scale_unsupported(
@@ -193,7 +194,8 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             keep=site.keep is not None,
             arch=storage.MIN_ARCH,
         )
-    return dispatch.refusal(reason, spec.wins())
+        operation = spec.scale_name(scale=site.scale is not None, keep=site.keep is not None)
+    return dispatch.refusal(reason, spec.wins(operation))
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -144,8 +144,12 @@ def axes(
 
 
 def wins(mode: str, *, concat: bool, dtype: str) -> str:
-    """Why PyTorch's own operations are left in place; empty where the kernels are measured to win."""
-    return UNMEASURED
+    """Why PyTorch's own operations are left in place; empty where the kernels are measured to win.
+
+    On file for one H200: bilinear 4 to 12 times faster forward and 8 to 18 backward, with and without the concat behind it, and
+    nearest with it 6 and 8. Nearest alone has no measurement.
+    """
+    return UNMEASURED if mode == "nearest" and not concat else ""
 
 
 @dataclass(frozen=True, slots=True)
