@@ -16,6 +16,20 @@ def dynamo_begins_anew() -> Iterator[None]:
     _forget_compiled_code()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A kernel's illegal address ends this process's use of the GPU: no test after it can say anything."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"{item.nodeid} has lost the GPU: {str(error).splitlines()[0]}", returncode=1)
+
+
 def _forget_compiled_code() -> None:
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None or not any(utils.counters.values()):

@@ -281,16 +281,37 @@ def _filled(place: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return place.requires_grad_(value.requires_grad)
 
 
-def verify(family: Family, device: str | torch.device, say: Callable[[str], None]) -> list[dict[str, object]]:
-    """`check` over the family's verification cases; a case that raises is a row that did not pass, and the rest goes on."""
+def verify(families: Sequence[Family], device: str, say: Callable[[str], None]) -> list[dict[str, object]]:
+    """`check` over the families' verification cases; a case that raises is a row that did not pass, and the rest goes on.
+
+    Not so after an error that leaves the GPU unusable for this process: what comes later is a row that says so.
+    """
     rows: list[dict[str, object]] = []
-    cases = family.verification
-    for number, case in enumerate(cases):
-        say(f"verifying {family.id}: case {number + 1} of {len(cases)}")
-        try:
-            rows.append(check(family, case, device, seed=number))
-        except Exception as error:
-            rows.append(
-                {"family": family.id, "case": case.label, "passed": False, "detail": f"{type(error).__name__}: {error}"}
-            )
+    lost = ""
+    for family in families:
+        cases = family.verification
+        for number, case in enumerate(cases):
+            row: dict[str, object] = {"family": family.id, "case": case.label, "passed": False}
+            if lost:
+                rows.append({**row, "detail": f"not checked: {lost} has left the GPU unusable for this process"})
+                continue
+            say(f"verifying {family.id}: case {number + 1} of {len(cases)}")
+            try:
+                rows.append(check(family, case, device, seed=number))
+            except Exception as error:
+                message = str(error).splitlines()[0] if str(error) else ""
+                rows.append({**row, "detail": f"{type(error).__name__}: {message}"})
+            if unusable(device):
+                lost = f"{family.id} {case.label}"
     return rows
+
+
+def unusable(device: str) -> bool:
+    """Whether an earlier fault (an illegal or misaligned address) has ended this process's use of the GPU."""
+    if torch.device(device).type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

@@ -3,6 +3,9 @@
 A few steps run under the profiler's memory recording, which sees every block that torch's allocators hand out and take
 back, on a CPU as on a GPU. Blocks from before the window are not seen when they are freed, so its first step only makes
 blocks known; garbage in reference cycles is collected at both ends, so that what is counted as left behind is.
+
+On a GPU growth and peak are the allocator's own numbers, whose peak begins anew with the window: torch 2.11 does not record
+the blocks that Python frees between operators (seen on an H200), so that the record tells the lines, but not the level.
 """
 
 from __future__ import annotations
@@ -40,6 +43,15 @@ class Allocations:
 
 
 @dataclass(frozen=True, slots=True)
+class _Level:
+    """Bytes that a GPU's allocator had handed out at both ends of the window, after its first step, and the most between."""
+
+    first: int
+    end: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Event:
     at: int
     pointer: int
@@ -56,20 +68,24 @@ def watch(live: LiveStep) -> Allocations | None:
     annotator = Annotator(live.training.roots)
     profile = autograd_profiler.profile(use_kineto=True, profile_memory=True)
     device = live.training.device
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
     with _only_new_garbage():
-        results = _recorded(live, profile, annotator)
+        results, level = _recorded(live, profile, annotator, device if on_gpu else None)
     events, marks = _read(results, device.type)
     if not events or len(marks) != STEPS + 2:
         return None
-    if before is None:
+    if not on_gpu:
         events = _own(events)
         before = _state_bytes(live, {event.pointer for event in events})
-    return _account(events, marks, before)
+    return _account(events, marks, before, level)
 
 
-def _recorded(live: LiveStep, profile: Any, annotator: Annotator) -> Any:
-    """The profiler's results over the window's steps."""
+def _recorded(
+    live: LiveStep, profile: Any, annotator: Annotator, gpu: torch.device | None
+) -> tuple[Any, _Level | None]:
+    """The profiler's results over the window's steps, and the level of the GPU's memory."""
+    first = end = peak = 0
     with quiet_kineto():
         profile._prepare_trace()
     profile._start_trace()
@@ -78,16 +94,21 @@ def _recorded(live: LiveStep, profile: Any, annotator: Annotator) -> Any:
         for index in range(STEPS + 1):
             if index == 1:
                 gc.collect()
+                if gpu is not None:
+                    torch.cuda.reset_peak_memory_stats(gpu)
+                    first = torch.cuda.memory_allocated(gpu)
             step_marker(index)
             live.call()
         gc.collect()
         step_marker(STEPS + 1)
+        if gpu is not None:
+            end, peak = torch.cuda.memory_allocated(gpu), torch.cuda.max_memory_allocated(gpu)
     finally:
         annotator.stop()
         with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
             autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
         results = _disable_profiler()
-    return results
+    return results, _Level(first, end, peak) if gpu is not None else None
 
 
 def _own(events: list[_Event]) -> list[_Event]:
@@ -150,10 +171,11 @@ def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, str, str]]:
         stack.extend((child, source, what) for child in node.children)
 
 
-def _account(events: list[_Event], marks: list[int], before: int) -> Allocations:
+def _account(events: list[_Event], marks: list[int], before: int, level: _Level | None = None) -> Allocations:
     """Args:
     marks: when each step began, and when the last one was over.
     before: bytes that were allocated when the window began.
+    level: what the allocator says, on a GPU; else the events say it.
     """
     first, last, end = marks[1], marks[STEPS], marks[STEPS + 1]
     alive: dict[int, _Event] = {}
@@ -162,19 +184,23 @@ def _account(events: list[_Event], marks: list[int], before: int) -> Allocations
     for event in events:
         if event.at >= end:
             break
-        if event.nbytes > 0:
+        change = event.nbytes
+        known = alive.pop(event.pointer, None)
+        if change > 0:
             alive[event.pointer] = event
-        else:
-            alive.pop(event.pointer, None)
-        held += event.nbytes
+            change -= known.nbytes if known is not None else 0  # handed out again: freed before, and not recorded
+        held += change
         if event.at < first:
             continue
-        growth += event.nbytes
+        growth += change
         requests += event.nbytes > 0
         if held > peak:
             peak, at_peak = held, list(alive.values())
     # What the last step holds may be replaced by the next one's; what earlier steps hold is not.
     left = [event for event in alive.values() if first <= event.at < last]
+    if level is not None:
+        growth, peak = level.end - level.first, level.peak
+        left = left if growth > 0 else []
     return Allocations(
         allocations=requests / STEPS,
         growth_bytes=growth / STEPS,

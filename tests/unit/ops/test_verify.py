@@ -163,11 +163,21 @@ def test_a_case_that_raises_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.Mo
     faulty = replace(CASE, ours=broken, name="broken")
     monkeypatch.setattr(Family, "module", lambda self, name: SimpleNamespace(VERIFICATION=(faulty, CASE)))
     said: list[str] = []
-    first, second = verify.verify(FAMILY, "cpu", said.append)
+    first, second = verify.verify([FAMILY], "cpu", said.append)
     assert not first["passed"]
     assert "out of memory" in first["detail"]
     assert second["passed"]
     assert said == ["verifying toy: case 1 of 2", "verifying toy: case 2 of 2"]
+
+
+def test_nothing_is_checked_on_a_gpu_that_a_case_has_lost(monkeypatch: pytest.MonkeyPatch, plant) -> None:
+    plant("")
+    monkeypatch.setattr(Family, "module", lambda self, name: SimpleNamespace(VERIFICATION=(CASE, CASE)))
+    monkeypatch.setattr(verify, "unusable", lambda device: True)
+    other = replace(FAMILY, id="other")
+    rows = verify.verify([FAMILY, other], "cpu", lambda said: None)
+    assert [row["passed"] for row in rows] == [True, False, False, False]
+    assert all(f"toy {CASE.label} has left the GPU unusable" in str(row["detail"]) for row in rows[1:])
 
 
 def test_an_error_like_pytorchs_own_is_accepted_and_a_nan_is_not() -> None:
