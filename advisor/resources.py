@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
+_ENTRY = re.compile(r'extern "C" (?:CLUSTERED )?__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -34,6 +34,7 @@ _KERNEL_FLAGS = (
     "-ftrivial-auto-var-init=pattern",
 )
 _ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(")
+_CLUSTERED = re.compile(r"\bCLUSTERED __global__")
 _DYNAMIC = re.compile(
     r"extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\)\s*)?([\w:]+(?:\s+[\w:]+)*?)\s+(\w+)\s*\[\s*\]\s*;"
 )
@@ -92,6 +93,7 @@ class Module:
     def __init__(self, source: str, defines: Mapping[str, int]) -> None:
         runtime()
         self.entries = tuple(dict.fromkeys(_ENTRY.findall(source)))
+        self.cluster = int(defines["CLUSTER"]) if _CLUSTERED.search(source) else 1
         body = _DYNAMIC.sub(r"\1* const \2 = (\1*)emulation::dynamic_shared();", source)
         exports = "".join(f"EMULATED({entry})\n" for entry in self.entries)
         # On lines of their own: line n of `text` is what a fault names.

@@ -19,6 +19,7 @@ from advisor.ops import dispatch, nvrtc
 from emulation import compiler
 from emulation.compiler import EmulationError
 
+_CLUSTER = 8  # blocks, without asking for more
 _LIMITS = (2**31 - 1, 65535, 65535)
 _STATIC_AND_DYNAMIC_SHARED = 227 * 1024
 
@@ -36,6 +37,7 @@ class _Launch(ctypes.Structure):
         ("arguments", ctypes.c_void_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_uint),
         ("dynamic_bytes", ctypes.c_size_t),
         ("shared_begin", ctypes.c_void_p),
         ("shared_end", ctypes.c_void_p),
@@ -120,6 +122,10 @@ class Entry:
             raise EmulationError(f"{self.name} has {len(self._parameters)} parameters, {len(arguments)} were passed")
         if not all(1 <= n <= limit for n, limit in zip(grid, _LIMITS, strict=False)):
             raise EmulationError(f"{self.name}: no grid can be {tuple(grid)}")
+        if grid[0] % self._module.cluster:
+            raise EmulationError(f"{self.name}: a grid of {tuple(grid)} is no whole clusters of {self._module.cluster}")
+        if not 1 <= self._module.cluster <= _CLUSTER:
+            raise EmulationError(f"{self.name}: no cluster has {self._module.cluster} blocks")
         if not 1 <= np.prod(block) <= 1024 or any(n < 1 for n in block) or (*block, 1, 1)[2] > 64:
             raise EmulationError(f"{self.name}: no block can be {tuple(block)}")
         if not 0 <= shared <= _STATIC_AND_DYNAMIC_SHARED:
@@ -188,6 +194,7 @@ class Entry:
             arguments=ctypes.addressof(argv),
             grid=(*grid, 1, 1)[:3],
             block=(*block, 1, 1)[:3],
+            cluster=self._module.cluster,
             dynamic_bytes=shared,
             shared_begin=library.emulated_shared_begin(),
             shared_end=library.emulated_shared_end(),

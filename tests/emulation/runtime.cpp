@@ -1,4 +1,5 @@
-// Runs emulated kernels: blocks one after another, the threads of a block as fibers, both in a random order.
+// Runs emulated kernels: clusters of blocks (of one, mostly) one after another, the threads of a block as fibers, both in a
+// random order. The blocks of a cluster run by turns, each until its threads wait for the others' or have returned.
 //
 // A thread runs until it waits (barrier, warp operation) or returns. Then the next one does; when none can run, the
 // waits are resolved, or the launch fails with what holds it. Every memory fault inside a kernel ends the launch, not
@@ -6,6 +7,8 @@
 
 #include "runtime.h"
 
+#include <algorithm>
+#include <climits>
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
@@ -24,7 +27,7 @@ uint3 block_index, block_size, grid_size;
 
 namespace {
 
-enum class State { ready, at_barrier, at_warp, returned };
+enum class State { ready, at_barrier, at_warp, at_cluster, returned };
 
 struct Copy {
   void* to;
@@ -40,6 +43,7 @@ struct Fiber : Thread {
   Together together;
   unsigned mask;
   void* mine;
+  int arrivals, waits; // at the cluster's barrier
   int group;           // of cp.async copies, the open one
   std::vector<Copy> copies;
   bool started = false;
@@ -47,12 +51,26 @@ struct Fiber : Thread {
   jmp_buf resume;
 };
 
+// One block of the cluster that runs. Made once; a stack's first page cannot be touched.
+struct Block {
+  Fiber* fibers = nullptr;  // kMostThreads of them
+  char* stacks = nullptr;
+  uint3 index;
+  char* dynamic;
+  std::vector<char> shared;  // the static section, while another block has its place
+  enum { waiting, running, done } state;
+};
+
+constexpr unsigned kMostBlocks = 8;  // of a cluster, without asking for more
 constexpr size_t kStack = 256 << 10;
 constexpr unsigned kMostThreads = 1024;
 constexpr long kMostSpins = 20'000'000;
 
-Fiber* fibers;  // kMostThreads of them, made once; a stack's first page cannot be touched
-char* stacks;
+Block blocks[kMostBlocks];
+unsigned cluster;     // blocks of one
+unsigned here;        // the one whose turn it is
+Fiber* fibers;        // its threads
+char *shared_begin, *shared_end;
 unsigned threads;
 jmp_buf scheduler;
 sigjmp_buf escape;
@@ -90,12 +108,24 @@ void wait(State state) {
   if (!_setjmp(fiber->resume)) _longjmp(scheduler, 1);
 }
 
-void make_fibers() {
+void make_fibers(Block& block) {
   const size_t page = sysconf(_SC_PAGESIZE);
-  fibers = new Fiber[kMostThreads];
-  stacks = static_cast<char*>(
+  block.fibers = new Fiber[kMostThreads];
+  block.stacks = static_cast<char*>(
       mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  for (unsigned i = 0; i < kMostThreads; ++i) mprotect(stacks + i * kStack, page, PROT_NONE);
+  for (unsigned i = 0; i < kMostThreads; ++i) mprotect(block.stacks + i * kStack, page, PROT_NONE);
+}
+
+// Gives a block the globals and the static shared section.
+void turn_to(unsigned next) {
+  if (next != here) {
+    memcpy(blocks[here].shared.data(), shared_begin, shared_end - shared_begin);
+    memcpy(shared_begin, blocks[next].shared.data(), shared_end - shared_begin);
+  }
+  here = next;
+  fibers = blocks[next].fibers;
+  block_index = blocks[next].index;
+  dynamic = blocks[next].dynamic;
 }
 
 void shuffle(std::vector<unsigned>& v) {
@@ -106,6 +136,7 @@ const char* place(const Fiber& f, char (&text)[64]) {
   switch (f.state) {
     case State::at_barrier: snprintf(text, sizeof text, "waits at the barrier of line %d", f.line); break;
     case State::at_warp: snprintf(text, sizeof text, "waits in a warp operation with mask 0x%08x", f.mask); break;
+    case State::at_cluster: snprintf(text, sizeof text, "waits at the cluster's barrier"); break;
     case State::returned: snprintf(text, sizeof text, "has returned"); break;
     default: snprintf(text, sizeof text, "can run");
   }
@@ -151,6 +182,44 @@ bool resolve_warps() {
   return any;
 }
 
+bool any_at_cluster() {
+  for (unsigned i = 0; i < threads; ++i)
+    if (fibers[i].state == State::at_cluster) return true;
+  return false;
+}
+
+// Lets the threads go on for whom all others of the cluster have arrived. True when there were any.
+bool resolve_cluster() {
+  int arrived = INT_MAX;
+  for (unsigned b = 0; b < cluster; ++b)
+    for (unsigned i = 0; i < threads; ++i)
+      if (const Fiber& f = blocks[b].fibers[i]; f.state != State::returned) arrived = std::min(arrived, f.arrivals);
+  bool any = false;
+  for (unsigned b = 0; b < cluster; ++b) {
+    for (unsigned i = 0; i < threads; ++i) {
+      Fiber& f = blocks[b].fibers[i];
+      if (f.state != State::at_cluster || f.waits >= arrived) continue;
+      ++f.waits;
+      f.state = State::ready;
+      any = true;
+    }
+  }
+  return any;
+}
+
+[[noreturn]] void fail_cluster() {
+  for (unsigned b = 0; b < cluster; ++b) {
+    if (blocks[b].state != Block::running) continue;
+    turn_to(b);
+    const Fiber* behind = nullptr;
+    for (unsigned i = 0; i < threads; ++i)
+      if (fibers[i].state != State::returned && (!behind || fibers[i].arrivals < behind->arrivals)) behind = &fibers[i];
+    for (unsigned i = 0; i < threads; ++i)
+      if (fibers[i].state == State::at_cluster) fail_stuck(fibers[i], *behind, "the cluster's barrier");
+  }
+  fail("no block of a cluster can go on");
+}
+
 // Releases the block's barrier when all threads are at the same one. False when all have returned; else fails.
 bool resolve_barrier() {
   const Fiber* waiting = nullptr;
@@ -184,36 +253,76 @@ bool resolve_barrier() {
   return true;
 }
 
-void run_block() {
-  std::vector<unsigned> order;
+void begin(Block& block) {
   for (unsigned i = 0; i < threads; ++i) {
-    Fiber& f = fibers[i];
+    Fiber& f = block.fibers[i];
     f.index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
     f.number = i;
     f.lane = i % 32;
     f.warp = i / 32;
     f.state = State::ready;
+    f.arrivals = f.waits = 0;
     f.group = 0;
     f.copies.clear();
     if (!f.started) {
       getcontext(&f.first);
       const size_t page = sysconf(_SC_PAGESIZE);
-      f.first.uc_stack.ss_sp = stacks + i * kStack + page;
+      f.first.uc_stack.ss_sp = block.stacks + i * kStack + page;
       f.first.uc_stack.ss_size = kStack - page;
       f.first.uc_link = nullptr;
       makecontext(&f.first, loop, 0);
     }
   }
+}
+
+// Runs the block whose turn it is until all its threads have returned, or none can go on before the cluster does.
+void run_block() {
+  std::vector<unsigned> order;
+  blocks[here].state = Block::running;
   for (;;) {
     order.clear();
     for (unsigned i = 0; i < threads; ++i)
       if (fibers[i].state == State::ready) order.push_back(i);
     if (order.empty()) {
-      if (resolve_warps() || resolve_barrier()) continue;
+      if (resolve_warps()) continue;
+      if (any_at_cluster()) return;
+      if (resolve_barrier()) continue;
+      blocks[here].state = Block::done;
       return;
     }
     shuffle(order);
     for (unsigned i : order) run(&fibers[i]);
+  }
+}
+
+// Runs the blocks first, first + 1, ... that are neighbours along x.
+void run_cluster(unsigned first, size_t dynamic_bytes) {
+  std::vector<unsigned> order;
+  for (unsigned b = 0; b < cluster; ++b) {
+    const unsigned i = first + b;
+    Block& block = blocks[b];
+    block.index = {i % grid_size.x, i / grid_size.x % grid_size.y, i / (grid_size.x * grid_size.y)};
+    block.state = Block::waiting;
+    if (cluster > 1) block.shared.assign(shared_end - shared_begin, char(0xFF));
+    memset(block.dynamic, 0xFF, dynamic_bytes);
+    begin(block);
+  }
+  memset(shared_begin, 0xFF, shared_end - shared_begin);
+  here = 0;
+  spins = 0;
+  for (;;) {
+    order.clear();
+    for (unsigned b = 0; b < cluster; ++b)
+      if (blocks[b].state != Block::done) order.push_back(b);
+    if (order.empty()) return;
+    shuffle(order);
+    for (unsigned b : order) {
+      turn_to(b);
+      run_block();
+    }
+    if (!resolve_cluster())
+      for (unsigned b : order)
+        if (blocks[b].state != Block::done) fail_cluster();
   }
 }
 
@@ -274,6 +383,26 @@ unsigned live_lanes() {
 
 void* dynamic_shared() { return dynamic; }
 
+void cluster_arrive() {
+  if (self()->arrivals++ != self()->waits) fail("a thread arrives at the cluster's barrier again without having waited");
+}
+
+void cluster_wait() {
+  if (self()->arrivals == self()->waits) fail("a thread waits at the cluster's barrier without having arrived");
+  wait(State::at_cluster);
+}
+
+const void* in_block_of_cluster(const void* at, int rank) {
+  if (rank < 0 || unsigned(rank) >= cluster) fail("a cluster of %u has no block %d", cluster, rank);
+  Block& block = blocks[rank];
+  const char* p = static_cast<const char*>(at);
+  if (block.state == Block::waiting) fail("shared memory of block %d of the cluster is read before that has begun", rank);
+  if (block.state == Block::done) fail("shared memory of block %d of the cluster is read after that has returned", rank);
+  if (unsigned(rank) == here) return p;
+  if (p >= shared_begin && p < shared_end) return block.shared.data() + (p - shared_begin);
+  return block.dynamic + (p - dynamic);
+}
+
 void pause() { wait(State::ready); }
 
 void spin() {
@@ -320,7 +449,7 @@ struct Region {
 struct Launch {
   Entry entry;
   void* const* arguments;
-  unsigned grid[3], block[3];
+  unsigned grid[3], block[3], cluster;
   size_t dynamic_bytes;
   char *shared_begin, *shared_end;
   uint64_t seed;
@@ -350,18 +479,13 @@ int launch(Launch& l) {
   const int status = sigsetjmp(escape, 1);
   if (!status) {
     inside = 1;
-    std::vector<unsigned> blocks(size_t(grid_size.x) * grid_size.y * grid_size.z);
-    for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = i;
-    shuffle(blocks);
-    for (unsigned i : blocks) {
-      block_index = {i % grid_size.x, i / grid_size.x % grid_size.y, i / (grid_size.x * grid_size.y)};
-      memset(l.shared_begin, 0xFF, l.shared_end - l.shared_begin);
-      memset(dynamic, 0xFF, l.dynamic_bytes);
-      spins = 0;
-      run_block();
-    }
+    std::vector<unsigned> order(size_t(grid_size.x) * grid_size.y * grid_size.z / cluster);
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+    shuffle(order);
+    for (unsigned i : order) run_cluster(i * cluster, l.dynamic_bytes);
   } else {
-    for (unsigned i = 0; i < kMostThreads; ++i) fibers[i].started = false;
+    for (unsigned b = 0; b < cluster; ++b)
+      for (unsigned i = 0; i < kMostThreads; ++i) blocks[b].fibers[i].started = false;
   }
   inside = 0;
   for (int i = 0; i < 5; ++i) sigaction(signals[i], &before[i], nullptr);
@@ -402,10 +526,15 @@ void emulation_release(Region* region) { munmap(region->map, region->map_bytes);
 
 // 0 when the kernel ran to its end; -1 with a message; else the number of the signal that stopped it.
 int emulation_launch(Launch* l) {
-  if (!fibers) make_fibers();
-  Region shared;
-  emulation_allocate(l->dynamic_bytes, &shared);
-  dynamic = shared.data;
+  cluster = l->cluster;
+  Region shared[kMostBlocks];
+  for (unsigned b = 0; b < cluster; ++b) {
+    if (!blocks[b].fibers) make_fibers(blocks[b]);
+    emulation_allocate(l->dynamic_bytes, &shared[b]);
+    blocks[b].dynamic = shared[b].data;
+  }
+  shared_begin = l->shared_begin;
+  shared_end = l->shared_end;
   entry = l->entry;
   arguments = l->arguments;
   grid_size = {l->grid[0], l->grid[1], l->grid[2]};
@@ -420,11 +549,13 @@ int emulation_launch(Launch* l) {
   l->fault_code = fault_code;
   l->fault_thread = current ? current->number : 0;
   l->fault_block[0] = block_index.x, l->fault_block[1] = block_index.y, l->fault_block[2] = block_index.z;
-  if (!status && emulation_written_outside(&shared)) {
-    snprintf(message, message_size, "a write outside the %zu bytes of dynamic shared memory", l->dynamic_bytes);
-    status = -1;
+  for (unsigned b = 0; b < cluster; ++b) {
+    if (!status && emulation_written_outside(&shared[b])) {
+      snprintf(message, message_size, "a write outside the %zu bytes of dynamic shared memory", l->dynamic_bytes);
+      status = -1;
+    }
+    emulation_release(&shared[b]);
   }
-  emulation_release(&shared);
   return status;
 }
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from emulation.compiler import EmulationError
+from emulation.compiler import INCLUDE, EmulationError
 
 HEAD = "typedef long long i64;\n"
 
@@ -257,3 +257,63 @@ def test_half_precision_rounds_as_torch(emulated):
     emulated.compiled(source, "round_trip")((32,), (256,), (x.data_ptr(), f16.data_ptr(), bf16.data_ptr()))
     assert torch.equal(f16, x.half().float())
     assert torch.equal(bf16, x.bfloat16().float())
+
+
+# Each block of a cluster publishes its rank in shared memory, and adds up what the others published.
+CLUSTER = """
+#include "cluster.cuh"
+extern "C" CLUSTERED __global__ void sums(float* y) {
+  __shared__ float mine[32];
+  mine[threadIdx.x] = blockIdx.x;
+  ARRIVE
+  WAIT
+  float sum = 0.f;
+  for (int rank = 0; rank < CLUSTER + MORE; ++rank) sum += cluster_read(mine + threadIdx.x, rank);
+  LAST
+  y[blockIdx.x * 32 + threadIdx.x] = sum;
+}
+"""
+PARTS = {
+    "ARRIVE": "cluster_arrive();",
+    "WAIT": "cluster_wait();",
+    "LAST": "cluster_arrive(); cluster_wait();",
+    "MORE": "0",
+}
+
+
+def clusters(emulated, grid: int = 8, **change: str) -> torch.Tensor:
+    source = CLUSTER.replace('#include "cluster.cuh"', (INCLUDE / "cluster.cuh").read_text())
+    for name, text in {**PARTS, **change}.items():
+        source = source.replace(name, text)
+    y = torch.full((8, 32), float("nan"))
+    emulated.compiled(source, "sums", {"CLUSTER": 4})((grid, 1, 1), (32, 1, 1), (y.data_ptr(),))
+    return y
+
+
+def test_blocks_of_a_cluster_read_each_others_shared_memory(emulated):
+    y = clusters(emulated)
+    assert torch.equal(y[:4], torch.full((4, 32), 6.0))
+    assert torch.equal(y[4:], torch.full((4, 32), 22.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ARRIVE": "", "WAIT": ""}, "before that has begun"),
+        ({"LAST": ""}, "after that has returned"),
+        ({"ARRIVE": ""}, "without having arrived"),
+        ({"LAST": "cluster_arrive(); cluster_arrive();"}, "without having waited"),
+        ({"MORE": "1"}, "has no block 4"),
+        ({"ARRIVE": "if (blockIdx.x != 1 || threadIdx.x) cluster_arrive();",
+          "WAIT": "if (blockIdx.x != 1 || threadIdx.x) cluster_wait(); else __syncthreads();"}, "the cluster's barrier"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_does_not_wait_as_it_must_is_found(emulated, change, message):
+    with pytest.raises(EmulationError, match=message):
+        clusters(emulated, **change)
+    test_blocks_of_a_cluster_read_each_others_shared_memory(emulated)
+
+
+def test_a_grid_of_no_whole_clusters_is_found(emulated):
+    with pytest.raises(EmulationError, match="no whole clusters of 4"):
+        clusters(emulated, grid=6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
 from advisor.ops.batchnorm_act import api, reference, spec
+from advisor.ops.batchnorm_act.rewrite import rewrite
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -28,6 +31,60 @@ def test_reference_passes_gradcheck(activation: str, residual: bool) -> None:
         return reference.batchnorm_act(x, rest[0] if rest else None, *buffers, w, b, 0.1, 1e-5, activation, 0.1)
 
     assert torch.autograd.gradcheck(f, (x, w, b, *([r] if r is not None else [])))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_frozen_reference_passes_gradcheck(activation: str, affine: bool) -> None:
+    torch.manual_seed(0)
+    x, r = (torch.randn(3, 2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mean, var, w, b = (torch.rand(2, dtype=torch.float64) + 0.5 for _ in range(4))
+    parameters = (w.requires_grad_(), b.requires_grad_()) if affine else (None, None)
+
+    def f(x: torch.Tensor, r: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return reference.frozen_batchnorm_act(x, r, mean, var, *parameters, 1e-5, activation)
+
+    assert torch.autograd.gradcheck(f, (x, r, *(parameters if affine else ())))
+    kept = mean.clone()
+    f(x, r)
+    assert torch.equal(mean, kept)
+
+
+@given(
+    rows=st.integers(2, 200_000),
+    vectors=st.integers(1, 600),
+    dtype=st.sampled_from(sorted(storage.STORAGE)),
+    sms=st.integers(1, 200),
+    source=st.sampled_from(sorted(spec.HELD_ROWS)),
+)
+def test_a_cluster_holds_every_row_of_its_tile(rows: int, vectors: int, dtype: str, sms: int, source: str) -> None:
+    shape = spec.held(source, rows, vectors * storage.vector_width(dtype), dtype, sm_count=sms)
+    holds = spec.HELD_CLUSTER * spec.held_threads(source) * spec.HELD_ROWS[source]
+    if shape is None:
+        assert rows > holds
+        return
+    assert shape.tile in (1, 2, 4, 8)
+    assert rows * shape.tile <= holds
+    assert shape.vectors == vectors
+    assert shape.tile * (shape.tiles - 1) < vectors <= shape.tile * shape.tiles
+    assert shape.tile == 1 or shape.tile // 2 < vectors  # no wider than the row
+    assert shape.tile * 2 * storage.vector_width(dtype) <= spec.held_threads(source)  # a thread a sum
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "blocks"),
+    [((128, 512, 4, 4), 4, 128), ((128, 256, 8, 8), 2, 128), ((128, 128, 16, 16), 1, 128), ((256, 2048, 7, 7), 4, 512)],
+)
+def test_small_tensors_spread_over_the_h200(shape: tuple[int, ...], tile: int, blocks: int) -> None:
+    n, c, h, w = shape
+    found = spec.held(spec.HELD_FORWARD, n * h * w, c, "bfloat16", sm_count=132)
+    assert (found.tile, found.tiles * spec.HELD_CLUSTER) == (tile, blocks)
+    assert spec.held(spec.HELD_FORWARD, 131072, 64, "bfloat16", sm_count=132) is None  # 128x64x32x32
+
+
+def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
+    assert spec.wins_in_one_launch(spec.HELD_BYTES + 1) == dispatch.UNMEASURED
+    assert spec.wins_in_one_launch(spec.HELD_BYTES) == ""
 
 
 @given(
@@ -188,6 +245,52 @@ def test_what_does_not_win_is_left_in_the_graph() -> None:
     assert report.matched == {"first": "bn+relu", "second": "bn"}
 
 
+def test_what_inductor_fuses_itself_is_left_to_it() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.plain = nn.BatchNorm2d(8).eval(), nn.BatchNorm2d(8, affine=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(self.plain(F.relu(self.frozen(x)))).sum()
+
+    model = Two()
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)(torch.randn(2, 8, 4, 4))
+    for compiled in (True, False):
+        report = match.MatchReport()
+        rewrite(copy.deepcopy(graphs[0]), report, compiled=compiled)
+        left = {path: reason.split(":")[-1].strip() for path, reason in report.unmatched.items()}
+        assert left == dict.fromkeys(("frozen", "plain"), "left to Inductor" if compiled else dispatch.UNMEASURED)
+    torch._dynamo.reset()
+
+
+class PreActivation(nn.Module):
+    """ResNetV2's and DenseNet's order: norm and activation before each convolution, on a sum or a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(8), nn.Conv2d(8, 16, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(16), nn.Conv2d(16, 8, 3, padding=1, bias=False)
+        self.norm3, self.conv3 = nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1, bias=False)
+        self.last = nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = F.relu(self.norm1(x))
+        x = self.conv2(F.relu(self.norm2(self.conv1(before)), inplace=True)) + before + x
+        x = torch.cat([x, before], 1)
+        x = x + self.conv3(F.relu(self.norm3(x)))
+        return F.relu(self.last(x), inplace=True).mean((2, 3))
+
+
+def test_norms_that_stand_before_their_convolutions_are_found() -> None:
+    report, run = capture(PreActivation().train())
+    run(torch.randn(2, 8, 6, 6))
+    assert report.matched == dict.fromkeys(("norm1", "norm2", "norm3", "last"), "bn+relu")
+    assert not report.unmatched
+
+
 @pytest.mark.parametrize(
     ("activation", "residual", "dtype", "reason"),
     [
@@ -204,3 +307,5 @@ def test_what_does_not_win_is_left_in_the_graph() -> None:
 def test_where_it_wins(activation: str, residual: bool, dtype: str, reason: str) -> None:
     answer = spec.wins(activation=activation, residual=residual, dtype=dtype)
     assert reason in answer if reason else answer == ""
+    for variant in (spec.FROZEN, spec.NO_AFFINE, spec.NO_STATISTICS):
+        assert spec.wins(activation=activation, residual=residual, dtype=dtype, variant=variant)

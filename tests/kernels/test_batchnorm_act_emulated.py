@@ -37,6 +37,76 @@ def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.Mo
     assert not passes_with(monkeypatch, FAMILY, case("bfloat16", "relu", True, (4, 64, 28, 28)), before, after)
 
 
+# As above, in the kernels of one launch. By shape: the first has one row a thread, the second six.
+HELD_FAULTS = {
+    "no barrier before the block's sums": ("  __syncthreads();\n  if (threadIdx.x < 2 * width) {", "  if (threadIdx.x < 2 * width) {"),
+    "no barrier before the cluster's sums": ("  cluster_arrive();\n  cluster_wait();\n  first", "  first"),
+    "a block returns too early": ("  cluster_wait();\n}\n", "}\n"),
+    "the first block's sums alone": ("cluster_read(block + threadIdx.x, rank)", "cluster_read(block + threadIdx.x, 0)"),
+    "no barrier before the constants": ("  __syncthreads();\n  float mean[VEC], scale[VEC], offset", "  float mean[VEC], scale[VEC], offset"),
+    "one row less": ("t.vector < 0 ? 0 : rows;", "t.vector < 0 ? 0 : rows - 1;"),
+    "one row more": ("t.vector < 0 ? 0 : rows;", "t.vector < 0 ? 0 : rows + t.stride;"),
+    "lanes of another vector": ("offset >= tile; offset", "offset >= 1; offset"),
+    "dy not masked": ("vdy[u] = narrow(g);", ""),
+    "mask of the neighbour": ("mask[place] = (unsigned char)bits", "mask[place ^ 1] = (unsigned char)bits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", HELD_FAULTS)
+def test_a_fault_planted_in_the_kernels_of_one_launch_is_found(
+    emulated, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    held = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, one_launch=True)
+    assert not passes_with(monkeypatch, FAMILY, held, *HELD_FAULTS[fault])
+
+
+FROZEN_FAULTS = {
+    "statistics of the batch": ("mean[j] = running_mean[c]", "mean[j] = 0.f"),
+    "one row less": ("if (row + u * stride >= rows) continue;", "if (row + u * stride >= rows - 1) continue;"),
+    "mask of the neighbour": ("mask[at] = (unsigned char)bits", "mask[at ^ 1] = (unsigned char)bits"),
+    "dresidual scaled": ("store(dresidual + at, narrow(g));", ";"),
+    "dweight not normalised": ("total[width + o] / sqrt(", "total[width + o] * sqrt("),
+}
+
+
+@pytest.mark.parametrize("fault", FROZEN_FAULTS)
+def test_a_fault_planted_in_the_frozen_kernels_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    frozen = cases._frozen_case((4, 64, 9, 7), "bfloat16", "relu", True, True)
+    assert not passes_with(monkeypatch, FAMILY, frozen, *FROZEN_FAULTS[fault])
+
+
+@pytest.mark.parametrize(("sm_count", "tile"), [(8, 8), (50, 2), (132, 2)])
+def test_every_width_of_a_tile_in_one_launch_gives_the_same_result(emulated, sm_count: int, tile: int) -> None:
+    emulated.use(sm_count=sm_count)
+    assert spec.held(spec.HELD_FORWARD, 252, 64, "bfloat16", sm_count=sm_count).tile == tile
+    row = verify.check(FAMILY, cases._case((4, 64, 9, 7), "bfloat16", "relu", True, one_launch=True), "cpu")
+    assert row["passed"], row["detail"]
+
+
+def test_one_launch_goes_as_far_as_registers_hold(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, one_launch=True)
+    for rows, forward, backward in ((1, True, True), (0, False, False)):
+        emulated.launches.clear()
+        monkeypatch.setattr(spec, "HELD_ROWS", dict.fromkeys(spec.HELD_ROWS, rows))
+        emulated.use()
+        assert verify.check(FAMILY, one, "cpu")["passed"]
+        assert bool(emulated.launches["batchnorm_act_held_forward"]) is forward
+        assert bool(emulated.launches["batchnorm_act_held_backward"]) is backward
+        assert bool(emulated.launches["batchnorm_act_stats"]) is not forward
+    emulated.launches.clear()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("limit", "arch", "held"), [(0, 90, False), (4 * 64 * 63 * 2, 90, True), (1 << 40, 80, False)])
+def test_size_and_architecture_decide_on_one_launch(emulated, monkeypatch, limit: int, arch: int, held: bool) -> None:
+    emulated.use(arch=arch)
+    monkeypatch.setattr(spec, "HELD_BYTES", limit)
+    assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7)), "cpu")["passed"]
+    assert bool(emulated.launches["batchnorm_act_held_forward"]) is held
+    assert bool(emulated.launches["batchnorm_act_held_backward"]) is held
+    assert bool(emulated.launches["batchnorm_act_stats"]) is not held
+
+
 @pytest.mark.parametrize("sm_count", [1, 2, 132])
 def test_every_number_of_blocks_gives_the_same_result(emulated, sm_count: int) -> None:
     emulated.use(sm_count=sm_count)
@@ -54,6 +124,92 @@ def test_mean_far_from_zero_does_not_cancel(emulated) -> None:
     want = reference.batchnorm_act(x.double(), None, *wide, weight.double(), bias.double(), 0.1, 1e-5)
     assert (y - want).norm() / want.norm() < 1e-3
     assert (running[1] - wide[1]).norm() / wide[1].norm() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("activation", "residual", "affine"), [("relu", True, True), ("silu", False, True), ("relu", False, False)]
+)
+def test_second_derivatives_of_a_frozen_norm(emulated, activation: str, residual: bool, affine: bool) -> None:
+    frozen = cases._frozen_case((2, 8, 3, 3), "float32", activation, residual, affine)
+    arguments = frozen.inputs(torch.Generator().manual_seed(3), 2)
+    leaves = [t for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def penalty(function, values) -> list[torch.Tensor]:
+        mine = [t for t in values if isinstance(t, torch.Tensor) and t.requires_grad]
+        above = torch.linspace(-1, 1, 144, dtype=mine[0].dtype).view(2, 8, 3, 3).requires_grad_()
+        found = torch.autograd.grad(function(*values), mine, above, create_graph=True)
+        again = (*mine, above)
+        second = torch.autograd.grad(sum(g.square().sum() for g in found), again, allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(second, again, strict=True)]
+
+    wide = [
+        t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in arguments
+    ]
+    mine, want = penalty(frozen.ours, arguments), penalty(frozen.reference, wide)
+    assert emulated.launches == {"batchnorm_act_frozen_forward": 1}
+    for got, other in zip(mine, want, strict=True):
+        torch.testing.assert_close(got.double(), other, rtol=1e-4, atol=1e-4)
+    assert len(leaves) == 1 + residual + 2 * affine
+
+
+@pytest.mark.parametrize(
+    ("activation", "affine", "kept"),
+    [("relu", True, True), ("relu", False, False), ("none", False, False), ("silu", False, True)],
+)
+def test_a_frozen_norm_keeps_its_input_only_where_its_backward_reads_it(
+    emulated, activation: str, affine: bool, kept: bool
+) -> None:
+    frozen = cases._frozen_case((2, 8, 3, 3), "bfloat16", activation, False, affine)
+    x, *rest = frozen.inputs(torch.Generator().manual_seed(3), 2)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        api.frozen_batchnorm_act(x, *rest)
+    assert (x.data_ptr() in saved) is kept
+
+
+class Odd(nn.Module):
+    """A norm of each kind that networks seldom train: frozen, without affine parameters, without running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.plain, self.batch = (
+            nn.BatchNorm2d(16),
+            nn.BatchNorm2d(16, affine=False),
+            nn.BatchNorm2d(16, track_running_stats=False),
+        )
+        nn.init.uniform_(self.frozen.running_var, 0.5, 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.batch(F.silu(self.plain(F.relu(self.frozen(x))))) + x)
+
+
+def test_norms_that_networks_seldom_train_run_on_the_kernels_too(emulated) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, plain = Odd().to(memory_format=torch.channels_last), Odd().double()
+    plain.load_state_dict(model.state_dict())
+    model.frozen.eval()
+    plain.frozen.eval()
+    reports = {FAMILY.id: match.MatchReport()}
+    run = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    for _ in range(2):
+        x = torch.randn(4, 16, 6, 6).contiguous(memory_format=torch.channels_last)
+        mine, other = x.requires_grad_(), x.detach().double().requires_grad_()
+        run(mine).square().sum().backward()
+        plain(other).square().sum().backward()
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-3, atol=1e-3)
+    assert reports[FAMILY.id].matched == {
+        "frozen": "bn+relu (frozen)",
+        "plain": "bn+silu (no affine parameters)",
+        "batch": "bn+add+relu (no running statistics)",
+    }
+    assert emulated.launches["batchnorm_act_frozen_forward"] == 2
+    assert emulated.launches["batchnorm_act_frozen_backward"] == 2
+    assert emulated.launches["batchnorm_act_stats"] == 4
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), other.grad, msg=name, rtol=1e-3, atol=1e-3)
+    for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), msg=name, rtol=1e-5, atol=1e-6)
 
 
 class Block(nn.Module):
@@ -82,7 +238,7 @@ def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> No
         run(x).square().sum().backward()
         plain(x.double()).square().sum().backward()
     assert reports[FAMILY.id].matched == {"bn1": "bn+hardswish", "bn2": "bn+add+relu", "bn3": "bn"}
-    assert emulated.launches == dict.fromkeys(sum(spec.KERNELS.values(), ()), 6)
+    assert emulated.launches == dict.fromkeys((*spec.KERNELS[spec.FORWARD], *spec.KERNELS[spec.BACKWARD]), 6)
     for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.double(), other.grad, msg=name, rtol=1e-3, atol=1e-3)
     for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):

@@ -1,7 +1,8 @@
-"""BatchNorm in training mode (+ residual add) + activation as one operation: the bundled kernels, or PyTorch's own ops.
+"""BatchNorm (+ residual add) + activation as one operation: the bundled kernels, or PyTorch's own ops.
 
 Two entries over the same kernels: `batchnorm_act`, a plain function for eager code (thin: an autograd.Function), and
 `torch.ops.advisor.batchnorm_act`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+`frozen_batchnorm_act` normalises by the running statistics; it is for eager code alone, since Inductor fuses that itself.
 """
 
 from __future__ import annotations
@@ -40,21 +41,35 @@ class _BatchNormAct(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        running_mean: torch.Tensor,
-        running_var: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
         momentum: float,
         eps: float,
         activation: str,
         slope: float,
+        one_launch: bool | None,
     ) -> torch.Tensor:
+        ctx.affine = weight is not None, bias is not None
+        weight, bias = _affine(x, weight, bias)
         y, saved, mask = cuda.forward(
-            x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
+            x,
+            residual,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            momentum,
+            eps,
+            activation,
+            slope,
+            one_launch=one_launch,
         )
         ctx.save_for_backward(x, weight, bias, saved, mask)
         # Only a second derivative needs the residual again; the bit mask serves the first.
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
+        ctx.one_launch = one_launch
         return y
 
     @staticmethod
@@ -62,24 +77,60 @@ class _BatchNormAct(torch.autograd.Function):
         (dy,) = gradients
         x, weight, bias, saved, mask = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
-            return _differentiable_backward(ctx, dy, x, weight, bias, mask)
-        dx, dresidual, dweight, dbias = cuda.backward(
-            nhwc(dy),
-            x,
-            saved,
-            mask,
-            weight,
-            bias,
-            ctx.activation,
-            ctx.slope,
-            ctx.residual,
+            dx, dresidual, dweight, dbias = _differentiable_backward(ctx, dy, x, weight, bias, mask)
+        else:
+            dx, dresidual, dweight, dbias = cuda.backward(
+                nhwc(dy),
+                x,
+                saved,
+                mask,
+                weight,
+                bias,
+                ctx.activation,
+                ctx.slope,
+                ctx.residual,
+                one_launch=ctx.one_launch,
+            )
+        has_weight, has_bias = ctx.affine
+        return (
+            dx,
+            dresidual if ctx.residual else None,
+            dweight if has_weight else None,
+            dbias if has_bias else None,
+            *[None] * 7,
         )
-        return (dx, dresidual if ctx.residual else None, dweight, dbias, None, None, None, None, None, None)
+
+
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias as the kernels read them, 1 and 0 where the norm has none."""
+    channels = x.shape[1]
+    if weight is None:
+        weight = torch.ones(channels, device=x.device)
+    if bias is None:
+        bias = torch.zeros(channels, device=x.device)
+    return weight, bias
+
+
+def _kept(mask: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The forward's bits as ones and zeros [N, C, H, W] like dy."""
+    width = storage.vector_width(storage.name(dy.dtype))
+    n, c, h, w = dy.shape
+    bits = (mask.unsqueeze(-1) >> torch.arange(width, device=dy.device)) & 1
+    return bits.view(n, h, w, c).permute(0, 3, 1, 2)
+
+
+def _slope(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
+    """The activation's derivative at z, differentiable itself."""
+    if activation == "none":
+        return torch.ones_like(z)
+    return torch.autograd.grad(reference.activate(z, activation, slope).sum(), z, create_graph=True)[0]
 
 
 def _differentiable_backward(
     ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """The backward in differentiable torch ops, so that it can be differentiated again. fp32 statistics.
 
     The activation's slope is taken as constant where the forward kept a bit mask: it is 0 or 1 there.
@@ -91,50 +142,50 @@ def _differentiable_backward(
     normal = centred * invstd
     scale = weight.view(1, -1, 1, 1)
     if ctx.residual and ctx.activation != "none":
-        width = storage.vector_width(storage.name(x.dtype))
-        bits = (mask.unsqueeze(-1) >> torch.arange(width, device=x.device)) & 1
-        n, c, h, w = x.shape
-        g = dy.float() * bits.view(n, h, w, c).permute(0, 3, 1, 2)
+        g = dy.float() * _kept(mask, dy)
     else:
-        z = normal * scale + bias.view(1, -1, 1, 1)
-        (slope,) = (
-            torch.autograd.grad(reference.activate(z, ctx.activation, ctx.slope).sum(), z, create_graph=True)
-            if ctx.activation != "none"
-            else (torch.ones_like(z),)
-        )
-        g = dy.float() * slope
+        g = dy.float() * _slope(normal * scale + bias.view(1, -1, 1, 1), ctx.activation, ctx.slope)
     dbias = g.sum((0, 2, 3))
     dweight = (g * normal).sum((0, 2, 3))
     count = x.numel() // x.shape[1]
     dx = scale * invstd * (g - dbias.view(1, -1, 1, 1) / count - normal * dweight.view(1, -1, 1, 1) / count)
     dresidual = g.to(x.dtype) if ctx.residual else None
-    return (dx.to(x.dtype), dresidual, dweight, dbias, None, None, None, None, None, None)
+    return dx.to(x.dtype), dresidual, dweight, dbias
 
 
 def batchnorm_act(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     momentum: float,
     eps: float,
     activation: str = "none",
     slope: float = 0.01,
+    *,
+    one_launch: bool | None = None,
 ) -> torch.Tensor:
     """act(batch_norm(x) + residual) in training mode; running statistics are updated in place.
 
     Args:
         x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
-        residual: like x, or None. running_mean, running_var, weight, bias: [C] fp32.
+        residual: like x, or None. running_mean, running_var, weight, bias: [C] fp32; None where the norm has none.
         activation: a key of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
+        one_launch: False takes two kernels a pass, True one where a cluster's registers hold a channel's rows, None one
+            where that is measured to win.
 
     Returns:
         A new tensor like x.
     """
     x, residual = realigned(x), realigned(residual)
-    wins = spec.wins(activation=activation, residual=residual is not None, dtype=storage.name(x.dtype))
+    wins = spec.wins(
+        activation=activation,
+        residual=residual is not None,
+        dtype=storage.name(x.dtype),
+        variant=_variant(running_mean, weight, bias),
+    )
     reason = dispatch.refusal(unsupported(x, residual, activation), wins)
     if reason:
         fell_back[reason] += 1
@@ -143,7 +194,109 @@ def batchnorm_act(
         )
     engaged[activation if residual is None else f"add+{activation}"] += 1
     result: torch.Tensor = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope
+        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch
+    )
+    return result
+
+
+def _variant(running_mean: object, weight: object, bias: object) -> str:
+    if running_mean is None:
+        return spec.NO_STATISTICS
+    return spec.NO_AFFINE if weight is None or bias is None else ""
+
+
+class _FrozenBatchNormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor,
+        running_var: torch.Tensor,
+        eps: float,
+        activation: str,
+        slope: float,
+    ) -> torch.Tensor:
+        ctx.affine_gradients = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        weight, bias = _affine(x, weight, bias)
+        ctx.variant = eps, activation, slope, residual is not None, ctx.affine_gradients
+        y, mask = cuda.frozen_forward(
+            x, residual, running_mean, running_var, weight, bias, eps, activation, slope, ctx.affine_gradients
+        )
+        keeps_input = spec.frozen_keeps_input(activation, residual is not None, ctx.affine_gradients)
+        ctx.save_for_backward(x if keeps_input else None, mask, running_mean, running_var, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            found = _frozen_differentiable_backward(dy, *ctx.saved_tensors, *ctx.variant)
+        else:
+            found = cuda.frozen_backward(nhwc(dy), *ctx.saved_tensors, *ctx.variant)
+        wanted = ctx.needs_input_grad[:4]
+        return (*(t if want else None for t, want in zip(found, wanted, strict=True)), *[None] * 5)
+
+
+def _frozen_differentiable_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    mask: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    activation: str,
+    slope: float,
+    residual: bool,
+    affine_gradients: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """As `_differentiable_backward`, by running statistics."""
+    invstd = torch.rsqrt(running_var + eps).view(1, -1, 1, 1)
+    scale = weight.view(1, -1, 1, 1)
+    normal = None if x is None else (x.float() - running_mean.view(1, -1, 1, 1)) * invstd
+    g = dy.float()
+    if spec.frozen_masked(activation, residual, affine_gradients):
+        g = g * _kept(mask, dy)
+    elif normal is not None:
+        g = g * _slope(normal * scale + bias.view(1, -1, 1, 1), activation, slope)
+    dweight = (g * normal).sum((0, 2, 3)) if affine_gradients and normal is not None else None
+    dbias = g.sum((0, 2, 3)) if affine_gradients else None
+    return (g * scale * invstd).to(dy.dtype), g.to(dy.dtype), dweight, dbias
+
+
+def frozen_batchnorm_act(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str = "none",
+    slope: float = 0.01,
+) -> torch.Tensor:
+    """act(batch_norm(x) + residual) in evaluation mode, by the running statistics, with gradients.
+
+    Args: as of `batchnorm_act`. Where weight and bias want no gradient and the activation's slope is 0 or 1, x is not kept for
+        the backward: a bit an element is.
+    """
+    x, residual = realigned(x), realigned(residual)
+    wins = spec.wins(
+        activation=activation, residual=residual is not None, dtype=storage.name(x.dtype), variant=spec.FROZEN
+    )
+    reason = dispatch.refusal(unsupported(x, residual, activation), wins)
+    if reason:
+        fell_back[reason] += 1
+        return reference.frozen_batchnorm_act(
+            x, residual, running_mean, running_var, weight, bias, eps, activation, slope
+        )
+    engaged[f"frozen {activation}" if residual is None else f"frozen add+{activation}"] += 1
+    result: torch.Tensor = _FrozenBatchNormAct.apply(  # type: ignore[no-untyped-call]
+        x, residual, weight, bias, running_mean, running_var, eps, activation, slope
     )
     return result
 

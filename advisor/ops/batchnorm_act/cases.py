@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,9 +25,12 @@ _TRAINED = (
     (128, 64, 32, 32),
     (128, 512, 4, 4),
 )
+# Those of CIFAR ResNet-18 at batch 128 and of ResNet-50 at batch 256 whose rows fit a cluster's registers.
+_HELD = ((128, 512, 4, 4), (128, 256, 8, 8), (128, 128, 16, 16), (256, 2048, 7, 7), (256, 1024, 14, 14))
 # Odd sizes: few rows, a prime number of vectors, N = 1, one pixel. Channels are multiples of 8, which every dtype takes.
 _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1, 1))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
+_H200_SMS = 132
 
 
 def _inputs(
@@ -53,48 +58,155 @@ def _inputs(
     )
 
 
-def _steady(*arguments: object) -> torch.Tensor:
+def _incomplete_inputs(
+    generator: torch.Generator,
+    n: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    activation: str,
+    residual: bool,
+    without: str,
+) -> Arguments:
+    """As `_inputs`, without affine parameters or without running statistics."""
+    x, second, *rest = _inputs(generator, n, shape=shape, dtype=dtype, activation=activation, residual=residual)
+    given = [None, None, *rest[2:4]] if without == spec.NO_STATISTICS else [*rest[:2], None, None]
+    return (x, second, *given, *rest[4:])
+
+
+def _frozen_inputs(
+    generator: torch.Generator,
+    n: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    activation: str,
+    residual: bool,
+    affine_gradients: bool,
+) -> Arguments:
+    """As `_inputs`, with statistics near those of x, and none to update."""
+    x, second, mean, variance, weight, bias, _, *rest = _inputs(
+        generator, n, shape=shape, dtype=dtype, activation=activation, residual=residual
+    )
+    mean += 0.5 + 0.1 * torch.randn(mean.shape, device=mean.device, generator=generator)
+    variance += 1.0 + torch.rand(mean.shape, device=mean.device, generator=generator)
+    affine = (parameter.detach().requires_grad_(affine_gradients) for parameter in (weight, bias))
+    return (x, second, mean, variance, *affine, *rest)
+
+
+def _steady(*arguments: object, function: Callable[..., torch.Tensor] = reference.batchnorm_act) -> torch.Tensor:
     """False within 1e-3 of a point where an activation's slope jumps."""
     *tensors, _, _ = arguments
-    z = reference.batchnorm_act(*tensors)  # type: ignore[arg-type]
+    z = function(*tensors)
     return torch.stack([(z - kink).abs() >= 1e-3 for kink in _KINKS]).all(0)
 
 
-def _case(shape: tuple[int, ...], dtype: str, activation: str, residual: bool) -> Case:
+def _case(
+    shape: tuple[int, ...], dtype: str, activation: str, residual: bool, *, one_launch: bool = False, without: str = ""
+) -> Case:
+    """In training mode: as it is dispatched or, named so, in one launch a pass."""
     n, c, h, w = shape
-    forward, backward = spec.bytes_moved(
-        elements=n * c * h * w, itemsize=getattr(torch, dtype).itemsize, residual=residual
-    )
+    itemsize = getattr(torch, dtype).itemsize
+    elements = math.prod(shape)
+    twice = spec.bytes_moved(elements=elements, itemsize=itemsize, residual=residual)
+    once = spec.held_bytes_moved(elements=elements, itemsize=itemsize, residual=residual)
+    sources = {"forward": (spec.FORWARD, spec.HELD_FORWARD), "backward": (spec.BACKWARD, spec.HELD_BACKWARD)}
+    passes = {}
+    for (kind, (two, one)), of_two, of_one in zip(sources.items(), twice, once, strict=True):
+        wanted = one_launch or elements * itemsize <= spec.HELD_BYTES
+        if wanted and spec.held(one, n * h * w, c, dtype, sm_count=_H200_SMS) is not None:
+            passes[kind] = Work(kernels=(one,), nbytes=of_one)
+        else:
+            passes[kind] = Work(kernels=(two,), nbytes=of_two)
+    inputs = partial(_incomplete_inputs, without=without) if without else _inputs
+    wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=without)
     return Case(
-        name=spec.name(activation, residual),
+        name=", ".join(filter(None, (spec.name(activation, residual), without, "one launch" if one_launch else ""))),
         shape=shape,
         dtype=dtype,
-        passes={
-            "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
-            "backward": Work(kernels=(spec.BACKWARD,), nbytes=backward),
-        },
-        inputs=partial(_inputs, shape=shape, dtype=dtype, activation=activation, residual=residual),
-        ours=api.batchnorm_act,
+        passes=passes,
+        inputs=partial(inputs, shape=shape, dtype=dtype, activation=activation, residual=residual),
+        ours=partial(api.batchnorm_act, one_launch=True) if one_launch else api.batchnorm_act,
         eager=reference.batchnorm_act,
         reference=reference.batchnorm_act,
-        wins=partial(spec.wins, activation=activation, residual=residual, dtype=dtype),
+        wins=partial(spec.wins_in_one_launch, elements * itemsize) if one_launch else wins,
         steady=_steady,
         gradient_floor=0.05,  # with few rows a channel dx is what cancellation leaves of dy
     )
 
 
+def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: bool, affine_gradients: bool) -> Case:
+    """By running statistics, in training; with `affine_gradients` False weight and bias are frozen too."""
+    forward, backward = spec.frozen_bytes_moved(
+        elements=math.prod(shape),
+        itemsize=getattr(torch, dtype).itemsize,
+        activation=activation,
+        residual=residual,
+        affine_gradients=affine_gradients,
+    )
+    return Case(
+        name=f"{spec.name(activation, residual)}, {spec.FROZEN}{'' if affine_gradients else ' affine'}",
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.FROZEN_FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.FROZEN_BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(
+            _frozen_inputs,
+            shape=shape,
+            dtype=dtype,
+            activation=activation,
+            residual=residual,
+            affine_gradients=affine_gradients,
+        ),
+        ours=api.frozen_batchnorm_act,
+        eager=reference.frozen_batchnorm_act,
+        reference=reference.frozen_batchnorm_act,
+        wins=partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=spec.FROZEN),
+        steady=partial(_steady, function=reference.frozen_batchnorm_act),
+    )
+
+
 _MEASURED = (("relu", False), ("relu", True), ("none", False), ("hardswish", False))
 
-BENCHMARK = tuple(
-    _case(shape, dtype, activation, residual)
-    for dtype in ("bfloat16", "float16", "float32")
-    for activation, residual in _MEASURED
-    for shape in (_TRAINED if dtype == "bfloat16" else _TRAINED[:3])
+_RELU = (("relu", False), ("relu", True))
+_LARGE = (256, 256, 56, 56)
+
+BENCHMARK = (
+    *(
+        _case(shape, dtype, activation, residual)
+        for dtype in ("bfloat16", "float16", "float32")
+        for activation, residual in _MEASURED
+        for shape in (_TRAINED if dtype == "bfloat16" else _TRAINED[:3])
+    ),
+    # One launch beside two, which the cases above have for the shapes that stand there too.
+    *(_case(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
+    *(_case(shape, "bfloat16", *variant, one_launch=True) for shape in _HELD for variant in _RELU),
+    *(
+        _case(shape, dtype, "relu", False, one_launch=one)
+        for shape, dtype in ((_HELD[0], "float32"), (_HELD[1], "float16"))
+        for one in (False, True)
+    ),
+    *(_frozen_case(_LARGE, "bfloat16", *variant, wanted) for variant in _RELU for wanted in (True, False)),
+    *(_case(_LARGE, "bfloat16", "relu", False, without=what) for what in (spec.NO_AFFINE, spec.NO_STATISTICS)),
 )
 _VARIANTS = (*((a, False) for a in spec.ACTIVATIONS), *((a, True) for a in sorted(spec.RESIDUAL_ACTIVATIONS)))
-# Each variant and dtype at two of the shapes, so that every shape meets every dtype.
-VERIFICATION = tuple(
-    _case(_ODD[(number + second) % len(_ODD)], dtype, *variant)
-    for number, (variant, dtype) in enumerate(itertools.product(_VARIANTS, storage.STORAGE))
-    for second in (0, 2)
+_EACH = tuple(enumerate(itertools.product(_VARIANTS, storage.STORAGE)))
+# Each variant with one dtype after the other, at one shape after the other.
+_IN_TURN = tuple(
+    (_ODD[i % len(_ODD)], dtype, *variant)
+    for i, (variant, dtype) in enumerate(zip(_VARIANTS, itertools.cycle(storage.STORAGE), strict=False))
+)
+# Each variant and dtype at two of the shapes, so that every shape meets every dtype. In the tests each is compiled to run
+# emulated: of what the sources in one launch, and frozen, share with these there is less.
+VERIFICATION = (
+    *(_case(_ODD[(i + second) % len(_ODD)], dtype, *variant) for i, (variant, dtype) in _EACH for second in (0, 2)),
+    *(_case(*one, one_launch=True) for one in _IN_TURN),
+    *(_frozen_case(*one, i % 2 == 0) for i, one in enumerate(_IN_TURN)),
+    _frozen_case(_ODD[1], "bfloat16", "relu", True, True),
+    _frozen_case(_ODD[2], "bfloat16", "relu", False, True),
+    _frozen_case(_ODD[3], "float16", "silu", False, True),
+    _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE),
+    _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS),
 )

@@ -40,8 +40,8 @@ def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, resid
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
     defines = tuple(spec.defines(name, activation, residual).items())
     (stats, apply), (reduce, backward_apply) = (
-        [nvrtc.function(source, entry, defines, device) for entry in entries]
-        for source, entries in spec.KERNELS.items()
+        [nvrtc.function(source, entry, defines, device) for entry in spec.KERNELS[source]]
+        for source in (spec.FORWARD, spec.BACKWARD)
     )
     return _Launch(
         stats=stats,
@@ -59,6 +59,77 @@ def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, resid
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A launch in which each cluster holds its tile's rows, ready to pass."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    sizes: tuple[Any, Any, Any]  # rows, vectors, tile
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    source: str, rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int
+) -> _Held | None:
+    name = storage.name(dtype)
+    shape = spec.held(source, rows, channels, name, sm_count=nvrtc.sm_count(device))
+    if shape is None or nvrtc.arch(device) < spec.NEEDS_ARCH[source]:
+        return None
+    defines = tuple(spec.held_defines(source, name, activation, residual).items())
+    return _Held(
+        kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
+        grid=(spec.HELD_CLUSTER, shape.tiles, 1),
+        block=(spec.held_threads(source), 1, 1),
+        sizes=(np.int32(rows), np.int32(shape.vectors), np.int32(shape.tile)),
+    )
+
+
+def _in_one_launch(
+    source: str, x: torch.Tensor, activation: str, residual: bool, one_launch: bool | None
+) -> _Held | None:
+    """The one launch, where it is wanted (None: where spec says so) and a cluster's registers hold the rows."""
+    if not (x.numel() * x.element_size() <= spec.HELD_BYTES if one_launch is None else one_launch):
+        return None
+    n, c, h, w = x.shape
+    return _held(source, n * h * w, c, x.dtype, activation, residual, x.device.index or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """A frozen norm's launch, ready to pass."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    partials: int  # fp32 values
+    sizes: tuple[Any, Any, Any]  # rows, vectors, tile
+
+
+@lru_cache(maxsize=4096)
+def _frozen(
+    source: str,
+    rows: int,
+    channels: int,
+    dtype: torch.dtype,
+    activation: str,
+    residual: bool,
+    affine_gradients: bool,
+    device: int,
+) -> _Frozen:
+    name = storage.name(dtype)
+    shape = spec.geometry(rows, channels, name, nvrtc.sm_count(device), spec.BLOCKS_PER_SM)
+    defines = tuple(spec.frozen_defines(source, name, activation, residual, affine_gradients).items())
+    return _Frozen(
+        kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
+        grid=(shape.row_blocks, shape.tiles, 1),
+        block=(spec.THREADS, 1, 1),
+        partials=shape.row_blocks * 2 * channels if affine_gradients else 0,
+        sizes=(np.int64(rows), np.int32(shape.vectors), np.int32(shape.tile)),
+    )
+
+
 def _plan(x: torch.Tensor, activation: str, residual: bool) -> _Launch:
     n, c, h, w = x.shape
     return _launch(n * h * w, c, x.dtype, activation, residual, x.device.index or 0)
@@ -67,8 +138,8 @@ def _plan(x: torch.Tensor, activation: str, residual: bool) -> _Launch:
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor,
     momentum: float,
@@ -77,24 +148,57 @@ def forward(
     slope: float,
     *,
     in_place: bool = True,
+    one_launch: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns y (like x), saved fp32, and mask (bytes; empty without a residual or an activation).
 
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
     variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
+
+    Without running statistics saved is [4, C] too, and its last two rows mean nothing. `one_launch` False takes two launches, True one where
+    registers hold the rows, None one where spec says that it wins.
     """
     weight, bias = aligned(weight), aligned(bias)
-    plan = _plan(x, activation, residual is not None)
+    if running_mean is None or running_var is None:
+        # The kernels read old running values and write new ones, whoever wants them: they read what there is to read.
+        running_mean, running_var, in_place = bias, weight, False
     device = x.device.index or 0
     y = torch.empty_like(x)
     channels = x.shape[1]
     saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=x.device)
-    partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
     masked = residual is not None and activation != "none"
     mask = torch.empty(
         x.numel() // storage.vector_width(storage.name(x.dtype)) if masked else 0, dtype=torch.uint8, device=x.device
     )
     stream = nvrtc.stream(device)
+    running = (running_mean.data_ptr(), running_var.data_ptr())
+    updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
+    held = _in_one_launch(spec.HELD_FORWARD, x, activation, residual is not None, one_launch)
+    if held is not None:
+        held.kernel(
+            held.grid,
+            held.block,
+            (
+                x.data_ptr(),
+                0 if residual is None else residual.data_ptr(),
+                *running,
+                weight.data_ptr(),
+                bias.data_ptr(),
+                saved.data_ptr(),
+                *updated,
+                y.data_ptr(),
+                mask.data_ptr(),
+                *held.sizes,
+                np.float32(momentum),
+                np.float32(eps),
+                np.float32(slope),
+            ),
+            0,
+            stream,
+        )
+        return y, saved, mask
+    plan = _plan(x, activation, residual is not None)
+    partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
     plan.stats(
         plan.stats_grid,
         plan.block,
@@ -103,10 +207,8 @@ def forward(
             partial.data_ptr(),
             nvrtc.tickets(x.device),
             saved.data_ptr(),
-            running_mean.data_ptr(),
-            running_var.data_ptr(),
-            running_mean.data_ptr() if in_place else saved.data_ptr() + 8 * channels,
-            running_var.data_ptr() if in_place else saved.data_ptr() + 12 * channels,
+            *running,
+            *updated,
             plan.rows,
             plan.vectors,
             plan.tile,
@@ -148,23 +250,46 @@ def backward(
     activation: str,
     slope: float,
     residual: bool,
+    *,
+    one_launch: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dresidual (like x; empty without a residual), dweight and dbias [C] fp32.
 
-    dy: like x, channels_last; the caller makes it so.
+    dy: like x, channels_last; the caller makes it so. `one_launch` as in `forward`; the two need not agree.
     """
     weight, bias = aligned(weight), aligned(bias)
-    plan = _plan(x, activation, residual)
     device = x.device.index or 0
     channels = x.shape[1]
     dx = torch.empty_like(x)
     dresidual = torch.empty_like(x) if residual else x.new_empty(0)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     per_channel = torch.empty((4, channels), dtype=torch.float32, device=x.device)
     dweight, dbias = per_channel[2], per_channel[3]
     base = per_channel.data_ptr()
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
+    held = _in_one_launch(spec.HELD_BACKWARD, x, activation, residual, one_launch)
+    if held is not None:
+        held.kernel(
+            held.grid,
+            held.block,
+            (
+                dy.data_ptr(),
+                x.data_ptr(),
+                mask.data_ptr(),
+                *common,
+                dx.data_ptr(),
+                dresidual.data_ptr(),
+                base + 8 * channels,
+                base + 12 * channels,
+                *held.sizes,
+                np.float32(slope),
+            ),
+            0,
+            stream,
+        )
+        return dx, dresidual, dweight, dbias
+    plan = _plan(x, activation, residual)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     plan.reduce(
         plan.grid,
         plan.block,
@@ -204,5 +329,104 @@ def backward(
         ),
         0,
         stream,
+    )
+    return dx, dresidual, dweight, dbias
+
+
+def frozen_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    activation: str,
+    slope: float,
+    affine_gradients: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns y (like x) and mask (bytes; empty where `spec.frozen_masked` says that the backward needs none).
+
+    x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32; the rest [C] fp32.
+    """
+    n, c, h, w = x.shape
+    device = x.device.index or 0
+    plan = _frozen(
+        spec.FROZEN_FORWARD, n * h * w, c, x.dtype, activation, residual is not None, affine_gradients, device
+    )
+    y = torch.empty_like(x)
+    masked = spec.frozen_masked(activation, residual is not None, affine_gradients)
+    width = storage.vector_width(storage.name(x.dtype))
+    mask = torch.empty(x.numel() // width if masked else 0, dtype=torch.uint8, device=x.device)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            x.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            running_mean.data_ptr(),
+            running_var.data_ptr(),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            y.data_ptr(),
+            mask.data_ptr(),
+            *plan.sizes,
+            np.float32(eps),
+            np.float32(slope),
+        ),
+        0,
+        nvrtc.stream(device),
+    )
+    return y, mask
+
+
+def frozen_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    mask: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    activation: str,
+    slope: float,
+    residual: bool,
+    affine_gradients: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns dx and dresidual (like dy; empty without a residual), dweight and dbias ([C] fp32; empty without `affine_gradients`).
+
+    dy: [N, C, H, W] channels_last, like x, which is None where `spec.frozen_keeps_input` says that it is not read.
+    """
+    n, c, h, w = dy.shape
+    device = dy.device.index or 0
+    plan = _frozen(spec.FROZEN_BACKWARD, n * h * w, c, dy.dtype, activation, residual, affine_gradients, device)
+    dx = torch.empty_like(dy)
+    dresidual = torch.empty_like(dy) if residual else dy.new_empty(0)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
+    dweight, dbias = torch.empty((2, c if affine_gradients else 0), dtype=torch.float32, device=dy.device)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            dy.data_ptr(),
+            0 if x is None else x.data_ptr(),
+            mask.data_ptr(),
+            running_mean.data_ptr(),
+            running_var.data_ptr(),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            partial.data_ptr(),
+            nvrtc.tickets(dy.device),
+            dx.data_ptr(),
+            dresidual.data_ptr(),
+            dweight.data_ptr(),
+            dbias.data_ptr(),
+            *plan.sizes,
+            np.float32(eps),
+            np.float32(slope),
+        ),
+        0,
+        nvrtc.stream(device),
     )
     return dx, dresidual, dweight, dbias

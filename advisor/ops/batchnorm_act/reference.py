@@ -30,10 +30,10 @@ def activate(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
 def batchnorm_act(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     momentum: float,
     eps: float,
     activation: str = "none",
@@ -43,7 +43,23 @@ def batchnorm_act(
 
     Args:
         x: [N, C, H, W], any float dtype. residual: the same shape, or None.
-        running_mean, running_var: [C], updated in place. weight, bias: [C].
+        running_mean, running_var: [C], updated in place; None without. weight, bias: [C]; None for 1 and 0.
     """
     z = F.batch_norm(x, running_mean, running_var, weight, bias, training=True, momentum=momentum, eps=eps)
+    return activate(z if residual is None else z + residual, activation, slope)
+
+
+def frozen_batchnorm_act(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str = "none",
+    slope: float = 0.01,
+) -> torch.Tensor:
+    """act(batch_norm(x) + residual) in evaluation mode: by the running statistics, which stay as they are."""
+    z = F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
     return activate(z if residual is None else z + residual, activation, slope)

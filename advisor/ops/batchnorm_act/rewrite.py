@@ -19,17 +19,32 @@ _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """A batch_norm call in training mode that kernels can take."""
+    """A batch_norm call that kernels can take. `momentum` means nothing where there are no running statistics to update."""
 
     node: fx.Node
     x: fx.Node
-    running_mean: fx.Node
-    running_var: fx.Node
-    weight: fx.Node
-    bias: fx.Node
+    running_mean: fx.Node | None
+    running_var: fx.Node | None
+    weight: fx.Node | None
+    bias: fx.Node | None
+    training: bool
     momentum: float
     eps: float
     dtype: str
+
+    @property
+    def variant(self) -> str:
+        """How it differs from the batch norm that most networks train; empty when it does not."""
+        if not self.training:
+            return spec.FROZEN
+        if self.running_mean is None or self.running_var is None:
+            return spec.NO_STATISTICS
+        return spec.NO_AFFINE if self.weight is None or self.bias is None else ""
+
+    def updated_by(self, statistics: fx.Node) -> list[tuple[fx.Node, fx.Node, int]]:
+        """What is to be copied back: (buffer, the operation's statistics, their row)."""
+        buffers = (self.running_mean, self.running_var)
+        return [(buffer, statistics, row) for row, buffer in enumerate(buffers, 2) if buffer is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +64,22 @@ class _Pattern:
 def batch_norm(node: fx.Node) -> BatchNorm | str:
     """The call's arguments, or why it is left alone."""
     bound = match.bound(node, _PARAMETERS, _DEFAULTS)
-    if bound["training"] is not True:
-        return "not in training mode"
-    if not isinstance(bound["momentum"], float):
-        return "momentum is None (cumulative average)"
+    training, momentum = bound["training"], bound["momentum"]
+    if not isinstance(training, bool):
+        return "whether it is in training mode is not known"
+    statistics = [bound.get(name) is not None for name in ("running_mean", "running_var")]
+    if any(statistics) != all(statistics):
+        return "one running statistic without the other"
+    if not isinstance(momentum, float):
+        if training and any(statistics):
+            return "momentum is None (cumulative average)"
+        momentum = 0.0
     for name in ("weight", "bias", "running_mean", "running_var"):
-        value = match.value(bound.get(name))
+        if bound.get(name) is None:
+            continue
+        value = match.value(bound[name])
         if value is None:
-            return f"no {name}"
+            return f"{name} is not known"
         if value.dtype != torch.float32:
             return f"{name} is {value.dtype}"
     x = match.value(bound["input"])
@@ -78,7 +101,8 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
         bound["running_var"],
         bound["weight"],
         bound["bias"],
-        bound["momentum"],
+        training,
+        momentum,
         float(bound["eps"]),
         dtype,
     )
@@ -115,16 +139,23 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
         norm, path = batch_norm(node), match.path(node)
+        if isinstance(norm, BatchNorm) and norm.variant and compiled:
+            norm = f"{norm.variant}: left to Inductor"
         if isinstance(norm, str):
             report.unmatched[path] = norm
             continue
         reasons: list[str] = []
         for pattern in _patterns(norm):
-            wins = spec.wins(activation=pattern.activation, residual=pattern.residual is not None, dtype=norm.dtype)
+            wins = spec.wins(
+                activation=pattern.activation,
+                residual=pattern.residual is not None,
+                dtype=norm.dtype,
+                variant=norm.variant,
+            )
             reasons.append(dispatch.refusal("", wins))
             if not reasons[-1]:
                 running += _substitute(graph, norm, pattern, compiled=compiled)
-                report.matched[path] = pattern.label
+                report.matched[path] = pattern.label + (f" ({norm.variant})" if norm.variant else "")
                 break
         else:
             report.unmatched[path] = reasons[0]
@@ -138,25 +169,19 @@ def _substitute(
     graph: fx.Graph, norm: BatchNorm, pattern: _Pattern, *, compiled: bool
 ) -> list[tuple[fx.Node, fx.Node, int]]:
     last = pattern.nodes[-1]
-    arguments = (
-        norm.x,
-        pattern.residual,
-        norm.running_mean,
-        norm.running_var,
-        norm.weight,
-        norm.bias,
-        norm.momentum,
-        norm.eps,
-        pattern.activation,
-        pattern.slope,
-    )
+    tensors = (norm.x, pattern.residual, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    arguments = (*tensors, norm.momentum, norm.eps, pattern.activation, pattern.slope)
     running: list[tuple[fx.Node, fx.Node, int]] = []
     with graph.inserting_before(last):
-        if compiled:
+        if not norm.training:
+            fused = graph.call_function(
+                api.frozen_batchnorm_act, (*tensors, norm.eps, pattern.activation, pattern.slope)
+            )
+        elif compiled:
             call = graph.call_function(torch.ops.advisor.batchnorm_act.default, arguments)
             fused = graph.call_function(operator.getitem, (call, 0))
             statistics = graph.call_function(operator.getitem, (call, 1))
-            running += [(norm.running_mean, statistics, 2), (norm.running_var, statistics, 3)]
+            running += norm.updated_by(statistics)
         else:
             fused = graph.call_function(api.batchnorm_act, arguments)
     match.replace(last, fused, pattern.nodes[-2::-1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 from advisor.ops import channel_tiles
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import UNMEASURED
@@ -9,14 +12,26 @@ from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
 BACKWARD = "batchnorm/batchnorm_act_backward.cu"
+HELD_FORWARD = "batchnorm/batchnorm_act_held_forward.cu"
+HELD_BACKWARD = "batchnorm/batchnorm_act_held_backward.cu"
+FROZEN_FORWARD = "batchnorm/batchnorm_act_frozen_forward.cu"
+FROZEN_BACKWARD = "batchnorm/batchnorm_act_frozen_backward.cu"
 KERNELS = {
     FORWARD: ("batchnorm_act_stats", "batchnorm_act_apply"),
     BACKWARD: ("batchnorm_act_backward_reduce", "batchnorm_act_backward_apply"),
+    HELD_FORWARD: ("batchnorm_act_held_forward",),
+    HELD_BACKWARD: ("batchnorm_act_held_backward",),
+    FROZEN_FORWARD: ("batchnorm_act_frozen_forward",),
+    FROZEN_BACKWARD: ("batchnorm_act_frozen_backward",),
 }
+# Sources that older architectures than this do not compile: thread-block clusters.
+NEEDS_ARCH = {HELD_FORWARD: 90, HELD_BACKWARD: 90}
 
 ACTIVATIONS = {"none": 0, "relu": 1, "relu6": 2, "leaky_relu": 3, "silu": 4, "hardswish": 5, "gelu": 6}
 # With a residual the backward reads one bit an element, so the slope must be 0 or 1.
 RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
+# What a batch norm may do without, and the one that normalises by its running statistics.
+NO_AFFINE, NO_STATISTICS, FROZEN = "no affine parameters", "no running statistics", "frozen"
 
 THREADS = 512
 # Channel vectors a block covers. 16 x 16 bytes of a row is two cache lines, and the last block of a tile has little to add
@@ -28,8 +43,18 @@ MAX_TILE = 16
 STATS_BLOCKS_PER_SM = 2
 BLOCKS_PER_SM = 1
 UNROLL = 4
-# Constants that `advisor bench tune` may try other values of. UNROLL is written into the sources as well.
-TUNABLE = {"THREADS": (256, 512), "MAX_TILE": (8, 16, 32), "STATS_BLOCKS_PER_SM": (1, 2, 4), "BLOCKS_PER_SM": (1, 2)}
+# One launch in place of two, which reads its tensors once: all rows of a channel tile in the registers of one cluster of
+# blocks. Taken for tensors of at most this many bytes: 0, for none, as long as there is no measurement on file.
+HELD_BYTES = 0
+HELD_CLUSTER = 8  # the most that every device of sm_90 takes
+# The forward's; the backward, which holds two tensors, has half. 512 x 128 registers, or 256 x 255, are all of an SM's.
+HELD_THREADS = 512
+HELD_ROWS = {HELD_FORWARD: 14, HELD_BACKWARD: 16}  # a thread's, as many as its registers hold without spilling
+MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of a row, a cache line
+SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
+# Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
+# docs/decisions/0001-batchnorm-launch.md.
+TUNABLE = {"HELD_BYTES": (0, 1 << 40), "HELD_THREADS": (256, 512), "HELD_CLUSTER": (4, 8)}
 
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
 _MEASURED = frozenset({"none", "relu", "relu6", "silu", "hardswish"})
@@ -40,36 +65,84 @@ def name(activation: str, residual: bool) -> str:
     return "bn" + ("+add" if residual else "") + ("" if activation == "none" else f"+{activation}")
 
 
-def wins(*, activation: str, residual: bool, dtype: str) -> str:
+def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win.
+
+    `variant` is one of NO_AFFINE, NO_STATISTICS and FROZEN, or empty for the batch norm that most networks train.
 
     On file for one H200 is bn+relu, in all dtypes and from 256x64x112x112 down to 128x512x4x4: 1.3 to 4.3 times faster, and
     whole trainings in which bn+add+relu (ResNets), bn, bn+add and bn+hardswish (MobileNetV3) run. ReLU6 and SiLU are taken to do
     as Hardswish, whose arithmetic lies between theirs. In fp16 and fp32 cuDNN's batch norm alone, with nothing to fuse, was 4 to
     8 % faster than these kernels on 256x64x112x112, by an earlier way of measuring.
     """
-    if activation not in _MEASURED:
+    if activation not in _MEASURED or variant:
         return UNMEASURED
     if activation == "none" and not residual and dtype != "bfloat16":
         return f"nothing to fuse, and cuDNN's own batch norm is faster in {dtype}"
     return ""
 
 
+def wins_in_one_launch(nbytes: int) -> str:
+    """Why a tensor of this size takes two launches; empty where one is measured to be faster."""
+    return "" if nbytes <= HELD_BYTES else UNMEASURED
+
+
+_PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDUAL_ACTIVATIONS)))
+
+
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
-    pairs = [(a, False) for a in ACTIVATIONS] + [(a, True) for a in sorted(RESIDUAL_ACTIVATIONS)]
-    return tuple(defines(dtype, activation, residual) for dtype in STORAGE for activation, residual in pairs)
+    if source in HELD_ROWS:
+        return tuple(held_defines(source, dtype, *pair) for dtype in STORAGE for pair in _PAIRS)
+    if source in (FROZEN_FORWARD, FROZEN_BACKWARD):
+        found = (frozen_defines(source, dtype, *pair, r) for dtype in STORAGE for pair in _PAIRS for r in (False, True))
+        return tuple(dict(d) for d in dict.fromkeys(tuple(d.items()) for d in found))
+    return tuple(defines(dtype, *pair) for dtype in STORAGE for pair in _PAIRS)
+
+
+def _macros(dtype: str, activation: str, residual: bool) -> dict[str, int]:
+    return {"STORAGE": STORAGE[dtype], "ACT": ACTIVATIONS[activation], "RESIDUAL": int(residual)}
 
 
 def defines(dtype: str, activation: str, residual: bool) -> dict[str, int]:
-    """Macros of one variant."""
+    """Macros of one variant of the two launches."""
+    return {**_macros(dtype, activation, residual), "THREADS": THREADS, "MAX_TILE": MAX_TILE}
+
+
+def held_threads(source: str) -> int:
+    """Threads of a block of HELD_FORWARD or HELD_BACKWARD."""
+    return HELD_THREADS if source == HELD_FORWARD else HELD_THREADS // 2
+
+
+def held_defines(source: str, dtype: str, activation: str, residual: bool) -> dict[str, int]:
+    """Macros of one variant of HELD_FORWARD or HELD_BACKWARD."""
     return {
-        "STORAGE": STORAGE[dtype],
-        "ACT": ACTIVATIONS[activation],
-        "RESIDUAL": int(residual),
-        "THREADS": THREADS,
-        "MAX_TILE": MAX_TILE,
+        **_macros(dtype, activation, residual),
+        "THREADS": held_threads(source),
+        "CLUSTER": HELD_CLUSTER,
+        "HOLD": HELD_ROWS[source],
     }
+
+
+def frozen_masked(activation: str, residual: bool, affine_gradients: bool) -> bool:
+    """Whether a frozen norm's backward reads the activation's slopes, which are 0 or 1, from the forward's bits.
+
+    It has to with a residual, which it does not read; and it reads a sixteenth of x then where nothing else needs x: where the
+    affine parameters want no gradient, x need not even be kept.
+    """
+    return activation != "none" and activation in RESIDUAL_ACTIVATIONS and (residual or not affine_gradients)
+
+
+def frozen_keeps_input(activation: str, residual: bool, affine_gradients: bool) -> bool:
+    """Whether a frozen norm's backward reads x again."""
+    return affine_gradients or (activation != "none" and not frozen_masked(activation, residual, affine_gradients))
+
+
+def frozen_defines(source: str, dtype: str, activation: str, residual: bool, affine_gradients: bool) -> dict[str, int]:
+    """Macros of one variant of FROZEN_FORWARD or FROZEN_BACKWARD."""
+    masked = frozen_masked(activation, residual, affine_gradients)
+    found = {**defines(dtype, activation, residual), "MASKED": int(masked)}
+    return found if source == FROZEN_FORWARD else {**found, "REDUCE": int(affine_gradients)}
 
 
 def unsupported(
@@ -108,9 +181,55 @@ def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Launch geometry of HELD_FORWARD and HELD_BACKWARD: grid (HELD_CLUSTER, tiles), `tile` of a row's `vectors` a cluster."""
+
+    tile: int
+    tiles: int
+    vectors: int
+
+
+@lru_cache(maxsize=4096)
+def held(source: str, rows: int, channels: int, dtype: str, *, sm_count: int) -> Held | None:
+    """The geometry in which a cluster holds all rows of its tile; None where not even the narrowest tile fits.
+
+    The widest tile that fits and leaves no more than a quarter of the SMs without a block; at least a sector wide where that
+    fits.
+    """
+    vectors = channels // vector_width(dtype)
+    room = HELD_CLUSTER * held_threads(source) * HELD_ROWS[source] // rows
+    if not room or rows * vectors >= 2**31:
+        return None
+    tile = next(t for t in (8, 4, 2, 1) if t <= min(room, MAX_HELD_TILE))
+    while tile // 2 >= vectors or (tile > SECTOR_VECTORS and 4 * HELD_CLUSTER * -(-vectors // tile) < 3 * sm_count):
+        tile //= 2
+    return Held(tile=tile, tiles=-(-vectors // tile), vectors=vectors)
+
+
 def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
-    """Bytes the forward and the backward must move: tensor passes, with one bit an element for the mask."""
+    """Bytes the two launches of the forward and of the backward must move: tensor passes, with one bit an element for the mask."""
     mask = elements // 8 if residual else 0
     forward = elements * itemsize * (4 if residual else 3) + mask
     backward = elements * itemsize * (6 if residual else 5) + 2 * mask
+    return forward, backward
+
+
+def held_bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
+    """Bytes that the forward and the backward must move in one launch each: every tensor once."""
+    mask = elements // 8 if residual else 0
+    forward = elements * itemsize * (3 if residual else 2) + mask
+    backward = elements * itemsize * (4 if residual else 3) + mask
+    return forward, backward
+
+
+def frozen_bytes_moved(
+    *, elements: int, itemsize: int, activation: str, residual: bool, affine_gradients: bool
+) -> tuple[int, int]:
+    """Bytes that a frozen norm's forward and backward must move."""
+    masked = frozen_masked(activation, residual, affine_gradients)
+    mask = elements // 8 if masked else 0
+    forward = elements * itemsize * (3 if residual else 2) + mask
+    reads_x = frozen_keeps_input(activation, residual, affine_gradients)
+    backward = elements * itemsize * (2 + residual + reads_x) + mask
     return forward, backward

@@ -65,6 +65,8 @@ def _chain(pool: fx.Node) -> tuple[tuple[fx.Node, ...], str, float] | None:
 def _refused(norm: BatchNorm, nodes: tuple[fx.Node, ...], activation: str, slope: float, window: Window) -> str:
     if any(match.only_user(node) is None for node in nodes):
         return "what is pooled is used elsewhere too"
+    if norm.variant:
+        return f"{norm.variant}: the norm by itself"
     x = match.value(norm.x)
     shape = None if x is None else match.static_shape(x)
     if shape is None:
@@ -110,7 +112,7 @@ def _substitute(
             call = graph.call_function(torch.ops.advisor.batchnorm_max_pool.default, arguments)
             fused = graph.call_function(operator.getitem, (call, 0))
             statistics = graph.call_function(operator.getitem, (call, 1))
-            running += [(norm.running_mean, statistics, 2), (norm.running_var, statistics, 3)]
+            running += norm.updated_by(statistics)
         else:
             fused = graph.call_function(api.batchnorm_max_pool, arguments)
     match.replace(pool, fused, nodes)

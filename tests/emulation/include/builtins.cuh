@@ -10,8 +10,8 @@
 
 #include "runtime.h"
 
-// ---- qualifiers. A shared variable is one object for all threads: blocks run one after another. Its section is filled
-// with NaN bits at the start of each block.
+// ---- qualifiers. A shared variable is one object for all threads: one block runs at a time, and those of a cluster
+// that run by turns have its section swapped. It is filled with NaN bits at the start of each block.
 #define __global__
 #define __device__
 #define __host__
@@ -21,6 +21,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ 900
 

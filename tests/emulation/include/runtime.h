@@ -38,6 +38,11 @@ void copy_async(void* to, const void* from, int bytes, int valid);  // the rest 
 void commit_copies();
 void wait_copies(int groups_left);
 
+// The barrier of a cluster in its two halves. A block whose threads all wait for the second half lets the others run.
+void cluster_arrive();
+void cluster_wait();
+const void* in_block_of_cluster(const void* at, int rank);  // the same place in that block's shared memory
+
 // What a launch does, for one thread.
 using Entry = void (*)(void* const* arguments);
 
