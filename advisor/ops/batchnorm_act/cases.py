@@ -121,7 +121,7 @@ def _case(
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=without)
     return Case(
-        name=", ".join(filter(None, (spec.name(activation, residual), without, "one launch" if one_launch else ""))),
+        name=" ".join(filter(None, (spec.name(activation, residual), without, "one launch" if one_launch else ""))),
         shape=shape,
         dtype=dtype,
         passes=passes,
@@ -145,7 +145,7 @@ def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: 
         affine_gradients=affine_gradients,
     )
     return Case(
-        name=f"{spec.name(activation, residual)}, {spec.FROZEN}{'' if affine_gradients else ' affine'}",
+        name=f"{spec.name(activation, residual)} {spec.FROZEN}{'' if affine_gradients else ' affine'}",
         shape=shape,
         dtype=dtype,
         passes={

@@ -45,7 +45,7 @@ def bench(
     monkeypatch: pytest.MonkeyPatch, machine: None, tmp_path: Path
 ) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
     def run(
-        measure: Callable[..., Any], pattern: str = "batchnorm_act bn+relu float32"
+        measure: Callable[..., Any], pattern: str = "batchnorm_act bn+hardswish float32"
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
         code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), say=lambda text: None)
@@ -55,9 +55,9 @@ def bench(
 
 
 def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
-    assert {case.dtype for _, case in ops.chosen("batchnorm_act bn+relu float32")} == {"float32"}
+    assert {case.dtype for _, case in ops.chosen("batchnorm_act bn+hardswish float32")} == {"float32"}
     assert len(ops.chosen("batchnorm_act")) == len(BN.benchmark)
-    assert [case.shape for _, case in ops.chosen("bn+add+relu bfloat16 128x512x4x4")] == [(128, 512, 4, 4)]
+    assert [case.shape for _, case in ops.chosen("bn+add+relu bfloat16 256x72x56x56")] == [(256, 72, 56, 56)]
     with pytest.raises(AdvisorError, match="nothing is named like 'bn\\+tanh'"):
         ops.chosen("bn+tanh")
 
@@ -71,13 +71,15 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_rows_are_written_and_others_of_the_file_stay(bench) -> None:
     code, rows = bench(lambda _, case, *__, **___: rows_of(case))
     assert code == ExitCode.OK
-    assert len(rows) == 2 * len(ops.chosen("batchnorm_act bn+relu float32"))
+    assert len(rows) == 2 * len(ops.chosen("batchnorm_act bn+hardswish float32"))
     code, more = bench(
-        lambda _, case, *__, **___: rows_of(case, ms=3.0), "batchnorm_act bn+relu float16 256x64x112x112"
+        lambda _, case, *__, **___: rows_of(case, ms=3.0), "batchnorm_act bn+hardswish float16 256x64x112x112"
     )
     assert [row for row in more if row["dtype"] == "float32"] == rows
     assert {row["advisor_ms"] for row in more if row["dtype"] == "float16"} == {3.0}
-    _, again = bench(lambda _, case, *__, **___: rows_of(case, ms=4.0), "batchnorm_act bn+relu float16 256x64x112x112")
+    _, again = bench(
+        lambda _, case, *__, **___: rows_of(case, ms=4.0), "batchnorm_act bn+hardswish float16 256x64x112x112"
+    )
     assert len(again) == len(more)
     assert {row["advisor_ms"] for row in again if row["dtype"] == "float16"} == {4.0}
 
