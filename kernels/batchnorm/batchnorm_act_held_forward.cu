@@ -31,7 +31,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 512 / THREADS) b
     const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ saved, float* running_mean_out,
     float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile,
     float momentum, float eps, float slope) {
-  __shared__ float warps[HELD_WARPS * 2 * HELD_WIDTH], block[2 * HELD_WIDTH], constant[3 * HELD_WIDTH];
+  __shared__ float warps[HELD_WARPS * 2 * HELD_WIDTH], block[2 * HELD_WIDTH], constant[5 * HELD_WIDTH];
   const HeldTile t = held_tile(tile, vectors);
   const int width = tile * VEC, channels = vectors * VEC;
   const int end = t.vector < 0 ? 0 : rows;
@@ -44,6 +44,19 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 512 / THREADS) b
 #pragma unroll
   for (int j = 0; j < VEC; ++j) sum[j] = square[j] = shift[j] = 0.f;
   if (t.vector >= 0) widen(load(x + t.vector), shift);
+  const int c = held_channel(tile, vectors);
+  if (c >= 0) {  // while the loads are under way: behind the barrier they would be waited for
+    constant[width + threadIdx.x] = weight[c];
+    constant[2 * width + threadIdx.x] = bias[c];
+    if (blockIdx.x == 0) {
+      constant[3 * width + threadIdx.x] = running_mean[c];
+      constant[4 * width + threadIdx.x] = running_var[c];
+    }
+  }
+  if (threadIdx.x < tile) {
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) constant[j * tile + t.tx] = shift[j];
+  }
 #if RESIDUAL
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
@@ -63,24 +76,18 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 512 / THREADS) b
   }
   double first, second;
   sum_held(tile, sum, square, warps, block, first, second);
-  const int c = held_channel(tile, vectors);
   if (c >= 0) {
-    float base[VEC], k = 0.f;
-    widen(load(x + c / VEC), base);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) k = i == c % VEC ? base[i] : k;
     const double inverse = 1.0 / (double)rows;
     const double d = first * inverse;
     double var = second * inverse - d * d;
     var = var > 0.0 ? var : (var != var ? var : 0.0);
-    const float mean = (float)(d + (double)k), invstd = (float)(1.0 / sqrt(var + (double)eps));
+    const float mean = (float)(d + (double)constant[threadIdx.x]), invstd = (float)(1.0 / sqrt(var + (double)eps));
     constant[threadIdx.x] = mean;
-    constant[width + threadIdx.x] = invstd * weight[c];
-    constant[2 * width + threadIdx.x] = bias[c];
+    constant[width + threadIdx.x] *= invstd;
     if (blockIdx.x == 0) {
       saved[c] = mean;
       saved[channels + c] = invstd;
-      const float old_mean = running_mean[c], old_var = running_var[c];
+      const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
       running_mean_out[c] = old_mean + momentum * (mean - old_mean);
       running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
     }
