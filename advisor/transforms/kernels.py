@@ -72,6 +72,7 @@ class KernelTransform(Transform):
             if layer is not None and self.family.id in layer.reports:
                 whole.matched |= layer.reports[self.family.id].matched
                 whole.unmatched |= layer.reports[self.family.id].unmatched
+                whole.unmatched |= _outside(root.module, self.family)
         return whole
 
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -124,13 +125,25 @@ def get(identifier: str) -> KernelTransform:
 
 
 def _modules(root: torch.nn.Module, family: Family) -> list[str]:
+    return [path or type(root).__name__ for path in _paths(root, family)]
+
+
+def _paths(root: torch.nn.Module, family: Family) -> list[str]:
     wanted = set(family.modules)
     return [
-        path or type(module).__name__
+        path
         for path, module in root.named_modules()
         if wanted & {base.__name__ for base in type(module).__mro__}
         and (family.having is None or family.having(module))
     ]
+
+
+def _outside(root: torch.nn.Module, family: Family) -> dict[str, str]:
+    """The family's modules that no captured graph holds, by path, and why."""
+    if family.outside is None:
+        return {}
+    found = {path: family.outside(root.get_submodule(path)) for path in _paths(root, family)}
+    return {path or type(root).__name__: reason for path, reason in found.items() if reason}
 
 
 class _Calls(TorchFunctionMode):

@@ -6,9 +6,9 @@
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 
 // The cluster's barrier in two halves, for all threads of all its blocks: what was written to shared memory before the one is
-// seen after the other.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// seen after the other. Not the aligned form: a warp may come here from a branch that some of its lanes took.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // What block `rank` of the cluster has where this block has *at in shared memory.
 __device__ __forceinline__ float cluster_read(const float* at, int rank) {

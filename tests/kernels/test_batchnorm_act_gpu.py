@@ -196,3 +196,43 @@ def test_compiled_op_matches_the_function():
     assert torch.equal(y, plain)
     for mine, other in zip(got, want, strict=True):
         assert relative(mine, other.double()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "residual"), VARIANTS)
+@pytest.mark.parametrize("shape", [(2, 8, 1, 1), (3, 72, 9, 9), (128, 512, 4, 4), (64, 128, 16, 16)], ids=str)
+def test_one_launch_gives_what_two_give(shape, activation, residual, dtype):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs thread-block clusters")
+    x, r, running, weight, bias, dy = case(shape, dtype, residual, seed=sum(shape))
+    found = []
+    for one in (False, True, True):
+        buffers = [b.clone() for b in running]
+        poison()
+        y, saved, mask = cuda.forward(x, r, *buffers, weight, bias, 0.1, 1e-5, activation, 0.01, one_launch=one)
+        gradients = cuda.backward(dy, x, saved, mask, weight, bias, activation, 0.01, residual, one_launch=one)
+        found.append([y, *buffers, *(g for g in gradients if g.numel())])
+    two, first, second = found
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for mine, other in zip(first, two, strict=True):
+        # A sum in another order moves a value of z across a kink of the activation now and then: one in many.
+        assert relative(mine, other.double(), 0.05 * dy.double().norm().item()) < 2 * OUTPUT_BOUND[dtype] + 1e-4
+
+
+def test_one_launch_is_captured_in_a_graph_and_replayed():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs thread-block clusters")
+    x, r, running, weight, bias, _ = case((32, 512, 4, 4), torch.bfloat16, True, seed=9)
+    arguments = (x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    cuda.forward(*arguments, one_launch=True)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y, _, _ = cuda.forward(*arguments, one_launch=True)
+    x.copy_(torch.randn_like(x))
+    for _ in range(3):
+        graph.replay()
+    want = reference.batchnorm_act(
+        x.double(), r.double(), *[b.double() for b in running], weight.double(), bias.double(), 0.1, 1e-5, "relu"
+    )
+    assert relative(y, want) < OUTPUT_BOUND[torch.bfloat16]

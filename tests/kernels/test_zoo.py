@@ -34,6 +34,7 @@ TORCHVISION = (
     "shufflenet_v2_x0_5",
 )
 TIMM = (
+    "resnetv2_50",
     "resnet18",
     "resnext50_32x4d",
     "regnety_002",
@@ -59,7 +60,7 @@ def _norms(model: nn.Module) -> int:
 def _stems(model: nn.Module) -> int:
     """Max-poolings right behind a norm and its activation."""
     everywhere = _count(model, lambda m: isinstance(m, nn.MaxPool2d)) if _norms(model) else 0
-    return {"GoogLeNet": 2}.get(type(model).__name__, everywhere)
+    return {"GoogLeNet": 2, "ResNetV2": 0}.get(type(model).__name__, everywhere)
 
 
 def _pools(model: nn.Module) -> int:
@@ -89,6 +90,9 @@ def _is_depthwise(module: nn.Module) -> bool:
 def _sees_an_image(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and module.in_channels == 3
 
+
+# Networks with an activation behind each norm and the convolution behind that.
+PRE_ACTIVATION = {"densenet121", "resnetv2_50"}
 
 # family → how many sites of a model its rewrite must find
 SITES: dict[str, Callable[[nn.Module], int]] = {
@@ -158,6 +162,8 @@ def test_every_site_is_found(package: str, name: str) -> None:
     for family, report in reports.items():
         assert report.graphs == 1, "the model was not captured whole"
         assert len(report.matched) == SITES[family](model), (family, report.matched, report.unmatched)
+    if name in PRE_ACTIVATION:
+        assert set(reports["batchnorm_act"].matched.values()) == {"bn+relu"}
 
 
 def test_every_family_says_how_many_sites_it_expects() -> None:

@@ -145,6 +145,18 @@ def test_effect_says_what_was_replaced_and_what_ran(fused, profile) -> None:
     assert fused.effect(loop.training, None, profile(other)).passed is False
 
 
+def test_a_norm_that_no_graph_holds_is_told(fused) -> None:
+    loop = make_loop()
+    loop.model.bn1.momentum = None
+    fused.apply(loop.training, {})
+    loop.run(1)
+    matched, unmatched = fused.sites(loop.training)
+    assert len(matched) == 1
+    assert unmatched == ("bn1: momentum is None: its factor is read from a counter on the GPU, outside any graph",)
+    loop.model.bn1.eval()
+    assert fused.sites(loop.training)[1] == ()
+
+
 def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from advisor.ops import match
 
