@@ -506,6 +506,10 @@ def _first_convolution(view: View) -> list[KernelRow]:
     return [row for row in view.rows if (geometry := view.geometry(row)) is not None and geometry.in_channels == 3]
 
 
+def _grouped(view: View) -> list[KernelRow]:
+    return [row for row in view.rows if (geometry := view.geometry(row)) is not None and geometry.grouped]
+
+
 def _bias_and_activation(view: View) -> list[KernelRow]:
     containers = view.normalised_containers()
     return [
@@ -596,6 +600,7 @@ _PREDICTORS: dict[str, _Predictor] = {
     "fused_bias_act": _kernel_family(_bias_and_activation, "activation and addition outside of norms"),
     "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
     "first_conv": _kernel_family(_first_convolution, "convolutions of three channels"),
+    "grouped_conv": _kernel_family(_grouped, "grouped convolutions"),
     "compile": _compile(graphs=False),
     "compile_max_autotune": _compile(graphs=True),
     "cuda_graphs": _cuda_graphs,
@@ -604,6 +609,6 @@ _NEEDS_GPU = frozenset(
     (
         *("amp_fp16", "tf32", "cudnn_benchmark", "prefetch", "defer_sync", "cuda_graphs", "fused_bn_act"),
         *("fused_bn_max_pool", "fused_pooling", "fused_upsample", "fused_layer_norm", "fused_group_norm"),
-        *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv", "first_conv"),
+        *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv", "first_conv", "grouped_conv"),
     )
 )

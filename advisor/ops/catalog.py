@@ -93,6 +93,14 @@ FAMILIES: tuple[Family, ...] = (
         having=lambda conv: conv.groups > 1 and conv.groups == conv.in_channels == conv.out_channels,
     ),
     Family(
+        id="grouped",
+        title="Grouped convolution kernels on tensor cores",
+        replaces="conv2d 3x3 with 4 to 64 channels a group, channels_last",
+        transform="grouped_conv",
+        modules=("Conv2d",),
+        having=lambda conv: 1 < conv.groups < conv.in_channels == conv.out_channels,
+    ),
+    Family(
         id="bias_act",
         title="Fused bias + add + activation and layer scale + drop path + add kernels",
         replaces="a convolution's bias, add, activation; layer scale, drop path, add; channels_last",

@@ -91,6 +91,11 @@ def _sees_an_image(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and module.in_channels == 3
 
 
+def _is_grouped(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and 1 < module.groups < module.in_channels == module.out_channels
+
+
+
 # Networks with an activation behind each norm and the convolution behind that.
 PRE_ACTIVATION = {"densenet121", "resnetv2_50"}
 
@@ -104,6 +109,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "layer_norm": lambda model: _count(model, lambda m: isinstance(m, nn.LayerNorm)),
     "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
     "depthwise": lambda model: _count(model, _is_depthwise),
+    "grouped": lambda model: _count(model, _is_grouped),
     "bias_act": _bias_act_sites,
     "first_conv": lambda model: _count(model, _sees_an_image),
 }

@@ -1,0 +1,220 @@
+"""Grouped 3 x 3 convolution as one operation: the bundled kernels, or PyTorch's own convolution.
+
+Two entries over the same kernels: `grouped_conv2d`, a plain function for eager code (thin: an autograd.Function), and
+`torch.ops.advisor.grouped_conv2d`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+The weight stays the user's parameter, [C, C / groups, 3, 3]: kernels read it as it lies, in its own dtype and strides, and give
+its gradient in both, so under autocast neither is cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops.grouped import cuda, spec
+
+engaged, fell_back = dispatch.counters("grouped")
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_shape: tuple[int, ...],
+    weight_dtype: torch.dtype,
+    stride: int,
+    groups: int,
+    arch: int,
+) -> str:
+    return spec.unsupported(
+        shape=shape,
+        channels_last=True,
+        dtype=storage.name(dtype),
+        weight_shape=weight_shape,
+        weight_dtype=storage.name(weight_dtype),
+        stride=(stride, stride),
+        padding=(1, 1),
+        dilation=(1, 1),
+        groups=groups,
+        arch=arch,
+    )
+
+
+def unsupported(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> str:
+    """Why the kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    if torch._C._are_functorch_transforms_active():
+        return "inside a torch.func transform"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    arch = nvrtc.arch(x.device.index or 0)
+    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, stride, groups, arch)
+    if reason:
+        return reason
+    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+
+
+def _refusal(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> str:
+    wins = spec.wins(dtype=storage.name(x.dtype), group=weight.shape[1], stride=stride)
+    return dispatch.refusal(unsupported(x, weight, stride, groups), wins)
+
+
+def _pytorch(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
+    """PyTorch's own convolution in x's dtype."""
+    return F.conv2d(x, weight.to(x.dtype), None, stride, 1, 1, groups)
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype in which autocast runs convolutions on its device; as it is when autocast is off or leaves it alone."""
+    kind = x.device.type
+    if (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dweight from the kernels, where wanted."""
+    dy = alignment.nhwc(dy.to(x.dtype))
+    dx = cuda.backward_data(dy, weight, call) if wanted[0] else None
+    return dx, cuda.backward_weight(dy, x, weight, call) if wanted[1] else None
+
+
+def _differentiable_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The backward in PyTorch's own operation, which can be differentiated again."""
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        *(dy, x, weight.to(x.dtype), None, [stride] * 2, [1, 1], [1, 1], False, [0, 0], groups),
+        [wanted[0], wanted[1], False],
+    )
+    return dx, dweight.to(weight.dtype) if wanted[1] else None
+
+
+class _GroupedConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return cuda.forward(x, weight, call)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        x, weight = ctx.saved_tensors
+        call: spec.Call = ctx.call
+        wanted = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+            groups = call.channels // call.group
+            return (*_differentiable_backward(dy, x, weight, call.stride, groups, wanted), None)
+        return (*_gradients(dy, x, weight, call, wanted), None)
+
+
+def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
+    """Each group's channels convolved with its own 3 x 3 taps (`conv2d` with padding 1, no bias, as many channels out as in).
+
+    Args:
+        x: [N, C, H, W]; the kernels take channels_last fp16 or bf16 on CUDA, everything else runs PyTorch's own. Under
+            autocast it is cast as for a convolution.
+        weight: [C, C / groups, 3, 3] in x's dtype or, as under autocast, in fp32: read as it is, in any memory format.
+
+    Returns:
+        A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on).
+    """
+    x = _autocast(x)
+    reason = _refusal(x, weight, stride, groups)
+    if reason:
+        fell_back[reason] += 1
+        return _pytorch(x, weight, stride, groups)
+    call = spec.call(tuple(x.shape), groups, stride)
+    engaged[spec.name(call.group, stride)] += 1
+    result: torch.Tensor = _GroupedConv2d.apply(x, weight, call)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.library.custom_op("advisor::grouped_conv2d", mutates_args=())
+def grouped_conv2d_op(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
+    """As `grouped_conv2d`, for compiled graphs: x in the dtype of the result, which is channels_last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    reason = _refusal(x, weight, stride, groups)
+    if reason:
+        fell_back[reason] += 1
+        return _pytorch(x, weight, stride, groups).contiguous(memory_format=torch.channels_last)
+    call = spec.call(tuple(x.shape), groups, stride)
+    engaged[spec.name(call.group, stride)] += 1
+    return cuda.forward(x, weight, call)
+
+
+@grouped_conv2d_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
+    n, c, h, w = x.shape
+    rows, columns = ((size - 1) // stride + 1 for size in (h, w))
+    return torch.empty((n, c, rows, columns), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("advisor::grouped_conv2d_backward", mutates_args=())
+def grouped_conv2d_backward_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int,
+    groups: int,
+    dx_wanted: bool,
+    dweight_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::grouped_conv2d`: dx, dweight; empty where not wanted. dweight is contiguous."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    wanted = (dx_wanted, dweight_wanted)
+    if _refusal(x, weight, stride, groups):
+        dx, dweight = _differentiable_backward(dy.to(x.dtype), x, weight, stride, groups, wanted)
+        dx = None if dx is None else dx.contiguous(memory_format=torch.channels_last)
+    else:
+        dx, dweight = _gradients(dy, x, weight, spec.call(tuple(x.shape), groups, stride), wanted)
+    return (
+        x.new_empty(0) if dx is None else dx,
+        weight.new_empty(0) if dweight is None else dweight.contiguous(),
+    )
+
+
+@grouped_conv2d_backward_op.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int,
+    groups: int,
+    dx_wanted: bool,
+    dweight_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(x, memory_format=torch.channels_last) if dx_wanted else x.new_empty(0),
+        weight.new_empty(weight.shape) if dweight_wanted else weight.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, ctx.stride, ctx.groups = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    dx_wanted, dweight_wanted = ctx.needs_input_grad[:2]
+    dx, dweight = grouped_conv2d_backward_op(dy, x, weight, ctx.stride, ctx.groups, dx_wanted, dweight_wanted)
+    return dx if dx_wanted else None, dweight if dweight_wanted else None, None, None
+
+
+grouped_conv2d_op.register_autograd(_op_backward, setup_context=_setup)

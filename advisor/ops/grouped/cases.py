@@ -1,0 +1,102 @@
+"""Shapes at which the grouped convolution kernels are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.grouped import api, reference, spec
+
+
+def _inputs(
+    generator: torch.Generator,
+    n: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    weight_dtype: str,
+    stride: int,
+    groups: int,
+    weight_format: torch.memory_format,
+) -> Arguments:
+    """x [n, C, H, W] channels_last; weight [C, C / groups, 3, 3] of a deviation that keeps y's near 1."""
+    device = generator.device
+    _, c, h, w = shape
+    x = torch.randn(n, h, w, c, device=device, generator=generator).to(getattr(torch, dtype))
+    weight = torch.randn(c, c // groups, 3, 3, device=device, generator=generator) / (9 * c // groups) ** 0.5
+    weight = weight.to(getattr(torch, weight_dtype)).contiguous(memory_format=weight_format)
+    return x.permute(0, 3, 1, 2).requires_grad_(), weight.requires_grad_(), stride, groups
+
+
+def _eager(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
+    """As autocast runs it: the weight cast to x's dtype."""
+    return F.conv2d(x, weight.to(x.dtype), None, stride, 1, 1, groups)
+
+
+def _case(
+    shape: tuple[int, ...],
+    dtype: str,
+    group: int,
+    stride: int = 1,
+    *,
+    weight_dtype: str = "float32",
+    weight_format: torch.memory_format = torch.channels_last,
+) -> Case:
+    groups = shape[1] // group
+    sized = spec.call(shape, groups, stride)
+    nbytes, flops = spec.bytes_moved(sized, 2), spec.flops(sized)
+    gradient = spec.FORWARD if stride == 1 else spec.BACKWARD_DATA
+    return Case(
+        name=spec.name(group, stride),
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.FORWARD,), nbytes=nbytes[0], flops=flops[0], unit="matrix"),
+            "backward": Work(kernels=(gradient, spec.BACKWARD_WEIGHT), nbytes=nbytes[1], flops=flops[1], unit="matrix"),
+        },
+        inputs=partial(
+            _inputs,
+            shape=shape,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            stride=stride,
+            groups=groups,
+            weight_format=weight_format,
+        ),
+        ours=api.grouped_conv2d,
+        eager=_eager,
+        reference=reference.grouped_conv2d,
+        wins=partial(spec.wins, dtype=dtype, group=group, stride=stride),
+    )
+
+
+_ALSO_FP16 = ((4, 1), (8, 2), (24, 1))
+BENCHMARK = tuple(
+    _case((256, channels, side, side), dtype, group, stride)
+    for dtype in ("bfloat16", "float16")
+    for group, channels, stride, side in spec.TRAINED
+    if dtype == "bfloat16" or (group, stride) in _ALSO_FP16
+)
+# Odd sizes, one to three pixels, one image, slabs that are not full, strips of a wide row, many images side by side, all groups.
+VERIFICATION = (
+    _case((1, 8, 1, 1), "bfloat16", 4),
+    _case((3, 40, 9, 13), "bfloat16", 4),
+    _case((2, 32, 7, 6), "float16", 4, 2, weight_dtype="float16"),
+    _case((2, 32, 5, 7), "bfloat16", 8),
+    _case((1, 40, 8, 3), "float16", 8, weight_dtype="float16", weight_format=torch.contiguous_format),
+    _case((1, 8, 6, 115), "bfloat16", 8),
+    _case((2, 32, 11, 8), "bfloat16", 8, 2),
+    _case((1, 16, 2, 3), "bfloat16", 8, 2),
+    _case((2, 48, 7, 7), "bfloat16", 16),
+    _case((3, 32, 6, 9), "float16", 16, 2),
+    _case((2, 72, 3, 14), "bfloat16", 24, weight_dtype="bfloat16"),
+    _case((2, 48, 7, 5), "bfloat16", 24, 2),
+    _case((5, 32, 7, 7), "bfloat16", 32),
+    _case((1, 64, 3, 2), "float16", 32, 2),
+    _case((2, 40, 4, 5), "bfloat16", 40),
+    _case((1, 64, 5, 6), "bfloat16", 64),
+    _case((2, 64, 5, 4), "bfloat16", 64, 2),
+)

@@ -1,0 +1,115 @@
+"""Launches of the grouped convolution kernels. Shapes and dtypes have been checked by the caller (spec)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from advisor.ops import nvrtc, storage
+from advisor.ops.grouped import spec
+from advisor.ops.grouped.spec import Call
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A kernel with all that depends on shapes only; addresses stand before `sizes`."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    sizes: tuple[Any, ...]
+    shared_bytes: int
+
+    def run(self, *addresses: int, device: int) -> None:
+        self.kernel(self.grid, self.block, (*addresses, *self.sizes), self.shared_bytes, nvrtc.stream(device))
+
+
+def _int32(*values: int) -> tuple[np.int32, ...]:
+    return tuple(map(np.int32, values))
+
+
+def _plan(
+    source: str, call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, transposed: bool
+) -> tuple[spec.Plan, tuple[tuple[str, int], ...], tuple[np.int32, ...]]:
+    """The plan, the macros, and the sizes with which all kernels begin."""
+    plan = spec.plan(source, call, nvrtc.sm_count(device))
+    macros = spec.defines(call, plan, storage.name(dtype), storage.name(weight_dtype), transposed=transposed)
+    sizes = _int32(
+        *(plan.items, call.batch, call.channels // spec.OCTET),
+        *(call.height, call.width, call.out_height, call.out_width),
+        *(plan.images, plan.strip, plan.strips, plan.segments, plan.segment_rows),
+    )
+    return plan, tuple(macros.items()), sizes
+
+
+@lru_cache(maxsize=4096)
+def _convolution(
+    source: str,
+    call: Call,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    weight_strides: tuple[int, ...],
+    device: int,
+    transposed: bool,
+) -> _Launch:
+    plan, macros, sizes = _plan(source, call, dtype, weight_dtype, device, transposed)
+    kernel = nvrtc.function(source, spec.KERNELS[source][0], macros, device)
+    return _Launch(kernel, (*plan.grid, 1), (plan.threads, 1, 1), (*sizes, *_int32(*weight_strides)), plan.shared_bytes)
+
+
+def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    n, c = like.shape[:2]
+    return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns y [N, C, OH, OW] channels_last in x's dtype. x: channels_last; weight [C, C / groups, 3, 3], any strides."""
+    device = x.device.index or 0
+    y = _output(x, call.out_height, call.out_width)
+    launch = _convolution(spec.FORWARD, call, x.dtype, weight.dtype, weight.stride(), device, False)
+    launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
+    return y
+
+
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
+    device = dy.device.index or 0
+    dx = _output(dy, call.height, call.width)
+    source, sized = (spec.FORWARD, call.transposed()) if call.stride == 1 else (spec.BACKWARD_DATA, call)
+    launch = _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True)
+    launch.run(dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), device=device)
+    return dx
+
+
+@lru_cache(maxsize=4096)
+def _weight(
+    call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
+) -> tuple[_Launch, _Launch, int]:
+    """Partial sums, their sum, and how many values they are."""
+    plan, macros, sizes = _plan(spec.BACKWARD_WEIGHT, call, dtype, weight_dtype, device, False)
+    partial, total = (
+        nvrtc.function(spec.BACKWARD_WEIGHT, entry, macros, device) for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]
+    )
+    splits, octets = plan.grid[0], call.channels // spec.OCTET
+    values = octets * spec.partial_values(call.group)
+    block = (plan.threads, 1, 1)
+    return (
+        _Launch(partial, (*plan.grid, 1), block, sizes, plan.shared_bytes),
+        _Launch(total, (-(-values // plan.threads), 1, 1), block, _int32(splits, octets, *weight_strides), 0),
+        splits * values,
+    )
+
+
+def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dweight like weight. dy and x: channels_last, one dtype."""
+    device = x.device.index or 0
+    dweight = torch.empty_like(weight)
+    first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
+    partial = torch.empty(values, dtype=torch.float32, device=x.device)
+    first.run(dy.data_ptr(), x.data_ptr(), partial.data_ptr(), device=device)
+    second.run(partial.data_ptr(), dweight.data_ptr(), device=device)
+    return dweight

@@ -1,0 +1,352 @@
+"""What the grouped convolution kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from advisor.ops.dispatch import UNMEASURED
+
+FORWARD = "grouped/grouped_forward.cu"
+BACKWARD_DATA = "grouped/grouped_backward_data.cu"
+BACKWARD_WEIGHT = "grouped/grouped_backward_weight.cu"
+KERNELS = {
+    FORWARD: ("grouped_forward",),
+    BACKWARD_DATA: ("grouped_backward_data",),
+    BACKWARD_WEIGHT: ("grouped_backward_weight", "grouped_backward_weight_sum"),
+}
+
+STORAGE = {"float16": 1, "bfloat16": 2}
+WEIGHT_STORAGE = {"float32": 0, **STORAGE}
+MIN_ARCH = 80
+OCTET = 8  # channels in 16 bytes: what a warp has of the result
+GROUPS = (4, *range(8, 65, 8))  # channels a group
+SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+SM_SHARED_BYTES = 228 * 1024
+BLOCK_SHARED_BYTES = 1024  # that the system takes for each block
+SCHEDULERS, SCHEDULER_REGISTERS = 4, 16384  # of an SM; a warp's registers are one scheduler's
+MAX_BLOCKS = 8  # on an SM; more hide nothing
+MAX_OFFSET = 2**31 - 1  # of 16-byte vectors from a block's first image
+MAX_SEGMENTS = 8
+HALO_ROWS = 2  # rows that a segment reads beyond its own
+SLAB = 4  # octets that a block covers at least, in whole groups: 64 bytes of a pixel
+MAX_TILES = 7  # of 16 pixels a warp: 112 are 2 rows of 56, 4 of 28, 8 of 14, 16 of 7
+MAX_STAGES = 4  # rows in the ring
+TILES = (1, 2, 4, 7)
+TUNABLE = {"SLAB": (4, 8), "MAX_TILES": (4, 7), "MAX_STAGES": (3, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One grouped convolution, 3 x 3 taps, padding 1: sizes of input and output; `group` channels a group."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+    group: int
+    stride: int
+
+    def transposed(self) -> Call:
+        """With stride 1: the convolution with turned taps that gives the data gradient, from dy to dx."""
+        return replace(self, height=self.out_height, width=self.out_width, out_height=self.height, out_width=self.width)
+
+
+@lru_cache(maxsize=4096)
+def call(shape: tuple[int, ...], groups: int, stride: int) -> Call:
+    """The call on an input of `shape` [N, C, H, W]."""
+    n, c, h, w = shape
+    return Call(n, c, h, w, (h - 1) // stride + 1, (w - 1) // stride + 1, c // groups, stride)
+
+
+def name(group: int, stride: int) -> str:
+    """`grouped 3x3 of 8 s2`: 8 channels a group."""
+    return f"grouped 3x3 of {group} s{stride}"
+
+
+def wins(**_: object) -> str:
+    """Why PyTorch's own operation is left in place; empty where the kernels win."""
+    return UNMEASURED
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if weight_dtype not in (dtype, "float32"):
+        return f"weight dtype {weight_dtype}"
+    if not channels_last:
+        return "input is not channels_last"
+    n, c, h, w = shape
+    if n == 0 or h == 0 or w == 0:
+        return "empty input"
+    if max(TILES) * 16 * h * w * (c // OCTET) > MAX_OFFSET:
+        return "a block's images are beyond 32-bit offsets"
+    return ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    c = shape[1]
+    if weight_shape[0] != c:
+        return f"{c} channels in, {weight_shape[0]} out"
+    if groups < 1 or c % groups or weight_shape[1] != c // groups:
+        return f"{groups} groups of {weight_shape[1]} channels"
+    group = c // groups
+    if group not in GROUPS:
+        return f"{group} channels a group"
+    if weight_shape[2:] != (3, 3):
+        return f"{weight_shape[2]} x {weight_shape[3]} taps"
+    if stride not in ((1, 1), (2, 2)):
+        return f"stride {stride[0]} x {stride[1]}"
+    if dilation != (1, 1):
+        return f"dilation {dilation[0]} x {dilation[1]}"
+    if padding != (1, 1):
+        return f"padding {padding[0]} x {padding[1]}"
+    if c % OCTET:
+        return f"{c} channels are no multiple of {OCTET}"
+    return ""
+
+
+# ---- what is compiled, and how it is launched
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch.
+
+    A block takes `warps` octets of channels and `tiles` * 16 pixels of a row: `strip` columns of `images` images. An item is
+    `segment_rows` rows of them. `loads`: pixels of a fetched row in units of 32. `blocks` run on an SM at once; it caps a
+    thread's registers. grid: (blocks over items, slabs of octets).
+    """
+
+    warps: int
+    tiles: int
+    stages: int
+    loads: int
+    blocks: int
+    shared_bytes: int
+    images: int
+    strip: int
+    strips: int
+    segments: int
+    segment_rows: int
+    items: int
+    grid: tuple[int, int]
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
+
+
+def _octets(group: int) -> int:
+    """Octets of a group; groups of four channels make one octet in pairs."""
+    return -(-group // OCTET)
+
+
+def warps_of(group: int) -> int:
+    """Octets a block covers: SLAB of them or a little less, in whole groups."""
+    return _octets(group) * max(1, SLAB // _octets(group))
+
+
+def _steps(group: int) -> int:
+    return -(-3 * _octets(group) // 2)
+
+
+def partial_values(group: int) -> int:
+    """Values of an octet's fragments that a block of the weight gradient leaves."""
+    return 3 * _steps(group) * 4 * 32
+
+
+def _registers(source: str, group: int, stride: int, tiles: int, loads: int) -> int:
+    """A thread's registers: sums, weights or gradients, places of its vectors, and what addresses and fragments take."""
+    taps, slots = 3 * 2 * _steps(group), 3 if stride == 1 else 2
+    places = tiles + 2 * loads + -(-tiles // 2) + (16 if stride == 2 else 0)
+    if source == FORWARD:
+        return 4 * slots * tiles + taps + places + (52 if group >= OCTET else 64)
+    if source == BACKWARD_DATA:
+        return 16 * tiles + taps + places + 64
+    return 2 * taps + 2 * slots * tiles + places + 64
+
+
+def _units(source: str, warps: int, tiles: int, strip: int, images: int, stride: int) -> tuple[int, int, int]:
+    """Fetched pixels of a row, 16-byte units of a stage, and units beside the ring."""
+    pixel = warps | 1
+    if source == BACKWARD_DATA:
+        pixels = images * (strip + 1)
+        return pixels, pixels * pixel, 2 * tiles * 16 * pixel
+    pixels = images * (stride * (strip - 1) + 3)
+    tile_units = tiles * 16 * pixel
+    if source == FORWARD:
+        return pixels, pixels * pixel, tile_units
+    return pixels, pixels * pixel + tile_units, 0
+
+
+@lru_cache(maxsize=4096)
+def _shape(source: str, group: int, stride: int, columns: int, batch: int) -> tuple[int, int, int, int, int, int, int]:
+    """tiles, stages, strip, images, loads, blocks an SM, shared bytes: most pixels for the products, rows in flight."""
+    warps = warps_of(group)
+    best: tuple[float, tuple[int, int, int, int, int, int, int]] | None = None
+    most = MAX_TILES if source != BACKWARD_DATA else min(MAX_TILES, 4)  # two rows of two parities of sums each
+    for tiles in (t for t in TILES if t <= most):
+        strips = -(-columns // (16 * tiles))
+        strip = -(-columns // strips)
+        for images in range(min(16 * tiles // strip, batch), 0, -1):
+            pixels, stage, rest = _units(source, warps, tiles, strip, images, stride)
+            stages = min(MAX_STAGES, (SHARED_BYTES // 16 - rest) // stage)
+            if stages < 2:
+                continue
+            nbytes = 16 * (stages * stage + rest)
+            loads = -(-pixels // 32)
+            registers = -(-_registers(source, group, stride, tiles, loads) // 8) * 8
+            at_once = SCHEDULERS * (SCHEDULER_REGISTERS // (32 * registers)) // warps
+            blocks = max(1, min(SM_SHARED_BYTES // (nbytes + BLOCK_SHARED_BYTES), at_once, MAX_BLOCKS))
+            used = columns / strips * images / (16 * tiles)
+            score = used * tiles / (tiles + 0.5) * (1.0 if stages > 2 else 0.8)
+            if best is None or score > best[0]:
+                best = score, (tiles, stages, strip, images, loads, blocks, nbytes)
+    if best is None:  # one tile of one image always fits
+        raise ValueError(f"no launch for {source}, {group} channels a group, {columns} columns")
+    return best[1]
+
+
+@lru_cache(maxsize=4096)
+def plan(source: str, call: Call, sm_count: int) -> Plan:
+    """How `source` is launched for this call: as many blocks as run at once, all with equally many items."""
+    warps = warps_of(call.group)
+    tiles, stages, strip, images, loads, blocks, nbytes = _shape(
+        source, call.group, call.stride, call.out_width, call.batch
+    )
+    slabs = -(-(call.channels // OCTET) // warps)
+    strips = -(-call.out_width // strip)
+    at_once = max(1, sm_count * blocks // slabs)
+    best: tuple[int, int, int, int] | None = None
+    for wanted in range(1, min(MAX_SEGMENTS, call.out_height) + 1):
+        segment_rows = -(-call.out_height // wanted)
+        segments = -(-call.out_height // segment_rows)
+        items = -(-call.batch // images) * strips * segments
+        cost = -(-items // at_once) * (segment_rows * call.stride + HALO_ROWS)
+        if best is None or cost < best[0]:
+            best = cost, segment_rows, segments, items
+    assert best is not None  # out_height is at least 1
+    _, segment_rows, segments, items = best
+    passes = -(-items // at_once)
+    return Plan(
+        warps=warps,
+        tiles=tiles,
+        stages=stages,
+        loads=loads,
+        blocks=blocks,
+        shared_bytes=nbytes,
+        images=images,
+        strip=strip,
+        strips=strips,
+        segments=segments,
+        segment_rows=segment_rows,
+        items=items,
+        grid=(-(-items // passes), slabs),
+    )
+
+
+def defines(call: Call, plan: Plan, dtype: str, weight_dtype: str, *, transposed: bool) -> dict[str, int]:
+    """Macros of every source."""
+    return {
+        "GROUP": call.group,
+        "CG": max(call.group, OCTET),
+        "STRIDE": call.stride,
+        "WARPS": plan.warps,
+        "TILES": plan.tiles,
+        "STAGES": plan.stages,
+        "LOADS": plan.loads,
+        "MIN_BLOCKS": plan.blocks,
+        "TRANSPOSED": int(transposed),
+        "STORAGE": STORAGE[dtype],
+        "WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype],
+    }
+
+
+# Layers of ResNeXt-50 32x4d and RegNetY-3.2GF at 224 x 224: (channels a group, C, stride, side of the input).
+TRAINED = (
+    (4, 128, 1, 56),
+    (8, 256, 2, 56),
+    (8, 256, 1, 28),
+    (16, 512, 2, 28),
+    (16, 512, 1, 14),
+    (32, 1024, 2, 14),
+    (32, 1024, 1, 7),
+    (24, 72, 2, 112),
+    (24, 72, 1, 56),
+    (24, 216, 2, 56),
+    (24, 216, 1, 28),
+    (24, 576, 2, 28),
+    (24, 576, 1, 14),
+    (24, 1512, 2, 14),
+    (24, 1512, 1, 7),
+)
+_OTHERS = ((64, 256, 1, 14), (64, 256, 2, 28), (48, 192, 1, 28), (4, 128, 2, 56))
+_SMS = 132  # geometry differs little between devices; the macros do not depend on it
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros to compile `source` with ahead: what the trained networks' layers ask for, and the widest groups."""
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for group, channels, stride, side in (*TRAINED, *_OTHERS):
+        if source == BACKWARD_DATA and stride == 1:
+            continue
+        sized = call((256, channels, side, side), channels // group, stride)
+        planned = plan(source, sized, _SMS)
+        turns = (True,) if source == BACKWARD_DATA else (False, True) if source == FORWARD and stride == 1 else (False,)
+        for dtype, weight_dtype in (("bfloat16", "float32"), ("float16", "float16")):
+            if dtype == "float16" and group != 8:
+                continue  # fp16 differs from bf16 in conversions only
+            for transposed in turns:
+                found[tuple(defines(sized, planned, dtype, weight_dtype, transposed=transposed).items())] = None
+    return tuple(dict(macros) for macros in found)
+
+
+def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+    """Bytes of forward and backward: x in and y out; dy in and dx out, and once more dy and x in for the weight gradient.
+
+    The weights are left out. The goals of the project are stated against these four tensor passes.
+    """
+    x = call.batch * call.channels * call.height * call.width * itemsize
+    y = call.batch * call.channels * call.out_height * call.out_width * itemsize
+    return x + y, 2 * (x + y)
+
+
+def flops(call: Call) -> tuple[int, int]:
+    """Operations of forward and backward: two a tap, channel of the group and output, and twice that."""
+    forward = 2 * 9 * call.group * call.batch * call.channels * call.out_height * call.out_width
+    return forward, 2 * forward

@@ -1,0 +1,224 @@
+"""Grouped convolution without a GPU: definition, launch geometry, what is supported, emulated kernels, graph matching."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation.planted import passes_with
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import catalog, dispatch, match
+from advisor.ops.grouped import api, cases, reference, spec
+
+FAMILY = catalog.get("grouped")
+
+
+def nhwc(*shape: int, seed: int = 0) -> torch.Tensor:
+    n, c, h, w = shape
+    return torch.randn(n, h, w, c, generator=torch.Generator().manual_seed(seed)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(("groups", "stride"), [(2, 1), (1, 2), (3, 2)])
+def test_the_definition_is_pytorchs_and_passes_gradcheck(groups: int, stride: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 6 // groups, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def definition(*tensors: torch.Tensor) -> torch.Tensor:
+        return reference.grouped_conv2d(*tensors, stride, groups)
+
+    torch.testing.assert_close(definition(x, weight), F.conv2d(x, weight, None, stride, 1, 1, groups))
+    assert torch.autograd.gradcheck(definition, (x, weight), fast_mode=True)
+
+
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 300),
+    group=st.sampled_from(spec.GROUPS),
+    octets=st.integers(1, 40),
+    height=st.integers(1, 120),
+    width=st.integers(1, 300),
+    stride=st.integers(1, 2),
+    sm_count=st.integers(1, 200),
+    source=st.sampled_from(tuple(spec.KERNELS)),
+)
+def test_a_plan_covers_every_pixel_and_channel_within_shared_memory(
+    batch: int, group: int, octets: int, height: int, width: int, stride: int, sm_count: int, source: str
+) -> None:
+    channels = octets * max(group, spec.OCTET)
+    call = spec.call((batch, channels, height, width), channels // group, stride)
+    plan = spec.plan(source, call, sm_count)
+    assert plan.warps * spec.OCTET % max(group, spec.OCTET) == 0
+    assert plan.grid[1] * plan.warps * spec.OCTET >= channels
+    assert plan.strip * plan.strips >= call.out_width > plan.strip * (plan.strips - 1)
+    assert plan.images * plan.strip <= plan.tiles * 16
+    assert plan.segment_rows * plan.segments >= call.out_height > plan.segment_rows * (plan.segments - 1)
+    assert plan.items == -(-batch // plan.images) * plan.strips * plan.segments
+    assert 1 <= plan.grid[0] <= plan.items
+    assert plan.stages >= 2
+    assert plan.shared_bytes <= spec.SHARED_BYTES
+    fetched = plan.strip + 1 if source == spec.BACKWARD_DATA else stride * (plan.strip - 1) + 3
+    assert 32 * (plan.loads - 1) < plan.images * fetched <= 32 * plan.loads
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"weight_dtype": "bfloat16"}, ""),
+        ({"stride": (2, 2)}, ""),
+        ({"arch": 75}, "older"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"weight_dtype": "float16"}, "weight dtype"),
+        ({"channels_last": False}, "channels_last"),
+        ({"shape": (2, 12, 8, 8), "weight_shape": (12, 4, 3, 3), "groups": 3}, "no multiple"),
+        ({"weight_shape": (128, 8, 3, 3)}, "64 channels in, 128 out"),
+        ({"groups": 64, "weight_shape": (64, 1, 3, 3)}, "1 channels a group"),
+        ({"shape": (2, 144, 8, 8), "weight_shape": (144, 72, 3, 3), "groups": 2}, "72 channels a group"),
+        ({"weight_shape": (64, 8, 5, 5)}, "5 x 5 taps"),
+        ({"stride": (2, 1)}, "stride"),
+        ({"dilation": (2, 2)}, "dilation"),
+        ({"padding": (0, 1)}, "padding"),
+        ({"shape": (0, 64, 8, 8)}, "empty"),
+        ({"shape": (1, 64, 65536, 65536)}, "32-bit"),
+        ({"shape": (64, 8, 8)}, "3-D"),
+    ],
+)
+def test_unsupported_says_why(change: dict, reason: str) -> None:
+    call = {
+        "shape": (2, 64, 8, 8),
+        "channels_last": True,
+        "dtype": "bfloat16",
+        "weight_shape": (64, 8, 3, 3),
+        "weight_dtype": "float32",
+        "stride": (1, 1),
+        "padding": (1, 1),
+        "dilation": (1, 1),
+        "groups": 8,
+        "arch": 90,
+    }
+    answer = spec.unsupported(**{**call, **change})
+    assert reason in answer if reason else answer == ""
+
+
+def test_nothing_is_dispatched_before_it_is_measured(emulated) -> None:
+    assert FAMILY.not_dispatched() == dispatch.UNMEASURED
+    before = sum(api.fell_back.values())
+    emulated.launches.clear()
+    x, weight = nhwc(1, 16, 5, 5).bfloat16(), torch.randn(16, 8, 3, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_forced", 0)
+        y = api.grouped_conv2d(x, weight, 1, 2)
+    torch.testing.assert_close(y, F.conv2d(x, weight.bfloat16(), None, 1, 1, 1, 2))
+    assert not emulated.launches
+    assert sum(api.fell_back.values()) == before + 1
+
+
+def test_second_derivatives_are_pytorchs(emulated) -> None:
+    x, weight = nhwc(2, 16, 6, 5).bfloat16().requires_grad_(), torch.randn(16, 8, 3, 3, requires_grad=True)
+
+    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(gradient.float().square().sum(), (x, weight)))
+
+    ours = penalty(api.grouped_conv2d(x, weight, 1, 2))
+    for mine, theirs in zip(ours, penalty(F.conv2d(x, weight.bfloat16(), None, 1, 1, 1, 2)), strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.02  # bf16
+
+
+def test_under_autocast_neither_weight_nor_its_gradient_is_cast(emulated) -> None:
+    x, weight = nhwc(2, 16, 6, 5).requires_grad_(), torch.randn(16, 8, 3, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = api.grouped_conv2d(x, weight, 2, 2)
+    assert y.dtype == torch.bfloat16
+    dx, dweight = torch.autograd.grad(y.float().sum(), (x, weight))
+    assert (dx.dtype, dweight.dtype) == (torch.float32, torch.float32)
+    assert emulated.launches["grouped_backward_weight"] == 1
+
+
+def test_the_operation_of_the_library(emulated) -> None:
+    x = nhwc(2, 16, 6, 5).bfloat16().requires_grad_()
+    weight = torch.randn(16, 8, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    arguments = (x, weight, 2, 2)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.advisor.grouped_conv2d.default, arguments, test_utils=tests)
+    library, function = torch.ops.advisor.grouped_conv2d(*arguments), api.grouped_conv2d(*arguments)
+    assert torch.equal(library, function)
+    for mine, other in zip(
+        *(torch.autograd.grad(y.float().square().sum(), (x, weight)) for y in (library, function)), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+# What is changed in a kernel, and in which case the check must see it.
+FAULTS = {
+    "no way past the other group": ("if (!finite(v))", "if (false)", "grouped 3x3 of 4 s1"),
+    "a column of the left neighbour": ("column >= 0 && column < width && mine", "column < width && mine", "grouped 3x3 of 8 s1"),
+    "taps not turned": ("row = TRANSPOSED ? 2 - r : r", "row = r", "grouped 3x3 of 8 s1"),
+    "odd rows lost": ("put(above, 2 * i - 1);", "", "grouped 3x3 of 8 s2"),
+    "a row read before it is there": ("cp_async_wait<STAGES - 2>();", "", "grouped 3x3 of 16 s1"),
+    "the other group's products in the weight": (
+        "if (chunk >= CHUNKS || out % CG / GROUP != c / GROUP) return;",
+        "if (chunk >= CHUNKS) return;",
+        "grouped 3x3 of 4 s1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    before, after, name = FAULTS[fault]
+    case = next(c for c in cases.VERIFICATION if c.name == name and c.shape[1] > 8)
+    assert not passes_with(monkeypatch, FAMILY, case, before, after)
+
+
+class Net(nn.Module):
+    """Grouped convolutions as modules and as a function, beside ones that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = nn.Conv2d(3, 16, 1)
+        self.grouped = nn.Conv2d(16, 16, 3, padding=1, groups=2, bias=False)
+        self.same = nn.Conv2d(16, 16, 3, padding="same", groups=4, bias=False)
+        self.depth = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.biased = nn.Conv2d(16, 16, 3, padding=1, groups=2)
+        self.wider = nn.Conv2d(16, 32, 3, padding=1, groups=2, bias=False)
+        self.taps = nn.Parameter(torch.randn(32, 8, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wider(self.biased(self.depth(self.same(self.grouped(self.expand(x))))))
+        return F.conv2d(x, self.taps, None, 2, 1, 1, 4).mean((2, 3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_patterns_are_found_and_train_as_before(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model, plain = Net().train(), Net().train()
+    plain.load_state_dict(model.state_dict())
+    report = match.MatchReport()
+    x = torch.randn(2, 3, 9, 8)
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: object) -> object:
+        FAMILY.rewrite(graph_module, report, compiled=compiled)
+        graph_module.recompile()
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16):
+        run = torch.compile(model.forward, backend=backend, dynamic=False)
+        ours, theirs = run(x), plain(x)
+        ours.float().square().sum().backward()
+    theirs.float().square().sum().backward()
+    assert {path: name for path, name in report.matched.items() if path in ("grouped", "same")} == {
+        "grouped": "grouped 3x3 of 8 s1",
+        "same": "grouped 3x3 of 4 s1",
+    }
+    assert "grouped 3x3 of 8 s2" in report.matched.values()
+    assert report.unmatched == {"biased": "has a bias", "wider": "16 channels in, 32 out"}
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype == other.grad.dtype
+        assert float((mine.grad - other.grad).norm() / other.grad.norm()) < 0.05
