@@ -18,6 +18,7 @@ from torch import nn
 
 from advisor.ops import catalog, dispatch, match
 from advisor.ops.first_conv import spec as first_conv
+from advisor.ops.grouped import spec as grouped
 
 TORCHVISION = (
     "resnet18",
@@ -95,7 +96,6 @@ def _is_grouped(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and 1 < module.groups < module.in_channels == module.out_channels
 
 
-
 # Networks with an activation behind each norm and the convolution behind that.
 PRE_ACTIVATION = {"densenet121", "resnetv2_50"}
 
@@ -153,6 +153,7 @@ def build(package: str, name: str) -> nn.Module:
 def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The sites are those of autocast, which meta tensors have none of.
     monkeypatch.setattr(first_conv, "COMPUTE", (*first_conv.COMPUTE, "float32"))
+    monkeypatch.setattr(grouped, "STORAGE", {**grouped.STORAGE, "float32": 0})
     with dispatch.everything():
         yield
 

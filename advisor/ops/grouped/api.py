@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from advisor.ops import alignment, dispatch, nvrtc, storage
@@ -51,10 +50,6 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int)
     reason = nvrtc.on_device(x)
     if reason:
         return reason
-    if torch._C._are_functorch_transforms_active():
-        return "inside a torch.func transform"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
     arch = nvrtc.arch(x.device.index or 0)
     reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, stride, groups, arch)
     if reason:
