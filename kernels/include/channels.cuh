@@ -88,6 +88,19 @@ __device__ __forceinline__ Chunk narrow(const float (&f)[CH]) {
   return v;
 }
 
+#if STORAGE != 0
+// Two values in one register, rounded.
+__device__ __forceinline__ unsigned int pack(float low, float high) {
+  unsigned int d;
+#if STORAGE == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#endif
+  return d;
+}
+#endif
+
 __device__ __forceinline__ float widen_weight(Weight v) {
 #if WEIGHT_STORAGE == 0
   return v;

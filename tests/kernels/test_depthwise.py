@@ -147,16 +147,41 @@ def test_the_operation_of_the_library(emulated) -> None:
 
 # What is changed in a kernel, and in which case the check must see it.
 FAULTS = {
-    "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 bias"),
-    "a column too far": ("at >= 0 && at < width", "at >= 0 && at < width - 1", "depthwise k3 s1 bias"),
-    "last rows lost": ("if (done >= begin && done < end) put(sum[q], to);", "", "depthwise k3 s1 bias"),
+    "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 bias", "float32"),
+    "a column too far": ("at >= 0 && at < width", "at >= 0 && at < width - 1", "depthwise k3 s1 bias", "float32"),
+    "last rows lost": (
+        "if (done >= begin && done < end) put(sum[q], to);",
+        "",
+        "depthwise k3 s1 bias",
+        "float32",
+    ),
+    "no bias from the tensor cores": ("total += mine[n];", "", "depthwise k3 s1 bias", "bfloat16"),
+    "a band one pixel off": (
+        "g + lead - 2 * j : j + lead -",
+        "g + lead - 2 * j : j + 1 + lead -",
+        "depthwise k5 s2",
+        "bfloat16",
+    ),
+    "an infinity spreads over its strip": (
+        "finite = finite &&",
+        "finite = true ||",
+        "depthwise k3 s1 bias",
+        "bfloat16",
+    ),
+    "a stage filled too early": ("cp_async_wait<STAGES - 1>();", "", "depthwise k3 s1 bias", "bfloat16"),
+    "padding's rows not empty": (
+        "if (UP == 2 ? r + 2 >= K : r == 0)",
+        "if (more && (UP == 2 ? r + 2 >= K : r == 0))",
+        "depthwise k3 s2 bias",
+        "bfloat16",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    before, after, name = FAULTS[fault]
-    case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == "bfloat16")
+    before, after, name, dtype = FAULTS[fault]
+    case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == dtype)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
 
 

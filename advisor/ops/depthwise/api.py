@@ -55,7 +55,7 @@ def _unsupported(
 
 def _aligned(x: torch.Tensor) -> bool:
     """Whether a thread's channels can be loaded at once."""
-    return x.data_ptr() % (spec.CHANNELS * x.element_size()) == 0
+    return x.data_ptr() % spec.ALIGNMENT == 0
 
 
 def unsupported(

@@ -82,14 +82,14 @@ def _case(
     sized = spec.call(shape, kernel, stride, padding, dilation)
     # Bytes alone are the limit that the goals are stated against, also where fp32 arithmetic takes longer (the .cu headers).
     forward, backward = spec.bytes_moved(sized, getattr(torch, dtype).itemsize)
-    gradient = spec.FORWARD if stride == 1 else spec.BACKWARD_DATA
+    kernels = spec.sources(sized, dtype)
     return Case(
         name=spec.name(kernel, stride, dilation, bias=bias),
         shape=shape,
         dtype=dtype,
         passes={
-            "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
-            "backward": Work(kernels=(gradient, spec.BACKWARD_WEIGHT), nbytes=backward),
+            "forward": Work(kernels=kernels[0], nbytes=forward),
+            "backward": Work(kernels=kernels[1], nbytes=backward),
         },
         inputs=partial(
             _inputs,

@@ -22,6 +22,34 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=4096)
+def _band(
+    call: Call, kind: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
+) -> _Launch:
+    """A launch of the tensor-core kernel for "forward", "data" or "weight"."""
+    plan = spec.band(call, kind)
+    shape = spec.band_geometry(call, plan, kind, nvrtc.sm_count(device))
+    source = spec.BAND_WEIGHT if kind == "weight" else spec.BAND
+    defines = spec.band_defines(call, plan, _name(dtype), _name(weight_dtype), bias=bias, flip=flip)
+    kernel = nvrtc.function(source, spec.KERNELS[source][0], tuple(defines.items()), device)
+    sizes = (call.height, call.width, call.out_height, call.out_width)
+    if kind == "data":  # from dy to dx
+        sizes = (*sizes[2:], *sizes[:2])
+    arguments = (
+        shape.items,
+        call.batch,
+        shape.vectors,
+        *sizes,
+        *call.padding,
+        plan.layout.origin,
+        plan.layout.lead,
+        shape.groups,
+        shape.column_tiles,
+        shape.segment_rows,
+    )
+    return kernel, shape.grid, (plan.block.threads, 1, 1), tuple(map(np.int32, arguments))
+
+
+@lru_cache(maxsize=4096)
 def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> _Launch:
     config = spec.forward_config(call, _name(dtype))
     shape = spec.forward_geometry(call, config, nvrtc.sm_count(device))
@@ -39,7 +67,10 @@ def _convolve(
     call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, flip: bool
 ) -> None:
     device = x.device.index or 0
-    kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
+    if spec.banded(call, _name(x.dtype)):
+        kernel, grid, block, sizes = _band(call, "forward", x.dtype, weight.dtype, device, flip, bias is not None)
+    else:
+        kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
     pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
     kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
 
@@ -77,6 +108,11 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
         _convolve(call.transposed(), dy, weight, None, dx, True)
         return dx
     device = dy.device.index or 0
+    if spec.banded(call, _name(dy.dtype)):
+        kernel, grid, block, sizes = _band(call, "data", dy.dtype, weight.dtype, device, False, False)
+        pointers = (dy.data_ptr(), weight.data_ptr(), 0, dx.data_ptr())
+        kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
+        return dx
     kernel, grid, block, sizes = _strided_data(call, dy.dtype, weight.dtype, device)
     kernel(grid, block, (dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), *sizes), 0, nvrtc.stream(device))
     return dx
@@ -90,7 +126,7 @@ class _Weight:
 
 
 @lru_cache(maxsize=4096)
-def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> _Weight:
+def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
     config = spec.weight_config(call, _name(dtype))
     shape = spec.weight_geometry(call, config, nvrtc.sm_count(device))
     defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
@@ -104,9 +140,12 @@ def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: i
     )
     block = (config.threads, 1, 1)
     columns = (call.kernel**2 + 1) * call.channels
-    blocks = shape.grid[0]
+    launch = (kernel, shape.grid, block, arguments)
+    if spec.banded(call, _name(dtype)):
+        launch = _band(call, "weight", dtype, weight_dtype, device, False, bias)
+    blocks = launch[1][0]
     return _Weight(
-        partial=(kernel, shape.grid, block, arguments),
+        partial=launch,
         total=(total, (-(-columns // spec.SUM_COLUMNS), 1, 1), block, (np.int32(blocks), np.int32(call.channels))),
         partials=blocks * columns,
     )
@@ -117,7 +156,7 @@ def backward_weight(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns dweight like weight, and dbias like bias (None without one). dy and x: channels_last, one dtype."""
     device = x.device.index or 0
-    plan = _weight(call, x.dtype, weight.dtype, device)
+    plan = _weight(call, x.dtype, weight.dtype, device, bias is not None)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     dbias = None if bias is None else torch.empty_like(bias)

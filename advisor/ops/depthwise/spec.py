@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from advisor.ops.depthwise import bands
 from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "depthwise/depthwise_forward.cu"
 BACKWARD_DATA = "depthwise/depthwise_backward_data.cu"
 BACKWARD_WEIGHT = "depthwise/depthwise_backward_weight.cu"
+BAND = "depthwise/depthwise_band.cu"
+BAND_WEIGHT = "depthwise/depthwise_band_weight.cu"
 KERNELS = {
+    BAND: ("depthwise_band",),
+    BAND_WEIGHT: ("depthwise_band_weight",),
     FORWARD: ("depthwise_forward",),
     BACKWARD_DATA: ("depthwise_backward_data",),
     BACKWARD_WEIGHT: ("depthwise_backward_weight", "depthwise_backward_weight_sum"),
@@ -27,7 +32,13 @@ SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
 MAX_SEGMENTS = 8
 ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
-TUNABLE = {"MAX_TILE": (16, 32, 64), "MAX_SEGMENTS": (1, 4, 8), "ITEM_ROWS": (2, 4, 8)}
+REGISTERS = 65536  # of an SM
+BAND_TAPS = (3, 5, 7)  # whose windows of 8 outputs are at most 16 pixels
+BAND_TILE = 32  # channels of a block of the tensor-core kernels: two 32-byte sectors of a pixel
+BAND_CHANNELS = 0  # of a warp of theirs, 2 or 4; 0: as many as leave registers for two blocks, by the taps
+BAND_STAGES = 4  # rows of pixels that they copy ahead
+ALIGNMENT = 8  # bytes of 4 channels in half precision, of 2 in fp32: what a thread loads at once
+TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (0, 2, 4), "BAND_STAGES": (3, 4)}
 # Elements of one image's row of pixels must fit 32-bit byte offsets with room for a window.
 MAX_WINDOW_BYTES = 2**31 - 1
 
@@ -331,8 +342,114 @@ def weight_defines(call: Call, config: Config, dtype: str, weight_dtype: str) ->
     }
 
 
+# ---- the tensor-core kernels
+
+
+def banded(call: Call, dtype: str) -> bool:
+    """Whether the tensor-core kernels take this call: 16-bit storage, small taps, images whose offsets fit 31 bits."""
+    pixels = max(call.height * call.width, call.out_height * call.out_width)
+    return (
+        dtype != "float32"
+        and call.kernel in BAND_TAPS
+        and call.dilation == 1
+        and bands.STRIPS * pixels * call.channels * 2 < 2**31
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """What a tensor-core kernel is compiled with and launched on for one call."""
+
+    layout: bands.Layout
+    block: bands.Block
+    down: int
+    up: int
+
+
+# Registers a thread needs so that nothing is spilled on sm_80 and sm_90 (ptxas 13.0), by (k, channels of a warp).
+_BAND_REGISTERS = {(3, 2): 96, (3, 4): 144, (5, 2): 128, (5, 4): 240, (7, 2): 160, (7, 4): 255}
+
+
+def band(call: Call, kind: str) -> Band:
+    """For `kind` "forward", "data" (the data gradient of stride 2; of stride 1 it is a forward) or "weight"."""
+    up = call.stride if kind == "data" else 1
+    down = 1 if kind == "data" else call.stride
+    cut = bands.layout(
+        batch=call.batch,
+        width=call.out_width if up == 2 else call.width,
+        out_width=call.width if up == 2 else call.out_width,
+        kernel=call.kernel,
+        down=down,
+        up=up,
+        pad=call.padding[1],
+    )
+    group = BAND_CHANNELS or (4 if call.kernel == 3 else 2)
+    if call.channels % group:
+        group = 2
+    for most in (BAND_TILE, 24, 16, 8):
+        for stages in range(BAND_STAGES, bands.FEWEST_STAGES - 1, -1):
+            block = bands.Block(bands.tile(call.channels, group, min(most, BAND_TILE)), group, stages, 1)
+            bytes_used = bands.shared(cut, block, up=up, weight=kind == "weight")
+            if block.threads * _BAND_REGISTERS[call.kernel, group] > REGISTERS:
+                continue
+            if bytes_used <= bands.SHARED_BYTES and (stages > bands.FEWEST_STAGES or most == 8):
+                resident = REGISTERS // (_BAND_REGISTERS[call.kernel, group] * block.threads)
+                blocks = max(1, min(resident, bands.SM_SHARED_BYTES // (bytes_used + 1024), 8))
+                return Band(cut, replace(block, blocks=blocks), down, up)
+    raise AssertionError(f"no block for {call}")  # 8 channels always fit: tests go over all layouts
+
+
+def sources(call: Call, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kernels that forward and backward run."""
+    if banded(call, dtype):
+        return (BAND,), (BAND, BAND_WEIGHT, BACKWARD_WEIGHT)
+    return (FORWARD,), (FORWARD if call.stride == 1 else BACKWARD_DATA, BACKWARD_WEIGHT)
+
+
+def band_defines(
+    call: Call, plan: Band, dtype: str, weight_dtype: str, *, bias: bool, flip: bool = False
+) -> dict[str, int]:
+    """Macros of BAND; of BAND_WEIGHT without FLIP and UP."""
+    return {
+        "K": call.kernel,
+        "DOWN": plan.down,
+        "UP": plan.up,
+        "CH": plan.block.channels,
+        "TILE": plan.block.tile,
+        "STRIPS": plan.layout.strips,
+        "PIXELS": plan.layout.pixels,
+        "WINDOW": plan.layout.window,
+        "PIECE": plan.layout.piece,
+        "STAGES": plan.block.stages,
+        "MIN_BLOCKS": plan.block.blocks,
+        "STORAGE": STORAGE[dtype],
+        "WEIGHT_STORAGE": STORAGE[weight_dtype],
+        "BIAS": int(bias),
+        "FLIP": int(flip),
+    }
+
+
+def band_geometry(call: Call, plan: Band, kind: str, sm_count: int) -> bands.Geometry:
+    """Of BAND and BAND_WEIGHT, whose work is counted in rows of the result (pairs of them for "data"), or of dy for "weight"."""
+    rows = call.out_height
+    if kind == "data":
+        rows = (call.height - 1 + call.padding[0]) // 2 + 1 - call.padding[0] // 2
+    return bands.geometry(
+        plan.layout,
+        plan.block,
+        batch=call.batch,
+        channels=call.channels,
+        rows=rows,
+        halo=-(-call.kernel // call.stride) - 1,
+        most_segments=MAX_SEGMENTS,
+        sm_count=sm_count,
+    )
+
+
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with in the test for spills: all strides and strips of k 3, 5 and 7, the largest k, each storage."""
+    if source in (BAND, BAND_WEIGHT):
+        return _band_variants(source)
     found = []
     for kernel in (3, 5, 7, 15):
         for stride in (1, 2):
@@ -353,6 +470,19 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
                         weight_defines(sized, config, dtype, weight_dtype) for config in _WEIGHT[kernel, stride, wide]
                     ]
     return tuple(found)
+
+
+def _band_variants(source: str) -> tuple[dict[str, int], ...]:
+    """Of the tensor-core kernels: all taps and strides, each cut of rows that networks have, fp16 once."""
+    found = []
+    for kernel in BAND_TAPS:
+        for stride in (1, 2):
+            for side, dtype in ((112, "bfloat16"), (7, "bfloat16"), (28, "float16")):
+                sized = call((64, 96, side, side), kernel, stride, (kernel // 2, kernel // 2), 1)
+                for kind in ("weight",) if source == BAND_WEIGHT else ("forward", "data")[:stride]:
+                    plan = band(sized, kind)
+                    found.append(band_defines(sized, plan, dtype, "float32", bias=kind != "data" and kernel == 7))
+    return tuple({tuple(sorted(each.items())): each for each in found}.values())
 
 
 # ---- how it is launched

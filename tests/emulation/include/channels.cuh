@@ -53,6 +53,16 @@ inline Chunk narrow(const float (&f)[CH]) {
   return v;
 }
 
+#if STORAGE != 0
+inline unsigned int pack(float low, float high) {
+#if STORAGE == 1
+  return emulation::to_f16(low) | emulation::to_f16(high) << 16;
+#else
+  return emulation::to_bf16(low) | emulation::to_bf16(high) << 16;
+#endif
+}
+#endif
+
 inline float widen_weight(Weight v) {
 #if WEIGHT_STORAGE == 0
   return v;

@@ -25,8 +25,8 @@ struct EmulatedTf32 {
 template <class Value, int PACKED>
 void emulated_mma(void* const* lanes, unsigned present) {
   if (present != 0xffffffffu) emulation::fail("mma.sync without all lanes of the warp");
-  constexpr int K = 8 * PACKED;
-  float a[16][K], b[K][8];
+  constexpr int depth = 8 * PACKED;
+  float a[16][depth], b[depth][8];
   for (int lane = 0; lane < 32; ++lane) {
     const EmulatedMma& m = *static_cast<const EmulatedMma*>(lanes[lane]);
     const int g = lane / 4, t = lane % 4;
@@ -40,7 +40,7 @@ void emulated_mma(void* const* lanes, unsigned present) {
     for (int r = 0; r < 4; ++r) {
       const int row = lane / 4 + r / 2 * 8, column = lane % 4 * 2 + r % 2;
       double sum = d[r];
-      for (int k = 0; k < K; ++k) sum += double(a[row][k]) * double(b[k][column]);
+      for (int k = 0; k < depth; ++k) sum += double(a[row][k]) * double(b[k][column]);
       d[r] = float(sum);
     }
   }

@@ -1,0 +1,161 @@
+"""How the tensor-core kernels cut a depthwise convolution into strips (kernels/include/band.cuh). Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STRIPS = 16  # rows of one matrix product
+MOST_PIXELS = 8  # columns of it
+MOST_WINDOW = 16  # its depth
+COPY_PIXELS = 32  # pixels of a tile that a block copies at once
+SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+SM_SHARED_BYTES = 227 * 1024  # what an SM has for its blocks on sm_90; 163 KiB on sm_80
+FEWEST_STAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a row of output pixels is cut.
+
+    Attributes:
+        strips: neighbours in one image of the 16 strips that a block has: 1, 2, 4, 8 or 16.
+        pixels: output pixels of a strip.
+        window: input pixels that a strip reaches.
+        piece: input pixels of one image's row that these strips reach.
+        origin: the first column of the first window. lead: by how much it lies behind the first tap of the first pixel.
+        column_tiles: how many such groups of strips make a row.
+    """
+
+    strips: int
+    pixels: int
+    window: int
+    piece: int
+    origin: int
+    lead: int
+    column_tiles: int
+
+
+def layout(*, batch: int, width: int, out_width: int, kernel: int, down: int, up: int, pad: int) -> Layout:
+    """The cut with the fewest products and copied pixels. Of `down` (forward) and `up` (data gradient), one is the stride.
+
+    A row of at most 8 outputs that reach at most 16 inputs is one strip, whose window leaves the padding out.
+    """
+    if up == 1 and out_width <= MOST_PIXELS:
+        lead = pad
+        window = min(width, (out_width - 1) * down + kernel - lead)
+        if window <= MOST_WINDOW:
+            return Layout(1, out_width, window, window, 0, lead, 1)
+    if up == 2:
+        origin = (pad - kernel + 2) // 2
+        lead = pad - 2 * origin
+        most = MOST_PIXELS
+    else:
+        origin, lead = -pad, 0
+        most = min(MOST_PIXELS, (MOST_WINDOW - kernel) // down + 1)
+
+    def cut(strips: int) -> tuple[int, Layout]:
+        tiles = -(-out_width // (strips * most))
+        pixels = -(-out_width // (strips * tiles))
+        if up == 2:
+            pixels += pixels % 2  # strips begin at one parity
+            window = (pixels - 1 + lead) // 2 + 1
+        else:
+            window = (pixels - 1) * down + kernel
+        tiles = -(-out_width // (strips * pixels))
+        piece = (strips - 1) * (down * pixels // up) + window
+        images = -(-batch * strips // STRIPS) * (STRIPS // strips)  # a block's images may be more than there are
+        return images * tiles * (strips * MOST_PIXELS + piece), Layout(
+            strips, pixels, window, piece, origin, lead, tiles
+        )
+
+    return min((cut(strips) for strips in (1, 2, 4, 8, 16)), key=lambda found: found[0])[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a block is compiled for: `tile` channels, `channels` of them a warp, rows of pixels `stages` ahead."""
+
+    tile: int
+    channels: int
+    stages: int
+    blocks: int  # on an SM at once, which caps registers
+
+    @property
+    def threads(self) -> int:
+        """A warp for each group of channels."""
+        return 32 * self.tile // self.channels
+
+
+def _copied(pixels: int) -> int:
+    return -(-pixels // COPY_PIXELS) * COPY_PIXELS
+
+
+def pixel_bytes(tile: int, channels: int) -> int:
+    """Of a pixel in shared memory: an odd number of a warp's channels, so that pixels begin in different banks."""
+    groups = tile // channels
+    return 2 * channels * (groups + 1 - groups % 2)
+
+
+def shared(shape: Layout, block: Block, *, up: int, weight: bool) -> int:
+    """Bytes of shared memory of a block."""
+    row = _copied(STRIPS // shape.strips * shape.piece)
+    out = _copied(STRIPS * shape.pixels)
+    pixels = block.stages * (row + out) if weight else block.stages * row + up * out
+    places = 4 * (row + out) * (2 if weight else 1)
+    return pixels * pixel_bytes(block.tile, block.channels) + places
+
+
+def tile(channels: int, group: int, most: int) -> int:
+    """Channels a block covers, of the `channels` there are: tiles of equal size, in whole 16-byte pieces where C has them."""
+    step = max(group, 8 if channels % 8 == 0 else group)
+    tiles = -(-channels // most)
+    return min(
+        -(-channels // tiles // step) * step if channels % step == 0 else -(-channels // tiles // group) * group, most
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Launch geometry: grid (blocks over items, channel tiles). An item is (segment of rows, column tile, group of images)."""
+
+    grid: tuple[int, int, int]
+    items: int
+    vectors: int
+    groups: int
+    column_tiles: int
+    segments: int
+    segment_rows: int
+
+
+def geometry(
+    shape: Layout, block: Block, *, batch: int, channels: int, rows: int, halo: int, most_segments: int, sm_count: int
+) -> Geometry:
+    """As many blocks as run at once, all with equally many items; images are cut into segments of rows where that evens it out.
+
+    Args:
+        rows: of the output, as the kernel counts them. halo: rows of work that a segment repeats.
+    """
+    tiles = -(-channels // block.tile)
+    groups = -(-batch * shape.strips // STRIPS)
+    at_once = max(1, sm_count * block.blocks // tiles)
+    best: tuple[int, int, int, int] | None = None
+    for wanted in range(1, min(most_segments, rows) + 1):
+        segment_rows = -(-rows // wanted)
+        segments = -(-rows // segment_rows)
+        items = groups * shape.column_tiles * segments
+        passes = -(-items // at_once)
+        cost = passes * (segment_rows + halo)
+        if best is None or cost < best[0]:
+            best = (cost, passes, segments, segment_rows)
+    assert best is not None  # rows is at least 1
+    _, passes, segments, segment_rows = best
+    items = groups * shape.column_tiles * segments
+    return Geometry(
+        grid=(-(-items // passes), tiles, 1),
+        items=items,
+        vectors=channels // block.channels,
+        groups=groups,
+        column_tiles=shape.column_tiles,
+        segments=segments,
+        segment_rows=segment_rows,
+    )

@@ -1,0 +1,267 @@
+// Depthwise convolution and its data gradient on the tensor cores, 16-bit storage.
+//
+//   y[n,oh,ow,c]  = bias[c] + sum over (r, s) of w[c,r,s] * x[n, oh*DOWN - pad_h + r, ow*DOWN - pad_w + s, c]            UP == 1
+//   y[n,h,w,c]    = sum over (r, s) with h + pad_h - r and w + pad_w - s even of w[c,r,s] * x[n, (h + pad_h - r)/2, ...]  UP == 2
+//
+// Shapes    x: [N, H, W, C], y: [N, OH, OW, C], fp16 or bf16; w: [C, 1, K, K] and bias [C] in their own dtype, w rounded to x's.
+// Replaces  aten::convolution with as many groups as channels, and the input's part of aten::convolution_backward. With FLIP the
+//           taps are reversed: the data gradient of stride 1 is the convolution of dy with them; UP == 2 that of stride 2.
+// Bytes     x once, y once. MobileNetV2's [256,96,112,112] k3 in bf16: 617 + 617 MB.
+// Bound     DRAM bandwidth (0.29 ms there at 4.25 TB/s). For 128 outputs of a channel: K m16n8k16, 2 K to 4 K times fewer issue
+//           slots than fp32 FMA need (49 of them an output for k7, 1.6 times the DRAM floor); at about 6 clocks each, k7 keeps the
+//           tensor cores busy for 0.4 of the DRAM time. Shared memory: about 150 of the 223 clocks that DRAM takes for 1024 outputs.
+// Grid      (blocks over items, channel tiles). See band.cuh. The sums of the K (or K / 2) output rows that an input row reaches stay
+//           in registers; a finished row goes through shared memory, so that whole sectors are written.
+// Numerics  products of 16-bit values, fp32 sums in a fixed order, rounded once. No atomics: two runs are bit-equal. A window's pixels
+//           outside a pixel's own taps meet zeros: where that makes a NaN of an infinity, the pixel is computed again without them.
+// Limits    C a multiple of CH; no dilation; images of a block within 31-bit byte offsets.
+
+#include "band.cuh"
+
+#define SLOTS (UP == 2 ? K : (K + DOWN - 1) / DOWN)
+#define AHEAD (UP == 2 ? (K - 1) / 2 : SLOTS - 1)  // input rows after an output row's first until it is done
+
+extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise_band(
+    const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
+    int items, int batch, int vectors, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
+    int origin, int lead, int groups, int column_tiles, int segment_rows) {
+  __shared__ __align__(16) unsigned int stages[STAGES][COPIES * 32 * PITCH];
+  __shared__ __align__(16) unsigned int done_rows[UP][ROW_COPIES * 32 * PITCH];
+  __shared__ int in_places[COPIES * 32], out_places[ROW_COPIES * 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int vector = blockIdx.y * WARPS + threadIdx.x % WARPS;  // that this thread copies
+  const bool copies = vector < vectors;
+  const int mine = blockIdx.y * WARPS + warp;                   // that its warp computes
+  const int pixel = vectors * (int)sizeof(Chunk);
+  const int row_bytes = width * pixel, out_row_bytes = out_width * pixel;
+  const int image_bytes = height * row_bytes, out_image_bytes = out_height * out_row_bytes;
+  const int column_of_warps = threadIdx.x / WARPS;  // this thread copies every 32nd pixel from here on
+  const int cell = column_of_warps * PITCH + threadIdx.x % WARPS * (CH / 2);
+
+  // The bands: value k of a lane is pixel t + 4 k of the window (k 0, 1 in the first register), column g.
+  unsigned int band[K][CH][2];
+#pragma unroll
+  for (int r = 0; r < K; ++r)
+#pragma unroll
+    for (int c = 0; c < CH; ++c) {
+      float value[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int j = t + 4 * k, s = UP == 2 ? g + lead - 2 * j : j + lead - g * DOWN;
+        const bool valid = mine < vectors && j < WINDOW && g < PIXELS && s >= 0 && s < K;
+        value[k] = valid ? widen_weight(weight[((i64)mine * CH + c) * (K * K) + (FLIP ? K * K - 1 - (r * K + s) : r * K + s)]) : 0.f;
+      }
+      band[r][c][0] = pack(value[0], value[1]);
+      band[r][c][1] = pack(value[2], value[3]);
+    }
+  float start[CH];
+#pragma unroll
+  for (int c = 0; c < CH; ++c) start[c] = BIAS && mine < vectors ? widen_weight(bias[mine * CH + c]) : 0.f;
+
+  // Strips g and g + 8 of this lane, as pixels of a stage.
+  const int strip = (g / STRIPS * PIECE + g % STRIPS * ADVANCE) * PITCH + warp * (CH / 2);
+  constexpr int next_strip = (STRIPS == 16 ? 8 * ADVANCE : 8 / STRIPS * PIECE) * PITCH;
+
+  // Rows of the output that an item makes; in pairs of padded rows with UP == 2.
+  const int rows = UP == 2 ? (out_height - 1 + pad_height) / 2 + 1 - pad_height / 2 : out_height;
+  auto first_row = [&](const Part& p) {  // of the input
+    if (UP == 2) {
+      const int row = pad_height / 2 + p.begin - AHEAD;
+      return row < 0 ? 0 : row;
+    }
+    const int row = p.begin * DOWN - pad_height;
+    return row < 0 ? row + (-row) / DOWN * DOWN : row;  // rows above the image are left out, in whole steps
+  };
+  auto last_row = [&](const Part& p) {
+    if (UP == 2) {
+      const int row = pad_height / 2 + p.end - 1;
+      return row < height - 1 ? row : height - 1;
+    }
+    int step = height - 1 + pad_height < 0 ? -1 : (height - 1 + pad_height) / DOWN;
+    step = step < p.end + AHEAD - 1 ? step : p.end + AHEAD - 1;
+    return step * DOWN - pad_height + DOWN - 1;
+  };
+
+  // What is copied next.
+  int item_ahead = blockIdx.x, row_ahead = 0, last_ahead = -1, slot_ahead = 0;
+  const char* from = (const char*)(x + vector);
+  auto aim = [&]() {
+    if (item_ahead >= items) return;
+    const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, rows);
+    row_ahead = first_row(p);
+    last_ahead = last_row(p);
+    place<COPIES, PIECE>(in_places, p.n, batch, p.column * DOWN / UP + origin, width, image_bytes, pixel);
+    from = (const char*)(x + vector) + (i64)p.n * image_bytes + (i64)row_ahead * row_bytes;
+  };
+  auto fetch = [&]() {
+    if (item_ahead < items) {
+      const bool row_inside = copies && row_ahead >= 0 && row_ahead < height;
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int place = in_places[column_of_warps + 32 * i];
+        const bool valid = row_inside && place != OUTSIDE;
+        copy_chunk((Chunk*)(stages[slot_ahead] + cell + i * 32 * PITCH), from + place, valid);
+      }
+      from += row_bytes;
+      if (++row_ahead > last_ahead) item_ahead += gridDim.x;
+    }
+    cp_async_commit();
+    slot_ahead = slot_ahead + 1 < STAGES ? slot_ahead + 1 : 0;
+  };
+  // Between two barriers, neither of which is fetch's: the table is read by all.
+  auto follow = [&]() {
+    if (row_ahead > last_ahead) aim();
+  };
+  follow();
+#pragma unroll 1
+  for (int i = 0; i < STAGES; ++i) {
+    __syncthreads();
+    fetch();
+    __syncthreads();
+    follow();
+  }
+
+  int slot = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Part p = part_of(item, groups, column_tiles, segment_rows, rows);
+    const int first = first_row(p), last = last_row(p);
+    __syncthreads();  // the last item's rows are written
+    place<ROW_COPIES, STRIPS * PIXELS>(out_places, p.n, batch, p.column, out_width, out_image_bytes, pixel);
+    // The output row (for UP == 2, the first of two) that the next step completes, and the rows to be written.
+    int row = UP == 2 ? 2 * first - pad_height : (first + pad_height) / DOWN - AHEAD;
+    int row_begin = p.begin, row_end = p.end;
+    if (UP == 2) {
+      row_begin = 2 * (pad_height / 2 + p.begin) - pad_height;
+      row_end = 2 * (pad_height / 2 + p.end) - pad_height;
+      row_begin = row_begin < 0 ? 0 : row_begin;
+      row_end = row_end > out_height ? out_height : row_end;
+    }
+
+    float sum[SLOTS][CH][4];
+#pragma unroll
+    for (int q = 0; q < SLOTS; ++q)
+#pragma unroll
+      for (int c = 0; c < CH; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[q][c][i] = 0.f;
+
+    // A pixel from its own taps alone; `otherwise` where none is wanted.
+    auto exact = [&](int n, int oh, int ow, const Chunk& otherwise) {
+      if (n >= batch || ow >= out_width || oh < row_begin || oh >= row_end || mine >= vectors) return otherwise;
+      float total[CH];
+#pragma unroll
+      for (int c = 0; c < CH; ++c) total[c] = 0.f;
+#pragma unroll 1
+      for (int tap = 0; tap < K * K; ++tap) {
+        const int a = UP == 2 ? oh + pad_height - tap / K : oh * DOWN - pad_height + tap / K;
+        const int b = UP == 2 ? ow + pad_width - tap % K : ow * DOWN - pad_width + tap % K;
+        if (UP == 2 && ((a | b) & 1)) continue;
+        const int ih = a / UP, iw = b / UP;
+        if (a < 0 || b < 0 || ih >= height || iw >= width) continue;
+        float value[CH], w[CH];
+#pragma unroll
+        for (int c = 0; c < CH; ++c) w[c] = widen_weight(weight[((i64)mine * CH + c) * (K * K) + (FLIP ? K * K - 1 - tap : tap)]);
+        widen(narrow(w), w);
+        widen(x[(((i64)n * height + ih) * width + iw) * vectors + mine], value);
+#pragma unroll
+        for (int c = 0; c < CH; ++c) total[c] = fmaf(value[c], w[c], total[c]);
+      }
+#pragma unroll
+      for (int c = 0; c < CH; ++c) total[c] += start[c];
+      return narrow(total);
+    };
+    for (int at = first, phase = 0; row < row_end; at += DOWN) {
+      const bool more = at <= last;  // else the rows are left whose remaining taps lie below the image
+      const bool complete = row + UP > row_begin;
+#pragma unroll
+      for (int e = 0; e < DOWN; ++e) {
+        if (more) cp_async_wait<STAGES - 1>();
+        __syncthreads();
+        // The window's pixels of strips g and g + 8, and from pairs of them the fragments, a channel each.
+        unsigned int a[CH][4];
+        if (more) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+              if (k == 1 && !WIDE) {
+#pragma unroll
+                for (int c = 0; c < CH; ++c) a[c][2 + half] = 0u;
+                continue;
+              }
+              const unsigned int* line = stages[slot] + strip + half * next_strip;
+              const Chunk u = *(const Chunk*)(line + in_window(t + 8 * k) * PITCH);
+              const Chunk v = *(const Chunk*)(line + in_window(t + 8 * k + 4) * PITCH);
+#pragma unroll
+              for (int c = 0; c < CH; c += 2) {
+                a[c][2 * k + half] = low_halves(u.w[c / 2], v.w[c / 2]);
+                a[c + 1][2 * k + half] = high_halves(u.w[c / 2], v.w[c / 2]);
+              }
+            }
+        }
+        Chunk ready[UP][4];  // the finished rows' pixels of this lane
+        bool finite = true;
+#pragma unroll
+        for (int u = 0; u < SLOTS; ++u) {
+          if (phase != u) continue;  // one for the whole block: registers need an index that the compiler knows
+#pragma unroll
+          for (int r = e; r < K; r += DOWN) {
+            const int place = UP == 2 ? (u + r) % SLOTS : (u - r / DOWN + SLOTS) % SLOTS;
+#pragma unroll
+            for (int c = 0; c < CH; ++c) {
+              if (UP == 2 ? r + 2 >= K : r == 0)  // a new output row
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[place][c][i] = 0.f;
+              if (more) product(sum[place][c], a[c], band[r][c]);
+            }
+          }
+          if (e == DOWN - 1) {
+#pragma unroll
+            for (int o = 0; o < UP; ++o)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                float value[CH];
+#pragma unroll
+                for (int c = 0; c < CH; ++c) {
+                  value[c] = sum[UP == 2 ? (u + o) % SLOTS : (u + 1) % SLOTS][c][i];
+                  finite = finite && fabsf(value[c]) < __int_as_float(0x7f800000);
+                  value[c] += start[c];
+                }
+                ready[o][i] = narrow(value);
+              }
+          }
+        }
+        if (e == DOWN - 1 && complete) {
+#pragma unroll
+          for (int o = 0; o < UP; ++o)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int m = g + i / 2 * 8, column = 2 * t + i % 2;
+              if (column >= PIXELS) continue;
+              if (!finite) ready[o][i] = exact(p.n + m / STRIPS, row + o, p.column + m % STRIPS * PIXELS + column, ready[o][i]);
+              *(Chunk*)(done_rows[o] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[o][i];
+            }
+        }
+        if (more) follow();
+        __syncthreads();
+        if (more) {
+          fetch();
+          slot = slot + 1 < STAGES ? slot + 1 : 0;
+        }
+      }
+      // To the output, whole sectors.
+#pragma unroll
+      for (int e = 0; e < UP; ++e) {
+        if (!copies || row + e < row_begin || row + e >= row_end) continue;
+        char* to = (char*)(y + vector) + (i64)p.n * out_image_bytes + (i64)(row + e) * out_row_bytes;
+#pragma unroll
+        for (int i = 0; i < ROW_COPIES; ++i) {
+          const int place = out_places[column_of_warps + 32 * i];
+          if (place != OUTSIDE) *(Chunk*)(to + place) = *(const Chunk*)(done_rows[e] + cell + i * 32 * PITCH);
+        }
+      }
+      row += UP;
+      phase = phase + UP < SLOTS ? phase + UP : phase + UP - SLOTS;
+    }
+  }
+}

@@ -1,0 +1,219 @@
+// Depthwise convolution, gradient of weight and bias on the tensor cores, 16-bit storage.
+//
+//   dw[c,r,s] = sum over (n, oh, ow) of dy[n,oh,ow,c] * x[n, oh*DOWN - pad_h + r, ow*DOWN - pad_w + s, c]
+//   db[c]     = sum over (n, oh, ow) of dy[n,oh,ow,c]
+//
+// Shapes    x: [N, H, W, C], dy: [N, OH, OW, C], fp16 or bf16. partial: [blocks][K*K + 1][C] fp32, which
+//           depthwise_backward_weight_sum adds up; its last row is written with BIAS only.
+// Replaces  the parameters' part of aten::convolution_backward with as many groups as channels (cuDNN, its weakest).
+// Bytes     x once, dy once. [256,96,112,112] k3 in bf16: 617 + 617 MB.
+// Bound     DRAM bandwidth (0.29 ms there at 4.25 TB/s). Over 16 strips, d[j, n] += x[strip, j] dy[strip, n]: one m16n8k16 a row of
+//           taps for 128 values of dy, of whose result the diagonals j = n * DOWN + s - lead are the gradient (1/16 to 1/2 of it).
+// Grid      (blocks over items, channel tiles). See band.cuh. A warp keeps the products of CH channels over all its items, and the
+//           last rows of dy as fragments.
+// Numerics  products of 16-bit values, fp32 sums a block in a fixed order, over blocks in fp64. No atomics: two runs are bit-equal.
+// Limits    C a multiple of CH; no dilation; images of a block within 31-bit byte offsets.
+
+#include "band.cuh"
+
+#define SLOTS ((K + DOWN - 1) / DOWN)
+#define X_CELLS (COPIES * 32 * PITCH)
+#define DY_CELLS (ROW_COPIES * 32 * PITCH)
+
+extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise_band_weight(
+    const Chunk* __restrict__ dy, const Chunk* __restrict__ x, float* __restrict__ partial, int items, int batch, int vectors,
+    int height, int width, int out_height, int out_width, int pad_height, int pad_width, int origin, int lead, int groups,
+    int column_tiles, int segment_rows) {
+  __shared__ __align__(16) unsigned int stages[STAGES][X_CELLS + DY_CELLS];  // a row of x, and with the first of a step one of dy
+  __shared__ int x_places[2][COPIES * 32], dy_places[2][ROW_COPIES * 32];  // of the items by turns
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int vector = blockIdx.y * WARPS + threadIdx.x % WARPS;
+  const bool copies = vector < vectors;
+  const int pixel = vectors * (int)sizeof(Chunk);
+  const int row_bytes = width * pixel, out_row_bytes = out_width * pixel;
+  const int image_bytes = height * row_bytes, out_image_bytes = out_height * out_row_bytes;
+  const int column_of_warps = threadIdx.x / WARPS;  // this thread copies every 32nd pixel from here on
+  const int cell = column_of_warps * PITCH + threadIdx.x % WARPS * (CH / 2);
+
+  // A lane's pixels: g (and g + 8) of strips t, t + 4, t + 8 and t + 12.
+  const int word = warp * (CH / 2);
+  const int strip = (t / STRIPS * PIECE + t % STRIPS * ADVANCE) * PITCH + word;
+  const int dy_strip = X_CELLS + (t * PIXELS + (g < PIXELS ? g : PIXELS - 1)) * PITCH + word;
+  auto strip_step = [](int i) { return (4 * i / STRIPS * PIECE + 4 * i % STRIPS * ADVANCE) * PITCH; };
+
+  auto last_step = [&](const Part& p) {
+    const int last = (height - 1 + pad_height) / DOWN;
+    return last < p.end + SLOTS - 2 ? last : p.end + SLOTS - 2;
+  };
+
+  int item_ahead = blockIdx.x, step_ahead = 0, last_ahead = -1, e_ahead = 0, end_ahead = 0, slot_ahead = 0, turn = 0;
+  const char *from = (const char*)(x + vector), *dy_from = (const char*)(dy + vector);
+  auto aim = [&]() {
+    if (item_ahead >= items) return;
+    const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, out_height);
+    step_ahead = p.begin;
+    last_ahead = last_step(p);
+    end_ahead = p.end;
+    turn ^= 1;
+    place<COPIES, PIECE>(x_places[turn], p.n, batch, p.column * DOWN + origin, width, image_bytes, pixel);
+    place<ROW_COPIES, STRIPS * PIXELS>(dy_places[turn], p.n, batch, p.column, out_width, out_image_bytes, pixel);
+    from = (const char*)(x + vector) + (i64)p.n * image_bytes + (i64)(step_ahead * DOWN - pad_height) * row_bytes;
+    dy_from = (const char*)(dy + vector) + (i64)p.n * out_image_bytes + (i64)step_ahead * out_row_bytes;
+  };
+  auto fetch = [&]() {
+    if (item_ahead < items) {
+      const int row = step_ahead * DOWN - pad_height + e_ahead;
+      const bool row_inside = copies && row >= 0 && row < height;
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int place = x_places[turn][column_of_warps + 32 * i];
+        const bool valid = row_inside && place != OUTSIDE;
+        copy_chunk((Chunk*)(stages[slot_ahead] + cell + i * 32 * PITCH), from + place, valid);
+      }
+      from += row_bytes;
+      if (e_ahead == 0) {
+#pragma unroll
+        for (int i = 0; i < ROW_COPIES; ++i) {
+          const int place = dy_places[turn][column_of_warps + 32 * i];
+          const bool valid = copies && step_ahead < end_ahead && place != OUTSIDE;
+          copy_chunk((Chunk*)(stages[slot_ahead] + X_CELLS + cell + i * 32 * PITCH), dy_from + place, valid);
+        }
+        dy_from += out_row_bytes;
+      }
+      if (++e_ahead == DOWN) {
+        e_ahead = 0;
+        if (++step_ahead > last_ahead) {
+          item_ahead += gridDim.x;
+          aim();
+        }
+      }
+    }
+    cp_async_commit();
+    slot_ahead = slot_ahead + 1 < STAGES ? slot_ahead + 1 : 0;
+  };
+  aim();
+#pragma unroll 1
+  for (int i = 0; i < STAGES - 1; ++i) {
+    __syncthreads();
+    fetch();
+  }
+
+  float sum[K][CH][4];
+#pragma unroll
+  for (int r = 0; r < K; ++r)
+#pragma unroll
+    for (int c = 0; c < CH; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[r][c][i] = 0.f;
+#if BIAS
+  float of_bias[CH][4];
+#pragma unroll
+  for (int c = 0; c < CH; ++c)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of_bias[c][i] = 0.f;
+  const unsigned int one = pack(1.f, 1.f), ones[4] = {one, one, one, one};
+#endif
+
+  int slot = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Part p = part_of(item, groups, column_tiles, segment_rows, out_height);
+    const int last = last_step(p);
+    unsigned int rows[SLOTS][CH][2];  // of dy; that of step m lies in slot (m - p.begin) % SLOTS
+#pragma unroll
+    for (int q = 0; q < SLOTS; ++q)
+#pragma unroll
+      for (int c = 0; c < CH; ++c) rows[q][c][0] = rows[q][c][1] = 0u;
+    for (int m = p.begin, phase = 0; m <= last; ++m) {
+#pragma unroll
+      for (int e = 0; e < DOWN; ++e) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        fetch();  // into the stage that every warp has left before the barrier
+        const unsigned int* stage = stages[slot];
+        slot = slot + 1 < STAGES ? slot + 1 : 0;
+        const int row = m * DOWN - pad_height + e;
+        unsigned int a[CH][4], b[CH][2];
+        const auto pair = [&](const unsigned int* first, const unsigned int* second, int i) {
+          const Chunk v = *(const Chunk*)first, w = *(const Chunk*)second;
+#pragma unroll
+          for (int c = 0; c < CH; c += 2) {
+            (i < 4 ? a[c][i % 4] : b[c][i % 2]) = low_halves(v.w[c / 2], w.w[c / 2]);
+            (i < 4 ? a[c + 1][i % 4] : b[c + 1][i % 2]) = high_halves(v.w[c / 2], w.w[c / 2]);
+          }
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const unsigned int* line = stage + strip + in_window(g + 8 * half) * PITCH;
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            if (half == 0 || WIDE) {
+              pair(line + strip_step(2 * k), line + strip_step(2 * k + 1), 2 * k + half);
+            } else {
+#pragma unroll
+              for (int c = 0; c < CH; ++c) a[c][2 * k + half] = 0u;
+            }
+        }
+        if (e == 0)
+#pragma unroll
+          for (int k = 0; k < 2; ++k) pair(stage + dy_strip + 8 * k * PIXELS * PITCH, stage + dy_strip + (8 * k + 4) * PIXELS * PITCH, 4 + k);
+#if BIAS
+        if (e == 0)
+#pragma unroll
+          for (int c = 0; c < CH; ++c) product(of_bias[c], ones, b[c]);
+#endif
+#pragma unroll
+        for (int u = 0; u < SLOTS; ++u) {
+          if (phase != u) continue;  // one for the whole block: registers need an index that the compiler knows
+          if (e == 0)
+#pragma unroll
+            for (int c = 0; c < CH; ++c) rows[u][c][0] = b[c][0], rows[u][c][1] = b[c][1];
+          if (row < 0 || row >= height) continue;
+#pragma unroll
+          for (int r = e; r < K; r += DOWN)
+#pragma unroll
+            for (int c = 0; c < CH; ++c) product(sum[r][c], a[c], rows[(u - r / DOWN + SLOTS) % SLOTS][c]);
+        }
+      }
+      phase = phase + 1 < SLOTS ? phase + 1 : 0;
+    }
+  }
+
+  // The diagonals: a warp's products of one channel and row of taps lie in its part of the stages, [16][8].
+  __syncthreads();
+  float* mine = (float*)stages[0] + warp * 128;
+  const int vector_mine = blockIdx.y * WARPS + warp, channels = vectors * CH;
+  float* to = partial + (i64)blockIdx.x * (K * K + 1) * channels + vector_mine * CH;
+#pragma unroll
+  for (int r = 0; r < K; ++r)
+#pragma unroll
+    for (int c = 0; c < CH; ++c) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mine[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[r][c][i];
+      __syncwarp();
+      if (lane < K && vector_mine < vectors) {
+        float total = 0.f;
+#pragma unroll
+        for (int n = 0; n < PIXELS; ++n) {
+          const int j = n * DOWN + lane - lead;
+          if (j >= 0 && j < WINDOW) total += mine[j * 8 + n];
+        }
+        to[(i64)(r * K + lane) * channels + c] = total;
+      }
+    }
+#if BIAS
+#pragma unroll
+  for (int c = 0; c < CH; ++c) {
+    __syncwarp();
+    mine[g * 8 + 2 * t] = of_bias[c][0];
+    mine[g * 8 + 2 * t + 1] = of_bias[c][1];
+    __syncwarp();
+    if (lane == 0 && vector_mine < vectors) {
+      float total = 0.f;
+#pragma unroll
+      for (int n = 0; n < PIXELS; ++n) total += mine[n];
+      to[(i64)K * K * channels + c] = total;
+    }
+  }
+#endif
+}

@@ -1,0 +1,78 @@
+// Depthwise rows as banded matrix products on the tensor cores: what the kernels of 16-bit storage share.
+//
+// A row of one channel is cut into strips of PIXELS output pixels. out[strip, n] += sum over j of in[strip, j] band[j, n], where
+// in[strip, j] is the strip's window of at most 16 input pixels and band[j, n] = w[r, j + lead - n * DOWN] (a row of the taps,
+// shifted by one column a pixel): one m16n8k16 for 16 strips, a channel and a row of taps, in place of 4 K fp32 FMA.
+//
+// 16 strips are STRIPS neighbours in each of WALKERS images. All strips of a block walk down the same rows, so that row bounds are
+// uniform in a block. Rows of pixels are copied to shared memory STAGES ahead; a warp takes CH channels, 2 or 4, a lane's pixels
+// (PTX ISA, fragments of m16n8k16) in an order of k that spreads them over the banks.
+//
+// Set by the build: K, DOWN and UP (the stride, of the forward or of the data gradient; the other is 1), CH, TILE channels a
+// block, STRIPS, PIXELS, WINDOW pixels of a strip's input (at most 16), PIECE pixels of one image's row in a stage, STAGES.
+
+#include "channels.cuh"
+#include "cp_async.cuh"
+#include "mma.cuh"
+
+#define WARPS (TILE / CH)
+#define BAND_THREADS (32 * WARPS)
+#define WALKERS (16 / STRIPS)
+#define ADVANCE (DOWN * PIXELS / UP)       // input pixels from strip to strip
+#define STAGE_PIXELS (WALKERS * PIECE)
+#define ROW_PIXELS (16 * PIXELS)           // output pixels of a row of all strips
+#define PITCH (TILE / 2 + CH / 2 * (1 - TILE / CH % 2))  // words a pixel: an odd number of CH channels
+#define COPIES ((STAGE_PIXELS + 31) / 32)  // by one thread: threads stand in WARPS columns of 32 pixels
+#define ROW_COPIES ((ROW_PIXELS + 31) / 32)
+#define WIDE (WINDOW > 8)                  // else the upper half of the product's k is zero
+
+// What a block works on: rows [begin, end) of the output in WALKERS images from `n` on, columns from `column` on.
+struct Part {
+  int n, column, begin, end;
+};
+
+// Items are ordered (segment, column tile, group of images).
+__device__ __forceinline__ Part part_of(int item, int groups, int column_tiles, int segment_rows, int rows) {
+  Part p;
+  p.n = item % groups * WALKERS;
+  item /= groups;
+  p.column = item % column_tiles * (STRIPS * PIXELS);
+  p.begin = item / column_tiles * segment_rows;
+  p.end = rows - p.begin < segment_rows ? rows : p.begin + segment_rows;
+  return p;
+}
+
+__device__ __forceinline__ void copy_chunk(Chunk* to, const char* from, bool valid) {
+#if CH == 4
+  cp_async8(to, from, valid);
+#else
+  cp_async4(to, from, valid);
+#endif
+}
+
+// Where the pixels of a stage come from or go to: `span` pixels of each of WALKERS images side by side. Written by the block
+// for all its threads: bytes from the first image's row, or OUTSIDE. Pixel 0 is column `first` of image n.
+#define OUTSIDE -1
+
+template <int count, int span>
+__device__ __forceinline__ void place(int (&table)[count * 32], int n, int batch, int first, int width, int image_bytes, int pixel_bytes) {
+  for (int at = threadIdx.x; at < count * 32; at += BAND_THREADS) {
+    const int walker = at / span, column = first + at % span;
+    const bool inside = at < WALKERS * span && n + walker < batch && column >= 0 && column < width;
+    table[at] = inside ? walker * image_bytes + column * pixel_bytes : OUTSIDE;
+  }
+}
+
+__device__ __forceinline__ unsigned int low_halves(unsigned int a, unsigned int b) { return (a & 0xffffu) | b << 16; }
+__device__ __forceinline__ unsigned int high_halves(unsigned int a, unsigned int b) { return a >> 16 | (b & 0xffff0000u); }
+
+__device__ __forceinline__ void product(float (&d)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
+#if STORAGE == 1
+  mma_f16(d, a, b);
+#else
+  mma_bf16(d, a, b);
+#endif
+}
+
+// The pixel of a strip's window that a lane holds as its i-th, by its index t (or g) and i times the step.
+__device__ __forceinline__ int in_window(int at) { return at < WINDOW ? at : WINDOW - 1; }
