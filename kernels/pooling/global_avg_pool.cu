@@ -7,62 +7,51 @@
 //           the next kernel asks for, because div of an expanded tensor is written as NCHW.
 // Bytes     forward: x once; backward: dx once. ResNet-50's in bf16, [256,2048,7,7]: 51 MB each.
 // Bound     DRAM bandwidth: 0.012 ms there at 4.24 TB/s (in training x often still lies in L2).
-// Grid      forward: (channel tiles, N), block (channel vectors, pixels): a thread walks down every blockDim.y-th pixel, PIXELS
-//           loads of 16 bytes in flight; the block adds up in shared memory. backward: (channel tiles, pixel tiles, N), a thread
-//           reads its gradient once and writes PIXELS pixels.
+// Grid      forward: include/pixel_columns.cuh, a thread walks down every down-th pixel of a channel vector, UNROLL loads of 16
+//           bytes in flight. 49 pixels are four threads' work: all their loads are under way at once. backward: (channel tiles,
+//           pixel tiles, N), a thread reads its gradient once and writes PIXELS pixels.
 // Numerics  fp32 sums in a fixed order, divided, rounded once; deterministic.
-// Limits    N <= 65535; P*C/VEC < 2^31 an image.
+// Limits    N <= 65535; P*C/VEC < 2^31 an image; N*C/VEC < 2^31.
 
 #include "vector.cuh"
+#include "pixel_columns.cuh"
 
+#ifndef UNROLL
+#define UNROLL 13  // independent 16-byte loads in flight a thread
+#endif
 #ifndef PIXELS
-#define PIXELS 8  // independent 16-byte loads in flight a thread, or stores
+#define PIXELS 8  // stores of a thread
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) global_avg_pool_forward(
-    const Vec16* __restrict__ x, Vec16* __restrict__ y, int vectors, int pixels) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) global_avg_pool_forward(
+    const Vec16* __restrict__ x, Vec16* __restrict__ y, int samples, int pixels, int vectors, int tile) {
   __shared__ float shared[VEC * THREADS];
-  const int vector = blockIdx.x * blockDim.x + threadIdx.x;
-  const int threads = blockDim.x * blockDim.y, mine = threadIdx.y * blockDim.x + threadIdx.x;
+  const Column c = column_of(blockIdx.x, 1, tile, samples, pixels, vectors);
   float sum[VEC];
 #pragma unroll
-  for (int c = 0; c < VEC; ++c) sum[c] = 0.f;
-  if (vector < vectors) {
-    const Vec16* image = x + (i64)blockIdx.y * pixels * vectors + vector;
-    for (int p = threadIdx.y; p < pixels; p += PIXELS * blockDim.y) {
-      Vec16 v[PIXELS];
+  for (int j = 0; j < VEC; ++j) sum[j] = 0.f;
+  if (c.n >= 0) {
+    const Vec16* from = x + c.at(0, pixels, vectors);
+    for (int p = c.ty; p < pixels; p += UNROLL * c.down) {
+      Vec16 v[UNROLL];
 #pragma unroll
-      for (int u = 0; u < PIXELS; ++u) {
-        const int q = p + u * blockDim.y;
-        if (q < pixels) v[u] = load(image + q * vectors);
-      }
+      for (int u = 0; u < UNROLL; ++u)
+        if (p + u * c.down < pixels) v[u] = load(from + (p + u * c.down) * vectors);
 #pragma unroll
-      for (int u = 0; u < PIXELS; ++u) {
-        if (p + u * blockDim.y >= pixels) continue;
+      for (int u = 0; u < UNROLL; ++u) {
+        if (p + u * c.down >= pixels) continue;
         float f[VEC];
         widen(v[u], f);
 #pragma unroll
-        for (int c = 0; c < VEC; ++c) sum[c] += f[c];
+        for (int j = 0; j < VEC; ++j) sum[j] += f[j];
       }
     }
   }
+  sum_column(c, tile, sum, shared);
+  if (c.n < 0 || c.ty != 0) return;
 #pragma unroll
-  for (int c = 0; c < VEC; ++c) shared[c * threads + mine] = sum[c];
-  __syncthreads();
-  // A thread adds up one channel of one vector over the block's pixels.
-  const int width = blockDim.x * VEC;
-  for (int o = mine; o < width; o += threads) {
-    const int c = o / blockDim.x, column = o % blockDim.x;
-    float total = 0.f;
-    for (int r = 0; r < blockDim.y; ++r) total += shared[c * threads + r * blockDim.x + column];
-    shared[c * threads + column] = total;
-  }
-  __syncthreads();
-  if (threadIdx.y == 0 && vector < vectors) {
-#pragma unroll
-    for (int c = 0; c < VEC; ++c) sum[c] = shared[c * threads + threadIdx.x] / (float)pixels;
-    store(y + (i64)blockIdx.y * vectors + vector, narrow(sum));
-  }
+  for (int j = 0; j < VEC; ++j) sum[j] /= (float)pixels;
+  store(y + (i64)c.n * vectors + c.vector, narrow(sum));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) global_avg_pool_backward(

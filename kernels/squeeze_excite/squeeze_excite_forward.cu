@@ -6,71 +6,69 @@
 // Replaces  aten::mean (or adaptive_avg_pool2d), sigmoid or hardsigmoid, and the broadcast product.
 // Bytes     pool: 1 read; scale: 1 read, 1 write. 2 flops an element.
 // Bound     DRAM bandwidth. 256x96x56x56 bf16: 462 MB, 109 us at 4.24 TB/s; less where x still lies in L2.
-// Grid      (splits of HW, channel tiles, N). scale walks the samples from the last: what pool read last is still in L2.
+// Grid      one-dimensional, include/pixel_columns.cuh. scale walks the tensor from its end: what pool read last is still in L2.
 // Numerics  fp32 sums in a fixed order. Deterministic.
 
 #include "vector.cuh"
 #include "gate.cuh"
-#include "channel_reduce.cuh"
-#include "sample_reduce.cuh"
+#include "pixel_columns.cuh"
 
 #ifndef UNROLL
-#define UNROLL 4  // independent 16-byte loads in flight a thread
+#define UNROLL 8  // independent 16-byte loads in flight a thread
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) squeeze_excite_pool(
-    const Vec16* __restrict__ x, float* __restrict__ partial, int rows, int vectors, int tile) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_pool(
+    const Vec16* __restrict__ x, float* __restrict__ partial, int samples, int pixels, int vectors, int tile, int splits) {
   __shared__ float shared[VEC * THREADS];
-  const Tile t = tile_of(tile, vectors);
-  const int n = blockIdx.z;
-  x += (i64)n * rows * vectors;
-  float sum[1][VEC];
+  const Column c = column_of(blockIdx.x, splits, tile, samples, pixels, vectors);
+  float sum[VEC];
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) sum[0][j] = 0.f;
-  if (t.vector >= 0) {
-    const Rows r = rows_of(blockIdx.x, gridDim.x, rows);
-    for (int row = r.first + t.ty; row < r.end; row += UNROLL * t.rows_per_pass) {
+  for (int j = 0; j < VEC; ++j) sum[j] = 0.f;
+  if (c.n >= 0) {
+    const Vec16* from = x + c.at(0, pixels, vectors);
+    for (int p = c.first + c.ty; p < c.end; p += UNROLL * c.down) {
       Vec16 v[UNROLL];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u)
-        if (row + u * t.rows_per_pass < r.end) v[u] = load(x + (row + u * t.rows_per_pass) * vectors + t.vector);
+        if (p + u * c.down < c.end) v[u] = load(from + (p + u * c.down) * vectors);
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
-        if (row + u * t.rows_per_pass >= r.end) continue;
+        if (p + u * c.down >= c.end) continue;
         float f[VEC];
         widen(v[u], f);
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) sum[0][j] += f[j];
+        for (int j = 0; j < VEC; ++j) sum[j] += f[j];
       }
     }
   }
-  reduce_sample<1>(t, tile, vectors, sum, partial + ((i64)n * gridDim.x + blockIdx.x) * vectors * VEC, shared);
+  sum_column(c, tile, sum, shared);
+  if (c.n >= 0 && c.ty == 0)
+    store_floats(partial + (((i64)c.n * splits + blockIdx.x % splits) * vectors + c.vector) * VEC, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) squeeze_excite_scale(
-    const Vec16* __restrict__ x, const float* __restrict__ z2, Vec16* __restrict__ y, int rows, int vectors, int tile) {
-  const Tile t = tile_of(tile, vectors);
-  if (t.vector < 0) return;
-  const int n = gridDim.z - 1 - blockIdx.z;
-  x += (i64)n * rows * vectors;
-  y += (i64)n * rows * vectors;
+    const Vec16* __restrict__ x, const float* __restrict__ z2, Vec16* __restrict__ y,
+    int samples, int pixels, int vectors, int tile, int splits) {
+  const Column c = column_of(gridDim.x - 1 - blockIdx.x, splits, tile, samples, pixels, vectors);
+  if (c.n < 0) return;
+  const i64 at = c.at(0, pixels, vectors);
   float s[VEC];
+  load_floats(z2 + ((i64)c.n * vectors + c.vector) * VEC, s);
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) s[j] = gate(z2[((i64)n * vectors + t.vector) * VEC + j]);
-  const Rows r = rows_of(blockIdx.x, gridDim.x, rows);
-  for (int row = r.first + t.ty; row < r.end; row += UNROLL * t.rows_per_pass) {
+  for (int j = 0; j < VEC; ++j) s[j] = gate(s[j]);
+  for (int p = c.first + c.ty; p < c.end; p += UNROLL * c.down) {
     Vec16 v[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (row + u * t.rows_per_pass < r.end) v[u] = load(x + (row + u * t.rows_per_pass) * vectors + t.vector);
+      if (p + u * c.down < c.end) v[u] = load(x + at + (p + u * c.down) * vectors);
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      if (row + u * t.rows_per_pass >= r.end) continue;
+      if (p + u * c.down >= c.end) continue;
       float f[VEC];
       widen(v[u], f);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) f[j] *= s[j];
-      store(y + (row + u * t.rows_per_pass) * vectors + t.vector, narrow(f));
+      store(y + at + (p + u * c.down) * vectors, narrow(f));
     }
   }
 }

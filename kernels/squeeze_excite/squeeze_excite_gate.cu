@@ -1,221 +1,241 @@
 // Squeeze-and-excite, what lies between the two passes over the tensor: two small products a sample, forward and backward.
 //
-//   forward   s = pool sums / HW     z1 = s W1^T + b1     h = act(z1)     z2 = h W2^T + b2
-//   backward  dz2 = gate'(z2) * sum_hw dy x     dz1 = act'(z1) * (dz2 W2)     dpool = dz1 W1 / HW
+//   squeeze           s = pool sums / HW               z1 = s W1^T + b1                h = act(z1)
+//   excite            z2 = h W2^T + b2
+//   excite_backward   dz2 = gate'(z2) * sum_hw dy x    dz1 = act'(z1) * (dz2 W2)
+//   squeeze_backward  dpool = dz1 W1 / HW              dW1 = dz1^T s  db1 = sum_n dz1  dW2 = dz2^T h  db2 = sum_n dz2
 //
-// Shapes    partial: [N, splits, C]; s, z2, dz2, dpool: [N, C]; z1, dz1: [N, S]; W1: [S, C]; W2: [C, S]; b1: [S], b2: [C],
-//           each may be null. All fp32, C a multiple of 4, rows of W1 16-byte aligned; C <= MAX_CHANNELS, S <= MAX_HIDDEN.
+// Shapes    partial: [N, parts, C]; s, z2, dz2, dpool: [N, C]; z1, h, dz1: [N, S]; W1, dW1: [S, C]; W2, dW2: [C, S]; b1: [S]
+//           and b2: [C], each may be null. All fp32, C a multiple of 4, rows 16-byte aligned (of S values only if HIDDEN4).
 // Replaces  two 1x1 convolutions (or linear layers) on one pixel a sample, their casts, bias additions and the activation
-//           between them: 4 to 8 launches in each direction, as one.
-// Bytes     about nothing from DRAM. Each block reads both weights from L2: 8 C S bytes, 0.4 MB in EfficientNet-B0's
-//           largest, 1.8 MB in MobileNetV3-L's. 4 C S flops a sample.
-// Bound     latency, and L2 to SM at 64 bytes a clock: 4 to 16 us. A block takes SAMPLES samples, so that weights are read
-//           N / SAMPLES times, and there is about a block for every second SM at N = 256.
-// Grid      ceil(N / SAMPLES) blocks of THREADS.
-// Numerics  fp32 (eager under autocast rounds s, z1, h and z2 to bf16). Deterministic.
+//           between them: 4 to 8 launches forward, 12 and more backward, as two each.
+// Bytes     about nothing from DRAM; from L2 4 KiB a piece and 16 of k. MobileNetV3-L's largest (256 x 960, S = 240):
+//           24 MB forward, 60 MB backward. 4 N C S flops forward, 8 N C S backward: 0.24 and 0.47 G there.
+// Bound     latency, and L2 to SM at 64 bytes a clock: 2 to 3 us a launch forward, 6 for the last.
+// Grid      a piece of the result a warp, or a few warps that share its k (the host's choice: a block for every SM).
+// Numerics  fp32 sums of products in tf32 where the tensor is in bf16 or fp16 (eager under autocast rounds operands and
+//           results to those), exact as fp32 otherwise (include/warp_product.cuh). Deterministic.
 
 #include "activation.cuh"
 #include "gate.cuh"
+#include "mma.cuh"
 
 typedef long long i64;
 
-#define TOGETHER 4  // outputs that a thread sums at once: as many independent loads, and inputs read once for all of them
+#include "warp_product.cuh"
 
-// out(o, sums) for every output o, a row of `weight` [outputs, K]: sums[q] = sum_k in[q][k] * weight[o][k].
-// `lanes` threads (a power of two up to 32) share an output and take WIDTH values of a row at a time.
-template <int WIDTH, class Out>
-__device__ __forceinline__ void dense(
-    const float* __restrict__ weight, int K, int outputs, int lanes, const float* in, int stride, Out out) {
-  const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = THREADS / lanes;
-  // All threads take every turn: the shuffles need whole warps.
-  for (int base = 0; base < outputs; base += TOGETHER * groups) {
-    float sum[TOGETHER][SAMPLES];
+#define WARPS (THREADS / 32)
+
+// The piece of a result that a warp takes part in: rows from m, columns from n.
+struct Piece {
+  int m, n;
+  bool active;
+};
+
+__device__ __forceinline__ Piece piece_of(int block, int slices, int tall, int rows, int columns) {
+  const int across = (columns + PIECE_COLUMNS - 1) / PIECE_COLUMNS, height = 16 * tall;
+  const int piece = block * (WARPS / slices) + threadIdx.x / 32 / slices;
+  Piece p;
+  p.m = piece / across * height;
+  p.n = piece % across * PIECE_COLUMNS;
+  p.active = p.m < rows;
+  return p;
+}
+
+__device__ __forceinline__ void store4(float* at, const Operand4& o) {
+  const float4 f = {o.v[0], o.v[1], o.v[2], o.v[3]};
+  *(float4*)at = f;
+}
+
+// k .. k + 3 of channels, summed over the parts of sample n.
+__device__ __forceinline__ Operand4 joined(const float* __restrict__ partial, int n, int parts, int k, int channels) {
+  Operand4 total = four<true>(partial + (i64)n * parts * channels, k, channels);
+  for (int p = 1; p < parts; ++p) {
+    const Operand4 more = four<true>(partial + ((i64)n * parts + p) * channels, k, channels);
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i)
+    for (int i = 0; i < 4; ++i) total.v[i] += more.v[i];
+  }
+  return total;
+}
+
+// b(k, n) = matrix[n][k]: four rows, each read along k.
+template <bool ALIGNED>
+__device__ __forceinline__ void rows_as_columns(
+    const float* __restrict__ matrix, int n, int columns, int k, int size, Operand4 (&out)[4]) {
 #pragma unroll
-      for (int q = 0; q < SAMPLES; ++q) sum[i][q] = 0.f;
-#pragma unroll 2
-    for (int k = lane * WIDTH; k < K; k += lanes * WIDTH) {
-      float w[TOGETHER][WIDTH];
+  for (int i = 0; i < 4; ++i) {
+    const Operand4 row = n + i < columns ? four<ALIGNED>(matrix + (i64)(n + i) * size, k, size) : no_operand();
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
-        const int o = base + i * groups + group;
-        if (WIDTH == 4) {
-          float4 v = {0.f, 0.f, 0.f, 0.f};
-          if (o < outputs) v = *(const float4*)(weight + (i64)o * K + k);
-          w[i][0] = v.x, w[i][1 % WIDTH] = v.y, w[i][2 % WIDTH] = v.z, w[i][3 % WIDTH] = v.w;
-        } else {
-          w[i][0] = o < outputs ? weight[(i64)o * K + k] : 0.f;
-        }
-      }
-#pragma unroll
-      for (int q = 0; q < SAMPLES; ++q) {
-        float a[WIDTH];
-        if (WIDTH == 4) {
-          const float4 v = *(const float4*)(in + q * stride + k);
-          a[0] = v.x, a[1 % WIDTH] = v.y, a[2 % WIDTH] = v.z, a[3 % WIDTH] = v.w;
-        } else {
-          a[0] = in[q * stride + k];
-        }
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-#pragma unroll
-          for (int j = 0; j < WIDTH; ++j) sum[i][q] += a[j] * w[i][j];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
-#pragma unroll
-      for (int q = 0; q < SAMPLES; ++q)
-        for (int s = lanes / 2; s > 0; s /= 2) sum[i][q] += __shfl_xor_sync(0xffffffffu, sum[i][q], s);
-      const int o = base + i * groups + group;
-      if (o < outputs && lane == 0) out(o, sum[i]);
-    }
+    for (int q = 0; q < 4; ++q) out[q].v[i] = row.v[q];
   }
 }
 
-// done(j, q, sum) for every column j of `weight` [rows, columns]: sum over its rows c of in[q][c] * weight[c][j].
-// A thread owns WIDTH columns and every `strip`-th row, so that the block reads the weight from end to end.
-template <int WIDTH, class Done>
-__device__ __forceinline__ void dense_columns(
-    const float* __restrict__ weight, int rows, int columns, const float* in, int stride, float* strips, Done done) {
-  const int across = columns / WIDTH, width = across < THREADS ? across : THREADS, strip = THREADS / width;
-  const int r = threadIdx.x / width;
-  for (int base = 0; base < across; base += width) {
-    const int v = base + threadIdx.x % width;
-    float sum[SAMPLES][WIDTH];
+// b(k, n) = matrix[k][n]: four rows of k, each read along n.
+template <bool ALIGNED>
+__device__ __forceinline__ void rows_as_rows(
+    const float* __restrict__ matrix, int n, int columns, int k, int size, Operand4 (&out)[4]) {
 #pragma unroll
-    for (int q = 0; q < SAMPLES; ++q)
-#pragma unroll
-      for (int j = 0; j < WIDTH; ++j) sum[q][j] = 0.f;
-    if (v < across && r < strip) {
-#pragma unroll 4
-      for (int c = r; c < rows; c += strip) {
-        float w[WIDTH];
-        if (WIDTH == 4) {
-          const float4 f = *(const float4*)(weight + (i64)c * columns + v * WIDTH);
-          w[0] = f.x, w[1 % WIDTH] = f.y, w[2 % WIDTH] = f.z, w[3 % WIDTH] = f.w;
-        } else {
-          w[0] = weight[(i64)c * columns + v];
-        }
-#pragma unroll
-        for (int q = 0; q < SAMPLES; ++q) {
-          const float a = in[q * stride + c];
-#pragma unroll
-          for (int j = 0; j < WIDTH; ++j) sum[q][j] += a * w[j];
-        }
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) {
-#pragma unroll
-      for (int j = 0; j < WIDTH; ++j) strips[j * THREADS + threadIdx.x] = sum[q][j];
-      __syncthreads();
-      if (v < across && r == 0) {
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-          float total = sum[q][j];
-          for (int k = 1; k < strip; ++k) total += strips[j * THREADS + k * width + threadIdx.x];
-          done(v * WIDTH + j, q, total);
-        }
-      }
-      __syncthreads();
-    }
-  }
+  for (int q = 0; q < 4; ++q)
+    out[q] = k + q < size ? four<ALIGNED>(matrix + (i64)(k + q) * columns, n, columns) : no_operand();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze(
     const float* __restrict__ partial, const float* __restrict__ w1, const float* __restrict__ b1,
-    const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ pooled, float* __restrict__ z1,
-    float* __restrict__ z2, int samples, int splits, int channels, int hidden, int lanes1, int lanes2,
-    float inverse, float slope) {
-  __shared__ __align__(16) float s[SAMPLES * MAX_CHANNELS], h[SAMPLES * MAX_HIDDEN];
-  const int first = blockIdx.x * SAMPLES;
-  for (int i = threadIdx.x; i < SAMPLES * channels; i += THREADS) {
-    const int n = first + i / channels, c = i % channels;
-    float sum = 0.f;
-    if (n < samples) {
-#pragma unroll 4
-      for (int p = 0; p < splits; ++p) sum += partial[((i64)n * splits + p) * channels + c];
-      sum *= inverse;
-      pooled[(i64)n * channels + c] = sum;
-    }
-    s[i / channels * MAX_CHANNELS + c] = sum;
-  }
-  __syncthreads();
-  dense<4>(w1, channels, hidden, lanes1, s, MAX_CHANNELS, [&](int o, const float (&sum)[SAMPLES]) {
-    const float b = b1 ? b1[o] : 0.f;
+    float* __restrict__ pooled, float* __restrict__ z1, float* __restrict__ h,
+    int samples, int parts, int channels, int hidden, int slices, float inverse, float slope) {
+  __shared__ float shared[16 * THREADS];
+  const Piece p = piece_of(blockIdx.x, slices, 1, samples, hidden);
+  warp_product<1>(
+      channels, slices, p.active,
+      [&](int row, int k, Operand4 (&out)[2]) {
 #pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) {
-      if (first + q < samples) z1[(i64)(first + q) * hidden + o] = sum[q] + b;
-      h[q * MAX_HIDDEN + o] = activate(sum[q] + b, slope);
-    }
-  });
-  __syncthreads();
-  const auto expand = [&](int o, const float (&sum)[SAMPLES]) {
-    const float b = b2 ? b2[o] : 0.f;
+        for (int r = 0; r < 2; ++r) {
+          const int n = p.m + row + r;
+          out[r] = no_operand();
+          if (n >= samples) continue;
+          out[r] = joined(partial, n, parts, k, channels);
 #pragma unroll
-    for (int q = 0; q < SAMPLES; ++q)
-      if (first + q < samples) z2[(i64)(first + q) * channels + o] = sum[q] + b;
-  };
-  if (hidden % 4 == 0)  // else rows of w2 are not 16-byte aligned
-    dense<4>(w2, hidden, channels, lanes2, h, MAX_HIDDEN, expand);
-  else
-    dense<1>(w2, hidden, channels, lanes2, h, MAX_HIDDEN, expand);
+          for (int i = 0; i < 4; ++i) out[r].v[i] *= inverse;
+          if (p.n == 0 && k < channels) store4(pooled + (i64)n * channels + k, out[r]);
+        }
+      },
+      [&](int k, int column, Operand4 (&out)[4]) { rows_as_columns<true>(w1, p.n + column, hidden, k, channels, out); },
+      [&](int row, int column, float sum) {
+        const int n = p.m + row, j = p.n + column;
+        if (n >= samples || j >= hidden) return;
+        const float z = sum + (b1 ? b1[j] : 0.f);
+        z1[(i64)n * hidden + j] = z;
+        h[(i64)n * hidden + j] = activate(z, slope);
+      },
+      shared);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_gate_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite(
+    const float* __restrict__ h, const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ z2,
+    int samples, int channels, int hidden, int slices) {
+  __shared__ float shared[16 * TALL * THREADS];
+  const Piece p = piece_of(blockIdx.x, slices, TALL, samples, channels);
+  warp_product<TALL>(
+      hidden, slices, p.active,
+      [&](int row, int k, Operand4 (&out)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int n = p.m + row + r;
+          out[r] = n < samples ? four<HIDDEN4>(h + (i64)n * hidden, k, hidden) : no_operand();
+        }
+      },
+      [&](int k, int column, Operand4 (&out)[4]) { rows_as_columns<HIDDEN4>(w2, p.n + column, channels, k, hidden, out); },
+      [&](int row, int column, float sum) {
+        const int n = p.m + row, c = p.n + column;
+        if (n < samples && c < channels) z2[(i64)n * channels + c] = sum + (b2 ? b2[c] : 0.f);
+      },
+      shared);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite_backward(
     const float* __restrict__ partial, const float* __restrict__ z1, const float* __restrict__ z2,
-    const float* __restrict__ w1, const float* __restrict__ w2, float* __restrict__ dz1, float* __restrict__ dz2,
-    float* __restrict__ dpool, int samples, int splits, int channels, int hidden, float inverse, float slope) {
-  __shared__ float d2[SAMPLES * MAX_CHANNELS], d1[SAMPLES * MAX_HIDDEN], strips[4 * THREADS];
-  const int first = blockIdx.x * SAMPLES;
-  for (int i = threadIdx.x; i < SAMPLES * channels; i += THREADS) {
-    const int n = first + i / channels, c = i % channels;
-    float sum = 0.f;
-    if (n < samples) {
-#pragma unroll 4
-      for (int p = 0; p < splits; ++p) sum += partial[((i64)n * splits + p) * channels + c];
-      sum *= gate_slope(z2[(i64)n * channels + c]);
-      dz2[(i64)n * channels + c] = sum;
-    }
-    d2[i / channels * MAX_CHANNELS + c] = sum;
+    const float* __restrict__ w2, float* __restrict__ dz2, float* __restrict__ dz1, float* __restrict__ h,
+    int samples, int parts, int channels, int hidden, int slices, float slope) {
+  __shared__ float shared[16 * THREADS];
+  const Piece p = piece_of(blockIdx.x, slices, 1, samples, hidden);
+  warp_product<1>(
+      channels, slices, p.active,
+      [&](int row, int k, Operand4 (&out)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int n = p.m + row + r;
+          out[r] = no_operand();
+          if (n >= samples) continue;
+          const Operand4 z = four<true>(z2 + (i64)n * channels, k, channels);
+          out[r] = joined(partial, n, parts, k, channels);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) out[r].v[i] *= gate_slope(z.v[i]);
+          if (p.n == 0 && k < channels) store4(dz2 + (i64)n * channels + k, out[r]);
+        }
+      },
+      [&](int k, int column, Operand4 (&out)[4]) { rows_as_rows<HIDDEN4>(w2, p.n + column, hidden, k, channels, out); },
+      [&](int row, int column, float sum) {
+        const int n = p.m + row, j = p.n + column;
+        if (n >= samples || j >= hidden) return;
+        const i64 at = (i64)n * hidden + j;
+        const float z = z1[at];
+        dz1[at] = sum * slope_at(z, slope);
+        h[at] = activate(z, slope);
+      },
+      shared);
+}
+
+// One weight's gradient and its bias's: dw[m][n] = sum over samples of left[.][m] right[.][n]; the bias's is one more column,
+// of ones.
+__device__ __forceinline__ void weight_gradient(
+    const float* __restrict__ left, const float* __restrict__ right, float* dw, float* db,
+    int block, int slices, int samples, int rows, int columns, float* shared) {
+  const Piece p = piece_of(block, slices, TALL, rows, columns + 1);
+  warp_product<TALL>(
+      samples, slices, p.active,
+      [&](int row, int k, Operand4 (&out)[2]) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const float* at = left + (i64)(k + q) * rows;
+          const int m = p.m + row;
+          if (HIDDEN4) {
+            float2 f = {0.f, 0.f};
+            if (k + q < samples && m < rows) f = *(const float2*)(at + m);
+            out[0].v[q] = f.x;
+            out[1].v[q] = f.y;
+          } else {
+            out[0].v[q] = k + q < samples && m < rows ? at[m] : 0.f;
+            out[1].v[q] = k + q < samples && m + 1 < rows ? at[m + 1] : 0.f;
+          }
+        }
+      },
+      [&](int k, int column, Operand4 (&out)[4]) {
+        const int n = p.n + column;
+        rows_as_rows<HIDDEN4>(right, n, columns, k, samples, out);
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (n + i == columns) out[q].v[i] = 1.f;
+      },
+      [&](int row, int column, float sum) {
+        const int m = p.m + row, n = p.n + column;
+        if (m >= rows) return;
+        if (n < columns) dw[(i64)m * columns + n] = sum;
+        if (n == columns) db[m] = sum;
+      },
+      shared);
+}
+
+// Blocks: `pool_blocks` for dpool, `w1_blocks` for dW1 and db1, the others for dW2 and db2.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze_backward(
+    const float* __restrict__ pooled, const float* __restrict__ h, const float* __restrict__ dz1,
+    const float* __restrict__ dz2, const float* __restrict__ w1, float* __restrict__ dpool, float* __restrict__ dw1,
+    float* __restrict__ db1, float* __restrict__ dw2, float* __restrict__ db2,
+    int samples, int channels, int hidden, int slices, int pool_blocks, int w1_blocks, float inverse) {
+  __shared__ float shared[16 * TALL * THREADS];
+  if (blockIdx.x >= pool_blocks) {
+    const bool first = blockIdx.x < pool_blocks + w1_blocks;
+    weight_gradient(
+        first ? dz1 : dz2, first ? pooled : h, first ? dw1 : dw2, first ? db1 : db2,
+        blockIdx.x - pool_blocks - (first ? 0 : w1_blocks), slices, samples, first ? hidden : channels,
+        first ? channels : hidden, shared);
+    return;
   }
-  __syncthreads();
-  const auto hidden_gradient = [&](int j, int q, float sum) {
-    float d = 0.f;
-    if (first + q < samples) {
-      const i64 at = (i64)(first + q) * hidden + j;
-      d = sum * slope_at(z1[at], slope);
-      dz1[at] = d;
-    }
-    d1[q * MAX_HIDDEN + j] = d;
-  };
-  if (hidden % 4 == 0)
-    dense_columns<4>(w2, channels, hidden, d2, MAX_CHANNELS, strips, hidden_gradient);
-  else
-    dense_columns<1>(w2, channels, hidden, d2, MAX_CHANNELS, strips, hidden_gradient);
-  for (int v = threadIdx.x; v < channels / 4; v += THREADS) {
-    float4 sum[SAMPLES];
+  const Piece p = piece_of(blockIdx.x, slices, TALL, samples, channels);
+  warp_product<TALL>(
+      hidden, slices, p.active,
+      [&](int row, int k, Operand4 (&out)[2]) {
 #pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) sum[q].x = sum[q].y = sum[q].z = sum[q].w = 0.f;
-#pragma unroll 8
-    for (int j = 0; j < hidden; ++j) {
-      const float4 w = ((const float4*)(w1 + (i64)j * channels))[v];
-#pragma unroll
-      for (int q = 0; q < SAMPLES; ++q) {
-        const float d = d1[q * MAX_HIDDEN + j];
-        sum[q].x += d * w.x;
-        sum[q].y += d * w.y;
-        sum[q].z += d * w.z;
-        sum[q].w += d * w.w;
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < SAMPLES; ++q) {
-      if (first + q >= samples) continue;
-      const float4 d = {sum[q].x * inverse, sum[q].y * inverse, sum[q].z * inverse, sum[q].w * inverse};
-      ((float4*)(dpool + (i64)(first + q) * channels))[v] = d;
-    }
-  }
+        for (int r = 0; r < 2; ++r) {
+          const int n = p.m + row + r;
+          out[r] = n < samples ? four<HIDDEN4>(dz1 + (i64)n * hidden, k, hidden) : no_operand();
+        }
+      },
+      [&](int k, int column, Operand4 (&out)[4]) { rows_as_rows<true>(w1, p.n + column, channels, k, hidden, out); },
+      [&](int row, int column, float sum) {
+        const int n = p.m + row, c = p.n + column;
+        if (n < samples && c < channels) dpool[(i64)n * channels + c] = sum * inverse;
+      },
+      shared);
 }

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, sample_geometry, storage
+from advisor.ops import catalog, dispatch, pixel_columns, sample_geometry, storage
 from advisor.ops.group_norm import api as gn_api
 from advisor.ops.group_norm import reference as gn_reference
 from advisor.ops.group_norm import spec as gn
@@ -149,8 +149,8 @@ def test_group_norm_says_why_not(change: dict[str, Any], reason: str) -> None:
         ({}, ""),
         ({"shape": (2, 64, 8)}, "3-D"),
         ({"shape": (2, 60, 8, 8)}, "no multiple of 8"),
-        ({"shape": (2, 2056, 8, 8)}, "more than 2048"),
-        ({"hidden": 513}, "more than 512"),
+        ({"shape": (2, 4104, 8, 8)}, "more than 4096"),
+        ({"hidden": 1025}, "more than 1024"),
         ({"channels_last": False}, "channels_last"),
         ({"activation": "gelu"}, "activation gelu"),
         ({"gate": "tanh"}, "gate tanh"),
@@ -232,11 +232,65 @@ def test_lanes_that_join_a_group(per_group: int, lanes: int) -> None:
     assert gn.geometry(2, 64, 8 * per_group, 8, "bfloat16", 132).lanes == lanes
 
 
-@pytest.mark.parametrize(
-    ("inputs", "lanes"), [(1, 1), (4, 1), (6, 1), (8, 1), (32, 2), (48, 2), (54, 8), (240, 8), (512, 32), (2048, 32)]
+@given(
+    samples=st.integers(1, 2000),
+    pixels=st.integers(1, 100_000),
+    vectors=st.integers(1, 600),
+    least=st.integers(1, 1000),
+    most=st.sampled_from([64, 100_000]),
 )
-def test_lanes_that_share_an_output(inputs: int, lanes: int) -> None:
-    assert se.lanes(inputs) == lanes
+def test_blocks_over_pixel_columns_cover_them_and_none_is_without_pixels(
+    samples: int, pixels: int, vectors: int, least: int, most: int
+) -> None:
+    shape = pixel_columns.geometry(
+        samples, pixels, vectors, threads=256, unroll=8, bytes_per_block=131_072, least_blocks=least, most_splits=most
+    )
+    assert 1 <= shape.tile <= 256
+    assert shape.tile * (shape.tiles - 1) < samples * vectors <= shape.tile * shape.tiles
+    assert 1 <= shape.splits <= most
+    assert shape.splits == 1 or (shape.splits - 1) * (256 // shape.tile) * 8 < pixels
+
+
+@pytest.mark.parametrize(
+    ("vectors", "pixels", "tile"),
+    [
+        (4, 12544, 4),  # the whole of a pixel
+        (18, 3136, 18),
+        (60, 196, 60),
+        (43, 196, 64),  # 43 would leave 41 of 256 threads idle
+        (144, 49, 64),
+        (120, 9, 128),  # two threads a column: nine pixels are no work for four
+        (8, 1, 256),
+    ],
+)
+def test_columns_of_a_block(vectors: int, pixels: int, tile: int) -> None:
+    assert pixel_columns.tile_for(vectors, pixels, 256) == tile
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size", "slices"),
+    [(128, 960, 8), (1000, 240, 2), (2000, 240, 1), (4, 16, 1), (4, 40, 4)],
+)
+def test_warps_that_share_a_piece_fill_the_gpu_and_have_work(pieces: int, size: int, slices: int) -> None:
+    assert se.slices(pieces, size, 132) == slices
+
+
+@given(samples=st.integers(1, 600), channels=st.integers(1, 300), hidden=st.integers(1, 512), sms=st.integers(1, 200))
+def test_products_of_squeeze_excite_cover_their_results(samples: int, channels: int, hidden: int, sms: int) -> None:
+    channels *= 8
+    found = se.geometry(samples, 49, channels, hidden, "bfloat16", sms)
+    warps = se.GATE_THREADS // 32
+
+    def covered(blocks: int, slices: int, rows: int, columns: int, tall: int) -> bool:
+        pieces = -(-rows // (16 * tall)) * -(-columns // 32)
+        return (blocks - 1) * (warps // slices) < pieces <= blocks * (warps // slices)
+
+    both = found.squeeze_backward
+    assert covered(found.squeeze.blocks, found.squeeze.slices, samples, hidden, 1)
+    assert covered(found.excite.blocks, found.excite.slices, samples, channels, se.TALL)
+    assert covered(found.pool_blocks, both.slices, samples, channels, se.TALL)
+    assert covered(found.weight_blocks, both.slices, hidden, channels + 1, se.TALL)
+    assert covered(both.blocks - found.pool_blocks - found.weight_blocks, both.slices, channels, hidden + 1, se.TALL)
 
 
 def test_bytes_that_must_move() -> None:
@@ -385,15 +439,25 @@ FAULTS = {
     "barrier of the sums": ("group_norm", "  __syncthreads();\n  for (int o = threadIdx.x; o < COUNT", "  for (int o = threadIdx.x; o < COUNT"),
     "splits of a sample": ("group_norm", "s < parts; ++s", "s < parts - 1; ++s"),
     "samples of the parameters' gradients": ("group_norm", "i < samples * parts", "i < samples * parts - 1"),
-    "barrier before the first product": ("squeeze_excite", "  __syncthreads();\n  dense<4>(w1", "  dense<4>(w1"),
-    "samples behind the last": ("squeeze_excite", "const bool c = n < samples &&", "const bool c ="),
+    "barrier of a column's sums": ("squeeze_excite in fp32", "  __syncthreads();\n  // A thread adds up one", "  // A thread adds up one"),
+    "barrier of the slices' sums": ("squeeze_excite", "  __syncthreads();\n  const int each", "  const int each"),
+    "a slice of a product": ("squeeze_excite", "s < slices; ++s", "s < slices - 1; ++s"),
+    "the small products of fp32": ("squeeze_excite in fp32", "if (SPLIT && s - s == 0.f)", "if (false)"),
+    "samples behind the last": ("squeeze_excite", "k + q < samples && m < rows ? at", "m < rows ? at"),
+    "biases' column of ones": ("squeeze_excite", "out[q].v[i] = 1.f", "out[q].v[i] = 0.f"),
 }  # fmt: skip
-PLANTED_IN = {"layer_norm": (2, 72, 9, 9), "group_norm": (2, 64, 16, 24), "squeeze_excite": (37, 136, 2, 2)}
+PLANTED_IN = {
+    "layer_norm": (2, 72, 9, 9),
+    "group_norm": (2, 64, 16, 24),
+    "squeeze_excite": (37, 136, 2, 2),
+    "squeeze_excite in fp32": (1, 200, 7, 5),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_a_kernel_is_found(emulated: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     family, before, after = FAULTS[fault]
-    case = next(c for c in catalog.get(family).verification if c.shape == PLANTED_IN[family])
+    planted = catalog.get(family.split()[0])
+    case = next(c for c in planted.verification if c.shape == PLANTED_IN[family])
     emulated.use(sm_count=12)
-    assert not passes_with(monkeypatch, catalog.get(family), case, before, after)
+    assert not passes_with(monkeypatch, planted, case, before, after)

@@ -111,7 +111,8 @@ def test_launches_cover_all_work_once(window: Window, height: int, width: int, v
 @settings(deadline=None)
 @given(st.integers(1, 600), st.integers(1, 50_000))
 def test_the_global_mean_covers_all_pixels_once(vectors: int, pixels: int) -> None:
-    shape = spec.global_geometry(vectors, pixels)
+    shape = spec.global_geometry(3, vectors, pixels)
+    assert shape.columns.splits == 1  # a column is summed in one block
     tile, rows, _ = shape.block
     assert 1 <= tile * rows <= spec.THREADS
     assert (shape.channel_tiles - 1) * tile < vectors <= shape.channel_tiles * tile
@@ -239,7 +240,7 @@ FAULTS = {
     "another's position": ("position == kh * KW + kw", "position == kh * KH + kw", "max_pool k3x2s2x3d2x1ceil"),
     "padding counted": ("DIVISOR == 0 || top > 0", "true || top > 0", "avg_pool k3s2 inside"),
     "not divided": ("g[c] *= scale", "g[c] *= 1.f", "avg_pool k3s2 inside"),
-    "no barrier": ("sum[c];\n  __syncthreads();", "sum[c];", "global_avg_pool"),
+    "no barrier": ("threadIdx.x] = sum[j];\n  __syncthreads();", "threadIdx.x] = sum[j];", "global_avg_pool"),
 }
 
 

@@ -107,14 +107,16 @@ def _avg(
 def _global(shape: tuple[int, int, int, int], dtype: torch.dtype, device: int) -> tuple[_Launch, _Launch]:
     n, c, h, w = shape
     name = storage.name(dtype)
-    geometry = spec.global_geometry(c // storage.vector_width(name), h * w)
+    geometry = spec.global_geometry(n, c // storage.vector_width(name), h * w)
     defines = tuple(spec.global_defines(name).items())
     forward, backward = (
         nvrtc.function(spec.GLOBAL_AVG, entry, defines, device) for entry in spec.KERNELS[spec.GLOBAL_AVG]
     )
     sizes = (np.int32(geometry.vectors), np.int32(h * w))
+    columns = geometry.columns
+    summed = tuple(np.int32(value) for value in (n, h * w, columns.vectors, columns.tile))
     return (
-        _Launch(forward, (geometry.channel_tiles, n, 1), geometry.block, (1, 1), sizes),
+        _Launch(forward, (columns.blocks, 1, 1), (spec.THREADS, 1, 1), (1, 1), summed),
         _Launch(backward, (geometry.channel_tiles, geometry.pixel_tiles, n), geometry.block, (1, 1), sizes),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from advisor.ops import pixel_columns
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 MAX_FORWARD = "pooling/max_pool_forward.cu"
@@ -29,13 +30,16 @@ MAX_CHANNEL_TILE = 32
 STRIP_STRIDE = 1
 # In the backward at stride 1: elements along w that a thread makes together.
 BACKWARD_GROUP = 4
-# Global mean: pixels that a thread has in flight in the forward and writes in the backward.
+# Global mean: pixels that a thread of the backward writes, and loads that one of the forward has under way: four threads take
+# 49 pixels at once, with registers (128) for two blocks an SM and so 104 KiB of loads.
 GLOBAL_PIXELS = 8
+GLOBAL_UNROLL = 13
 TUNABLE = {
     "THREADS": (128, 256),
     "MAX_CHANNEL_TILE": (8, 32),
     "STRIP_STRIDE": (0, 1, 2),
     "BACKWARD_GROUP": (1, 2, 4),
+    "GLOBAL_UNROLL": (8, 13),
 }
 
 # Taps are unrolled when a kernel is compiled; 49 are the largest windows of ImageNet networks (7 x 7).
@@ -116,8 +120,8 @@ def unsupported_tensor(*, shape: tuple[int, ...], channels_last: bool, dtype: st
         return f"{c} channels are no multiple of {vector_width(dtype)}"
     if n > _MAX_GRID:
         return f"{n} images are more than {_MAX_GRID}"
-    if h * w * c // vector_width(dtype) >= 2**31:
-        return "an image of 2^31 vectors or more"
+    if h * w * c // vector_width(dtype) >= 2**31 or n * c // vector_width(dtype) >= 2**31:
+        return "an image, or a pixel of all images, of 2^31 vectors or more"
     return ""
 
 
@@ -234,20 +238,31 @@ def backward_geometry(window: Window, vectors: int, height: int, width: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class GlobalGeometry:
-    """Blocks (channel vectors, pixels) for the global mean."""
+    """Blocks for the global mean: of the forward, and (channel vectors, pixels) of the backward."""
 
+    columns: pixel_columns.ColumnGeometry
     block: tuple[int, int, int]
     channel_tiles: int
-    pixel_tiles: int  # backward
+    pixel_tiles: int
     vectors: int
 
 
 @lru_cache(maxsize=4096)
-def global_geometry(vectors: int, pixels: int) -> GlobalGeometry:
-    """As many rows of threads as there are pixels for, up to THREADS threads."""
+def global_geometry(images: int, vectors: int, pixels: int) -> GlobalGeometry:
+    """The forward sums a column in one block; the backward has as many rows of threads as pixels, up to THREADS threads."""
+    columns = pixel_columns.geometry(
+        images,
+        pixels,
+        vectors,
+        threads=THREADS,
+        unroll=GLOBAL_UNROLL,
+        bytes_per_block=pixels * THREADS * 16,
+        least_blocks=1,
+        most_splits=1,
+    )
     tile = channel_tile(vectors, MAX_CHANNEL_TILE)
     down = max(1, min(THREADS // tile, pixels))
-    return GlobalGeometry((tile, down, 1), -(-vectors // tile), -(-pixels // (down * GLOBAL_PIXELS)), vectors)
+    return GlobalGeometry(columns, (tile, down, 1), -(-vectors // tile), -(-pixels // (down * GLOBAL_PIXELS)), vectors)
 
 
 def window_defines(window: Window, dtype: str) -> dict[str, int]:
@@ -293,6 +308,7 @@ def global_defines(dtype: str) -> dict[str, int]:
         "STORAGE": STORAGE[dtype],
         "THREADS": THREADS,
         "PIXELS": GLOBAL_PIXELS,
+        "UNROLL": GLOBAL_UNROLL,
     }
 
 

@@ -19,28 +19,31 @@ class _Launch:
 
     pool: Any
     scale: Any
-    gate: Any
-    gate_backward: Any
+    squeeze: Any
+    excite: Any
+    excite_backward: Any
+    squeeze_backward: Any
     reduce: Any
     apply: Any
     block: tuple[int, int, int]
     gate_block: tuple[int, int, int]
     sums_grid: tuple[int, int, int]
-    scale_grid: tuple[int, int, int]
-    gate_grid: tuple[int, int, int]
     apply_grid: tuple[int, int, int]
-    partials: int  # fp32 values
-    samples: Any
-    rows: Any
-    vectors: Any
-    channels: Any
-    hidden: Any
-    tile: Any
-    tiles: Any
-    parts: Any
-    splits: Any
-    lanes: tuple[Any, Any]
+    squeeze_grid: tuple[int, int, int]
+    excite_grid: tuple[int, int, int]
+    weights_grid: tuple[int, int, int]
+    parts: int
+    # scalars as the kernels take them, in their order
+    sums: tuple[Any, ...]
+    written: tuple[Any, ...]
+    joined: tuple[Any, ...]
+    expanded: tuple[Any, ...]
+    weights: tuple[Any, ...]
     inverse: Any
+
+
+def _int32(*values: int) -> tuple[Any, ...]:
+    return tuple(np.int32(value) for value in values)
 
 
 @lru_cache(maxsize=4096)
@@ -50,9 +53,9 @@ def _launch(
     n, c, h, w = shape
     name = storage.name(dtype)
     found = spec.geometry(n, h * w, c, hidden, name, nvrtc.sm_count(device))
-    stream = tuple(spec.stream_defines(name, activation, gate).items())
-    between = tuple(spec.gate_defines(activation, gate).items())
-    (pool, scale), (forward, backward), (reduce, apply) = (
+    stream = tuple(spec.stream_defines(name, gate).items())
+    between = tuple(spec.gate_defines(name, activation, gate, hidden).items())
+    (pool, scale), (squeeze, excite, excite_backward, squeeze_backward), (reduce, apply) = (
         [nvrtc.function(source, entry, between if source == spec.GATE else stream, device) for entry in entries]
         for source, entries in spec.KERNELS.items()
     )
@@ -60,27 +63,25 @@ def _launch(
     return _Launch(
         pool=pool,
         scale=scale,
-        gate=forward,
-        gate_backward=backward,
+        squeeze=squeeze,
+        excite=excite,
+        excite_backward=excite_backward,
+        squeeze_backward=squeeze_backward,
         reduce=reduce,
         apply=apply,
         block=(spec.THREADS, 1, 1),
         gate_block=(spec.GATE_THREADS, 1, 1),
-        sums_grid=(sums.splits, sums.tiles, n),
-        scale_grid=(out.splits, out.tiles, n),
-        gate_grid=(found.gate_blocks, 1, 1),
-        apply_grid=(found.weight_blocks + out.splits * out.tiles * n, 1, 1),
-        partials=n * sums.splits * c,
-        samples=np.int32(n),
-        rows=np.int32(h * w),
-        vectors=np.int32(sums.vectors),
-        channels=np.int32(c),
-        hidden=np.int32(hidden),
-        tile=np.int32(sums.tile),
-        tiles=np.int32(sums.tiles),
-        parts=np.int32(sums.splits),
-        splits=np.int32(out.splits),
-        lanes=(np.int32(found.lanes[0]), np.int32(found.lanes[1])),
+        sums_grid=(sums.blocks, 1, 1),
+        apply_grid=(out.blocks, 1, 1),
+        squeeze_grid=(found.squeeze.blocks, 1, 1),
+        excite_grid=(found.excite.blocks, 1, 1),
+        weights_grid=(found.squeeze_backward.blocks, 1, 1),
+        parts=sums.splits,
+        sums=_int32(n, h * w, sums.vectors, sums.tile, sums.splits),
+        written=_int32(n, h * w, out.vectors, out.tile, out.splits),
+        joined=_int32(n, sums.splits, c, hidden, found.squeeze.slices),
+        expanded=_int32(n, c, hidden, found.excite.slices),
+        weights=_int32(n, c, hidden, found.squeeze_backward.slices, found.pool_blocks, found.weight_blocks),
         inverse=np.float32(1.0 / (h * w)),
     )
 
@@ -91,6 +92,9 @@ def _plan(x: torch.Tensor, hidden: int, activation: str, gate: str) -> _Launch:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+_NO_SLOPE = np.float32(0.0)  # neither activation has one
 
 
 def forward(
@@ -107,50 +111,25 @@ def forward(
     x: [N, C, H, W] channels_last. w1: [S, C, ...], w2: [C, S, ...], contiguous fp32.
     """
     n, c = x.shape[:2]
-    plan = _plan(x, w1.shape[0], activation, gate)
+    hidden = w1.shape[0]
+    plan = _plan(x, hidden, activation, gate)
     y = torch.empty_like(x)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    saved = torch.empty(n * (2 * c + w1.shape[0]), dtype=torch.float32, device=x.device)
-    pooled = saved.data_ptr()
+    scratch = torch.empty(n * (plan.parts * c + hidden), dtype=torch.float32, device=x.device)
+    saved = torch.empty(n * (2 * c + hidden), dtype=torch.float32, device=x.device)
+    partial, pooled = scratch.data_ptr(), saved.data_ptr()
+    h = partial + 4 * n * plan.parts * c
     z2, z1 = pooled + 4 * n * c, pooled + 8 * n * c
     stream = nvrtc.stream(x.device.index or 0)
-    plan.pool(
-        plan.sums_grid,
-        plan.block,
-        (x.data_ptr(), partial.data_ptr(), plan.rows, plan.vectors, plan.tile),
-        0,
-        stream,
-    )
-    plan.gate(
-        plan.gate_grid,
+    plan.pool(plan.sums_grid, plan.block, (x.data_ptr(), partial, *plan.sums), 0, stream)
+    plan.squeeze(
+        plan.squeeze_grid,
         plan.gate_block,
-        (
-            partial.data_ptr(),
-            w1.data_ptr(),
-            _address(b1),
-            w2.data_ptr(),
-            _address(b2),
-            pooled,
-            z1,
-            z2,
-            plan.samples,
-            plan.parts,
-            plan.channels,
-            plan.hidden,
-            *plan.lanes,
-            plan.inverse,
-            np.float32(0.0),
-        ),
+        (partial, w1.data_ptr(), _address(b1), pooled, z1, h, *plan.joined, plan.inverse, _NO_SLOPE),
         0,
         stream,
     )
-    plan.scale(
-        plan.scale_grid,
-        plan.block,
-        (x.data_ptr(), z2, y.data_ptr(), plan.rows, plan.vectors, plan.tile),
-        0,
-        stream,
-    )
+    plan.excite(plan.excite_grid, plan.gate_block, (h, w2.data_ptr(), _address(b2), z2, *plan.expanded), 0, stream)
+    plan.scale(plan.apply_grid, plan.block, (x.data_ptr(), z2, y.data_ptr(), *plan.written), 0, stream)
     return y, saved
 
 
@@ -171,71 +150,44 @@ def backward(
     hidden = w1.shape[0]
     plan = _plan(x, hidden, activation, gate)
     dx = torch.empty_like(x)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    between = torch.empty(n * (2 * c + hidden), dtype=torch.float32, device=x.device)
+    scratch = torch.empty(n * ((plan.parts + 2) * c + 2 * hidden), dtype=torch.float32, device=x.device)
     gradients = torch.empty(2 * c * hidden + c + hidden, dtype=torch.float32, device=x.device)
     # in this order each begins at 16 bytes, whatever the hidden width
     dw1, dw2, db2, db1 = torch.split(gradients, [c * hidden, c * hidden, c, hidden])
     pooled = saved.data_ptr()
     z2, z1 = pooled + 4 * n * c, pooled + 8 * n * c
-    dpool = between.data_ptr()
-    dz2, dz1 = dpool + 4 * n * c, dpool + 8 * n * c
+    partial = scratch.data_ptr()
+    dz2 = partial + 4 * n * plan.parts * c
+    dpool, dz1 = dz2 + 4 * n * c, dz2 + 8 * n * c
+    h = dz1 + 4 * n * hidden
     stream = nvrtc.stream(x.device.index or 0)
-    plan.reduce(
-        plan.sums_grid,
-        plan.block,
-        (dy.data_ptr(), x.data_ptr(), partial.data_ptr(), plan.rows, plan.vectors, plan.tile),
+    plan.reduce(plan.sums_grid, plan.block, (dy.data_ptr(), x.data_ptr(), partial, *plan.sums), 0, stream)
+    plan.excite_backward(
+        plan.squeeze_grid,
+        plan.gate_block,
+        (partial, z1, z2, w2.data_ptr(), dz2, dz1, h, *plan.joined, _NO_SLOPE),
         0,
         stream,
     )
-    plan.gate_backward(
-        plan.gate_grid,
+    plan.squeeze_backward(
+        plan.weights_grid,
         plan.gate_block,
         (
-            partial.data_ptr(),
-            z1,
-            z2,
-            w1.data_ptr(),
-            w2.data_ptr(),
-            dz1,
-            dz2,
-            dpool,
-            plan.samples,
-            plan.parts,
-            plan.channels,
-            plan.hidden,
-            plan.inverse,
-            np.float32(0.0),
-        ),
-        0,
-        stream,
-    )
-    plan.apply(
-        plan.apply_grid,
-        plan.block,
-        (
-            dy.data_ptr(),
             pooled,
-            z1,
-            z2,
+            h,
             dz1,
             dz2,
+            w1.data_ptr(),
             dpool,
-            dx.data_ptr(),
             dw1.data_ptr(),
             db1.data_ptr(),
             dw2.data_ptr(),
             db2.data_ptr(),
-            plan.samples,
-            plan.rows,
-            plan.vectors,
-            plan.hidden,
-            plan.tile,
-            plan.tiles,
-            plan.splits,
-            np.float32(0.0),
+            *plan.weights,
+            plan.inverse,
         ),
         0,
         stream,
     )
+    plan.apply(plan.apply_grid, plan.block, (dy.data_ptr(), z2, dpool, dx.data_ptr(), *plan.written), 0, stream)
     return dx, dw1.view(w1.shape), db1, dw2.view(w2.shape), db2

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from advisor.ops import sample_geometry, storage
+from advisor.ops import pixel_columns, sample_geometry, storage
 
 FORWARD = "squeeze_excite/squeeze_excite_forward.cu"
 GATE = "squeeze_excite/squeeze_excite_gate.cu"
 BACKWARD = "squeeze_excite/squeeze_excite_backward.cu"
 KERNELS = {
     FORWARD: ("squeeze_excite_pool", "squeeze_excite_scale"),
-    GATE: ("squeeze_excite_gate", "squeeze_excite_gate_backward"),
+    GATE: (
+        "squeeze_excite_squeeze",
+        "squeeze_excite_excite",
+        "squeeze_excite_excite_backward",
+        "squeeze_excite_squeeze_backward",
+    ),
     BACKWARD: ("squeeze_excite_backward_reduce", "squeeze_excite_backward_apply"),
 }
 
@@ -20,25 +25,24 @@ KERNELS = {
 ACTIVATIONS = {"relu": 1, "silu": 4}
 GATES = {"sigmoid": 0, "hardsigmoid": 1}
 
-# The products' kernel: the widest squeeze-and-excite of the usual networks is SE-ResNet's (2048, 128); 512 hidden units of
-# four samples beside it fill the 48 KiB of shared memory that every block may have.
-GATE_THREADS = 512
-SAMPLES = 4
-MAX_CHANNELS = 2048
-MAX_HIDDEN = 512
-SQUARE = 32  # a block makes 32 x 32 of both weights' gradients (squeeze_excite_backward.cu)
+# The widest squeeze-and-excite of the usual networks is SE-ResNet's (2048, 128); beyond twice that nothing is verified.
+MAX_CHANNELS = 4096
+MAX_HIDDEN = 1024
 THREADS = 256
-# Channel vectors a block covers: 16 x 16 bytes of a row is two cache lines (measured for batch norm,
-# docs/decisions/0001-batchnorm-launch.md).
-MAX_TILE = 16
-# What a block reads of one tensor. Small enough that many waves of blocks balance themselves, large enough that a block's
-# start (joining the partial sums, loading its channels' constants: about 2 us) hides behind the others of its SM.
+# What a block of the passes reads of one tensor: small enough that several waves of blocks balance themselves, large enough
+# that a block's start and the sums of its threads hide behind the others of its SM.
 BYTES_PER_BLOCK = 131_072
-# Blocks of 256 threads with 4 x 16 bytes under way: 64 KiB an SM, 4.2 TB/s at 2 us of loaded latency.
-BLOCKS_PER_SM = 4
-UNROLL = 4  # rows a thread has under way
+# Blocks of 256 threads with 8 x 16 bytes under way: 96 KiB an SM.
+BLOCKS_PER_SM = 3
+UNROLL = 8  # 16-byte loads that a thread has under way
+# The products (kernels/include/warp_product.cuh): a warp makes 16 * tall x 32 of a result; those with K = C have few pieces and
+# are made 16 tall.
+GATE_THREADS = 256
+TALL = 2
+PIECE_COLUMNS = 32
+STEP = 16
 # Constants that a tuning run may try other values of.
-TUNABLE = {"MAX_TILE": (8, 16, 32), "BYTES_PER_BLOCK": (65_536, 131_072, 262_144), "SAMPLES": (2, 4)}
+TUNABLE = {"BYTES_PER_BLOCK": (65_536, 131_072), "UNROLL": (4, 8), "TALL": (1, 2)}
 
 
 def name(activation: str, gate: str) -> str:
@@ -89,24 +93,45 @@ def unsupported(
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """`sums` and `apply`: blocks of the passes that sum and that write; `lanes` threads share an output of each product."""
+class Product:
+    """Blocks of one product, and the warps that share a piece of it."""
 
-    sums: sample_geometry.SampleGeometry
-    apply: sample_geometry.SampleGeometry
-    gate_blocks: int
-    lanes: tuple[int, int]
+    blocks: int
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """`sums` and `apply`: blocks of the passes that sum and that write. `weight_blocks`: of dW1, which follow the first
+    `pool_blocks` of `squeeze_backward`.
+    """
+
+    sums: pixel_columns.ColumnGeometry
+    apply: pixel_columns.ColumnGeometry
+    squeeze: Product  # and excite_backward, the same sizes
+    excite: Product
+    squeeze_backward: Product
+    pool_blocks: int
     weight_blocks: int
 
 
-def lanes(inputs: int) -> int:
-    """Threads that share an output: a power of two, each with four or more loads (16 bytes, or 4 where rows are not aligned).
+def _pieces(rows: int, columns: int, tall: int) -> int:
+    return -(-rows // (16 * tall)) * -(-columns // PIECE_COLUMNS)
 
-    Four outputs at a time and two loads of each under way make eight, which hide L2's latency with 512 threads; fewer lanes
-    take fewer rounds over the outputs, and fewer shuffles.
-    """
-    loads = inputs // 4 if inputs % 4 == 0 else inputs
-    return min(32, 1 << max(0, (loads // 4).bit_length() - 1))
+
+def slices(pieces: int, size: int, sm_count: int) -> int:
+    """Warps that share a piece and its `size` values of k: a power of two, so many that every SM has a block."""
+    warps, found = GATE_THREADS // 32, 1
+    while found < warps and pieces * found < sm_count * warps and found * STEP < size:
+        found *= 2
+    return found
+
+
+def product(rows: int, columns: int, size: int, tall: int, sm_count: int) -> Product:
+    """One result of [rows, columns], summed over `size`."""
+    pieces = _pieces(rows, columns, tall)
+    shared = slices(pieces, size, sm_count)
+    return Product(-(-pieces // (GATE_THREADS // 32 // shared)), shared)
 
 
 @lru_cache(maxsize=4096)
@@ -114,45 +139,43 @@ def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm
     """`rows` is H * W."""
     vectors = channels // storage.vector_width(dtype)
     cut = partial(
-        sample_geometry.geometry,
+        pixel_columns.geometry,
         samples,
         rows,
         vectors,
         threads=THREADS,
-        max_tile=MAX_TILE,
         unroll=UNROLL,
         bytes_per_block=BYTES_PER_BLOCK,
         least_blocks=sm_count * BLOCKS_PER_SM,
     )
+    results = ((samples, channels), (hidden, channels + 1), (channels, hidden + 1))  # dpool, dW1 | db1, dW2 | db2
+    pieces = [_pieces(*size, TALL) for size in results]
+    shared = slices(sum(pieces), min(hidden, samples), sm_count)
+    pool, w1, w2 = (-(-count // (GATE_THREADS // 32 // shared)) for count in pieces)
     return Geometry(
         sums=cut(most_splits=sample_geometry.MAX_PARTS),
         apply=cut(most_splits=rows),
-        gate_blocks=-(-samples // SAMPLES),
-        lanes=(lanes(channels), lanes(hidden)),
-        weight_blocks=-(-channels // SQUARE) * -(-hidden // SQUARE),
+        squeeze=product(samples, hidden, channels, 1, sm_count),
+        excite=product(samples, channels, hidden, TALL, sm_count),
+        squeeze_backward=Product(pool + w1 + w2, shared),
+        pool_blocks=pool,
+        weight_blocks=w1,
     )
 
 
-def stream_defines(dtype: str, activation: str, gate: str) -> dict[str, int]:
+def stream_defines(dtype: str, gate: str) -> dict[str, int]:
     """Macros of one variant of the passes over the tensor."""
-    return {
-        "STORAGE": storage.STORAGE[dtype],
-        "ACT": ACTIVATIONS[activation],
-        "GATE": GATES[gate],
-        "THREADS": THREADS,
-        "MAX_TILE": MAX_TILE,
-        "UNROLL": UNROLL,
-    }
+    return {"STORAGE": storage.STORAGE[dtype], "GATE": GATES[gate], "THREADS": THREADS, "UNROLL": UNROLL}
 
 
-def gate_defines(activation: str, gate: str) -> dict[str, int]:
-    """Macros of one variant of the products between them."""
+def gate_defines(dtype: str, activation: str, gate: str, hidden: int) -> dict[str, int]:
+    """Macros of one variant of the products between them: tf32 is exact enough beside 16-bit tensors."""
     return {
         "ACT": ACTIVATIONS[activation],
         "GATE": GATES[gate],
-        "SAMPLES": SAMPLES,
-        "MAX_CHANNELS": MAX_CHANNELS,
-        "MAX_HIDDEN": MAX_HIDDEN,
+        "SPLIT": int(dtype == "float32"),
+        "HIDDEN4": int(hidden % 4 == 0),
+        "TALL": TALL,
         "THREADS": GATE_THREADS,
     }
 
@@ -163,10 +186,13 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """
     pairs = (("silu", "sigmoid"), ("relu", "hardsigmoid"))
     if source == GATE:
-        return tuple(gate_defines(*pair) for pair in pairs)
+        return (
+            *(gate_defines("bfloat16", *pair, 8) for pair in pairs),
+            *(gate_defines("float32", *pairs[0], hidden) for hidden in (8, 6)),
+        )
     return (
-        *(stream_defines("bfloat16", *pair) for pair in pairs),
-        stream_defines("float32", *pairs[0]),
+        *(stream_defines("bfloat16", gate) for _, gate in pairs),
+        stream_defines("float32", "sigmoid"),
     )
 
 
