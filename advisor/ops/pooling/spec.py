@@ -39,7 +39,6 @@ TUNABLE = {
     "MAX_CHANNEL_TILE": (8, 32),
     "STRIP_STRIDE": (0, 1, 2),
     "BACKWARD_GROUP": (1, 2, 4),
-    "GLOBAL_UNROLL": (8, 13),
 }
 
 # Taps are unrolled when a kernel is compiled; 49 are the largest windows of ImageNet networks (7 x 7).
