@@ -24,7 +24,8 @@ MAX_CHANNELS = 96  # a block has all of them, in registers
 MAX_COLUMNS = 128  # of a tile
 TILE = 512  # output pixels between two barriers, as far as shared memory allows
 THREADS = 128
-SUMS = 96  # registers of a thread for the sums of the weight gradient
+MAX_ARCH = 90  # on sm_100 the weight gradient spills 8 bytes with as many sums as sm_90 runs fastest with
+SUMS = 160  # registers of a thread for the sums of the weight gradient: 30 % faster on an H200 than 96 for 7 x 7 taps
 TAPS_AND_SUMS = (
     128  # registers of a thread for weights and sums of the forward: two thirds of what three blocks an SM leave
 )
@@ -93,6 +94,8 @@ def unsupported(
     """
     if arch < storage.MIN_ARCH:
         return f"sm_{arch} is older than sm_{storage.MIN_ARCH}"
+    if arch > MAX_ARCH:
+        return f"not tuned for sm_{arch}"
     reason = unsupported_convolution(
         shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
     )
