@@ -25,18 +25,18 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
     int items, int batch, int vectors, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
     int origin, int lead, int groups, int column_tiles, int segment_rows) {
-  __shared__ __align__(16) unsigned int stages[STAGES][COPIES * 32 * PITCH];
-  __shared__ __align__(16) unsigned int done_rows[UP][ROW_COPIES * 32 * PITCH];
-  __shared__ int in_places[COPIES * 32], out_places[ROW_COPIES * 32];
+  __shared__ __align__(16) unsigned int stages[STAGES][COPIES * AT_ONCE * PITCH];
+  __shared__ __align__(16) unsigned int done_rows[UP][ROW_COPIES * AT_ONCE * PITCH];
+  __shared__ int in_places[COPIES * AT_ONCE], out_places[ROW_COPIES * AT_ONCE];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int vector = blockIdx.y * WARPS + threadIdx.x % WARPS;  // that this thread copies
-  const bool copies = vector < vectors;
-  const int mine = blockIdx.y * WARPS + warp;                   // that its warp computes
+  const int unit = threadIdx.x % UNITS, channel = blockIdx.y * TILE + unit * (COPY / 2);  // that this thread copies
+  const bool copies = channel < vectors * CH;
+  const int mine = blockIdx.y * WARPS + warp;  // the channels that this warp computes
   const int pixel = vectors * (int)sizeof(Chunk);
   const int row_bytes = width * pixel, out_row_bytes = out_width * pixel;
   const int image_bytes = height * row_bytes, out_image_bytes = out_height * out_row_bytes;
-  const int column_of_warps = threadIdx.x / WARPS;  // this thread copies every 32nd pixel from here on
-  const int cell = column_of_warps * PITCH + threadIdx.x % WARPS * (CH / 2);
+  const int pixel_of_copy = threadIdx.x / UNITS;  // and every AT_ONCE-th from there on
+  const int cell = pixel_of_copy * PITCH + unit * (COPY / 4);
 
   // The bands: value k of a lane is pixel t + 4 k of the window (k 0, 1 in the first register), column g.
   unsigned int band[K][CH][2];
@@ -84,23 +84,23 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 
   // What is copied next.
   int item_ahead = blockIdx.x, row_ahead = 0, last_ahead = -1, slot_ahead = 0;
-  const char* from = (const char*)(x + vector);
+  const char* from = (const char*)x + 2 * channel;
   auto aim = [&]() {
     if (item_ahead >= items) return;
     const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, rows);
     row_ahead = first_row(p);
     last_ahead = last_row(p);
     place<COPIES, PIECE>(in_places, p.n, batch, p.column * DOWN / UP + origin, width, image_bytes, pixel);
-    from = (const char*)(x + vector) + (i64)p.n * image_bytes + (i64)row_ahead * row_bytes;
+    from = (const char*)x + 2 * channel + (i64)p.n * image_bytes + (i64)row_ahead * row_bytes;
   };
   auto fetch = [&]() {
     if (item_ahead < items) {
       const bool row_inside = copies && row_ahead >= 0 && row_ahead < height;
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
-        const int place = in_places[column_of_warps + 32 * i];
-        const bool valid = row_inside && place != OUTSIDE;
-        copy_chunk((Chunk*)(stages[slot_ahead] + cell + i * 32 * PITCH), from + place, valid);
+        const int place = in_places[pixel_of_copy + AT_ONCE * i];
+        const bool valid = row_inside && place >= 0;
+        copy_unit(stages[slot_ahead] + cell + i * AT_ONCE * PITCH, from + (unsigned int)place, valid);
       }
       from += row_bytes;
       if (++row_ahead > last_ahead) item_ahead += gridDim.x;
@@ -137,6 +137,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       row_end = row_end > out_height ? out_height : row_end;
     }
 
+    char* to = (char*)y + 2 * channel + ((i64)p.n * out_height + row) * out_row_bytes;
+
     float sum[SLOTS][CH][4];
 #pragma unroll
     for (int q = 0; q < SLOTS; ++q)
@@ -167,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
         for (int c = 0; c < CH; ++c) total[c] = fmaf(value[c], w[c], total[c]);
       }
 #pragma unroll
-      for (int c = 0; c < CH; ++c) total[c] += start[c];
+      for (int c = 0; c < CH; ++c)
+        if (BIAS) total[c] += start[c];
       return narrow(total);
     };
     for (int at = first, phase = 0; row < row_end; at += DOWN) {
@@ -200,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
             }
         }
         Chunk ready[UP][4];  // the finished rows' pixels of this lane
-        bool finite = true;
+        unsigned int probe = 0u;   // stays zero while they are finite
 #pragma unroll
         for (int u = 0; u < SLOTS; ++u) {
           if (phase != u) continue;  // one for the whole block: registers need an index that the compiler knows
@@ -224,22 +227,31 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 #pragma unroll
                 for (int c = 0; c < CH; ++c) {
                   value[c] = sum[UP == 2 ? (u + o) % SLOTS : (u + 1) % SLOTS][c][i];
-                  finite = finite && fabsf(value[c]) < __int_as_float(0x7f800000);
-                  value[c] += start[c];
+                  if (BIAS) value[c] += start[c];
                 }
                 ready[o][i] = narrow(value);
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) probe = add_nothing_of(ready[o][i].w[w], probe);
               }
           }
         }
         if (e == DOWN - 1 && complete) {
+          if (probe != 0u) {
+#pragma unroll
+            for (int o = 0; o < UP; ++o)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int m = g + i / 2 * 8, column = 2 * t + i % 2;
+                if (column < PIXELS)
+                  ready[o][i] = exact(p.n + m / STRIPS, row + o, p.column + m % STRIPS * PIXELS + column, ready[o][i]);
+              }
+          }
 #pragma unroll
           for (int o = 0; o < UP; ++o)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int m = g + i / 2 * 8, column = 2 * t + i % 2;
-              if (column >= PIXELS) continue;
-              if (!finite) ready[o][i] = exact(p.n + m / STRIPS, row + o, p.column + m % STRIPS * PIXELS + column, ready[o][i]);
-              *(Chunk*)(done_rows[o] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[o][i];
+              if (column < PIXELS) *(Chunk*)(done_rows[o] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[o][i];
             }
         }
         if (more) follow();
@@ -251,15 +263,19 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       }
       // To the output, whole sectors.
 #pragma unroll
-      for (int e = 0; e < UP; ++e) {
-        if (!copies || row + e < row_begin || row + e >= row_end) continue;
-        char* to = (char*)(y + vector) + (i64)p.n * out_image_bytes + (i64)(row + e) * out_row_bytes;
+      for (int o = 0; o < UP; ++o) {
+        if (!copies || row + o < row_begin || row + o >= row_end) continue;
+        Words<COPY / 4> value[ROW_COPIES];
+        int place[ROW_COPIES];
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; ++i) {
-          const int place = out_places[column_of_warps + 32 * i];
-          if (place != OUTSIDE) *(Chunk*)(to + place) = *(const Chunk*)(done_rows[e] + cell + i * 32 * PITCH);
+          place[i] = out_places[pixel_of_copy + AT_ONCE * i];
+          value[i] = *(const Words<COPY / 4>*)(done_rows[o] + cell + i * AT_ONCE * PITCH);
         }
+#pragma unroll
+        for (int i = 0; i < ROW_COPIES; ++i) store_if(place[i] >= 0, to + o * out_row_bytes + (unsigned int)place[i], value[i]);
       }
+      to += UP * out_row_bytes;
       row += UP;
       phase = phase + UP < SLOTS ? phase + UP : phase + UP - SLOTS;
     }

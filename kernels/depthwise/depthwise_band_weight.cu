@@ -17,23 +17,23 @@
 #include "band.cuh"
 
 #define SLOTS ((K + DOWN - 1) / DOWN)
-#define X_CELLS (COPIES * 32 * PITCH)
-#define DY_CELLS (ROW_COPIES * 32 * PITCH)
+#define X_CELLS (COPIES * AT_ONCE * PITCH)
+#define DY_CELLS (ROW_COPIES * AT_ONCE * PITCH)
 
 extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise_band_weight(
     const Chunk* __restrict__ dy, const Chunk* __restrict__ x, float* __restrict__ partial, int items, int batch, int vectors,
     int height, int width, int out_height, int out_width, int pad_height, int pad_width, int origin, int lead, int groups,
     int column_tiles, int segment_rows) {
   __shared__ __align__(16) unsigned int stages[STAGES][X_CELLS + DY_CELLS];  // a row of x, and with the first of a step one of dy
-  __shared__ int x_places[2][COPIES * 32], dy_places[2][ROW_COPIES * 32];  // of the items by turns
+  __shared__ int x_places[2][COPIES * AT_ONCE], dy_places[2][ROW_COPIES * AT_ONCE];  // of the items by turns
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int vector = blockIdx.y * WARPS + threadIdx.x % WARPS;
-  const bool copies = vector < vectors;
+  const int unit = threadIdx.x % UNITS, channel = blockIdx.y * TILE + unit * (COPY / 2);  // that this thread copies
+  const bool copies = channel < vectors * CH;
   const int pixel = vectors * (int)sizeof(Chunk);
   const int row_bytes = width * pixel, out_row_bytes = out_width * pixel;
   const int image_bytes = height * row_bytes, out_image_bytes = out_height * out_row_bytes;
-  const int column_of_warps = threadIdx.x / WARPS;  // this thread copies every 32nd pixel from here on
-  const int cell = column_of_warps * PITCH + threadIdx.x % WARPS * (CH / 2);
+  const int pixel_of_copy = threadIdx.x / UNITS;  // and every AT_ONCE-th from there on
+  const int cell = pixel_of_copy * PITCH + unit * (COPY / 4);
 
   // A lane's pixels: g (and g + 8) of strips t, t + 4, t + 8 and t + 12.
   const int word = warp * (CH / 2);
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
   };
 
   int item_ahead = blockIdx.x, step_ahead = 0, last_ahead = -1, e_ahead = 0, end_ahead = 0, slot_ahead = 0, turn = 0;
-  const char *from = (const char*)(x + vector), *dy_from = (const char*)(dy + vector);
+  const char *from = (const char*)x + 2 * channel, *dy_from = (const char*)dy + 2 * channel;
   auto aim = [&]() {
     if (item_ahead >= items) return;
     const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, out_height);
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     turn ^= 1;
     place<COPIES, PIECE>(x_places[turn], p.n, batch, p.column * DOWN + origin, width, image_bytes, pixel);
     place<ROW_COPIES, STRIPS * PIXELS>(dy_places[turn], p.n, batch, p.column, out_width, out_image_bytes, pixel);
-    from = (const char*)(x + vector) + (i64)p.n * image_bytes + (i64)(step_ahead * DOWN - pad_height) * row_bytes;
-    dy_from = (const char*)(dy + vector) + (i64)p.n * out_image_bytes + (i64)step_ahead * out_row_bytes;
+    from = (const char*)x + 2 * channel + (i64)p.n * image_bytes + (i64)(step_ahead * DOWN - pad_height) * row_bytes;
+    dy_from = (const char*)dy + 2 * channel + (i64)p.n * out_image_bytes + (i64)step_ahead * out_row_bytes;
   };
   auto fetch = [&]() {
     if (item_ahead < items) {
@@ -66,17 +66,17 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       const bool row_inside = copies && row >= 0 && row < height;
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
-        const int place = x_places[turn][column_of_warps + 32 * i];
-        const bool valid = row_inside && place != OUTSIDE;
-        copy_chunk((Chunk*)(stages[slot_ahead] + cell + i * 32 * PITCH), from + place, valid);
+        const int place = x_places[turn][pixel_of_copy + AT_ONCE * i];
+        const bool valid = row_inside && place >= 0;
+        copy_unit(stages[slot_ahead] + cell + i * AT_ONCE * PITCH, from + (unsigned int)place, valid);
       }
       from += row_bytes;
       if (e_ahead == 0) {
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; ++i) {
-          const int place = dy_places[turn][column_of_warps + 32 * i];
-          const bool valid = copies && step_ahead < end_ahead && place != OUTSIDE;
-          copy_chunk((Chunk*)(stages[slot_ahead] + X_CELLS + cell + i * 32 * PITCH), dy_from + place, valid);
+          const int place = dy_places[turn][pixel_of_copy + AT_ONCE * i];
+          const bool valid = copies && step_ahead < end_ahead && place >= 0;
+          copy_unit(stages[slot_ahead] + X_CELLS + cell + i * AT_ONCE * PITCH, dy_from + (unsigned int)place, valid);
         }
         dy_from += out_row_bytes;
       }

@@ -9,7 +9,8 @@
 // (PTX ISA, fragments of m16n8k16) in an order of k that spreads them over the banks.
 //
 // Set by the build: K, DOWN and UP (the stride, of the forward or of the data gradient; the other is 1), CH, TILE channels a
-// block, STRIPS, PIXELS, WINDOW pixels of a strip's input (at most 16), PIECE pixels of one image's row in a stage, STAGES.
+// block, COPY bytes a copy (4, 8 or 16), STRIPS, PIXELS, WINDOW pixels of a strip's input (at most 16), PIECE pixels of one image's row in a
+// stage, STAGES.
 
 #include "channels.cuh"
 #include "cp_async.cuh"
@@ -21,9 +22,11 @@
 #define ADVANCE (DOWN * PIXELS / UP)       // input pixels from strip to strip
 #define STAGE_PIXELS (WALKERS * PIECE)
 #define ROW_PIXELS (16 * PIXELS)           // output pixels of a row of all strips
-#define PITCH (TILE / 2 + CH / 2 * (1 - TILE / CH % 2))  // words a pixel: an odd number of CH channels
-#define COPIES ((STAGE_PIXELS + 31) / 32)  // by one thread: threads stand in WARPS columns of 32 pixels
-#define ROW_COPIES ((ROW_PIXELS + 31) / 32)
+#define UNITS (2 * TILE / COPY)            // copies that make a pixel
+#define PITCH (COPY / 4 * (UNITS | 1))     // words a pixel: an odd number of copies, so that pixels lie in different banks
+#define AT_ONCE (16 * COPY / CH)           // pixels that the block copies at once: BAND_THREADS / UNITS
+#define COPIES ((STAGE_PIXELS + AT_ONCE - 1) / AT_ONCE)  // by one thread
+#define ROW_COPIES ((ROW_PIXELS + AT_ONCE - 1) / AT_ONCE)
 #define WIDE (WINDOW > 8)                  // else the upper half of the product's k is zero
 
 // What a block works on: rows [begin, end) of the output in WALKERS images from `n` on, columns from `column` on.
@@ -42,8 +45,10 @@ __device__ __forceinline__ Part part_of(int item, int groups, int column_tiles, 
   return p;
 }
 
-__device__ __forceinline__ void copy_chunk(Chunk* to, const char* from, bool valid) {
-#if CH == 4
+__device__ __forceinline__ void copy_unit(unsigned int* to, const char* from, bool valid) {
+#if COPY == 16
+  cp_async16(to, from, valid);
+#elif COPY == 8
   cp_async8(to, from, valid);
 #else
   cp_async4(to, from, valid);
@@ -51,20 +56,20 @@ __device__ __forceinline__ void copy_chunk(Chunk* to, const char* from, bool val
 }
 
 // Where the pixels of a stage come from or go to: `span` pixels of each of WALKERS images side by side. Written by the block
-// for all its threads: bytes from the first image's row, or OUTSIDE. Pixel 0 is column `first` of image n.
-#define OUTSIDE -1
-
+// for all its threads: bytes from the first image's row, or a negative number outside. Pixel 0 is column `first` of image n.
 template <int count, int span>
-__device__ __forceinline__ void place(int (&table)[count * 32], int n, int batch, int first, int width, int image_bytes, int pixel_bytes) {
-  for (int at = threadIdx.x; at < count * 32; at += BAND_THREADS) {
+__device__ __forceinline__ void place(int (&table)[count * AT_ONCE], int n, int batch, int first, int width, int image_bytes, int pixel_bytes) {
+#pragma unroll 1
+  for (int at = threadIdx.x; at < count * AT_ONCE; at += BAND_THREADS) {
     const int walker = at / span, column = first + at % span;
     const bool inside = at < WALKERS * span && n + walker < batch && column >= 0 && column < width;
-    table[at] = inside ? walker * image_bytes + column * pixel_bytes : OUTSIDE;
+    table[at] = inside ? walker * image_bytes + column * pixel_bytes : -1;
   }
 }
 
-__device__ __forceinline__ unsigned int low_halves(unsigned int a, unsigned int b) { return (a & 0xffffu) | b << 16; }
-__device__ __forceinline__ unsigned int high_halves(unsigned int a, unsigned int b) { return a >> 16 | (b & 0xffff0000u); }
+// The lower, or upper, halves of two words as one: one PRMT.
+__device__ __forceinline__ unsigned int low_halves(unsigned int a, unsigned int b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ unsigned int high_halves(unsigned int a, unsigned int b) { return __byte_perm(a, b, 0x7632); }
 
 __device__ __forceinline__ void product(float (&d)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
 #if STORAGE == 1

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 STRIPS = 16  # rows of one matrix product
 MOST_PIXELS = 8  # columns of it
 MOST_WINDOW = 16  # its depth
-COPY_PIXELS = 32  # pixels of a tile that a block copies at once
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 SM_SHARED_BYTES = 227 * 1024  # what an SM has for its blocks on sm_90; 163 KiB on sm_80
 FEWEST_STAGES = 2
+COPY_COST = 6  # a copied pixel, in columns of a product: what neighbours in a row share is copied once
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def layout(*, batch: int, width: int, out_width: int, kernel: int, down: int, up
         tiles = -(-out_width // (strips * pixels))
         piece = (strips - 1) * (down * pixels // up) + window
         images = -(-batch * strips // STRIPS) * (STRIPS // strips)  # a block's images may be more than there are
-        return images * tiles * (strips * MOST_PIXELS + piece), Layout(
+        return images * tiles * (strips * MOST_PIXELS + COPY_COST * piece), Layout(
             strips, pixels, window, piece, origin, lead, tiles
         )
 
@@ -73,10 +73,14 @@ def layout(*, batch: int, width: int, out_width: int, kernel: int, down: int, up
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block is compiled for: `tile` channels, `channels` of them a warp, rows of pixels `stages` ahead."""
+    """What a block is compiled for: `tile` channels, `channels` of them a warp, rows of pixels `stages` ahead.
+
+    A thread copies `copy` bytes at once.
+    """
 
     tile: int
     channels: int
+    copy: int
     stages: int
     blocks: int  # on an SM at once, which caps registers
 
@@ -86,32 +90,25 @@ class Block:
         return 32 * self.tile // self.channels
 
 
-def _copied(pixels: int) -> int:
-    return -(-pixels // COPY_PIXELS) * COPY_PIXELS
-
-
-def pixel_bytes(tile: int, channels: int) -> int:
-    """Of a pixel in shared memory: an odd number of a warp's channels, so that pixels begin in different banks."""
-    groups = tile // channels
-    return 2 * channels * (groups + 1 - groups % 2)
-
-
 def shared(shape: Layout, block: Block, *, up: int, weight: bool) -> int:
     """Bytes of shared memory of a block."""
-    row = _copied(STRIPS // shape.strips * shape.piece)
-    out = _copied(STRIPS * shape.pixels)
+    at_once = 16 * block.copy // block.channels
+
+    def copied(pixels: int) -> int:
+        return -(-pixels // at_once) * at_once
+
+    row = copied(STRIPS // shape.strips * shape.piece)
+    out = copied(STRIPS * shape.pixels)
     pixels = block.stages * (row + out) if weight else block.stages * row + up * out
     places = 4 * (row + out) * (2 if weight else 1)
-    return pixels * pixel_bytes(block.tile, block.channels) + places
+    pixel = block.copy * (2 * block.tile // block.copy | 1)  # an odd number of copies: pixels begin in different banks
+    return pixels * pixel + places
 
 
-def tile(channels: int, group: int, most: int) -> int:
-    """Channels a block covers, of the `channels` there are: tiles of equal size, in whole 16-byte pieces where C has them."""
-    step = max(group, 8 if channels % 8 == 0 else group)
+def tile(channels: int, step: int, most: int) -> int:
+    """Channels a block covers, of the `channels` there are: in tiles of equal size, a multiple of `step`, at most `most`."""
     tiles = -(-channels // most)
-    return min(
-        -(-channels // tiles // step) * step if channels % step == 0 else -(-channels // tiles // group) * group, most
-    )
+    return min(-(-channels // tiles // step) * step, most // step * step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,12 @@ REGISTERS = 65536  # of an SM
 BAND_TAPS = (3, 5, 7)  # whose windows of 8 outputs are at most 16 pixels
 BAND_TILE = 32  # channels of a block of the tensor-core kernels: two 32-byte sectors of a pixel
 BAND_CHANNELS = 0  # of a warp of theirs, 2 or 4; 0: as many as leave registers for two blocks, by the taps
+BAND_COPIED = (
+    2  # a thread copies this many times the channels of a warp at once: fewer instructions, more bank conflicts
+)
 BAND_STAGES = 4  # rows of pixels that they copy ahead
-ALIGNMENT = 8  # bytes of 4 channels in half precision, of 2 in fp32: what a thread loads at once
-TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (0, 2, 4), "BAND_STAGES": (3, 4)}
+ALIGNMENT = 16  # bytes: what a thread copies at once, at most
+TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (0, 2, 4), "BAND_COPIED": (1, 2)}
 # Elements of one image's row of pixels must fit 32-bit byte offsets with room for a window.
 MAX_WINDOW_BYTES = 2**31 - 1
 
@@ -367,7 +370,7 @@ class Band:
 
 
 # Registers a thread needs so that nothing is spilled on sm_80 and sm_90 (ptxas 13.0), by (k, channels of a warp).
-_BAND_REGISTERS = {(3, 2): 96, (3, 4): 144, (5, 2): 128, (5, 4): 240, (7, 2): 160, (7, 4): 255}
+_BAND_REGISTERS = {(3, 2): 96, (3, 4): 128, (5, 2): 128, (5, 4): 240, (7, 2): 128, (7, 4): 255}
 
 
 def band(call: Call, kind: str) -> Band:
@@ -383,15 +386,18 @@ def band(call: Call, kind: str) -> Band:
         up=up,
         pad=call.padding[1],
     )
-    group = BAND_CHANNELS or (4 if call.kernel == 3 else 2)
+    group = BAND_CHANNELS or (4 if call.kernel == 3 and up == 1 else 2)  # two finished rows take registers as well
     if call.channels % group:
         group = 2
+    copy = next(size for size in (16, 8, 4) if size <= 2 * group * BAND_COPIED and 2 * call.channels % size == 0)
+    copy = max(copy, 2 * group)
     for most in (BAND_TILE, 24, 16, 8):
+        tile = bands.tile(call.channels, copy // 2, min(most, BAND_TILE))
         for stages in range(BAND_STAGES, bands.FEWEST_STAGES - 1, -1):
-            block = bands.Block(bands.tile(call.channels, group, min(most, BAND_TILE)), group, stages, 1)
-            bytes_used = bands.shared(cut, block, up=up, weight=kind == "weight")
+            block = bands.Block(tile, group, copy, stages, 1)
             if block.threads * _BAND_REGISTERS[call.kernel, group] > REGISTERS:
                 continue
+            bytes_used = bands.shared(cut, block, up=up, weight=kind == "weight")
             if bytes_used <= bands.SHARED_BYTES and (stages > bands.FEWEST_STAGES or most == 8):
                 resident = REGISTERS // (_BAND_REGISTERS[call.kernel, group] * block.threads)
                 blocks = max(1, min(resident, bands.SM_SHARED_BYTES // (bytes_used + 1024), 8))
@@ -416,6 +422,7 @@ def band_defines(
         "UP": plan.up,
         "CH": plan.block.channels,
         "TILE": plan.block.tile,
+        "COPY": plan.block.copy,
         "STRIPS": plan.layout.strips,
         "PIXELS": plan.layout.pixels,
         "WINDOW": plan.layout.window,
