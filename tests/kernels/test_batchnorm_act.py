@@ -83,8 +83,10 @@ def test_small_tensors_spread_over_the_h200(shape: tuple[int, ...], tile: int, b
 
 
 def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
-    assert spec.wins_in_one_launch(spec.HELD_BYTES + 1) == dispatch.UNMEASURED
-    assert spec.wins_in_one_launch(spec.HELD_BYTES) == ""
+    assert "two launches" in spec.wins_in_one_launch(spec.HELD_BYTES + 1, False)
+    assert spec.wins_in_one_launch(spec.HELD_BYTES, False) == ""
+    assert "two launches" in spec.wins_in_one_launch(spec.HELD_BYTES, True)
+    assert spec.wins_in_one_launch(spec.HELD_BYTES // 2, True) == ""
 
 
 @given(
@@ -262,7 +264,7 @@ def test_what_inductor_fuses_itself_is_left_to_it() -> None:
         report = match.MatchReport()
         rewrite(copy.deepcopy(graphs[0]), report, compiled=compiled)
         left = {path: reason.split(":")[-1].strip() for path, reason in report.unmatched.items()}
-        assert left == dict.fromkeys(("frozen", "plain"), "left to Inductor" if compiled else dispatch.UNMEASURED)
+        assert left == (dict.fromkeys(("frozen", "plain"), "left to Inductor") if compiled else {})
     torch._dynamo.reset()
 
 
@@ -299,7 +301,7 @@ def test_norms_that_stand_before_their_convolutions_are_found() -> None:
         ("none", True, "float32", ""),
         ("none", False, "bfloat16", ""),
         ("hardswish", False, "bfloat16", ""),
-        ("none", False, "float16", "nothing to fuse"),
+        ("none", False, "float16", ""),
         ("none", False, "float32", "nothing to fuse"),
         ("gelu", False, "bfloat16", dispatch.UNMEASURED),
     ],
@@ -307,5 +309,3 @@ def test_norms_that_stand_before_their_convolutions_are_found() -> None:
 def test_where_it_wins(activation: str, residual: bool, dtype: str, reason: str) -> None:
     answer = spec.wins(activation=activation, residual=residual, dtype=dtype)
     assert reason in answer if reason else answer == ""
-    for variant in (spec.FROZEN, spec.NO_AFFINE, spec.NO_STATISTICS):
-        assert spec.wins(activation=activation, residual=residual, dtype=dtype, variant=variant)

@@ -102,9 +102,15 @@ def _steady(*arguments: object, function: Callable[..., torch.Tensor] = referenc
 
 
 def _case(
-    shape: tuple[int, ...], dtype: str, activation: str, residual: bool, *, one_launch: bool = False, without: str = ""
+    shape: tuple[int, ...],
+    dtype: str,
+    activation: str,
+    residual: bool,
+    *,
+    one_launch: bool | None = None,
+    without: str = "",
 ) -> Case:
-    """In training mode: as it is dispatched or, named so, in one launch a pass."""
+    """In training mode: as it is dispatched or, named so, in one launch a pass or in two."""
     n, c, h, w = shape
     itemsize = getattr(torch, dtype).itemsize
     elements = math.prod(shape)
@@ -112,8 +118,9 @@ def _case(
     once = spec.held_bytes_moved(elements=elements, itemsize=itemsize, residual=residual)
     sources = {"forward": (spec.FORWARD, spec.HELD_FORWARD), "backward": (spec.BACKWARD, spec.HELD_BACKWARD)}
     passes = {}
+    dispatched = not spec.wins_in_one_launch(elements * itemsize, residual)
     for (kind, (two, one)), of_two, of_one in zip(sources.items(), twice, once, strict=True):
-        wanted = one_launch or elements * itemsize <= spec.HELD_BYTES
+        wanted = dispatched if one_launch is None else one_launch
         if wanted and spec.held(one, n * h * w, c, dtype, sm_count=_H200_SMS) is not None:
             passes[kind] = Work(kernels=(one,), nbytes=of_one)
         else:
@@ -121,15 +128,15 @@ def _case(
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=without)
     return Case(
-        name=" ".join(filter(None, (spec.name(activation, residual), without, "one launch" if one_launch else ""))),
+        name=" ".join(filter(None, (spec.name(activation, residual), without, _LAUNCHES[one_launch]))),
         shape=shape,
         dtype=dtype,
         passes=passes,
         inputs=partial(inputs, shape=shape, dtype=dtype, activation=activation, residual=residual),
-        ours=partial(api.batchnorm_act, one_launch=True) if one_launch else api.batchnorm_act,
+        ours=api.batchnorm_act if one_launch is None else partial(api.batchnorm_act, one_launch=one_launch),
         eager=reference.batchnorm_act,
         reference=reference.batchnorm_act,
-        wins=partial(spec.wins_in_one_launch, elements * itemsize) if one_launch else wins,
+        wins=partial(spec.wins_in_one_launch, elements * itemsize, residual) if one_launch else wins,
         steady=_steady,
         gradient_floor=0.05,  # with few rows a channel dx is what cancellation leaves of dy
     )
@@ -168,6 +175,7 @@ def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: 
     )
 
 
+_LAUNCHES = {None: "", True: "one launch", False: "two launches"}
 _MEASURED = (("relu", False), ("relu", True), ("none", False), ("hardswish", False))
 
 _RELU = (("relu", False), ("relu", True))
@@ -201,12 +209,16 @@ _IN_TURN = tuple(
 # Each variant and dtype at two of the shapes, so that every shape meets every dtype. In the tests each is compiled to run
 # emulated: of what the sources in one launch, and frozen, share with these there is less.
 VERIFICATION = (
-    *(_case(_ODD[(i + second) % len(_ODD)], dtype, *variant) for i, (variant, dtype) in _EACH for second in (0, 2)),
+    *(
+        _case(_ODD[(i + second) % len(_ODD)], dtype, *variant, one_launch=False)
+        for i, (variant, dtype) in _EACH
+        for second in (0, 2)
+    ),
     *(_case(*one, one_launch=True) for one in _IN_TURN),
     *(_frozen_case(*one, i % 2 == 0) for i, one in enumerate(_IN_TURN)),
     _frozen_case(_ODD[1], "bfloat16", "relu", True, True),
     _frozen_case(_ODD[2], "bfloat16", "relu", False, True),
     _frozen_case(_ODD[3], "float16", "silu", False, True),
-    _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE),
-    _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS),
+    _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, one_launch=False),
+    _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, one_launch=False),
 )

@@ -90,7 +90,9 @@ def _in_one_launch(
     source: str, x: torch.Tensor, activation: str, residual: bool, one_launch: bool | None
 ) -> _Held | None:
     """The one launch, where it is wanted (None: where spec says so) and a cluster's registers hold the rows."""
-    if not (x.numel() * x.element_size() <= spec.HELD_BYTES if one_launch is None else one_launch):
+    if one_launch is None:
+        one_launch = not spec.wins_in_one_launch(x.numel() * x.element_size(), residual)
+    if not one_launch:
         return None
     n, c, h, w = x.shape
     return _held(source, n * h * w, c, x.dtype, activation, residual, x.device.index or 0)
