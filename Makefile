@@ -2,6 +2,7 @@
 # make test        install into .venv, run the tests that need no GPU
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make reliability run the fault suite and write docs/reliability.md
+# make sanitize    memcheck, racecheck and initcheck of every kernel, with the CUDA toolkit's compute-sanitizer
 # make test-gpu    the tests that need a GPU, with the python that has torch and CuPy for it (PYTHON=…)
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ else
 DEMO := docs/examples/cifar.py --epochs 200
 endif
 
-.PHONY: demo test lint reliability test-gpu clean
+.PHONY: demo test lint reliability sanitize test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +66,9 @@ reliability: $(VENV)/.installed-test
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests
+
+sanitize:
+	$(PYTHON) tests/kernels/sanitize.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info advisor-runs

@@ -1,0 +1,78 @@
+"""compute-sanitizer over every family's verification cases, our kernels only: `make sanitize`, on a machine with a GPU.
+
+    python tests/kernels/sanitize.py [--tool memcheck] [--seconds 300] [FAMILY ...]
+
+memcheck finds accesses outside allocations, racecheck hazards between threads in shared memory, initcheck reads of device
+memory that nobody has written. Torch's caching allocator is off for the first and the last, so that an allocation is one
+tensor. Exits with 1 when a tool found something, or did not get through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from advisor.ops import catalog  # noqa: E402
+from advisor.ops.family import Family  # noqa: E402
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+AT_ONCE = 8  # each holds some GB of device memory and one core
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def check(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
+    """Whether the tool has found nothing, and what it says."""
+    filters = [f"--kernel-name=kne={entry}" for entries in family.kernels.values() for entry in entries]
+    command = ["compute-sanitizer", "--tool", tool, *filters, sys.executable, "-m", "advisor", "kernels", "verify"]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0" if tool == "racecheck" else "1"}
+    try:
+        ended = subprocess.run(
+            [*command, family.id], cwd=REPO, env=environment, timeout=seconds, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"not through in {seconds:g} s"
+    except FileNotFoundError:
+        return False, "compute-sanitizer is not installed; it comes with the CUDA toolkit"
+    return judged(ended.stdout + ended.stderr, ended.returncode)
+
+
+def judged(text: str, exit_code: int) -> tuple[bool, str]:
+    """The same from what it printed. No summary is no proof."""
+    found = _SUMMARY.search(text)
+    if found is None:
+        return False, f"no summary; exit code {exit_code}: {text.strip()[-300:]}"
+    if int(found.group(1)):
+        told = [line for line in text.splitlines() if line.startswith("=========")]
+        return False, "\n".join([found.group(0), *told[:12]])
+    return (True, "clean") if exit_code == 0 else (False, f"clean, but verification fails: {text.strip()[-300:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="ids of `advisor kernels list`; default: all")
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all three")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for one family and tool")
+    asked = parser.parse_args()
+    families = [catalog.get(name) for name in asked.families] or list(catalog.FAMILIES)
+    pairs = list(product(asked.tool or TOOLS, families))
+    clean = True
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results: Iterator[tuple[bool, str]] = pool.map(lambda pair: check(*pair, asked.seconds), pairs)
+        for (tool, family), (passed, text) in zip(pairs, results, strict=True):
+            clean &= passed
+            print(f"{tool:10} {family.id:20} {text}", flush=True)
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
