@@ -1,26 +1,33 @@
 // Column sums over the blocks of a one-dimensional grid, in a fixed order, within the launch that made the partial sums.
 //
 // Two levels, so that no single block has to read every partial: the block that finishes last among FAN neighbours adds
-// theirs, the last of those adds the groups' sums. With 264 blocks of 1536 columns one block would read 1.6 MB (15 us at
-// 64 bytes a clock); here each level reads at most FAN rows, or 17.
+// theirs, the last of those adds the groups' sums. FAN is near the root of the blocks there are, one an SM, and all of a
+// thread's loads of a level are in flight at once: this tail is what a small tensor pays for most.
 //
 // partial: [gridDim.x + groups][width] fp32, rows 16-byte aligned, width a multiple of 4; this block's row has been written
 // by this block. ticket: groups + 1 zeroed counters; left zeroed. groups = ceil(gridDim.x / FAN).
 
-#define FAN 16
+#define FAN 12
 
 // Adds rows [first, first + count) of `rows` into `out` (global or shared memory). fp64 sums.
 __device__ __forceinline__ void add_rows(const float* rows, int first, int count, int width, float* out) {
   for (int o = threadIdx.x; o < width / 4; o += THREADS) {
     const float4* at = (const float4*)(rows + (i64)first * width) + o;
     double a = 0.0, b = 0.0, c = 0.0, d = 0.0;
-#pragma unroll 8
-    for (int r = 0; r < count; ++r) {
-      const float4 v = __ldcg(at + (i64)r * (width / 4));
-      a += v.x;
-      b += v.y;
-      c += v.z;
-      d += v.w;
+    for (int base = 0; base < count; base += FAN) {
+      float4 v[FAN];
+#pragma unroll
+      for (int r = 0; r < FAN; ++r) {
+        const float4 zero = {0.f, 0.f, 0.f, 0.f};
+        v[r] = base + r < count ? __ldcg(at + (i64)(base + r) * (width / 4)) : zero;
+      }
+#pragma unroll
+      for (int r = 0; r < FAN; ++r) {
+        a += v[r].x;
+        b += v[r].y;
+        c += v[r].z;
+        d += v[r].w;
+      }
     }
     out[4 * o] = (float)a;
     out[4 * o + 1] = (float)b;

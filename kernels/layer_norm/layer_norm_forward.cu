@@ -18,24 +18,17 @@
 
 #define SLOTS (LANES * VECTORS)  // vectors a row has room for
 
-extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) layer_norm_forward(
     const Vec16* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     OutVec* __restrict__ y, i64 rows, int vectors, float eps) {
   // [quarter of a vector][slot]: neighbouring lanes read neighbouring 16-byte words.
   __shared__ float4 scale[VEC / 4][SLOTS], offset[VEC / 4][SLOTS];
-  for (int i = threadIdx.x; i < vectors * (VEC / 4); i += THREADS) {
-    const float4 one = {1.f, 1.f, 1.f, 1.f}, zero = {0.f, 0.f, 0.f, 0.f};
-    scale[i % (VEC / 4)][i / (VEC / 4)] = weight ? ((const float4*)weight)[i] : one;
-    offset[i % (VEC / 4)][i / (VEC / 4)] = bias ? ((const float4*)bias)[i] : zero;
-  }
-  __syncthreads();
   const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
   const int groups = THREADS / LANES;
+  const i64 stride = (i64)gridDim.x * groups * ROWS;
   const float inverse = 1.f / (float)(vectors * VEC);
-  // The loop's bounds are the block's, not the thread's: all lanes of a warp take part in every shuffle.
-  for (i64 first = (i64)blockIdx.x * groups * ROWS; first < rows; first += (i64)gridDim.x * groups * ROWS) {
-    Vec16 v[ROWS][VECTORS];
-    float mean[ROWS], rstd[ROWS];
+  Vec16 v[ROWS][VECTORS];
+  const auto fetch = [&](i64 first) {
 #pragma unroll
     for (int u = 0; u < ROWS; ++u) {
       const i64 row = first + u * groups + group;
@@ -45,6 +38,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_forward(
         if (row < rows && lane + k * LANES < vectors) v[u][k] = load(x + row * vectors + lane + k * LANES);
       }
     }
+  };
+  i64 first = (i64)blockIdx.x * groups * ROWS;
+  fetch(first);  // under way while the weights come
+  for (int i = threadIdx.x; i < vectors * (VEC / 4); i += THREADS) {
+    const float4 one = {1.f, 1.f, 1.f, 1.f}, zero = {0.f, 0.f, 0.f, 0.f};
+    scale[i % (VEC / 4)][i / (VEC / 4)] = weight ? ((const float4*)weight)[i] : one;
+    offset[i % (VEC / 4)][i / (VEC / 4)] = bias ? ((const float4*)bias)[i] : zero;
+  }
+  __syncthreads();
+  // The loop's bounds are the block's, not the thread's: all lanes of a warp take part in every shuffle.
+  for (; first < rows; first += stride, fetch(first)) {
+    float mean[ROWS], rstd[ROWS];
     row_statistics(v, lane, vectors, inverse, eps, mean, rstd);
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {

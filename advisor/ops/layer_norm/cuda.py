@@ -19,7 +19,8 @@ class _Launch:
 
     forward: Any
     backward: Any
-    block: tuple[int, int, int]
+    forward_block: tuple[int, int, int]
+    backward_block: tuple[int, int, int]
     forward_grid: tuple[int, int, int]
     backward_grid: tuple[int, int, int]
     partials: int  # fp32 values
@@ -40,7 +41,8 @@ def _launch(rows: int, channels: int, dtype: torch.dtype, result: torch.dtype, d
     return _Launch(
         forward=function(spec.FORWARD),
         backward=function(spec.BACKWARD),
-        block=(spec.THREADS, 1, 1),
+        forward_block=(spec.threads(spec.FORWARD, shape.lane_vectors), 1, 1),
+        backward_block=(spec.threads(spec.BACKWARD, shape.lane_vectors), 1, 1),
         forward_grid=(shape.forward_blocks, 1, 1),
         backward_grid=(blocks, 1, 1),
         partials=(blocks + -(-blocks // spec.FAN)) * shape.width * storage.vector_width(names[0]),
@@ -67,7 +69,7 @@ def forward(
     y = torch.empty_like(x, dtype=dtype)
     plan.forward(
         plan.forward_grid,
-        plan.block,
+        plan.forward_block,
         (
             x.data_ptr(),
             0 if weight is None else weight.data_ptr(),
@@ -93,7 +95,7 @@ def backward(
     gradients = torch.empty((2, x.shape[dim]), dtype=torch.float32, device=x.device)
     plan.backward(
         plan.backward_grid,
-        plan.block,
+        plan.backward_block,
         (
             dy.data_ptr(),
             x.data_ptr(),

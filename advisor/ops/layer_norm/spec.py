@@ -12,7 +12,7 @@ FORWARD = "layer_norm/layer_norm_forward.cu"
 BACKWARD = "layer_norm/layer_norm_backward.cu"
 KERNELS = {FORWARD: ("layer_norm_forward",), BACKWARD: ("layer_norm_backward",)}
 
-THREADS = 128
+THREADS = 128  # of a forward block
 LANES = (1, 2, 4, 8, 16, 32)
 # Vectors a lane may hold, the ones to prefer first: with two or three, a warp has whole sectors of several rows under way and
 # a lane's channel sums (2 x 8 x vectors fp32 values) leave registers for loads.
@@ -21,12 +21,14 @@ VECTORS = (2, 3, 4, 1, 6, 8)
 # spilled: 48 to 64 KiB of loads an SM), and rows at most.
 FORWARD_BYTES, BACKWARD_BYTES = 96, 64
 MAX_ROWS = 4
-# Threads an SM holds at once in the backward, by the vectors of a lane. It is persistent: each block leaves one row of
-# partial sums.
-BACKWARD_THREADS_PER_SM = {1: 512, 2: 512, 3: 512, 4: 384, 6: 256, 8: 256}
-# Rounds of a forward block: it loads the weights once for them, and blocks enough are left to balance the SMs.
+# Threads of a backward block, by the vectors of a lane: as many as an SM holds at once. It is persistent, one block an SM:
+# each leaves one row of partial sums.
+BACKWARD_THREADS = {1: 512, 2: 512, 3: 512, 4: 384, 6: 256, 8: 256}
+# Rounds of a forward block at most: it loads the weights once for them, and blocks enough are left to balance the SMs.
 FORWARD_ROUNDS = 4
-FAN = 16  # kernels/include/tree_reduce.cuh
+# A tensor too small for that many takes fewer, so that an SM still has this many blocks.
+FORWARD_BLOCKS_PER_SM = 5
+FAN = 12  # kernels/include/tree_reduce.cuh
 # Constants that a tuning run may try other values of.
 TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_ROUNDS": (4, 8), "BACKWARD_BYTES": (64, 96)}
 
@@ -102,16 +104,21 @@ def geometry(rows: int, channels: int, dtype: str, result: str, sm_count: int) -
         if held <= widest(dtype, result) and lanes * held >= vectors
     ]
     _, _, lanes, held = min(possible)
-    under_way = THREADS // lanes
-    forward = -(-rows // (under_way * rows_under_way(FORWARD, held) * FORWARD_ROUNDS))
-    backward = -(-rows // (under_way * rows_under_way(BACKWARD, held)))
+    forward = -(-rows // (threads(FORWARD, held) // lanes * rows_under_way(FORWARD, held)))
+    backward = -(-rows // (threads(BACKWARD, held) // lanes * rows_under_way(BACKWARD, held)))
+    rounds = max(1, min(FORWARD_ROUNDS, forward // (sm_count * FORWARD_BLOCKS_PER_SM)))
     return Geometry(
         lanes=lanes,
         lane_vectors=held,
         vectors=vectors,
-        forward_blocks=forward,
-        backward_blocks=min(backward, sm_count * max(1, BACKWARD_THREADS_PER_SM[held] // THREADS)),
+        forward_blocks=-(-forward // rounds),
+        backward_blocks=min(backward, sm_count),
     )
+
+
+def threads(source: str, lane_vectors: int) -> int:
+    """Threads of a block."""
+    return THREADS if source == FORWARD else BACKWARD_THREADS[lane_vectors]
 
 
 def rows_under_way(source: str, lane_vectors: int) -> int:
@@ -128,7 +135,7 @@ def defines(source: str, dtype: str, result: str, lanes: int, lane_vectors: int)
         "LANES": lanes,
         "VECTORS": lane_vectors,
         "ROWS": rows_under_way(source, lane_vectors),
-        "THREADS": THREADS,
+        "THREADS": threads(source, lane_vectors),
     }
 
 
