@@ -36,14 +36,16 @@ def geometry(
     least_blocks: int,
     most_splits: int,
 ) -> SampleGeometry:
-    """`least_blocks`, to fill the GPU, none without a full pass of rows, none that reads more than about `bytes_per_block`.
+    """About `least_blocks`, to fill the GPU (rather an eighth fewer than a few more, which would run alone at the end), none without a full pass of rows, none that reads more than about `bytes_per_block`.
 
     `unroll` rows a thread are a full pass.
     """
     tile = widest_tile(vectors, max_tile)
     tiles = -(-vectors // tile)
     balance = -(-rows * tile * 16 // bytes_per_block)
-    fill = -(-least_blocks // (samples * tiles))
+    fill = least_blocks // (samples * tiles)
+    if 8 * fill * samples * tiles < 7 * least_blocks:
+        fill += 1
     useful = -(-rows // (threads // tile * unroll))
     splits = max(1, min(max(balance, fill), useful, most_splits))
     return SampleGeometry(splits=splits, tiles=tiles, tile=tile, vectors=vectors)

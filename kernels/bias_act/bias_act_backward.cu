@@ -14,7 +14,7 @@
 // Limits    sm_80.
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "activation_approx.cuh"
 #include "channel_reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) bias_act_backward(
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bias_act_backward(
 #if BIAS && ACT > 3
           f[j] += offset[j];
 #endif
-          const float s = slope_at(f[j], slope);
+          const float s = slope_approx(f[j], slope);
           g[j] = s == 0.f ? 0.f : g[j] * s;
 #if BIAS
           sum[j] += g[j];

@@ -12,7 +12,7 @@
 // Limits    sm_80.
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "activation_approx.cuh"
 #include "channel_reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) bias_act_forward(
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bias_act_forward(
 #if RESIDUAL
         z += g[j];
 #endif
-        f[j] = activate(z, slope);
+        f[j] = activate_approx(z, slope);
       }
       store(y + last - u * step, narrow(f));
     }

@@ -15,7 +15,7 @@
 
 #include "vector.cuh"
 #include "mixed.cuh"
-#include "activation.cuh"
+#include "activation_approx.cuh"
 #include "channel_reduce.cuh"
 #include "sample_reduce.cuh"
 #include "group_sums.cuh"
@@ -49,12 +49,12 @@ __device__ __forceinline__ void gradient(
   for (int j = 0; j < VEC; ++j) {
     d[j] = f[j] - k.mean[j];
 #if ACT != 0
-    g[j] *= slope_at(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] *= slope_approx(d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) group_norm_backward_reduce(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) group_norm_backward_reduce(
     const OutVec* __restrict__ dy, const Vec16* __restrict__ x, const float* __restrict__ saved,
     const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ partial,
     int rows, int vectors, int tile, int per_group, float slope) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void parameter_gradients(
     double sum = 0.0;
     if (column < 2 * channels) {
       const int g = column % channels / per_group;
-#pragma unroll 4
+#pragma unroll 8
       for (int i = y; i < samples * parts; i += strips) {
         const float v = __ldcg(partial + (i64)i * 2 * channels + column);
         sum += column < channels ? v : v * saved[((i64)(i / parts) * (channels / per_group) + g) * 2 + 1];
@@ -148,15 +148,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_backward_app
   dx += (i64)n * rows * vectors;
   saved += (i64)n * group_count * 2;
   partial += (i64)n * parts * 2 * channels;
+  const Rows r = rows_of(split, splits, rows);
+  Vec16 vx[UNROLL];
+  OutVec vdy[UNROLL];
+  const auto fetch = [&](int row) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      if (row + u * t.rows_per_pass >= r.end) continue;
+      vx[u] = load_last(x + (row + u * t.rows_per_pass) * vectors + t.vector);
+      vdy[u] = load_out(dy + (row + u * t.rows_per_pass) * vectors + t.vector);
+    }
+  };
+  int row = r.first + t.ty;
+  if (t.vector >= 0) fetch(row);  // under way while the block joins its groups' sums
   const int begin = column * tile * VEC, end = begin + tile * VEC < channels ? begin + tile * VEC : channels;
   const Groups groups = {begin / per_group, (end - 1) / per_group};
   const double inverse = 1.0 / ((double)rows * per_group);
   sum_groups(
       groups, per_group, lanes,
-      [&](int group, int c, double& a, double& b) {
+      [&](int group, int c, int strip, int strips, double& a, double& b) {
         double sum = 0.0, product = 0.0;
-#pragma unroll 4
-        for (int s = 0; s < parts; ++s) {
+#pragma unroll 8
+        for (int s = strip; s < parts; s += strips) {
           sum += __ldcg(partial + (i64)s * 2 * channels + c);
           product += __ldcg(partial + (i64)s * 2 * channels + channels + c);
         }
@@ -180,16 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_backward_app
     a[j] = c1[g];
     b[j] = c2[g];
   }
-  const Rows r = rows_of(split, splits, rows);
-  for (int row = r.first + t.ty; row < r.end; row += UNROLL * t.rows_per_pass) {
-    Vec16 vx[UNROLL];
-    OutVec vdy[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      if (row + u * t.rows_per_pass >= r.end) continue;
-      vx[u] = load_last(x + (row + u * t.rows_per_pass) * vectors + t.vector);
-      vdy[u] = load_out(dy + (row + u * t.rows_per_pass) * vectors + t.vector);
-    }
+  for (; row < r.end; row += UNROLL * t.rows_per_pass, fetch(row)) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       if (row + u * t.rows_per_pass >= r.end) continue;

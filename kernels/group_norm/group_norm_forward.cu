@@ -15,7 +15,7 @@
 
 #include "vector.cuh"
 #include "mixed.cuh"
-#include "activation.cuh"
+#include "activation_approx.cuh"
 #include "channel_reduce.cuh"
 #include "sample_reduce.cuh"
 #include "group_sums.cuh"
@@ -79,21 +79,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
   x += (i64)n * rows * vectors;
   y += (i64)n * rows * vectors;
   partial += (i64)n * parts * 2 * channels;
+  const Rows r = rows_of(blockIdx.x, gridDim.x, rows);
+  Vec16 v[UNROLL];
+  const auto fetch = [&](int row) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (row + u * t.rows_per_pass < r.end) v[u] = load(x + (row + u * t.rows_per_pass) * vectors + t.vector);
+  };
+  int row = r.first + t.ty;
+  if (t.vector >= 0) fetch(row);  // under way while the block joins its groups' sums
   const Groups groups = groups_of(tile, channels, per_group);
   const double inverse = 1.0 / (double)rows;
   sum_groups(
       groups, per_group, lanes,
       // a: sum of the channels' means, b: of their mean squares, both about the group's first value
-      [&](int group, int c, double& a, double& b) {
+      [&](int group, int c, int strip, int strips, double& a, double& b) {
         double sum = 0.0, square = 0.0;
-#pragma unroll 4
-        for (int s = 0; s < parts; ++s) {
+#pragma unroll 8
+        for (int s = strip; s < parts; s += strips) {
           sum += __ldcg(partial + (i64)s * 2 * channels + c);
           square += __ldcg(partial + (i64)s * 2 * channels + channels + c);
         }
         const double d = (double)value(x, c) - (double)value(x, group * per_group);
-        a += d + sum * inverse;
-        b += square * inverse + 2.0 * d * sum * inverse + d * d;
+        a += (strip ? 0.0 : d) + sum * inverse;
+        b += (strip ? 0.0 : d * d) + square * inverse + 2.0 * d * sum * inverse;
       },
       [&](int group, double a, double b) {
         a /= per_group;
@@ -118,19 +127,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
     scale[j] = rstd[g] * (weight ? weight[c] : 1.f);
     offset[j] = bias ? bias[c] : 0.f;
   }
-  const Rows r = rows_of(blockIdx.x, gridDim.x, rows);
-  for (int row = r.first + t.ty; row < r.end; row += UNROLL * t.rows_per_pass) {
-    Vec16 v[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (row + u * t.rows_per_pass < r.end) v[u] = load(x + (row + u * t.rows_per_pass) * vectors + t.vector);
+  for (; row < r.end; row += UNROLL * t.rows_per_pass, fetch(row)) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       if (row + u * t.rows_per_pass >= r.end) continue;
       float f[VEC];
       widen(v[u], f);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) f[j] = activate((f[j] - center[j]) * scale[j] + offset[j], slope);
+      for (int j = 0; j < VEC; ++j) f[j] = activate_approx((f[j] - center[j]) * scale[j] + offset[j], slope);
       store_out(y + (row + u * t.rows_per_pass) * vectors + t.vector, narrow_out(f));
     }
   }

@@ -225,9 +225,29 @@ def test_sample_geometry_covers_every_row_and_channel(
     assert shape.splits == 1 or (shape.splits - 1) * a_pass < rows  # no block without rows
 
 
-@pytest.mark.parametrize(("per_group", "lanes"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (32, 32), (1000, 32)])
-def test_lanes_that_join_a_group(per_group: int, lanes: int) -> None:
-    assert gn.geometry(2, 64, 8 * per_group, 8, "bfloat16", 132).lanes == lanes
+@pytest.mark.parametrize(
+    ("samples", "channels", "groups", "lanes"),
+    [
+        (256, 256, 32, 16),  # 16 groups of 8 channels in a tile of 128: two threads a channel
+        (256, 384, 1, 256),  # the whole block
+        (256, 256, 256, 2),
+        (256, 1016, 4, 128),  # no tile begins or ends with a group
+        (2000, 8, 8, 2),  # one partial sum a channel: no work for more
+    ],
+)
+def test_lanes_that_join_a_group(samples: int, channels: int, groups: int, lanes: int) -> None:
+    assert gn.geometry(samples, 64, channels, groups, "bfloat16", 132).lanes == lanes
+
+
+def test_blocks_fill_the_gpu_once_rather_than_once_and_a_little() -> None:
+    def blocks(samples: int, rows: int, channels: int) -> int:
+        shape = gn.geometry(samples, rows, channels, 32, "bfloat16", 132).apply
+        return samples * shape.tiles * shape.splits
+
+    at_once = 132 * gn.BLOCKS_PER_SM
+    assert 7 / 8 * at_once <= blocks(16, 64 * 64, 320) <= at_once
+    assert 7 / 8 * at_once <= blocks(4, 100 * 168, 256) <= at_once
+    assert blocks(150, 56 * 56, 256) >= at_once
 
 
 @given(
@@ -435,7 +455,10 @@ FAULTS = {
     "idle lanes in the variance": ("layer_norm", "if (lane + k * LANES >= vectors) continue;", ""),
     "a warp's rows in the weights' gradients": ("layer_norm", "o < 32; o *= 2", "o < 16; o *= 2"),
     "barrier of the sums": ("group_norm", "  __syncthreads();\n  for (int o = threadIdx.x; o < COUNT", "  for (int o = threadIdx.x; o < COUNT"),
-    "splits of a sample": ("group_norm", "s < parts; ++s", "s < parts - 1; ++s"),
+    "splits of a sample": ("group_norm", "s < parts; s +=", "s < parts - 1; s +="),
+    "strips of a channel's partial sums": ("group_norm", "i < per_group * strips", "i < per_group"),
+    "barrier of the warps that share a group": ("group_norm in one group", "  __syncthreads();\n      if (lane == 0)", "  if (lane == 0)"),
+    "warps that share a group": ("group_norm in one group", "w < lanes / 32", "w < 1"),
     "samples of the parameters' gradients": ("group_norm", "i < samples * parts", "i < samples * parts - 1"),
     "barrier of a column's sums": ("squeeze_excite in fp32", "  __syncthreads();\n  // A thread adds up one", "  // A thread adds up one"),
     "barrier of the slices' sums": ("squeeze_excite", "  __syncthreads();\n  const int each", "  const int each"),
@@ -447,6 +470,7 @@ FAULTS = {
 PLANTED_IN = {
     "layer_norm": (2, 72, 9, 9),
     "group_norm": (2, 64, 16, 24),
+    "group_norm in one group": (2, 72, 7, 5),
     "squeeze_excite": (37, 136, 2, 2),
     "squeeze_excite in fp32": (1, 200, 7, 5),
 }

@@ -92,10 +92,15 @@ class Geometry:
     parameter_blocks: int
 
 
+def _power_of_two(most: int) -> int:
+    """The largest one that is no more than `most`."""
+    return 1 << most.bit_length() - 1
+
+
 @lru_cache(maxsize=4096)
 def geometry(samples: int, rows: int, channels: int, groups: int, dtype: str, sm_count: int) -> Geometry:
-    """`rows` is H * W. A group's sums are joined by as many lanes as it has channels, rounded up to a power of two."""
-    vectors = channels // storage.vector_width(dtype)
+    """`rows` is H * W. The groups of a tile share out a block's threads, no more than they have partial sums to join."""
+    vectors, per_group = channels // storage.vector_width(dtype), channels // groups
     cut = partial(
         sample_geometry.geometry,
         samples,
@@ -107,10 +112,15 @@ def geometry(samples: int, rows: int, channels: int, groups: int, dtype: str, sm
         bytes_per_block=BYTES_PER_BLOCK,
         least_blocks=sm_count * BLOCKS_PER_SM,
     )
+    sums = cut(most_splits=sample_geometry.MAX_PARTS)
+    width = sums.tile * storage.vector_width(dtype)
+    in_a_tile = max(
+        (min(begin + width, channels) - 1) // per_group - begin // per_group + 1 for begin in range(0, channels, width)
+    )
     return Geometry(
-        sums=cut(most_splits=sample_geometry.MAX_PARTS),
+        sums=sums,
         apply=cut(most_splits=rows),
-        lanes=min(32, 1 << (channels // groups - 1).bit_length()),
+        lanes=min(_power_of_two(THREADS // in_a_tile), 2 * _power_of_two(per_group * sums.splits)),
         parameter_blocks=-(-2 * channels // PARAMETER_COLUMNS),
     )
 

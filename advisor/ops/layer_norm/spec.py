@@ -30,7 +30,7 @@ FORWARD_ROUNDS = 4
 FORWARD_BLOCKS_PER_SM = 5
 FAN = 12  # kernels/include/tree_reduce.cuh
 # Constants that a tuning run may try other values of.
-TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_ROUNDS": (4, 8), "BACKWARD_BYTES": (64, 96)}
+TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_ROUNDS": (4, 8), "BACKWARD_BYTES": (32, 64)}
 
 
 def name(dtype: str, result: str) -> str:
