@@ -148,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_backward_app
   dx += (i64)n * rows * vectors;
   saved += (i64)n * group_count * 2;
   partial += (i64)n * parts * 2 * channels;
+  const double inverse = 1.0 / ((double)rows * per_group);  // a call, so before what is in registers
   const Rows r = rows_of(split, splits, rows);
   Vec16 vx[UNROLL];
   OutVec vdy[UNROLL];
@@ -163,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_backward_app
   if (t.vector >= 0) fetch(row);  // under way while the block joins its groups' sums
   const int begin = column * tile * VEC, end = begin + tile * VEC < channels ? begin + tile * VEC : channels;
   const Groups groups = {begin / per_group, (end - 1) / per_group};
-  const double inverse = 1.0 / ((double)rows * per_group);
   sum_groups(
       groups, per_group, lanes,
       [&](int group, int c, int strip, int strips, double& a, double& b) {

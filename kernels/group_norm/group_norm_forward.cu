@@ -79,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
   x += (i64)n * rows * vectors;
   y += (i64)n * rows * vectors;
   partial += (i64)n * parts * 2 * channels;
+  const double inverse = 1.0 / (double)rows, share = 1.0 / (double)per_group;  // a call each, so before what is in registers
   const Rows r = rows_of(blockIdx.x, gridDim.x, rows);
   Vec16 v[UNROLL];
   const auto fetch = [&](int row) {
@@ -89,7 +90,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
   int row = r.first + t.ty;
   if (t.vector >= 0) fetch(row);  // under way while the block joins its groups' sums
   const Groups groups = groups_of(tile, channels, per_group);
-  const double inverse = 1.0 / (double)rows;
   sum_groups(
       groups, per_group, lanes,
       // a: sum of the channels' means, b: of their mean squares, both about the group's first value
@@ -105,11 +105,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
         b += (strip ? 0.0 : d * d) + square * inverse + 2.0 * d * sum * inverse;
       },
       [&](int group, double a, double b) {
-        a /= per_group;
-        double var = b / per_group - a * a;
+        a *= share;
+        double var = b * share - a * a;
         var = var > 0.0 ? var : (var != var ? var : 0.0);
         const float m = (float)(a + (double)value(x, group * per_group));
-        const float s = (float)(1.0 / sqrt(var + (double)eps));
+        const float s = rsqrtf((float)(var + (double)eps));
         mean[group - groups.first] = m;
         rstd[group - groups.first] = s;
         if (blockIdx.x == 0 && group * per_group >= blockIdx.y * tile * VEC) {  // one block a group keeps them
