@@ -19,6 +19,7 @@
 #include "band.cuh"
 
 #define SLOTS (UP == 2 ? K : (K + DOWN - 1) / DOWN)
+#define TURNS (DOWN == 2 ? 1 : 2)  // finished rows in shared memory: one is written out while the next is made
 #define AHEAD (UP == 2 ? (K - 1) / 2 : SLOTS - 1)  // input rows after an output row's first until it is done
 
 extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise_band(
@@ -26,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     int items, int batch, int vectors, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
     int origin, int lead, int groups, int column_tiles, int segment_rows) {
   __shared__ __align__(16) unsigned int stages[STAGES][COPIES * AT_ONCE * PITCH];
-  __shared__ __align__(16) unsigned int done_rows[UP][ROW_COPIES * AT_ONCE * PITCH];
-  __shared__ int in_places[COPIES * AT_ONCE], out_places[ROW_COPIES * AT_ONCE];
+  __shared__ __align__(16) unsigned int done_rows[TURNS][UP][ROW_COPIES * AT_ONCE * PITCH];
+  __shared__ int in_places[2][COPIES * AT_ONCE], out_places[2][ROW_COPIES * AT_ONCE];  // of the items by turns
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int unit = threadIdx.x % UNITS, channel = blockIdx.y * TILE + unit * (COPY / 2);  // that this thread copies
   const bool copies = channel < vectors * CH;
@@ -83,14 +84,15 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
   };
 
   // What is copied next.
-  int item_ahead = blockIdx.x, row_ahead = 0, last_ahead = -1, slot_ahead = 0;
+  int item_ahead = blockIdx.x, row_ahead = 0, last_ahead = -1, slot_ahead = 0, turn_ahead = 0;
   const char* from = (const char*)x + 2 * channel;
   auto aim = [&]() {
     if (item_ahead >= items) return;
     const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, rows);
     row_ahead = first_row(p);
     last_ahead = last_row(p);
-    place<COPIES, PIECE>(in_places, p.n, batch, p.column * DOWN / UP + origin, width, image_bytes, pixel);
+    turn_ahead ^= 1;
+    place<COPIES, PIECE>(in_places[turn_ahead], p.n, batch, p.column * DOWN / UP + origin, width, image_bytes, pixel);
     from = (const char*)x + 2 * channel + (i64)p.n * image_bytes + (i64)row_ahead * row_bytes;
   };
   auto fetch = [&]() {
@@ -98,35 +100,32 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       const bool row_inside = copies && row_ahead >= 0 && row_ahead < height;
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
-        const int place = in_places[pixel_of_copy + AT_ONCE * i];
+        const int place = in_places[turn_ahead][pixel_of_copy + AT_ONCE * i];
         const bool valid = row_inside && place >= 0;
         copy_unit(stages[slot_ahead] + cell + i * AT_ONCE * PITCH, from + (unsigned int)place, valid);
       }
       from += row_bytes;
-      if (++row_ahead > last_ahead) item_ahead += gridDim.x;
+      if (++row_ahead > last_ahead) {
+        item_ahead += gridDim.x;
+        aim();
+      }
     }
     cp_async_commit();
     slot_ahead = slot_ahead + 1 < STAGES ? slot_ahead + 1 : 0;
   };
-  // Between two barriers, neither of which is fetch's: the table is read by all.
-  auto follow = [&]() {
-    if (row_ahead > last_ahead) aim();
-  };
-  follow();
+  aim();
 #pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) {
+  for (int i = 0; i < STAGES - 1; ++i) {
     __syncthreads();
     fetch();
-    __syncthreads();
-    follow();
   }
 
-  int slot = 0;
+  int slot = 0, turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Part p = part_of(item, groups, column_tiles, segment_rows, rows);
     const int first = first_row(p), last = last_row(p);
-    __syncthreads();  // the last item's rows are written
-    place<ROW_COPIES, STRIPS * PIXELS>(out_places, p.n, batch, p.column, out_width, out_image_bytes, pixel);
+    turn ^= 1;
+    place<ROW_COPIES, STRIPS * PIXELS>(out_places[turn], p.n, batch, p.column, out_width, out_image_bytes, pixel);
     // The output row (for UP == 2, the first of two) that the next step completes, and the rows to be written.
     int row = UP == 2 ? 2 * first - pad_height : (first + pad_height) / DOWN - AHEAD;
     int row_begin = p.begin, row_end = p.end;
@@ -137,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       row_end = row_end > out_height ? out_height : row_end;
     }
 
-    char* to = (char*)y + 2 * channel + ((i64)p.n * out_height + row) * out_row_bytes;
+    char* to = (char*)y + 2 * channel + ((i64)p.n * out_height + row - UP) * out_row_bytes;  // of the finished row
 
     float sum[SLOTS][CH][4];
 #pragma unroll
@@ -173,35 +172,55 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
         if (BIAS) total[c] += start[c];
       return narrow(total);
     };
-    for (int at = first, phase = 0; row < row_end; at += DOWN) {
+    // A finished row to the output, whole sectors; `made` says which of the two in shared memory.
+    auto write_out = [&](bool wanted, int made) {
+#pragma unroll
+      for (int o = 0; o < UP; ++o) {
+        const bool inside = wanted && copies && row + o - UP >= row_begin && row + o - UP < row_end;
+        Words<COPY / 4> value[ROW_COPIES];
+        int place[ROW_COPIES];
+#pragma unroll
+        for (int i = 0; i < ROW_COPIES; ++i) {
+          place[i] = out_places[turn][pixel_of_copy + AT_ONCE * i];
+          value[i] = *(const Words<COPY / 4>*)(done_rows[made][o] + cell + i * AT_ONCE * PITCH);
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_COPIES; ++i) store_if(inside && place[i] >= 0, to + o * out_row_bytes + (unsigned int)place[i], value[i]);
+      }
+    };
+    int made = 0, phase = 0;  // the row that is made lies in done_rows[made], the one before in the other
+    bool complete = false;
+    for (int at = first; row < row_end; at += DOWN) {
       const bool more = at <= last;  // else the rows are left whose remaining taps lie below the image
-      const bool complete = row + UP > row_begin;
 #pragma unroll
       for (int e = 0; e < DOWN; ++e) {
-        if (more) cp_async_wait<STAGES - 1>();
+        if (more) cp_async_wait<STAGES - 2>();
         __syncthreads();
         // The window's pixels of strips g and g + 8, and from pairs of them the fragments, a channel each.
-        unsigned int a[CH][4];
+        Chunk in[2][WIDE ? 4 : 2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int k = 0; k < (WIDE ? 4 : 2); ++k)
+            in[half][k] = *(const Chunk*)(stages[slot] + strip + half * next_strip + in_window(t + 4 * k) * PITCH);
+        if (e == 0) {
+          write_out(complete, TURNS - 1 - made);
+          to += UP * out_row_bytes;
+        }
         if (more) {
+          fetch();  // into the stage that every warp has left before the barrier
+          slot = slot + 1 < STAGES ? slot + 1 : 0;
+        }
+        unsigned int a[CH][4];
+#pragma unroll
+        for (int c = 0; c < CH; c += 2)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-              if (k == 1 && !WIDE) {
-#pragma unroll
-                for (int c = 0; c < CH; ++c) a[c][2 + half] = 0u;
-                continue;
-              }
-              const unsigned int* line = stages[slot] + strip + half * next_strip;
-              const Chunk u = *(const Chunk*)(line + in_window(t + 8 * k) * PITCH);
-              const Chunk v = *(const Chunk*)(line + in_window(t + 8 * k + 4) * PITCH);
-#pragma unroll
-              for (int c = 0; c < CH; c += 2) {
-                a[c][2 * k + half] = low_halves(u.w[c / 2], v.w[c / 2]);
-                a[c + 1][2 * k + half] = high_halves(u.w[c / 2], v.w[c / 2]);
-              }
+              a[c][2 * k + half] = k == 0 || WIDE ? low_halves(in[half][WIDE ? 2 * k : 0].w[c / 2], in[half][WIDE ? 2 * k + 1 : 1].w[c / 2]) : 0u;
+              a[c + 1][2 * k + half] = k == 0 || WIDE ? high_halves(in[half][WIDE ? 2 * k : 0].w[c / 2], in[half][WIDE ? 2 * k + 1 : 1].w[c / 2]) : 0u;
             }
-        }
         Chunk ready[UP][4];  // the finished rows' pixels of this lane
         unsigned int probe = 0u;   // stays zero while they are finite
 #pragma unroll
@@ -235,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
               }
           }
         }
+        if (e == DOWN - 1) complete = row + UP > row_begin;
         if (e == DOWN - 1 && complete) {
           if (probe != 0u) {
 #pragma unroll
@@ -251,33 +271,15 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int m = g + i / 2 * 8, column = 2 * t + i % 2;
-              if (column < PIXELS) *(Chunk*)(done_rows[o] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[o][i];
+              if (column < PIXELS) *(Chunk*)(done_rows[made][o] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[o][i];
             }
         }
-        if (more) follow();
-        __syncthreads();
-        if (more) {
-          fetch();
-          slot = slot + 1 < STAGES ? slot + 1 : 0;
-        }
       }
-      // To the output, whole sectors.
-#pragma unroll
-      for (int o = 0; o < UP; ++o) {
-        if (!copies || row + o < row_begin || row + o >= row_end) continue;
-        Words<COPY / 4> value[ROW_COPIES];
-        int place[ROW_COPIES];
-#pragma unroll
-        for (int i = 0; i < ROW_COPIES; ++i) {
-          place[i] = out_places[pixel_of_copy + AT_ONCE * i];
-          value[i] = *(const Words<COPY / 4>*)(done_rows[o] + cell + i * AT_ONCE * PITCH);
-        }
-#pragma unroll
-        for (int i = 0; i < ROW_COPIES; ++i) store_if(place[i] >= 0, to + o * out_row_bytes + (unsigned int)place[i], value[i]);
-      }
-      to += UP * out_row_bytes;
       row += UP;
       phase = phase + UP < SLOTS ? phase + UP : phase + UP - SLOTS;
+      made = TURNS - 1 - made;
     }
+    __syncthreads();
+    write_out(complete, TURNS - 1 - made);
   }
 }

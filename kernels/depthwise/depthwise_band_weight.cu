@@ -106,12 +106,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[r][c][i] = 0.f;
 #if BIAS
-  float of_bias[CH][4];
-#pragma unroll
-  for (int c = 0; c < CH; ++c)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) of_bias[c][i] = 0.f;
-  const unsigned int one = pack(1.f, 1.f), ones[4] = {one, one, one, one};
+  float of_bias[4] = {0.f, 0.f, 0.f, 0.f};  // row c: the sums of dy of channel c, a column a pixel of a strip
+  const unsigned int one = pack(1.f, 1.f);
 #endif
 
   int slot = 0;
@@ -132,41 +128,47 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
         const unsigned int* stage = stages[slot];
         slot = slot + 1 < STAGES ? slot + 1 : 0;
         const int row = m * DOWN - pad_height + e;
-        unsigned int a[CH][4], b[CH][2];
-        const auto pair = [&](const unsigned int* first, const unsigned int* second, int i) {
-          const Chunk v = *(const Chunk*)first, w = *(const Chunk*)second;
-#pragma unroll
-          for (int c = 0; c < CH; c += 2) {
-            (i < 4 ? a[c][i % 4] : b[c][i % 2]) = low_halves(v.w[c / 2], w.w[c / 2]);
-            (i < 4 ? a[c + 1][i % 4] : b[c + 1][i % 2]) = high_halves(v.w[c / 2], w.w[c / 2]);
-          }
-        };
+        unsigned int a[CH][4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const unsigned int* line = stage + strip + in_window(g + 8 * half) * PITCH;
 #pragma unroll
-          for (int k = 0; k < 2; ++k)
-            if (half == 0 || WIDE) {
-              pair(line + strip_step(2 * k), line + strip_step(2 * k + 1), 2 * k + half);
-            } else {
+          for (int k = 0; k < 2; ++k) {
+            if (half == 1 && !WIDE) {
 #pragma unroll
               for (int c = 0; c < CH; ++c) a[c][2 * k + half] = 0u;
+              continue;
             }
+            const Chunk v = *(const Chunk*)(line + strip_step(2 * k)), w = *(const Chunk*)(line + strip_step(2 * k + 1));
+#pragma unroll
+            for (int c = 0; c < CH; c += 2) {
+              a[c][2 * k + half] = low_halves(v.w[c / 2], w.w[c / 2]);
+              a[c + 1][2 * k + half] = high_halves(v.w[c / 2], w.w[c / 2]);
+            }
+          }
         }
-        if (e == 0)
-#pragma unroll
-          for (int k = 0; k < 2; ++k) pair(stage + dy_strip + 8 * k * PIXELS * PITCH, stage + dy_strip + (8 * k + 4) * PIXELS * PITCH, 4 + k);
-#if BIAS
-        if (e == 0)
-#pragma unroll
-          for (int c = 0; c < CH; ++c) product(of_bias[c], ones, b[c]);
-#endif
 #pragma unroll
         for (int u = 0; u < SLOTS; ++u) {
           if (phase != u) continue;  // one for the whole block: registers need an index that the compiler knows
-          if (e == 0)
+          if (e == 0) {
 #pragma unroll
-            for (int c = 0; c < CH; ++c) rows[u][c][0] = b[c][0], rows[u][c][1] = b[c][1];
+            for (int k = 0; k < 2; ++k) {
+              const unsigned int* line = stage + dy_strip + 8 * k * PIXELS * PITCH;
+              const Chunk v = *(const Chunk*)line, w = *(const Chunk*)(line + 4 * PIXELS * PITCH);
+#pragma unroll
+              for (int c = 0; c < CH; c += 2) {
+                rows[u][c][k] = low_halves(v.w[c / 2], w.w[c / 2]);
+                rows[u][c + 1][k] = high_halves(v.w[c / 2], w.w[c / 2]);
+              }
+            }
+#if BIAS
+#pragma unroll
+            for (int c = 0; c < CH; ++c) {
+              const unsigned int row_of_ones = g == c ? one : 0u, ones[4] = {row_of_ones, 0u, row_of_ones, 0u};
+              product(of_bias, ones, rows[u][c]);
+            }
+#endif
+          }
           if (row < 0 || row >= height) continue;
 #pragma unroll
           for (int r = e; r < K; r += DOWN)
@@ -202,18 +204,15 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       }
     }
 #if BIAS
+  __syncwarp();
+  mine[g * 8 + 2 * t] = of_bias[0];
+  mine[g * 8 + 2 * t + 1] = of_bias[1];
+  __syncwarp();
+  if (lane < CH && vector_mine < vectors) {
+    float total = 0.f;
 #pragma unroll
-  for (int c = 0; c < CH; ++c) {
-    __syncwarp();
-    mine[g * 8 + 2 * t] = of_bias[c][0];
-    mine[g * 8 + 2 * t + 1] = of_bias[c][1];
-    __syncwarp();
-    if (lane == 0 && vector_mine < vectors) {
-      float total = 0.f;
-#pragma unroll
-      for (int n = 0; n < PIXELS; ++n) total += mine[n];
-      to[(i64)K * K * channels + c] = total;
-    }
+    for (int n = 0; n < PIXELS; ++n) total += mine[lane * 8 + n];
+    to[(i64)K * K * channels + lane] = total;
   }
 #endif
 }

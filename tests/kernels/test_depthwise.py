@@ -155,7 +155,7 @@ FAULTS = {
         "depthwise k3 s1 bias",
         "float32",
     ),
-    "no bias from the tensor cores": ("total += mine[n];", "", "depthwise k3 s1 bias", "bfloat16"),
+    "no bias from the tensor cores": ("total += mine[lane * 8 + n];", "", "depthwise k3 s1 bias", "bfloat16"),
     "a band one pixel off": (
         "g + lead - 2 * j : j + lead -",
         "g + lead - 2 * j : j + 1 + lead -",
@@ -163,7 +163,7 @@ FAULTS = {
         "bfloat16",
     ),
     "an infinity spreads over its strip": ("if (probe != 0u)", "if (false)", "depthwise k3 s1 bias", "bfloat16"),
-    "a stage filled too early": ("cp_async_wait<STAGES - 1>();", "", "depthwise k3 s1 bias", "bfloat16"),
+    "a stage filled too early": ("cp_async_wait<STAGES - 2>();", "", "depthwise k3 s1 bias", "bfloat16"),
     "padding's rows not empty": (
         "if (UP == 2 ? r + 2 >= K : r == 0)",
         "if (more && (UP == 2 ? r + 2 >= K : r == 0))",

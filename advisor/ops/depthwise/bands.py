@@ -9,7 +9,6 @@ MOST_PIXELS = 8  # columns of it
 MOST_WINDOW = 16  # its depth
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 SM_SHARED_BYTES = 227 * 1024  # what an SM has for its blocks on sm_90; 163 KiB on sm_80
-FEWEST_STAGES = 2
 COPY_COST = 6  # a copied pixel, in columns of a product: what neighbours in a row share is copied once
 
 
@@ -90,7 +89,7 @@ class Block:
         return 32 * self.tile // self.channels
 
 
-def shared(shape: Layout, block: Block, *, up: int, weight: bool) -> int:
+def shared(shape: Layout, block: Block, *, down: int, up: int, weight: bool) -> int:
     """Bytes of shared memory of a block."""
     at_once = 16 * block.copy // block.channels
 
@@ -99,8 +98,9 @@ def shared(shape: Layout, block: Block, *, up: int, weight: bool) -> int:
 
     row = copied(STRIPS // shape.strips * shape.piece)
     out = copied(STRIPS * shape.pixels)
-    pixels = block.stages * (row + out) if weight else block.stages * row + up * out
-    places = 4 * (row + out) * (2 if weight else 1)
+    done = up * out * (1 if down == 2 else 2)  # finished rows, of which one is written out while the next is made
+    pixels = block.stages * (row + out) if weight else block.stages * row + done
+    places = 2 * 4 * (row + out)
     pixel = block.copy * (2 * block.tile // block.copy | 1)  # an odd number of copies: pixels begin in different banks
     return pixels * pixel + places
 

@@ -34,8 +34,8 @@ MAX_SEGMENTS = 8
 ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
 REGISTERS = 65536  # of an SM
 BAND_TAPS = (3, 5, 7)  # whose windows of 8 outputs are at most 16 pixels
-BAND_TILE = 32  # channels of a block of the tensor-core kernels: two 32-byte sectors of a pixel
-BAND_CHANNELS = 0  # of a warp of theirs, 2 or 4; 0: as many as leave registers for two blocks, by the taps
+BAND_TILE = 16  # channels of a block of the tensor-core kernels: a 32-byte sector of a pixel
+BAND_CHANNELS = 0  # of a warp of theirs, 2 or 4; 0: 2 for the data gradient of stride 2, else 4
 BAND_COPIED = (
     2  # a thread copies this many times the channels of a warp at once: fewer instructions, more bank conflicts
 )
@@ -386,22 +386,20 @@ def band(call: Call, kind: str) -> Band:
         up=up,
         pad=call.padding[1],
     )
-    group = BAND_CHANNELS or (4 if call.kernel == 3 and up == 1 else 2)  # two finished rows take registers as well
+    group = BAND_CHANNELS or (2 if up == 2 else 4)  # two finished rows take registers as well
     if call.channels % group:
         group = 2
     copy = next(size for size in (16, 8, 4) if size <= 2 * group * BAND_COPIED and 2 * call.channels % size == 0)
     copy = max(copy, 2 * group)
-    for most in (BAND_TILE, 24, 16, 8):
+    registers = _BAND_REGISTERS[call.kernel, group]
+    for most, fewest in ((BAND_TILE, 3), (24, 3), (16, 3), (16, 2), (8, 2)):
         tile = bands.tile(call.channels, copy // 2, min(most, BAND_TILE))
-        for stages in range(BAND_STAGES, bands.FEWEST_STAGES - 1, -1):
+        for stages in range(BAND_STAGES, fewest - 1, -1):
             block = bands.Block(tile, group, copy, stages, 1)
-            if block.threads * _BAND_REGISTERS[call.kernel, group] > REGISTERS:
-                continue
-            bytes_used = bands.shared(cut, block, up=up, weight=kind == "weight")
-            if bytes_used <= bands.SHARED_BYTES and (stages > bands.FEWEST_STAGES or most == 8):
-                resident = REGISTERS // (_BAND_REGISTERS[call.kernel, group] * block.threads)
-                blocks = max(1, min(resident, bands.SM_SHARED_BYTES // (bytes_used + 1024), 8))
-                return Band(cut, replace(block, blocks=blocks), down, up)
+            used = bands.shared(cut, block, down=down, up=up, weight=kind == "weight")
+            resident = min(REGISTERS // (registers * block.threads), bands.SM_SHARED_BYTES // (used + 1024), 16)
+            if used <= bands.SHARED_BYTES and resident > 0:
+                return Band(cut, replace(block, blocks=resident), down, up)
     raise AssertionError(f"no block for {call}")  # 8 channels always fit: tests go over all layouts
 
 
