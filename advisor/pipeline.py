@@ -385,6 +385,8 @@ def apply(
 ) -> ApplyResult:
     """Profile the script (or start from the last profiled run), try what is recommended, write trials.json and plan.yaml.
 
+    What was kept is profiled in its turn, and what the rules recommend then is tried in a round of its own: trials/rounds.py.
+
     Exit code: 0 when something was kept or nothing was to be done, 4 when every trial was inconclusive, the script's own
     when it failed before anything could be measured.
 
@@ -449,6 +451,13 @@ def apply(
     if not candidates and not measured.complete:
         say("too little was measured to say what would help; let the script train for longer")
         return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
+
+    def anew(again: StepProfile, folder: Path) -> Sequence[Recommendation]:
+        found = _evaluate(again, folder, rules_dirs=rules_dirs)
+        storage.save(folder / PROFILE_FILE, again)
+        storage.save(folder / FINDINGS_FILE, found)
+        return _chosen(found.recommendations, only, skip)
+
     log, plan, exit_code = apply_search(
         command,
         candidates,
@@ -457,6 +466,7 @@ def apply(
         min_gain=min_gain,
         max_time_s=max(0.0, max_time_s - (time.monotonic() - started)),
         max_pairs=max_pairs,
+        recommend=anew,
         run_dir=run_dir,
         say=say,
     )
@@ -557,8 +567,12 @@ def attach(session: Session) -> None:
     if session.protect_files:
         from advisor.trials import files
 
-        files.protect(session.folder)
-    if session.mode == "profile":
+        files.protect(session.protecting)
+    if session.mode == "profile" and session.kept:
+        from advisor.trials.profile import attach_kept_profile
+
+        attach_kept_profile(session)
+    elif session.mode == "profile":
         from advisor.profiling.attach import attach_profile
 
         attach_profile(session)

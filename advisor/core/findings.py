@@ -81,6 +81,7 @@ class Recommendation:
     conflicts: tuple[str, ...] = ()
     reason: str = ""
     gated_by: tuple[str, ...] = ()  # fired rules that put the run's measurements in doubt
+    round: int = 1  # of the search; `predicted` is a share of the step as it was profiled for this round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

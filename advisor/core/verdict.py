@@ -39,6 +39,7 @@ class Verdict:
     reason: str
     parameters: dict[str, str] = field(default_factory=dict)
     title: str = ""
+    round: int = 1  # of the search, in which it was tried; `predicted` is a share of the step profiled for it
     semantics: Semantics = Semantics.EXACT
     predicted: Interval | None = None
     gain: Interval | None = None
@@ -74,12 +75,28 @@ class StackVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One pass over candidates. The first starts from the plain script's profile, each later one from the script with
+    all that was kept until then; `step_us` is 0.0 where that profile could not be had.
+    """
+
+    number: int
+    step_us: float = 0.0  # median step of the profile that the round's predictions are shares of
+    kept: tuple[str, ...] = ()  # transforms that were on in that profile
+    tried: tuple[str, ...] = ()  # transforms chosen for trial
+    folder: str = (
+        ""  # with the round's profile.json and findings.json, below the run folder; "" for the run folder itself
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLog:
     """Everything `apply` did: the verdicts in the order of trial, the stack's verdict, and files the script wrote."""
 
     script: str
     argv: tuple[str, ...]
     verdicts: tuple[Verdict, ...] = ()
+    rounds: tuple[Round, ...] = ()
     stack: StackVerdict | None = None
     files_written: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -40,8 +40,8 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     training = Training(device=torch.device("cpu"))
     try:
         watcher = steps.attach(training, session, patches)
-        profiles = session.mode == "profile"
-        discovery = discover.attach(training, watcher, keep_inputs=not profiles, infer=profiles)
+        plain = session.mode == "profile" and not session.kept  # some changes need the inputs to find their places
+        discovery = discover.attach(training, watcher, keep_inputs=not plain, infer=plain)
     except BaseException:
         patches.restore_all()
         raise

@@ -251,6 +251,15 @@ class Discovery:
         self._watch()
         self.finished = True
 
+    def look_anew(self) -> None:
+        """Forget what was observed and look closely at the next steps: the script's step is another one from here on."""
+        if self._looking:
+            self.stop_looking()
+        first_ns, self.seen = self.seen.first_ns, Observations(batch=self.seen.batch)
+        self.seen.first_ns = first_ns
+        self.finished = False
+        self.look()
+
     def rest(self) -> None:
         """No close look from here on. To be called before others put their own `nn.Module.__call__` on top of the look's,
         as the annotation of a traced window does: hooks that end in another order than they began cannot be taken back.

@@ -25,7 +25,7 @@ class Session:
     """One child process's orders.
 
     mode:
-        profile  measure, trace, then stop the script (or let it run with `keep_running`)
+        profile  measure, trace, then stop the script (or let it run with `keep_running`); `kept` is on before, if there is any
         search   apply `kept`, then try `candidates` live, one after the other, then stop
         measure  apply `kept`, take `steps` step times and losses, then stop: one arm of a fresh-process comparison
         run      apply `kept` and train to the end
@@ -48,7 +48,8 @@ class Session:
     max_pairs: int = 20
     trial_timeout_s: float = 120.0
     deadline_unix_s: float = 0.0  # 0: none
-    protect_files: bool = False  # search and measure: divert torch.save, keep what the script overwrites
+    protect_files: bool = False  # divert torch.save, keep what the script overwrites
+    files_dir: str = ""  # the run folder whose journal says what was set aside; "" for `run_dir`
     seed: int | None = None  # measure: seed every generator at import, so that two arms see the same data
     strict: bool = False  # run: a plan item that does not fit is an error
     model_hash: str = ""  # run: the model that the plan was proved on; another one trains without the plan
@@ -56,6 +57,11 @@ class Session:
     @property
     def folder(self) -> Path:
         return Path(self.run_dir)
+
+    @property
+    def protecting(self) -> Path:
+        """The run folder that the script's files are set aside in."""
+        return Path(self.files_dir or self.run_dir)
 
 
 def from_environment() -> Session | None:

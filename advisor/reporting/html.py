@@ -124,6 +124,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "trials": trials,
         "axis": charts.gain_axis(trials) if trials else None,
         "attempts": _attempts(trials) if trials else [],
+        "rounds": _rounds(trials) if trials else [],
         "losses": charts.loss_plot(trials.stack.losses_plain, trials.stack.losses_stack)
         if trials and trials.stack
         else None,
@@ -199,6 +200,12 @@ def _kernel(row: KernelRow, profile: StepProfile) -> dict[str, Any]:
         "bytes": nbytes,
         "provenance": provenance,
     }
+
+
+def _rounds(trials: TrialLog) -> list[str]:
+    """A line for each round, where there was more than one."""
+    numbers = sorted({v.round for v in trials.verdicts})
+    return [wording.round_headline(trials, number) for number in numbers] if len(numbers) > 1 else []
 
 
 def _attempts(trials: TrialLog) -> list[tuple[Verdict, charts.BlockPlot | None, list[tuple[str, Any]]]]:

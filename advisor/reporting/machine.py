@@ -111,10 +111,16 @@ def _findings(findings: Findings) -> list[str]:
 
 
 def _trials(trials: TrialLog) -> list[str]:
-    lines = ["", "### Trials", "", "| change | predicted | measured | verdict | reason |", "|---|---:|---:|---|---|"]
+    lines = ["", "### Trials", ""]
+    rounds = sorted({v.round for v in trials.verdicts})
+    if len(rounds) > 1:
+        lines += [*(f"- {cell(wording.round_headline(trials, number))}" for number in rounds), ""]
+    lines += ["| round | change | predicted | measured | verdict | reason |", "|---:|---|---:|---:|---|---|"]
     for v in trials.verdicts:
         gains = f"{wording.gain(v.predicted)} | {wording.gain(v.gain)}"
-        lines.append(f"| {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(wording.reason(v))} |")
+        lines.append(
+            f"| {v.round} | {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(wording.reason(v))} |"
+        )
     stack = trials.stack
     if stack is not None:
         word = {True: "passed", False: "**failed**", None: "undecided"}[stack.passed]

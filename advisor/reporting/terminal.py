@@ -287,10 +287,16 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
         return [*lines, "  Nothing was tried."]
     lines += page.wrap(wording.trials_headline(log), 2)
     names = {id(v): v.title or v.transform for v in log.verdicts}
+    if any(v.round > 1 for v in log.verdicts):
+        lines += page.wrap(wording.round_headline(log, 1), 2, "bold")
     name_width = min(max(map(len, names.values())), max(16, page.width - 54))
     head = f"  {'change':<{name_width}}  {'predicted':>10}  {'measured':>14}  verdict"
     lines.append(page.paint(head, "dim"))
+    begun = 1
     for v in log.verdicts:
+        if v.round != begun:
+            begun = v.round
+            lines += page.wrap(wording.round_headline(log, begun), 2, "bold")
         status = clip(v.status, 14)
         painted = page.paint(status, *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
         line = f"  {clip(names[id(v)], name_width):<{name_width}}  {wording.gain(v.predicted):>10}  {wording.gain(v.gain):>14}  "
@@ -303,7 +309,10 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
             lines += page.wrap(reason, 6, "dim", first=4)
     percent = {f"{100 * v.confidence:g} %" for v in log.verdicts if v.gain is not None}
     if percent:
-        text = f"Shares are of the step's time at that point; measured: {' / '.join(sorted(percent))} interval."
+        text = (
+            "Predicted: share of the step as profiled for the round; measured: of the step at that point, "
+            f"{' / '.join(sorted(percent))} interval."
+        )
         lines += page.wrap(text, 2, "dim")
     return lines
 
@@ -371,6 +380,12 @@ def recommendations_text(
         lines += page.wrap(" · ".join(a for a in about if a), 6, "green")
         if r.reason:
             lines += page.wrap(r.reason, 6, "dim")
+    lines += page.wrap(
+        "This is the first round. When it keeps something, the script is profiled with that on, and what the rules ask for "
+        "then is tried in a further round.",
+        2,
+        "dim",
+    )
     if profile is not None:
         lines += ["", page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
     return "\n".join(lines)

@@ -216,6 +216,17 @@ def trials_headline(trials: TrialLog) -> str:
     return f"The stack failed its comparison with the plain script: {stack.detail}."
 
 
+def round_headline(trials: TrialLog, number: int) -> str:
+    """From which profile a round's predictions come."""
+    if number == 1:
+        return "Round 1, from the script as written"
+    found = next((r for r in trials.rounds if r.number == number), None)
+    if found is None or not found.step_us:
+        return f"Round {number}, tried once more after what was kept"
+    on = ", ".join(found.kept)
+    return f"Round {number}, profiled again at {duration(found.step_us)} a step with {on}"
+
+
 def reason(verdict: Verdict) -> str:
     """Why the verdict is what it is; of a kept change also what it costs once and what the whole loses without it."""
     parts = [verdict.reason]

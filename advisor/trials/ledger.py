@@ -30,7 +30,9 @@ FILE_NAME, VARIABLE = "predictions.jsonl", "ADVISOR_LEDGER"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One change on one machine. Both intervals are shares of the plain script's step."""
+    """One change on one machine. Both intervals are shares of the step that the prediction was made from: the plain
+    script's in the first round, the one profiled anew in a later round.
+    """
 
     date: str  # ISO 8601, UTC
     machine: str
@@ -57,9 +59,10 @@ def path() -> Path:
 
 
 def entries(log: TrialLog, profile: StepProfile) -> tuple[Entry, ...]:
-    """What the trials of `log` say about the predictions made from `profile`."""
+    """What the trials of `log` say about the predictions made from `profile` and, in later rounds, from their own profiles."""
     if profile.step_us is None or not profile.step_us.median > 0:
         return ()
+    steps = {found.number: found.step_us for found in log.rounds} | {1: profile.step_us.median}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = planfile.environment_text(profile.environment)
     return tuple(
@@ -68,19 +71,19 @@ def entries(log: TrialLog, profile: StepProfile) -> tuple[Entry, ...]:
             machine=machine,
             transform=verdict.transform,
             predicted=verdict.predicted,
-            measured=_of_plain(verdict, profile.step_us.median),
+            measured=_of_profiled(verdict, steps[verdict.round]),
             status=verdict.status,
         )
         for verdict in log.verdicts
-        if verdict.predicted is not None and verdict.gain is not None
+        if verdict.predicted is not None and verdict.gain is not None and steps.get(verdict.round, 0.0) > 0
     )
 
 
-def _of_plain(verdict: Verdict, plain_us: float) -> Interval:
-    """The gain as a share of the plain step: what was kept before has made the step that it was measured on shorter."""
+def _of_profiled(verdict: Verdict, profiled_us: float) -> Interval:
+    """The gain as a share of the profiled step: what was kept since has made the step that it was measured on shorter."""
     assert verdict.gain is not None  # the caller has looked
     off = [t for t in verdict.blocks.off_us if math.isfinite(t) and t > 0]
-    share = min(1.0, median(off) / plain_us) if off else 1.0
+    share = min(1.0, median(off) / profiled_us) if off else 1.0
     return Interval(low=verdict.gain.low * share, high=verdict.gain.high * share, basis=verdict.gain.basis)
 
 

@@ -235,10 +235,10 @@ class SearchDriver:
         yield from self._warm_up()
         for name, reason in self.kept.left_out.items():
             self._notes.append(f"{name}, kept before, could not be applied: {reason}")
-        done = {(v.transform, tuple(sorted(v.parameters.items()))) for v in records.verdicts(session.folder)}
+        done = {records.attempt(v) for v in records.verdicts(session.folder)}
         restart, late = "", False
         for candidate in session.candidates:
-            if (candidate.transform, tuple(sorted(candidate.parameters.items()))) in done:
+            if records.attempt(candidate) in done:
                 continue
             if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
                 late = True
@@ -260,26 +260,9 @@ class SearchDriver:
                 break
             self._conclude(verdict)
         else:
-            yield from self._look_again()
             self._write(restart, complete=True)
             return
         self._write(restart, out_of_time=late)
-
-    def _look_again(self) -> Steps:
-        """Try once more what a later kept change may have made worth it; only a better verdict takes the first one's place."""
-        session = self.session
-        for candidate in planner.second_look(records.verdicts(session.folder), session.candidates):
-            if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
-                return
-            title = registry.title(candidate.transform, candidate.title)
-            tell(session, "trial", transform=candidate.transform, title=f"{title}, once more")
-            try:
-                verdict = yield from self._try(candidate)
-            except _Unclean as problem:
-                self._conclude(self._verdict(candidate, None, "failed", str(problem)))
-                return
-            if verdict is not None and verdict.status == KEPT:
-                self._conclude(verdict)
 
     def _warm_up(self) -> Steps:
         recent: list[StepEvent] = [(yield)]
@@ -677,6 +660,7 @@ class SearchDriver:
             reason=reason,
             parameters=dict(candidate.parameters),
             title=transform.title if transform is not None else candidate.title,
+            round=candidate.round,
             semantics=transform.semantics if transform is not None else candidate.semantics,
             predicted=candidate.predicted,
             **more,  # type: ignore[arg-type]

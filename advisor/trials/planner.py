@@ -35,6 +35,8 @@ LONG_FIRST_STEP_US = 10e6
 _BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
 # An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.
 BOUND_FRAC = 0.2
+# A change that was too small to be proved is worth a second trial where its share of the step has grown by half.
+MUCH_LONGER = 1.5
 
 
 def order(recommendations: Sequence[Recommendation], profile: StepProfile | None = None) -> tuple[Recommendation, ...]:
@@ -86,26 +88,35 @@ def _expected(item: Recommendation) -> float:
     return 0.0 if item.predicted is None else 0.5 * (item.predicted.low + item.predicted.high)
 
 
-def second_look(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
-    """Candidates whose time may have come, in the candidates' order.
+def second_look(
+    verdicts: Sequence[Verdict], candidates: Sequence[Recommendation], step_us: float = 0.0
+) -> tuple[Recommendation, ...]:
+    """Candidates whose time may have come, in the candidates' order. The latest verdict on each counts.
 
     What was right and in effect, but not faster, before CUDA graphs were kept: half precision gains nothing while the host's
     launches bound the step, and all it has once a graph is kept. And bundled kernels that were left out or did not win before
-    half precision was kept: they are dispatched by dtype. What takes longer than `LONG_FIRST_STEP_US` to switch on is not
-    tried twice.
+    half precision was kept: they are dispatched by dtype. And what may have gained a little of a step that was much longer
+    than `step_us`, the step with all that is kept: the same time saved is a larger share of it. What takes longer than
+    `LONG_FIRST_STEP_US` to switch on is not tried twice.
     """
+    latest = {identity(v): place for place, v in enumerate(verdicts)}
+    graphs, half = _kept_at(verdicts, {"cuda_graphs"}), _kept_at(verdicts, _HALF)
     again = {
-        *(_identity(v) for v in verdicts[: _kept_at(verdicts, {"cuda_graphs"})] if _right_but_slow(v)),
-        *(_identity(v) for v in verdicts[: _kept_at(verdicts, _HALF)] if _of_another_dtype(v)),
+        key
+        for key, place in latest.items()
+        if (place < graphs and _right_but_slow(verdicts[place]))
+        or (place < half and _of_another_dtype(verdicts[place]))
+        or _of_a_longer_step(verdicts[place], step_us)
     }
     kept = {v.transform for v in verdicts if v.status == "kept"}
-    return tuple(c for c in candidates if _identity(c) in again and not kept & {c.transform, *c.conflicts})
+    return tuple(c for c in candidates if identity(c) in again and not kept & {c.transform, *c.conflicts})
 
 
 _HALF = frozenset({"amp_bf16", "amp_fp16"})
 
 
-def _identity(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str], ...]]:
+def identity(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """What tells one change from another: transform and parameters."""
     return item.transform, tuple(sorted(item.parameters.items()))
 
 
@@ -130,6 +141,13 @@ def _right_but_slow(verdict: Verdict) -> bool:
 def _of_another_dtype(verdict: Verdict) -> bool:
     right = verdict.numerics is not None and bool(verdict.numerics.passed)
     return _open(verdict) and right and verdict.transform in catalog.transforms()
+
+
+def _of_a_longer_step(verdict: Verdict, step_us: float) -> bool:
+    """Its gain was not certainly none, and its share of the step has grown since by half or more."""
+    gained = verdict.gain is not None and verdict.gain.high > 0.0
+    then = [t for t in verdict.blocks.off_us if t > 0]
+    return gained and _right_but_slow(verdict) and 0.0 < step_us * MUCH_LONGER < (min(then) if then else 0.0)
 
 
 def conflicting(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
+from advisor.core.findings import Recommendation
 from advisor.core.verdict import Check, Verdict
 
 TRIALS_DIR = "trials"
@@ -71,6 +72,11 @@ class Measurement:
     complete: bool = False
 
 
+def attempt(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str], ...], int]:
+    """What tells one trial from another: transform, parameters, round."""
+    return item.transform, tuple(sorted(item.parameters.items())), item.round
+
+
 def verdict_files(run_dir: Path) -> list[Path]:
     """`trials/NN-<id>.json` in the order of trial."""
     return sorted(p for p in (run_dir / TRIALS_DIR).glob("*.json") if re.match(r"\d+-", p.name))
@@ -88,14 +94,14 @@ def verdicts(run_dir: Path) -> list[Verdict]:
 
 
 def save_verdict(run_dir: Path, verdict: Verdict) -> None:
-    """Write the verdict as the next in order, or over an earlier one of the same transform and parameters."""
+    """Write the verdict as the next in order, or over an earlier one of the same round, transform and parameters."""
     files = verdict_files(run_dir)
     for path in files:
         try:
             known = storage.load(path, Verdict)
         except AdvisorError:
             continue
-        if known.transform == verdict.transform and known.parameters == verdict.parameters:
+        if attempt(known) == attempt(verdict):
             storage.save(path, verdict)
             return
     number = max((int(p.name.split("-")[0]) for p in files), default=0) + 1

@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from advisor.core import storage
+from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Interval, Recommendation, Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
-from advisor.core.verdict import Blocks, Check, StackVerdict, TrialLog, Verdict
+from advisor.core.verdict import Blocks, Check, Round, StackVerdict, TrialLog, Verdict
 from advisor.ops import catalog
 from advisor.profiling import environment, launcher
+from advisor.profiling.assemble import assemble
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
-from advisor.trials import files, losses, planfile, planner, records
+from advisor.trials import files, losses, planfile, planner, records, rounds
 from advisor.trials.statistics import (
     INCONCLUSIVE,
     KEPT,
@@ -44,9 +46,10 @@ from advisor.trials.statistics import (
 
 Say = Callable[[str], None]
 Launch = Callable[..., Exit]
+Recommend = Callable[[StepProfile, Path], Sequence[Recommendation]]
 
 TRIALS_FILE, PLAN_FILE, OUTPUT_FILE = "trials.json", "plan.yaml", "script-output.log"
-KEPT_ITEMS = "kept"
+KEPT_ITEMS, ROUND_DIR = "kept", "round"
 
 # Steps before the first candidate: discovery looks for three, libraries set themselves up in the first.
 WARMUP_STEPS = 5
@@ -99,6 +102,8 @@ class _Search:
     late: bool = False
     titles: dict[str, str] = field(default_factory=dict)  # as the child has told them
     ended_early: int = 0  # search processes whose script came to its own end
+    known: tuple[Recommendation, ...] = ()  # candidates of all rounds so far, in the order of trial
+    history: list[Round] = field(default_factory=list)
     _crashes: int = 0
     _arm_s: float = 0.0  # what the latest arm took
     _fresh: dict[str, list[records.Measurement]] = field(default_factory=dict)  # runs of the stack's comparison
@@ -212,6 +217,7 @@ class _Search:
             reason=reason,
             parameters=dict(candidate.parameters),
             title=self.title(candidate.transform),
+            round=candidate.round,
             semantics=candidate.semantics,
             predicted=candidate.predicted,
             gain=gain,
@@ -230,8 +236,8 @@ class _Search:
 
     def left(self, candidates: Sequence[Recommendation]) -> list[Recommendation]:
         """Candidates without a verdict."""
-        done = {(v.transform, tuple(sorted(v.parameters.items()))) for v in records.verdicts(self.run_dir)}
-        return [c for c in candidates if (c.transform, tuple(sorted(c.parameters.items()))) not in done]
+        done = {records.attempt(v) for v in records.verdicts(self.run_dir)}
+        return [c for c in candidates if records.attempt(c) not in done]
 
     def kept_items(self, names: Sequence[str] | None = None) -> tuple[PlanItem, ...]:
         """Kept so far, in the order of trial."""
@@ -253,6 +259,87 @@ class _Search:
             return storage.load(self.run_dir / records.SEARCH_FILE, records.SearchRecord)
         except AdvisorError:
             return None
+
+    # -- rounds -----------------------------------------------------------------------------------------------------
+
+    def all_rounds(
+        self,
+        first: Sequence[Recommendation],
+        profile: StepProfile | None,
+        choose: Callable[[Sequence[Recommendation]], list[Recommendation]],
+        recommend: Recommend | None,
+    ) -> None:
+        """Try the candidates, then what the step with the kept changes asks for, while that keeps something and time is left.
+
+        `known` and `history` hold all candidates and the rounds made; interrupted, what there is of both.
+        """
+        number, found, step_us, folder = 1, tuple(first), _step_us(profile), ""
+        on: tuple[PlanItem, ...] = ()
+        while True:
+            self.known += found
+            self.history.append(Round(number=number, step_us=step_us, kept=_names(on), folder=folder))
+            self.candidates = choose(found)
+            self.history[-1] = dataclasses.replace(self.history[-1], tried=_names(self.candidates))
+            if self.candidates:
+                self.live(self.candidates)
+            kept = self.kept_items()
+            if self.interrupted or self.script_failed or self.late or number == rounds.MOST:
+                return
+            if set(_names(kept)) <= set(_names(on)):
+                return
+            number, on = number + 1, kept
+            if self.deadline - time.time() < rounds.LEAST_S + (rounds.WARMUP + rounds.STEPS) * step_us / 1e6:
+                self.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
+                return
+            again, folder = None, f"{ROUND_DIR}-{number}"
+            asked: Sequence[Recommendation] = ()
+            if recommend is not None and profile is not None:
+                again = self.profile(kept, profile.environment, self.run_dir / folder, number)
+                if self.interrupted:
+                    return
+                if again is not None:
+                    asked = recommend(again, self.run_dir / folder)
+            if again is None:
+                folder = ""
+            step_us = _step_us(again)
+            found = rounds.candidates(number, records.verdicts(self.run_dir), self.known, asked, again, self.min_gain)
+            if not found:
+                return
+
+    def profile(
+        self, kept: tuple[PlanItem, ...], machine: Environment, folder: Path, number: int
+    ) -> StepProfile | None:
+        """A short profile of the script with these changes on, in a fresh process; None, with a note, when there is none."""
+        self.say(f"round {number}: profiling the script with what is kept ({', '.join(map(self.title, _names(kept)))})")
+        reason = ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            ended = self._run(
+                "profile",
+                run_dir=str(folder),
+                files_dir=str(self.run_dir),
+                kept=kept,
+                warmup=rounds.WARMUP,
+                steps=rounds.STEPS,
+                detail_steps=rounds.TRACED,
+                counters=False,
+                deadline_unix_s=self.deadline,
+                timeout_s=min(self.trial_timeout_s, rounds.PROFILE_TIMEOUT_S) + LAUNCH_GRACE_S,
+            )
+            if ended.code != 0 or ended.timed_out:
+                reason = "it took too long" if ended.timed_out else f"the script ended with exit code {ended.code}"
+            found = assemble(folder, machine, exit_code=ended.code)
+        except (AdvisorError, OSError) as error:
+            reason, found = reason or str(error), None
+        fault, self.fault = self.fault, ""
+        if self.interrupted:
+            return None
+        if found is None or (found.step_us is None and found.wall_us is None) or not found.kernels or reason or fault:
+            told = fault or reason or "too little was measured"
+            self.notes.append(f"round {number}: the script with what is kept could not be profiled: {told}")
+            self.say(self.notes[-1])
+            return None
+        return found
 
     # -- fresh processes --------------------------------------------------------------------------------------------
 
@@ -342,6 +429,7 @@ class _Search:
                 reason=reason,
                 parameters=dict(candidate.parameters),
                 title=name,
+                round=candidate.round,
                 semantics=candidate.semantics,
                 predicted=candidate.predicted,
                 gain=gain,
@@ -362,13 +450,13 @@ class _Search:
             return None
         runs: dict[str, list[records.Measurement]] = {"plain": [], "stack": []}
         verdict = StackVerdict(passed=None, detail="no time was left to compare the kept changes together")
-        for rounds in range(STACK_ROUNDS):
+        for turn in range(STACK_ROUNDS):
             # The first round has no deadline: without it nothing is proved.
-            if rounds and (verdict.passed is not None or time.time() > self.stack_deadline):
+            if turn and (verdict.passed is not None or time.time() > self.stack_deadline):
                 break
             for arm in STACK_RUNS:
                 told = "all kept changes" if arm == "stack" else "the plain script"
-                self.say(f"comparing in fresh processes, round {rounds + 1}: {told}")
+                self.say(f"comparing in fresh processes, round {turn + 1}: {told}")
                 # A seed for each turn: the plain runs then span what chance does to the losses, where the same seed twice would
                 # span nothing, and a training that rounding sends another way would look broken.
                 found = self.arm(tuple(kept) if arm == "stack" else (), turn=len(runs[arm]))
@@ -512,11 +600,10 @@ class _Search:
     def _run(self, mode: str, *, timeout_s: float, **orders: Any) -> Exit:
         session = Session(
             mode=mode,
-            run_dir=str(self.run_dir),
             script=self.command.words[0],
             argv=self.command.words[1:],
             protect_files=True,
-            **{"warmup": WARMUP_STEPS, **orders},
+            **{"run_dir": str(self.run_dir), "warmup": WARMUP_STEPS, **orders},
         )
         try:
             ended = self.launch(
@@ -562,6 +649,7 @@ def apply_search(
     min_gain: float = 0.01,
     max_time_s: float = 600.0,
     max_pairs: int = 20,
+    recommend: Recommend | None = None,
     run_dir: Path,
     say: Say,
     launch: Launch = launcher.launch,
@@ -569,6 +657,8 @@ def apply_search(
     """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
 
     Args:
+        recommend: what the rules say to a profile, which lies in the folder given: asked in each round after the first.
+            None leaves later rounds to `planner.second_look` alone.
         ask: asked before each candidate; None tries all of them (`--auto`).
         max_time_s: no candidate begins after this, less what the comparison of the stack needs.
         max_pairs: most pairs of blocks, or of fresh runs, in a trial.
@@ -594,29 +684,30 @@ def apply_search(
     )
     ordered = planner.order(recommendations, profile)
     stack: StackVerdict | None = None
-    wanted: list[Recommendation] = []
-    skipped: dict[str, str] = {}
-    try:
-        for candidate in ordered:
+    skipped: dict[object, str] = {}
+
+    def choose(found: Sequence[Recommendation]) -> list[Recommendation]:
+        wanted = []
+        for candidate in found:
             reason = _not_tried(candidate, search.trial_timeout_s)
             if not reason and ask is not None and not ask(candidate):
                 reason = "not wanted"
             if reason:
-                skipped[candidate.transform] = reason
+                skipped[records.attempt(candidate)] = reason
             else:
                 wanted.append(candidate)
-        search.candidates = wanted
-        if wanted:
-            search.live(wanted)
-            stack = search.stack()
-            if stack is not None:
-                stack = search.leave_one_out(stack)
+        return wanted
+
+    try:
+        search.all_rounds(ordered, profile, choose, recommend)
+        stack = search.stack()
+        if stack is not None:
+            stack = search.leave_one_out(stack)
     except KeyboardInterrupt:
         search.interrupted = True
-    for candidate in ordered:
-        if candidate in search.left(ordered):
-            reason = skipped.get(candidate.transform) or _why_open(search)
-            records.save_verdict(run_dir, _skipped(candidate, search.title(candidate.transform), reason))
+    for candidate in search.left(search.known):
+        reason = skipped.get(records.attempt(candidate)) or _why_open(search)
+        records.save_verdict(run_dir, _skipped(candidate, search.title(candidate.transform), reason))
     verdicts = tuple(records.verdicts(run_dir))
     written, temporary = files.written(run_dir)
     if temporary:
@@ -631,6 +722,7 @@ def apply_search(
         script=command.words[0],
         argv=command.words[1:],
         verdicts=verdicts,
+        rounds=tuple(search.history),
         stack=stack,
         files_written=written,
         seconds=time.time() - started,
@@ -727,6 +819,15 @@ def _why_open(search: _Search) -> str:
     return "out of time"
 
 
+def _step_us(profile: StepProfile | None) -> float:
+    step = profile.step_us or profile.wall_us if profile is not None else None
+    return step.median if step is not None else 0.0
+
+
+def _names(items: Sequence[PlanItem | Recommendation]) -> tuple[str, ...]:
+    return tuple(item.transform for item in items)
+
+
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
@@ -742,6 +843,7 @@ def _skipped(candidate: Recommendation, title: str, reason: str) -> Verdict:
         status="skipped",
         reason=reason,
         parameters=dict(candidate.parameters),
+        round=candidate.round,
         semantics=candidate.semantics,
         predicted=candidate.predicted,
     )
@@ -759,7 +861,8 @@ def _plan(command: ScriptCommand, log: TrialLog, profile: StepProfile | None, mo
     speedup = ""
     if stack is not None and stack.passed and stack.speedup is not None:
         speedup = f"{stack.speedup:.2f}× ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
-    ordered = sorted(log.verdicts, key=lambda v: v.status != KEPT)
+    latest = {planner.identity(v): v for v in log.verdicts}  # of a change that was tried in two rounds the later trial
+    ordered = sorted(latest.values(), key=lambda v: v.status != KEPT)
     return Plan(
         script=command.words[0],
         argv=command.words[1:],
@@ -771,7 +874,7 @@ def _plan(command: ScriptCommand, log: TrialLog, profile: StepProfile | None, mo
                 parameters=dict(v.parameters),
                 semantics=v.semantics.value,
                 reason=v.reason,
-                predicted=_interval_text(v.predicted),
+                predicted=_interval_text(v.predicted, v.round),
                 measured=_interval_text(v.gain),
             )
             for v in ordered
@@ -787,10 +890,11 @@ def _plan(command: ScriptCommand, log: TrialLog, profile: StepProfile | None, mo
     )
 
 
-def _interval_text(interval: Interval | None) -> str:
+def _interval_text(interval: Interval | None, number: int = 1) -> str:
     if interval is None:
         return ""
-    return f"{percent_text(interval.low)} to {percent_text(interval.high)} of the step"
+    of = f"the step as profiled for round {number}" if number > 1 else "the step"
+    return f"{percent_text(interval.low)} to {percent_text(interval.high)} of {of}"
 
 
 def _environment_text() -> str:
