@@ -34,7 +34,7 @@ def fill(view: View, table: MetricTable) -> None:
     else:
         table.miss("traced_overhead_frac", "no step was traced")
 
-    names = ("forward", "backward", "optimizer", *_KINDS, *_BY_ROW, "se", "bn_act")
+    names = ("forward", "backward", "optimizer", *_KINDS, *_BY_ROW, "se", "bn_act", "unnormed_elementwise")
     if view.device_us <= 0:
         for name in names:
             table.miss(f"{name}_frac", NO_ROWS)
@@ -46,11 +46,15 @@ def fill(view: View, table: MetricTable) -> None:
     for name, wanted in _BY_ROW.items():
         table.set(f"{name}_frac", view.share(wanted))
 
-    blocks = {row.module for row in view.rows if row.module and rows.is_squeeze_excite(row.module_type)}
+    blocks = view.squeeze_excite_blocks()
     inside = tuple(f"{path}." for path in blocks)
+
+    def in_block(row: KernelRow) -> bool:
+        return row.module in blocks or (bool(inside) and row.module.startswith(inside))
+
     table.set(
         "se_frac",
-        view.share(lambda row: row.module in blocks or (bool(inside) and row.module.startswith(inside))),
+        view.share(in_block),
         Provenance.MODELLED,
         "by class names; a block whose own forward runs no kernel is not seen",
     )
@@ -60,6 +64,12 @@ def fill(view: View, table: MetricTable) -> None:
         view.share(lambda row: rows.is_batchnorm(row) or view.is_after_norm(row, containers)),
         Provenance.MODELLED,
         "adds and activations counted where a batch norm stands in the same module",
+    )
+    table.set(
+        "unnormed_elementwise_frac",
+        view.share(lambda row: view.is_unnormed(row, containers) and not in_block(row)),
+        Provenance.MODELLED,
+        "counted where no batch norm stands in the same module",
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
+from advisor.resources import kernel_entries
 
 # Copies between host and device are in StepProfile.copies; a row with one of these names would count them twice.
 _HOST_COPY = re.compile(r"^Memcpy (HtoD|DtoH|HtoH)", re.IGNORECASE)
@@ -88,19 +89,24 @@ def _norm_text(row: KernelRow) -> str:
     return row.module_type if "Norm" in row.module_type else f"{row.op} {row.name}"
 
 
+def is_own(row: KernelRow) -> bool:
+    """One of advisor's own kernels: what it takes is no longer there to be saved."""
+    return row.name in kernel_entries()
+
+
 def is_batchnorm(row: KernelRow) -> bool:
-    """Batch normalisation, SyncBatchNorm's own kernels included."""
-    return row.kind == "norm" and bool(_BATCH_NORM.search(_norm_text(row)))
+    """Batch normalisation, SyncBatchNorm's own kernels included, advisor's not."""
+    return row.kind == "norm" and not is_own(row) and bool(_BATCH_NORM.search(_norm_text(row)))
 
 
 def is_groupnorm(row: KernelRow) -> bool:
-    """Group or instance normalisation."""
-    return row.kind == "norm" and bool(_INSTANCE_OR_GROUP.search(_norm_text(row)))
+    """Group or instance normalisation, advisor's own kernels left out."""
+    return row.kind == "norm" and not is_own(row) and bool(_INSTANCE_OR_GROUP.search(_norm_text(row)))
 
 
 def is_layernorm(row: KernelRow) -> bool:
-    """Layer normalisation, also over channels."""
-    return row.kind == "norm" and bool(_LAYER_NORM.search(_norm_text(row)))
+    """Layer normalisation, also over channels, advisor's own kernels left out."""
+    return row.kind == "norm" and not is_own(row) and bool(_LAYER_NORM.search(_norm_text(row)))
 
 
 def is_index(row: KernelRow) -> bool:
@@ -200,17 +206,31 @@ class View:
         )
 
     def conv(self, wanted: Callable[[Geometry], bool]) -> Callable[[KernelRow], bool]:
-        """A row predicate: a convolution whose geometry is known and wanted."""
+        """A row predicate: a convolution by no kernel of advisor's own, whose geometry is known and wanted."""
 
         def predicate(row: KernelRow) -> bool:
             geometry = self.geometry(row)
-            return geometry is not None and wanted(geometry)
+            return geometry is not None and not is_own(row) and wanted(geometry)
 
         return predicate
 
     def normalised_containers(self) -> set[str]:
         """Paths of modules with a batch norm directly inside: where an add or activation follows one."""
         return {parent(row.module) for row in self.rows if is_batchnorm(row) and row.module}
+
+    def is_unnormed(self, row: KernelRow, containers: set[str]) -> bool:
+        """Elementwise work of the model beside no batch norm: biases, activations, layer scale, drop path, residual additions.
+
+        An addition in backward sums the gradients of a fork, and stays.
+        """
+        if row.kind not in ("activation", "elementwise") or row.phase not in ("forward", "backward") or is_own(row):
+            return False
+        summed = row.phase == "backward" and row.kind == "elementwise" and row.op.startswith("aten::add")
+        return not summed and not is_cast(row) and not self.is_after_norm(row, containers)
+
+    def squeeze_excite_blocks(self) -> frozenset[str]:
+        """Paths of the squeeze-and-excite blocks whose own forward runs a kernel."""
+        return frozenset(row.module for row in self.rows if row.module and is_squeeze_excite(row.module_type))
 
     def is_after_norm(self, row: KernelRow, containers: set[str]) -> bool:
         """An activation, or an add, that stands in a module beside a batch norm.

@@ -111,6 +111,10 @@ SPECS: tuple[MetricSpec, ...] = (
             ("memory_bound", "kernels whose bytes, not flops, set their limit"),
             ("bn_act", "batch normalisation with the add and activation that follow it"),
             ("bias_act", "convolution bias with the activation that follows it"),
+            (
+                "unnormed_elementwise",
+                "activations, additions and products behind no batch norm, outside squeeze-and-excite",
+            ),
             ("index", "indexing, gather and scatter"),
         )
     ),

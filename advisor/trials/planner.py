@@ -14,6 +14,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Verdict
 from advisor.ops import catalog
 
+_NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
     frozenset({"loader_workers", "prefetch"}),
@@ -22,8 +23,11 @@ STAGES: tuple[frozenset[str], ...] = (
     # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
     # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms), and what loses is not tried again.
     frozenset({"channels_last"}),
-    frozenset({*catalog.transforms(), "conv_bias"}),
+    # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
+    frozenset({*_NORMS, "conv_bias"}),
     frozenset({"amp_bf16", "amp_fp16"}),
+    # The other kernels are dispatched by dtype, and most win in 16-bit storage only: there they are tried once.
+    frozenset({*catalog.transforms()} - _NORMS),
     frozenset({"cudnn_benchmark"}),
     frozenset({"fused_optimizer"}),
     frozenset({"compile"}),

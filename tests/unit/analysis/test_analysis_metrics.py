@@ -11,10 +11,12 @@ import pytest
 
 from advisor.analysis import metrics
 from advisor.analysis.launch import extent
+from advisor.analysis.predict import predict
 from advisor.analysis.view import View
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import IdleCause, ModelFacts, Quantity, Site
 from advisor.core.provenance import Provenance
+from advisor.resources import kernel_entries
 
 
 def numbers(table: MetricTable, **expected: float | bool | str) -> None:
@@ -452,3 +454,34 @@ def test_overlap_and_exposed_communication_are_the_traces_word() -> None:
         for name in ("kernel_overlap_frac", "comm_exposed_frac")
     }
     numbers(metrics(replace(spread, utilization=told)), kernel_overlap_frac=0.25, comm_exposed_frac=0.25)
+
+
+def test_what_our_own_kernels_take_is_no_longer_there_to_be_saved() -> None:
+    base = profiles.resnet50()
+    norm = next(row for row in base.kernels if row.kind == "norm")
+    ours = replace(norm, name=min(kernel_entries()), op="advisor::batch_norm_act", time_us=40.0)
+    theirs = replace(norm, time_us=60.0)
+    table = metrics(profiles.with_rows(base, ours, theirs))
+    numbers(table, norm_frac=1.0, batchnorm_frac=0.6, bn_act_frac=0.6, advisor_kernel_frac=0.4)
+    only_ours = predict(profiles.with_rows(base, ours), "fused_bn_act", {})
+    assert only_ours is not None
+    assert only_ours.high == 0.0
+
+
+def test_scale_drop_and_add_are_counted_where_no_norm_stands() -> None:
+    base = profiles.resnet50()
+    norm = replace(next(row for row in base.kernels if row.kind == "norm"), module="N.b.bn", time_us=10.0)
+    row = replace(norm, kind="elementwise", op="aten::add", name="add", phase="forward", module_type="Block")
+    rows = (
+        norm,
+        replace(row, module="N.b", time_us=20.0),  # beside a batch norm
+        replace(row, module="N.c", time_us=30.0),
+        replace(row, module="N.c", op="aten::mul", phase="backward", time_us=20.0),
+        replace(row, module="N.c", phase="backward", time_us=15.0),  # sums the gradients of a fork
+        replace(row, module="N.s", module_type="SqueezeExcitation", op="aten::mul", time_us=5.0),
+    )
+    numbers(metrics(profiles.with_rows(base, *rows)), unnormed_elementwise_frac=0.5, bn_act_frac=0.3)
+    # Merged, passes at their limit are still worth most of their time.
+    found = predict(profiles.with_rows(base, *rows), "fused_bias_act", {})
+    assert found is not None
+    assert found.high > 0.0

@@ -70,3 +70,9 @@ def test_what_is_predicted_to_find_nothing_comes_last_and_nothing_waits_for_it()
     waits = Recommendation(transform="fused_bn_act", predicted=Interval(low=0.1, high=0.2), after=("conv_bias",))
     late = Recommendation(transform="compile", predicted=Interval(low=0.0, high=0.1))
     assert [r.transform for r in planner.order((nothing, late, waits))] == ["fused_bn_act", "compile", "conv_bias"]
+
+
+def test_kernels_wait_for_the_dtype_that_they_are_dispatched_by() -> None:
+    names = ("depthwise_conv", "fused_layer_norm", "amp_bf16", "fused_bn_act", "channels_last")
+    found = [r.transform for r in planner.order([Recommendation(transform=name) for name in names])]
+    assert found == ["channels_last", "fused_bn_act", "amp_bf16", "depthwise_conv", "fused_layer_norm"]

@@ -176,15 +176,15 @@ def test_without_time_there_is_no_further_round_but_the_stack_is_proved(script) 
 
 
 def test_a_profile_that_fails_is_a_note_and_the_second_look_stays(script) -> None:
-    script.status = {"depthwise_conv": "reverted", "amp_bf16": "kept"}
+    script.status = {"fused_bn_act": "reverted", "amp_bf16": "kept"}
     for ends in (Exit(code=1), Exit(code=143, timed_out=True)):
         script.profile_ends, script.launches = ends, []
-        log, verdicts = apply(script, candidate("depthwise_conv"), candidate("amp_bf16"))
+        log, verdicts = apply(script, candidate("fused_bn_act"), candidate("amp_bf16"))
         assert any("could not be profiled" in note for note in log.notes)
         assert log.complete
         assert log.stack.passed
-        assert verdicts["depthwise_conv", 2].predicted is None  # no profile to predict from
-        assert log.rounds[1] == Round(number=2, kept=("amp_bf16",), tried=("depthwise_conv",))
+        assert verdicts["fused_bn_act", 2].predicted is None  # no profile to predict from
+        assert log.rounds[1] == Round(number=2, kept=("amp_bf16",), tried=("fused_bn_act",))
         for path in records.verdict_files(script.run_dir):
             path.unlink()
 
