@@ -39,7 +39,8 @@ def test_captured_in_a_graph_and_replayed(family: Family, case: Case) -> None:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             captured = verify.tensors(case.ours(*arguments))
-        assert sum(family.engaged.values()) > before
+        if case.passes["forward"].kernels:  # else it is PyTorch's own
+            assert sum(family.engaged.values()) > before
         arguments[0].copy_(case.inputs(verify.seeded("cuda", 1), case.shape[0])[0])
         for _ in range(3):
             graph.replay()

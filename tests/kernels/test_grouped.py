@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from emulation.planted import passes_with
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, match, verify
 from advisor.ops.grouped import api, cases, reference, spec
 
 FAMILY = catalog.get("grouped")
@@ -104,17 +106,71 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
     assert reason in answer if reason else answer == ""
 
 
-def test_nothing_is_dispatched_before_it_is_measured(emulated) -> None:
-    assert FAMILY.not_dispatched() == dispatch.UNMEASURED
-    before = sum(api.fell_back.values())
+@pytest.mark.parametrize(
+    ("group", "stride", "reason"),
+    [
+        *((group, 1, "") for group in (4, 8, 16, 24)),
+        *((group, 2, "") for group in (8, 16, 24, 32)),
+        (32, 1, "32 channels a group at stride 1: cuDNN is as fast"),
+        (4, 2, dispatch.UNMEASURED),
+        *((group, stride, dispatch.UNMEASURED) for group in (40, 48, 56, 64) for stride in (1, 2)),
+    ],
+)
+def test_what_was_measured_to_win_is_dispatched(group: int, stride: int, reason: str) -> None:
+    assert [spec.wins(dtype=dtype, group=group, stride=stride) for dtype in ("bfloat16", "float16")] == [reason] * 2
+    assert spec.wins(dtype="float32", group=group, stride=stride) == dispatch.UNMEASURED
+
+
+def test_a_call_that_does_not_win_runs_pytorchs_own(emulated) -> None:
+    reason = "32 channels a group at stride 1: cuDNN is as fast"
+    before = api.fell_back[reason]
     emulated.launches.clear()
-    x, weight = nhwc(1, 16, 5, 5).bfloat16(), torch.randn(16, 8, 3, 3)
+    x, weight = nhwc(1, 64, 3, 3).bfloat16(), torch.randn(64, 32, 3, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "_forced", 0)
         y = api.grouped_conv2d(x, weight, 1, 2)
     torch.testing.assert_close(y, F.conv2d(x, weight.bfloat16(), None, 1, 1, 1, 2))
     assert not emulated.launches
-    assert sum(api.fell_back.values()) == before + 1
+    assert api.fell_back[reason] == before + 1
+
+
+@pytest.mark.parametrize("function", [api.grouped_conv2d, torch.ops.advisor.grouped_conv2d], ids=["eager", "library"])
+def test_pytorchs_forward_and_the_kernels_backward_where_each_is_faster(
+    emulated, function: Callable[..., torch.Tensor]
+) -> None:
+    reason, name = spec.forward_wins(8, 2), spec.name(8, 2)
+    ran, left = api.engaged[name], api.fell_back[reason]
+    emulated.launches.clear()
+    x, weight = nhwc(1, 16, 4, 5).bfloat16().requires_grad_(), torch.randn(16, 8, 3, 3, requires_grad=True)
+    y = function(x, weight, 2, 2)
+    assert torch.equal(y, F.conv2d(x, weight.bfloat16(), None, 2, 1, 1, 2))
+    assert not emulated.launches
+    assert (api.engaged[name], api.fell_back[reason]) == (ran, left + 1)
+    y.sum().backward()
+    assert set(emulated.launches) == {
+        "grouped_backward_data",
+        "grouped_backward_weight",
+        "grouped_backward_weight_sum",
+    }
+    assert (api.engaged[name], api.fell_back[reason]) == (ran + 1, left + 1)
+
+
+def test_the_kernels_forward_at_stride_2_where_it_is_asked_for(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tuning measures beside PyTorch's."""
+    monkeypatch.setattr(spec, "FORWARD_ALWAYS", 1)
+    case = next(c for c in cases.VERIFICATION if c.name == "grouped 3x3 of 16 s2")
+    emulated.launches.clear()
+    found = verify.check(FAMILY, case, "cpu")
+    assert found["passed"], found["detail"]
+    assert emulated.launches["grouped_forward"]
+
+
+def test_a_slab_is_as_measured_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (4, 8, 16, 24, 32, 48, 64)
+    assert {group: spec.warps_of(group) for group in groups} == {4: 4, 8: 8, 16: 4, 24: 6, 32: 4, 48: 6, 64: 8}
+    for slab, warps in ((4, (4, 4, 4, 3, 4, 6, 8)), (8, (8, 8, 8, 6, 8, 6, 8))):
+        monkeypatch.setattr(spec, "SLAB", slab)
+        assert tuple(map(spec.warps_of, groups)) == warps
 
 
 def test_second_derivatives_are_pytorchs(emulated) -> None:

@@ -2,7 +2,8 @@
 
 Two entries over the same kernels: `grouped_conv2d`, a plain function for eager code (thin: an autograd.Function), and
 `torch.ops.advisor.grouped_conv2d`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
-The weight stays the user's parameter, [C, C / groups, 3, 3]: kernels read it as it lies, in its own dtype and strides, and give
+At a few shapes (`spec.forward_wins`) the forward is PyTorch's own and the backward the kernels': each is then counted as what it
+is, in `fell_back` and `engaged`. The weight stays the user's parameter, [C, C / groups, 3, 3]: kernels read it as it lies, in its own dtype and strides, and give
 its gradient in both, so under autocast neither is cast.
 """
 
@@ -79,10 +80,23 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _forward(x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
+    """y, channels_last: from the kernel or, where that is faster, PyTorch's own. Nothing is recorded for a backward."""
+    reason = spec.forward_wins(call.group, call.stride)
+    if reason:
+        fell_back[reason] += 1
+        y = _pytorch(x, weight, call.stride, call.channels // call.group)
+        return y.contiguous(memory_format=torch.channels_last)
+    engaged[spec.name(call.group, call.stride)] += 1
+    return cuda.forward(x, weight, call)
+
+
 def _gradients(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx and dweight from the kernels, where wanted."""
+    if spec.forward_wins(call.group, call.stride):  # else the forward counted
+        engaged[spec.name(call.group, call.stride)] += 1
     dy = alignment.nhwc(dy.to(x.dtype))
     dx = cuda.backward_data(dy, weight, call) if wanted[0] else None
     return dx, cuda.backward_weight(dy, x, weight, call) if wanted[1] else None
@@ -104,7 +118,7 @@ class _GroupedConv2d(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return cuda.forward(x, weight, call)
+        return _forward(x, weight, call)  # without grad mode, as all of this function
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -135,7 +149,6 @@ def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: i
         fell_back[reason] += 1
         return _pytorch(x, weight, stride, groups)
     call = spec.call(tuple(x.shape), groups, stride)
-    engaged[spec.name(call.group, stride)] += 1
     result: torch.Tensor = _GroupedConv2d.apply(x, weight, call)  # type: ignore[no-untyped-call]
     return result
 
@@ -148,9 +161,7 @@ def grouped_conv2d_op(x: torch.Tensor, weight: torch.Tensor, stride: int, groups
     if reason:
         fell_back[reason] += 1
         return _pytorch(x, weight, stride, groups).contiguous(memory_format=torch.channels_last)
-    call = spec.call(tuple(x.shape), groups, stride)
-    engaged[spec.name(call.group, stride)] += 1
-    return cuda.forward(x, weight, call)
+    return _forward(x, weight, spec.call(tuple(x.shape), groups, stride))
 
 
 @grouped_conv2d_op.register_fake
