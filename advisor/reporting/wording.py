@@ -196,7 +196,8 @@ def _clause(title: str) -> str:
 def trials_headline(trials: TrialLog) -> str:
     """What came of the trials, in a sentence or two: proved, settled without a gain, or open and why."""
     count = len(kept(trials))
-    changes = f"{count} of {len(trials.verdicts)} changes kept"
+    tried = {(v.transform, *sorted(v.parameters.items())) for v in trials.verdicts}  # some in two rounds
+    changes = f"{count} of {len(tried)} changes kept"
     stack = trials.stack
     if not count:
         waiting = [v for v in trials.verdicts if v.status == "inconclusive"]

@@ -1,7 +1,8 @@
 """The profile mode with kept changes on: what a later round of a search starts from.
 
 The changes go on as `advisor run` puts them on; then the loop is looked at anew, because precision, layout and gradients
-are no longer the script's own, and the usual profile follows. Replayed graphs are paused in the traced window: a replay
+are no longer the script's own, and the usual profile follows. A captured forward is not looked into: its layout is that of
+its weights. Replayed graphs are paused in the traced window: a replay
 belongs to no operator.
 """
 
@@ -18,8 +19,9 @@ from advisor.profiling.driver import ProfileDriver
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import StepEvent, Training
-from advisor.transforms import cuda_graphs, registry
+from advisor.transforms import capture, cuda_graphs, registry
 from advisor.transforms.base import Transform
+from advisor.transforms.patch import target_of
 from advisor.trials.kept import KeptChanges
 
 # Captured forwards run out of sight of the hooks that see autocast.
@@ -58,7 +60,11 @@ class KeptProfileDriver(ProfileDriver):
         for name, reason in self.kept.left_out.items():
             self._notes.append(f"profiled without {name}, kept before: {reason}")
         tell(self.session, "applied", transforms=[s.transform.id for s in self.kept.standing])
-        self.discovery.look_anew()
+        if any(capture.current(target_of(self.training, root)) for root in self.training.roots):
+            # Inside a captured forward nothing is seen, and Dynamo would compile for the look and once more after it.
+            self.discovery.seen.convs.clear()
+        else:
+            self.discovery.look_anew()
         for standing in self.kept.standing:
             self.discovery.seen.autocast = _AUTOCAST.get(standing.transform.id, self.discovery.seen.autocast)
         self.phase = "warm-up"

@@ -1,6 +1,6 @@
 """A profile with kept changes on shows the loop as they have made it, not as it was written."""
 
-from searched_loop import find, train
+from searched_loop import Wrapped, find, train
 
 from advisor.core import storage
 from advisor.core.environment import Environment
@@ -10,13 +10,22 @@ from advisor.profiling.assemble import assemble
 from advisor.profiling.attach import Attached
 from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
 from advisor.profiling.session import Session
-from advisor.transforms import registry
+from advisor.transforms import capture, registry
 from advisor.trials.profile import KeptProfileDriver
+
+
+class Captured(Wrapped):
+    """A forward captured by Dynamo, as bundled kernels have it."""
+
+    id = "captured"
+
+    def apply(self, training, parameters):
+        return capture.set_family([training.roots[0].module], "batchnorm_act")
 
 
 def either(name):
     try:
-        return find(name)
+        return Captured() if name == "captured" else find(name)
     except AdvisorError:
         return registry.get(name)
 
@@ -54,3 +63,11 @@ def test_what_cannot_go_on_is_said(tmp_path):
     facts, steps = profiled(tmp_path, "does_not_apply", "amp_bf16")
     assert (facts.channels_last, facts.autocast) == (False, "bf16")
     assert any("profiled without does_not_apply" in note and "no such layer" in note for note in steps.notes)
+
+
+def test_a_captured_forward_is_not_looked_into(tmp_path):
+    facts, steps = profiled(tmp_path, "channels_last", "amp_bf16", "captured")
+    assert (facts.channels_last, facts.autocast) == (True, "bf16")
+    assert facts.recompiles == 0  # a look would make Dynamo compile with it and without
+    assert [fact.input_shape for fact in facts.convs] == [()]
+    assert steps.complete
