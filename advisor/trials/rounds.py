@@ -9,6 +9,7 @@ what was tried before and whose time may have come (`planner.second_look`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from advisor.analysis.predict import predict
@@ -19,12 +20,23 @@ from advisor.trials import planner
 
 # The first one included. Nothing is left for a fourth on the models of docs/benchmarks.
 MOST = 3
+# A round that has shortened the step by less than this leaves its shares as they were: nothing new to ask.
+LEAST_MOVED = 0.1
 # Short windows: shares of a step are wanted, not a proof. The warm-up is what discovery and captures need to settle.
 WARMUP, STEPS, TRACED = 6, 8, 2
 # A further round is begun only with this much time left before the stack's turn: a start with the captures of the kept
 # changes takes 10 to 20 s on an H200, a trial about 10 s.
 LEAST_S = 30.0
 PROFILE_TIMEOUT_S = 120.0
+
+
+def moved(verdicts: Sequence[Verdict], number: int) -> bool:
+    """Whether what round `number` kept has changed the step enough to look at it anew."""
+    kept = [v for v in verdicts if v.round == number and v.status == "kept"]
+    if any(v.gain is None for v in kept):
+        return True
+    left = math.prod(1.0 - 0.5 * (v.gain.low + v.gain.high) for v in kept if v.gain is not None)
+    return bool(kept) and left <= 1.0 - LEAST_MOVED
 
 
 def candidates(

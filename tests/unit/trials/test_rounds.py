@@ -47,6 +47,7 @@ class Script:
         self.anew: list[list[Recommendation]] = []
         self.profiled: list[StepProfile] = [profile(250.0), profile(200.0), profile(150.0)]
         self.profile_ends = STOPPED
+        self.gain = Interval(low=0.1, high=0.2)  # of what is kept
 
     def __call__(self, command, session, *, on_progress=None, timeout_s=None, environment=None, output=None):
         self.launches.append(session)
@@ -70,9 +71,7 @@ class Script:
                 reason="as told",
                 round=item.round,
                 predicted=item.predicted,
-                gain=Interval(low=0.1, high=0.2)
-                if self.status[item.transform] == "kept"
-                else Interval(low=-0.2, high=-0.1),
+                gain=self.gain if self.status[item.transform] == "kept" else Interval(low=-0.2, high=-0.1),
                 numerics=GOOD,
                 effect=GOOD,
                 timing=GOOD,
@@ -154,6 +153,13 @@ def test_a_round_that_keeps_nothing_is_the_last(script) -> None:
     script.anew = [[candidate("first_conv")]]
     apply(script, candidate("amp_bf16"))
     assert script.modes() == ["search", "profile", "search"]
+
+
+def test_a_round_that_hardly_moved_the_step_is_not_followed_by_another(script) -> None:
+    script.status, script.gain = {"fused_optimizer": "kept"}, Interval(low=0.02, high=0.04)
+    log, _ = apply(script, candidate("fused_optimizer"))
+    assert script.modes() == ["search"]
+    assert log.stack.passed
 
 
 def test_rounds_come_to_an_end(script) -> None:
