@@ -15,6 +15,7 @@
 #include "channels.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
 
 #define WARPS (TILE / CH)
 #define BAND_THREADS (32 * WARPS)

@@ -106,17 +106,80 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
     assert reason in answer if reason else answer == ""
 
 
-def test_nothing_is_dispatched_before_it_is_measured(emulated) -> None:
-    assert FAMILY.not_dispatched() == dispatch.UNMEASURED
+def test_what_is_not_measured_is_not_dispatched(emulated) -> None:
+    assert not FAMILY.not_dispatched()
+    assert spec.wins(kernel=9, stride=1, dilation=1) == dispatch.UNMEASURED
+    assert spec.wins(kernel=3, stride=1, dilation=2) == dispatch.UNMEASURED
+    assert spec.wins(kernel=7, stride=2, dilation=1) == dispatch.UNMEASURED
     before = sum(api.fell_back.values())
     emulated.launches.clear()
-    x, weight = nhwc(1, 4, 5, 5), torch.randn(4, 1, 3, 3)
+    x, weight = nhwc(1, 4, 9, 9), torch.randn(4, 1, 9, 9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "_forced", 0)
-        y = api.depthwise_conv2d(x, weight, None, 1, (1, 1))
-    torch.testing.assert_close(y, F.conv2d(x, weight, None, 1, 1, groups=4))
+        y = api.depthwise_conv2d(x, weight, None, 1, (4, 4))
+    torch.testing.assert_close(y, F.conv2d(x, weight, None, 1, 4, groups=4))
     assert not emulated.launches
     assert sum(api.fell_back.values()) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "dtype", "passes"),
+    [
+        (96, 3, 1, "bfloat16", ""),
+        (58, 3, 1, "bfloat16", "forward data weight"),
+        (58, 3, 1, "float32", ""),
+        (96, 7, 1, "float16", "data weight"),
+        (72, 5, 2, "bfloat16", "data weight"),
+        (144, 5, 2, "bfloat16", ""),
+        (58, 9, 1, "bfloat16", ""),
+    ],
+)
+def test_tensor_cores_take_what_they_measured_faster(
+    channels: int, kernel: int, stride: int, dtype: str, passes: str
+) -> None:
+    call = spec.call((4, channels, 28, 28), kernel, stride, (kernel // 2, kernel // 2), 1)
+    taken = [kind for kind in ("forward", "data", "weight") if spec.banded(call, dtype, kind)]
+    assert taken == passes.split()
+
+
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 300),
+    channels=st.integers(1, 700).map(lambda n: 2 * n),
+    height=st.integers(1, 120),
+    width=st.integers(1, 120),
+    kernel=st.sampled_from(spec.BAND_TAPS),
+    stride=st.integers(1, 2),
+    pad=st.integers(0, 6),
+    kind=st.sampled_from(("forward", "data", "weight")),
+)
+def test_bands_cover_every_pixel_and_channel(
+    batch: int, channels: int, height: int, width: int, kernel: int, stride: int, pad: int, kind: str
+) -> None:
+    call = spec.call((batch, channels, height, width), kernel, stride, (min(pad, kernel - 1),) * 2, 1)
+    if call.out_height < 1 or call.out_width < 1:
+        return
+    if kind == "data" and stride == 1:
+        call, kind = call.transposed(), "forward"
+    plan = spec.band(call, kind)
+    shape = spec.band_geometry(call, plan, kind, 132)
+    cut, block = plan.layout, plan.block
+    columns, inputs = (call.width, call.out_width) if kind == "data" else (call.out_width, call.width)
+    assert cut.column_tiles * cut.strips * cut.pixels >= columns
+    assert 1 <= cut.pixels <= 8
+    assert 1 <= cut.window <= 16
+    # The first and the last pixel of a strip find all their taps that meet the image in its window.
+    for n in (0, cut.pixels - 1):
+        for s in range(kernel):
+            j = n * plan.down + s - cut.lead if plan.up == 1 else (n + cut.lead - s) / 2
+            if (j == int(j) and cut.column_tiles * cut.strips > 1) or (j == int(j) and 0 <= cut.origin + j < inputs):
+                assert 0 <= j < cut.window
+    assert shape.grid[1] * block.tile >= channels > (shape.grid[1] - 1) * block.tile
+    assert block.tile % (block.copy // 2) == 0
+    assert (2 * channels) % block.copy == 0
+    assert block.threads <= 1024
+    assert shape.items == shape.groups * shape.column_tiles * shape.segments
+    assert shape.groups * 16 // cut.strips >= batch
 
 
 def test_second_derivatives_are_pytorchs(emulated) -> None:

@@ -67,7 +67,7 @@ def _convolve(
     call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, flip: bool
 ) -> None:
     device = x.device.index or 0
-    if spec.banded(call, _name(x.dtype)):
+    if spec.banded(call, _name(x.dtype), "data" if flip else "forward"):
         kernel, grid, block, sizes = _band(call, "forward", x.dtype, weight.dtype, device, flip, bias is not None)
     else:
         kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
@@ -108,7 +108,7 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
         _convolve(call.transposed(), dy, weight, None, dx, True)
         return dx
     device = dy.device.index or 0
-    if spec.banded(call, _name(dy.dtype)):
+    if spec.banded(call, _name(dy.dtype), "data"):
         kernel, grid, block, sizes = _band(call, "data", dy.dtype, weight.dtype, device, False, False)
         pointers = (dy.data_ptr(), weight.data_ptr(), 0, dx.data_ptr())
         kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
@@ -141,7 +141,7 @@ def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: i
     block = (config.threads, 1, 1)
     columns = (call.kernel**2 + 1) * call.channels
     launch = (kernel, shape.grid, block, arguments)
-    if spec.banded(call, _name(dtype)):
+    if spec.banded(call, _name(dtype), "weight"):
         launch = _band(call, "weight", dtype, weight_dtype, device, False, bias)
     blocks = launch[1][0]
     return _Weight(

@@ -21,16 +21,6 @@ typedef unsigned short Weight;
 inline Chunk load(const char* base, int count, int bytes) { return *(const Chunk*)(base + (i64)count * bytes); }
 inline void store(char* base, int count, int bytes, const Chunk& v) { *(Chunk*)(base + (i64)count * bytes) = v; }
 
-template <int words>
-struct __align__(4 * words) Words {
-  unsigned int w[words];
-};
-
-template <int words>
-inline void store_if(bool wanted, char* to, const Words<words>& v) {
-  if (wanted) *(Words<words>*)to = v;
-}
-
 inline Chunk zero_chunk() {
   Chunk v;
   for (int i = 0; i < WORDS; ++i) v.w[i] = 0u;
@@ -62,27 +52,6 @@ inline Chunk narrow(const float (&f)[CH]) {
   }
   return v;
 }
-
-#if STORAGE != 0
-inline unsigned int pack(float low, float high) {
-#if STORAGE == 1
-  return emulation::to_f16(low) | emulation::to_f16(high) << 16;
-#else
-  return emulation::to_bf16(low) | emulation::to_bf16(high) << 16;
-#endif
-}
-
-inline unsigned int add_nothing_of(unsigned int values, unsigned int to) {
-#if STORAGE == 1
-  const unsigned int exponent = 0x7c00u;
-#else
-  const unsigned int exponent = 0x7f80u;
-#endif
-  for (int half = 0; half < 32; half += 16)
-    if ((values >> half & exponent) == exponent) to |= 0x7fffu << half;
-  return to;
-}
-#endif
 
 inline float widen_weight(Weight v) {
 #if WEIGHT_STORAGE == 0
