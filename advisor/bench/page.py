@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from advisor.ops import catalog
+from advisor.ops import catalog, sources
 from advisor.ops.family import Case, Family
 from advisor.resources import kernels_dir
 
@@ -112,15 +112,17 @@ def _models(document: Row) -> str:
     lines = [
         "### Whole trainings\n",
         f"torch {document['torch']}, CUDA {document['cuda']}. The scripts are docs/examples, unmodified; *applied* is what "
-        "`advisor apply --auto` kept, in fresh processes.\n",
-        "| training | plain img/s | applied img/s | speed-up | kept | hand-tuned ms | with compile ms | applied ms | search s |",
-        "|---|---:|---:|---:|---|---:|---:|---:|---:|",
+        "`advisor apply --auto` kept, in fresh processes. *Kernels*: whether the bundled ones have changed since.\n",
+        "| training | plain img/s | applied img/s | speed-up | kept | hand-tuned ms | with compile ms | applied ms | search s | kernels |",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
+    now = {name: sources.sha256(name) for name in sources.all_names()}
     for row in rows:
         lines.append(
             f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {_speedup(row)} "
             f"| {', '.join(row['kept']) or 'nothing'} | {_number(row['hand_tuned_ms'], 2)} "
-            f"| {_number(row['hand_tuned_compiled_ms'], 2)} | {_number(row['applied_ms'], 2)} | {row['apply_s']:.0f} |"
+            f"| {_number(row['hand_tuned_compiled_ms'], 2)} | {_number(row['applied_ms'], 2)} | {row['apply_s']:.0f} "
+            f"| {'as now' if row['kernel_sha'] == now else 'older'} |"
         )
     return "\n".join(lines) + "\n"
 

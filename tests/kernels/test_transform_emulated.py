@@ -51,13 +51,13 @@ def test_the_transform_puts_the_kernels_in_place_and_takes_them_back(emulated, n
     for _ in range(2):
         for mine, want in zip(step(model, x), step(plain, x), strict=True):
             torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
-    assert emulated.launches["batchnorm_act_apply"] == 4  # two norms, two steps
+    assert emulated.launches["batchnorm_act_held_forward"] == 4  # two norms, two steps
     found = fused.effect(training, None, None)
     assert found.passed, found.detail
     assert fused.sites(training) == (("bn1: bn+relu", "bn2: bn+add+relu"), ())
     undo.run()
     step(model, x)
-    assert emulated.launches["batchnorm_act_apply"] == 4
+    assert emulated.launches["batchnorm_act_held_forward"] == 4
 
 
 def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, monkeypatch) -> None:
@@ -70,7 +70,7 @@ def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, mo
     for _ in range(2):
         for mine, want in zip(step(model, x), step(plain, x), strict=True):
             torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
-    assert emulated.launches["batchnorm_act_apply"] == 4
+    assert emulated.launches["batchnorm_act_held_forward"] == 4
     assert isinstance(capture.current(model).reports["batchnorm_act"], match.MatchReport)
     mode.run()
     families.run()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from advisor.bench import page
+from advisor.ops import sources
 from advisor.resources import kernels_dir
 
 FOLDER = kernels_dir().parent / "docs" / "benchmarks"
@@ -44,6 +45,22 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
     assert [line.split("|")[-3].strip() for line in text.splitlines() if line.startswith("| bn")] == ["–", "0.75"]
     assert "Not measured: bn bfloat16" in text
     assert page.text(tmp_path / "some-gpu") == page._HEAD  # a folder without machines
+
+
+def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) -> None:
+    machine = tmp_path / "some-gpu"
+    machine.mkdir()
+    now = {name: sources.sha256(name) for name in sources.all_names()}
+    training = {
+        "name": "net", "plain_images_per_s": 100.0, "applied_images_per_s": 300.0, "speedup": 3.0, "speedup_low": 2.9,
+        "speedup_high": 3.1, "kept": ["channels_last"], "hand_tuned_ms": None, "hand_tuned_compiled_ms": None,
+        "applied_ms": 4.0, "apply_s": 61.0, "kernel_sha": now,
+    }  # fmt: skip
+    older = {**training, "kernel_sha": {**now, next(iter(now)): "0" * 64}}
+    document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, older]}
+    (machine / "models.json").write_text(json.dumps(document))
+    rows = [line for line in page.text(tmp_path).splitlines() if line.startswith("| net")]
+    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "older"]
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, "··········"), (0.93, "█████████·"), (1.3, "██████████")])
