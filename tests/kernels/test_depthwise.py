@@ -108,9 +108,11 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
 
 def test_what_is_not_measured_is_not_dispatched(emulated) -> None:
     assert not FAMILY.not_dispatched()
-    assert spec.wins(kernel=9, stride=1, dilation=1) == dispatch.UNMEASURED
-    assert spec.wins(kernel=3, stride=1, dilation=2) == dispatch.UNMEASURED
-    assert spec.wins(kernel=7, stride=2, dilation=1) == dispatch.UNMEASURED
+    assert spec.wins(channels=64, kernel=9, stride=1, dilation=1) == dispatch.UNMEASURED
+    assert spec.wins(channels=64, kernel=3, stride=1, dilation=2) == dispatch.UNMEASURED
+    assert spec.wins(channels=64, kernel=7, stride=2, dilation=1) == dispatch.UNMEASURED
+    assert spec.wins(channels=58, kernel=3, stride=2, dilation=1) == dispatch.UNMEASURED
+    assert spec.wins(channels=58, kernel=3, stride=1, dilation=1) == ""
     before = sum(api.fell_back.values())
     emulated.launches.clear()
     x, weight = nhwc(1, 4, 9, 9), torch.randn(4, 1, 9, 9)

@@ -91,7 +91,7 @@ def unsupported(
 def _refusal(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: Pair, dilation: int
 ) -> str:
-    wins = spec.wins(dtype=_name(x.dtype), kernel=weight.shape[-1], stride=stride, dilation=dilation)
+    wins = spec.wins(channels=weight.shape[0], kernel=weight.shape[-1], stride=stride, dilation=dilation)
     return dispatch.refusal(unsupported(x, weight, bias, stride, padding, dilation), wins)
 
 

@@ -105,7 +105,7 @@ def _case(
         ours=api.depthwise_conv2d,
         eager=_eager,
         reference=reference.depthwise_conv2d,
-        wins=partial(spec.wins, dtype=dtype, kernel=kernel, stride=stride, dilation=dilation),
+        wins=partial(spec.wins, channels=shape[1], kernel=kernel, stride=stride, dilation=dilation),
     )
 
 

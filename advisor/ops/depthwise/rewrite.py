@@ -35,7 +35,8 @@ def _depthwise(node: fx.Node) -> tuple[Any, ...] | str:
     dtype = match.dtype_name(result)
     if dtype not in spec.STORAGE:
         return f"dtype {dtype}"
-    wins = spec.wins(dtype=dtype, kernel=call.weight_shape[-1], stride=call.stride[0], dilation=call.dilation[0])
+    channels, *_, kernel = call.weight_shape
+    wins = spec.wins(channels=channels, kernel=kernel, stride=call.stride[0], dilation=call.dilation[0])
     return dispatch.refusal("", wins) or (
         call.x,
         call.weight,
