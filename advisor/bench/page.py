@@ -107,6 +107,17 @@ def bar(share: float) -> str:
     return "█" * full + "·" * (BAR - full)
 
 
+def trainings(document: Row) -> str:
+    """The README's table: the scripts as written, and after `advisor apply --auto`."""
+    lines = ["| training | as written, img/s | after `apply --auto` | |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {row['speedup']:.1f} × |"
+        for row in document["rows"]
+        if row["speedup"] is not None
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _models(document: Row) -> str:
     rows = document["rows"]
     lines = [

@@ -20,6 +20,13 @@ def test_the_page_is_up_to_date() -> None:
     assert (FOLDER / "README.md").read_text(encoding="utf-8") == page.text(FOLDER)
 
 
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
+def test_the_readme_shows_the_trainings_on_file() -> None:
+    """Take the table from `advisor.bench.page.trainings`."""
+    document = json.loads((FOLDER / "nvidia-h200" / "models.json").read_text(encoding="utf-8"))
+    assert page.trainings(document) in (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+
+
 def row(**change: object) -> dict[str, object]:
     return {
         "name": "bn+relu", "pass_": "forward", "shape": [256, 64, 112, 112], "dtype": "bfloat16", "layout": "nhwc",
