@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -101,6 +101,43 @@ class Conv2d:
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
+
+    def unsupported(self, spec: Any) -> str:
+        """What a family's `spec` says of the convolution, whatever it is run on: why it is none of its own, or ""."""
+        reason: str = spec.unsupported_convolution(
+            shape=(1, self.channels, 1, 1),
+            weight_shape=self.weight_shape,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+        return reason
+
+
+def convolutions(
+    graph: fx.Graph, report: MatchReport, taken: Callable[[fx.Node], Conv2d | str]
+) -> Iterator[tuple[fx.Node, Conv2d]]:
+    """The graph's calls of `F.conv2d` that `taken` gives back, for the caller to replace.
+
+    `taken` says of the others why they are left alone, which goes into the report, or "" of those that are no concern of its.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not F.conv2d:
+            continue
+        call = taken(node)
+        if not isinstance(call, str):
+            yield node, call
+        elif call:
+            report.unmatched[path(node)] = call
+
+
+def in_dtype_of(result: fx.Node, x: Any) -> Any:
+    """`x` in the dtype of the node's result: autocast's cast, which is inside the node, written out at the insertion point."""
+    before, after = value(x), value(result)
+    if before is None or after is None or before.dtype == after.dtype:
+        return x
+    return result.graph.call_method("to", (x, after.dtype))
 
 
 def conv2d_arguments(node: fx.Node) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, nvrtc
@@ -67,10 +66,6 @@ def unsupported(
         return reason
     if bias is not None and bias.dtype != weight.dtype:
         return "bias and weight differ in dtype"
-    if torch._C._are_functorch_transforms_active():
-        return "inside a torch.func transform"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
     reason = _unsupported(
         tuple(x.shape),
         x.dtype,

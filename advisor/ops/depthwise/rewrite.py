@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from advisor.ops import dispatch, match
 from advisor.ops.depthwise import api, spec
 
 
-def _depthwise(node: fx.Node) -> tuple[Any, ...] | str:
-    """What `api.depthwise_conv2d` is called with, or why the convolution is left alone; "" when it is an ordinary one."""
+def _depthwise(node: fx.Node) -> match.Conv2d | str:
+    """The convolution that the kernels take, or why it is left alone; "" when it is an ordinary one."""
     if match.conv2d_arguments(node)["groups"] == 1:
         return ""
     call = match.conv2d(node)
     if isinstance(call, str):
         return call
-    reason = spec.unsupported_convolution(
-        shape=(1, call.channels, 1, 1),
-        weight_shape=call.weight_shape,
-        stride=call.stride,
-        padding=call.padding,
-        dilation=call.dilation,
-        groups=call.groups,
-    )
+    reason = call.unsupported(spec)
     if reason:
         return reason
     result = match.value(node)
@@ -37,14 +27,7 @@ def _depthwise(node: fx.Node) -> tuple[Any, ...] | str:
         return f"dtype {dtype}"
     channels, *_, kernel = call.weight_shape
     wins = spec.wins(channels=channels, kernel=kernel, stride=call.stride[0], dilation=call.dilation[0])
-    return dispatch.refusal("", wins) or (
-        call.x,
-        call.weight,
-        call.bias,
-        call.stride[0],
-        call.padding,
-        call.dilation[0],
-    )
+    return dispatch.refusal("", wins) or call
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
@@ -54,25 +37,18 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     is inside the convolution, is then written out before it. `report` gains one entry a grouped convolution.
     """
     graph = graph_module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not F.conv2d:
-            continue
-        found = _depthwise(node)
-        if isinstance(found, str):
-            if found:
-                report.unmatched[match.path(node)] = found
-            continue
-        x, weight, bias, stride, padding, dilation = found
+    for node, call in match.convolutions(graph, report, _depthwise):
+        stride, dilation = call.stride[0], call.dilation[0]
         with graph.inserting_before(node):
             if compiled:
-                before, after = match.value(x), match.value(node)
-                if before is not None and after is not None and before.dtype != after.dtype:
-                    x = graph.call_method("to", (x, after.dtype))
+                x = match.in_dtype_of(node, call.x)
                 new = graph.call_function(
-                    torch.ops.advisor.depthwise_conv2d.default, (x, weight, bias, stride, list(padding), dilation)
+                    torch.ops.advisor.depthwise_conv2d.default,
+                    (x, call.weight, call.bias, stride, list(call.padding), dilation),
                 )
             else:
-                new = graph.call_function(api.depthwise_conv2d, (x, weight, bias, stride, padding, dilation))
-        kernel = match.value(weight)
-        report.matched[match.path(node)] = spec.name(0 if kernel is None else kernel.shape[-1], stride, dilation)
+                new = graph.call_function(
+                    api.depthwise_conv2d, (call.x, call.weight, call.bias, stride, call.padding, dilation)
+                )
+        report.matched[match.path(node)] = spec.name(call.weight_shape[-1], stride, dilation)
         match.replace(node, new)

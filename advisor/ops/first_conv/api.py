@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from advisor.ops import alignment, dispatch, nvrtc, storage
@@ -68,10 +67,6 @@ def unsupported(
         return "bias and weight differ in dtype"
     if x.requires_grad and torch.is_grad_enabled():
         return "the input needs a gradient"
-    if torch._C._are_functorch_transforms_active():
-        return "inside a torch.func transform"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
     reason = _unsupported(
         tuple(x.shape),
         x.dtype,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from advisor.ops import dispatch, match
 from advisor.ops.first_conv import api, spec
@@ -20,14 +19,7 @@ def _first(node: fx.Node) -> match.Conv2d | str:
         return call
     if call.channels != spec.IN_CHANNELS:
         return ""  # groups of three
-    reason = spec.unsupported_convolution(
-        shape=(1, call.channels, 1, 1),
-        weight_shape=call.weight_shape,
-        stride=call.stride,
-        padding=call.padding,
-        dilation=call.dilation,
-        groups=call.groups,
-    )
+    reason = call.unsupported(spec)
     if reason:
         return reason
     x, result = match.value(call.x), match.value(node)
@@ -50,14 +42,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     which is autocast's. `report` gains one entry a convolution of three channels.
     """
     graph = graph_module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not F.conv2d:
-            continue
-        call = _first(node)
-        if isinstance(call, str):
-            if call:
-                report.unmatched[match.path(node)] = call
-            continue
+    for node, call in match.convolutions(graph, report, _first):
         with graph.inserting_before(node):
             if compiled:
                 result = match.value(node)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from advisor.ops import dispatch, match
 from advisor.ops.grouped import api, spec
@@ -21,14 +20,7 @@ def _grouped(node: fx.Node) -> match.Conv2d | str:
         return ""
     if call.bias is not None:
         return "has a bias"
-    reason = spec.unsupported_convolution(
-        shape=(1, call.channels, 1, 1),
-        weight_shape=call.weight_shape,
-        stride=call.stride,
-        padding=call.padding,
-        dilation=call.dilation,
-        groups=call.groups,
-    )
+    reason = call.unsupported(spec)
     if reason:
         return reason
     result = match.value(node)
@@ -48,24 +40,14 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     is inside the convolution, is then written out before it. `report` gains one entry a grouped convolution.
     """
     graph = graph_module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not F.conv2d:
-            continue
-        call = _grouped(node)
-        if isinstance(call, str):
-            if call:
-                report.unmatched[match.path(node)] = call
-            continue
-        x = call.x
+    for node, call in match.convolutions(graph, report, _grouped):
         with graph.inserting_before(node):
             if compiled:
-                before, after = match.value(x), match.value(node)
-                if before is not None and after is not None and before.dtype != after.dtype:
-                    x = graph.call_method("to", (x, after.dtype))
+                x = match.in_dtype_of(node, call.x)
                 new = graph.call_function(
                     torch.ops.advisor.grouped_conv2d.default, (x, call.weight, call.stride[0], call.groups)
                 )
             else:
-                new = graph.call_function(api.grouped_conv2d, (x, call.weight, call.stride[0], call.groups))
+                new = graph.call_function(api.grouped_conv2d, (call.x, call.weight, call.stride[0], call.groups))
         report.matched[match.path(node)] = spec.name(call.weight_shape[1], call.stride[0])
         match.replace(node, new)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import forward_ad
 
 from advisor.ops import catalog, nvrtc
 
@@ -27,3 +30,19 @@ def test_every_variant_is_compiled_once_and_a_refused_one_stops_nothing(monkeypa
     variants = catalog.get("batchnorm_act").variants()
     nvrtc.warm((*variants, *variants))
     assert sorted(compiled) == sorted((name, tuple(defines.items())) for name, defines in variants)
+
+
+def test_no_kernel_runs_where_tensors_have_no_memory_or_carry_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
+    on_gpu, said = SimpleNamespace(is_cuda=True), []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        said.append(nvrtc.on_device(on_gpu))
+        return x.sum()
+
+    inside(torch.ones(2))
+    torch.func.grad(inside)(torch.ones(2))
+    with forward_ad.dual_level():
+        inside(torch.ones(2))
+    assert said == ["", "inside a torch.func transform", "forward-mode differentiation"]
+    assert nvrtc.on_device(torch.ones(2)) == "not on a CUDA device"
