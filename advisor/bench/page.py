@@ -109,9 +109,10 @@ def bar(share: float) -> str:
 
 def trainings(document: Row) -> str:
     """The README's table: the scripts as written, and after `advisor apply --auto`."""
-    lines = ["| training | as written, img/s | after `apply --auto` | |", "|---|---:|---:|---:|"]
+    lines = ["| training | as written, img/s | after `apply --auto` | | kernels |", "|---|---:|---:|---:|---|"]
     lines += [
-        f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {row['speedup']:.1f} × |"
+        f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {row['speedup']:.1f} × "
+        f"| {_kernels(row)} |"
         for row in document["rows"]
         if row["speedup"] is not None
     ]
@@ -127,15 +128,20 @@ def _models(document: Row) -> str:
         "| training | plain img/s | applied img/s | speed-up | kept | hand-tuned ms | with compile ms | applied ms | search s | kernels |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
-    now = {name: sources.sha256(name) for name in sources.all_names()}
     for row in rows:
         lines.append(
             f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {_speedup(row)} "
             f"| {', '.join(row['kept']) or 'nothing'} | {_number(row['hand_tuned_ms'], 2)} "
             f"| {_number(row['hand_tuned_compiled_ms'], 2)} | {_number(row['applied_ms'], 2)} | {row['apply_s']:.0f} "
-            f"| {'as now' if row['kernel_sha'] == now else 'older'} |"
+            f"| {_kernels(row)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _kernels(row: Row) -> str:
+    """Whether the bundled kernels are still those that this training ran with."""
+    now = {name: sources.sha256(name) for name in sources.all_names()}
+    return "as now" if row["kernel_sha"] == now else "older"
 
 
 def _number(value: float | None, digits: int = 0) -> str:
