@@ -10,9 +10,10 @@ both attributes out of the copied state.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -142,6 +143,21 @@ class ForwardStack:
         return self._compose(
             tuple(sorted(((r, layer) for r, layer in self._layers.items() if r < rank), key=lambda item: item[0]))
         )
+
+    @classmethod
+    @contextlib.contextmanager
+    def without(cls, modules: Iterable[torch.nn.Module], rank: int) -> Iterator[None]:
+        """Inside, calls of these modules pass by their layers at `rank` and above."""
+        stacks = [stack for module in modules if (stack := cls._stacks.get(module)) is not None]
+        installed = [(stack, forward) for stack in stacks if (forward := stack._forward) is not None]
+        before = [forward.composed for _, forward in installed]
+        try:
+            for stack, forward in installed:
+                forward.composed = stack.composed_below(rank)
+            yield
+        finally:
+            for (_, forward), composed in zip(installed, before, strict=True):
+                forward.composed = composed
 
     def forget(self, layer: Layer) -> None:
         """Drop every remembered composition with `layer`, so that what it compiled or captured can be freed."""

@@ -109,8 +109,8 @@ def test_tf32_at_the_measured_rate() -> None:
 def test_cuda_graphs_remove_launch_gaps() -> None:
     found = gain(profiles.cifar(), "cuda_graphs")
     gaps, sync, copy = (8600 * part / 11 for part in (9.0, 1.5, 0.5))
-    # 134 of 174 kernels are the model's.
-    worst = copy + 5000 + gaps - (gaps * 134 / 174 - 134 * 2.0) + sync
+    # 134 of 174 kernels are the model's; issuing one takes the host 9.3 us at least, replaying it 2.
+    worst = copy + 5000 + gaps - 134 * (9.3 - 2.0) + sync
     between(found, 1 - worst / 13600, (gaps + sync) / 13600)
     assert gain(profiles.starved(), "cuda_graphs").high < 0.02
     moving = replace(profiles.cifar(), model=replace(profiles.cifar().model, fixed_shapes=False))
@@ -207,7 +207,8 @@ def test_half_precision_where_it_is_already_or_makes_no_sense() -> None:
 def test_channels_last_removes_conversions_and_may_lose_on_grouped_convolutions() -> None:
     base = profiles.resnet50()
     found = gain(base, "channels_last")
-    assert found.low == 0.0
+    layout = sum(row.time_us for row in base.kernels if row.kind == "layout")
+    assert 0.0 < found.low < layout / 116600  # the conversions go, the convolutions get no slower
     assert 8000 / 116600 < found.high < 0.6
     # ResNet-50 fp32 on one H200: 116.6 to 81.4 ms.
     assert found.low <= 0.30 <= found.high
@@ -274,7 +275,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "amp_bf16": (_NOT_OPTIMIZER, ()),
     "amp_fp16": (_NOT_OPTIMIZER, ()),
     "tf32": (lambda row: row.kind in _MATRIX, ()),
-    "channels_last": (lambda row: row.kind in ("conv", "layout", "norm"), ()),
+    "channels_last": (lambda row: row.kind in ("conv", "layout", "norm", "upsample", "pool"), ()),
     "cudnn_benchmark": (lambda row: row.kind == "conv", ()),
     "fused_optimizer": (lambda row: row.phase == _OPTIMIZER, ("launch", "other")),
     "set_to_none": (lambda row: row.op in ("aten::zero_", "aten::add_"), ("launch", "other")),

@@ -105,6 +105,27 @@ def test_switching_off_and_on_composes_nothing_again() -> None:
     assert stack.composed_below(INPUT_LAYOUT) == net.__class__.forward.__get__(net)
 
 
+def test_calls_can_pass_by_the_outer_layers_for_a_while() -> None:
+    net, log, other = Net(), [], Net()
+    stack = ForwardStack.of(net)
+    stack.set(CAPTURE, layer("capture", log))
+    stack.set(INPUT_LAYOUT, layer("layout", log))
+    log.clear()
+
+    def fails_inside() -> None:
+        with ForwardStack.without([net, other], CAPTURE):
+            net(torch.ones(3))
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fails_inside()
+    assert log == ["layout"]
+    net(torch.ones(3))
+    assert log == ["layout", "capture", "layout"]
+    stack.clear(CAPTURE)
+    stack.clear(INPUT_LAYOUT)
+
+
 def test_forget_frees_what_a_layer_made() -> None:
     net = Net()
     stack = ForwardStack.of(net)

@@ -463,3 +463,50 @@ def test_activations_at_the_edge_of_zero_do_not_make_another_order_wrong(monkeyp
     monkeypatch.undo()
     assert not OnEdge().judge(wrong_gradient).passed
     assert not OnEdge().judge(moved_by(1e4)).passed
+
+
+class Offset(nn.Module):
+    def forward(self, x):
+        return x + 16.0
+
+
+class FarFromZero(nn.Module):
+    """Values of many times their spread, as after a ReLU: what rounding loses shows when the mean is taken away."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.offset, self.norm = nn.Linear(64, 128, bias=False), Offset(), nn.LayerNorm(128)
+        self.last = nn.Linear(128, 128, bias=False)
+
+    def forward(self, x):
+        return self.last(self.norm(self.offset(self.first(x))))
+
+
+class LoopFarFromZero(Loop):
+    def __init__(self):
+        torch.manual_seed(0)
+        self.net = FarFromZero()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        self.training = Training(device=torch.device("cpu"), optimizers=[self.optimizer])
+        self.root = RootModule(module=self.net, name="FarFromZero", args=(torch.randn(256, 64),))
+        self.training.roots.append(self.root)
+        self.gate = Gate(self.training)
+        self.gate.arm()
+        self.root.output = self.net(*self.root.args)
+        self.root.output_grads = (torch.randn(256, 128),)
+        assert self.gate.captured()
+
+
+def wrong_gradient_in_bf16(forward):
+    return lambda x: ScaledGradient.apply(autocast(forward)(x), 1.3)
+
+
+def test_what_rounding_every_layer_costs_does_not_make_bf16_wrong(monkeypatch):
+    assert LoopFarFromZero().judge(autocast, Semantics.PRECISION).passed
+    assert not LoopFarFromZero().judge(wrong_gradient_in_bf16, Semantics.PRECISION).passed
+    assert not LoopFarFromZero().judge(lambda forward: lambda x: 1.5 * autocast(forward)(x), Semantics.PRECISION).passed
+    assert not LoopFarFromZero().judge(autocast, Semantics.REASSOCIATED).passed
+    monkeypatch.setattr(gate, "_ROUNDED_FACTOR", 0.0)
+    assert (
+        not LoopFarFromZero().judge(autocast, Semantics.PRECISION).passed
+    )  # what moving weights once shows is not enough
