@@ -3,6 +3,7 @@
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make reliability run the fault suite and write docs/reliability.md
 # make sanitize    memcheck, racecheck and initcheck of every kernel, with the CUDA toolkit's compute-sanitizer
+# make reliability-gpu  its part that needs a GPU, with the python that has torch and CuPy for it (PYTHON=…)
 # make test-gpu    the tests that need a GPU, with the python that has torch and CuPy for it (PYTHON=…)
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ else
 DEMO := docs/examples/cifar.py --epochs 200
 endif
 
-.PHONY: demo test lint reliability sanitize test-gpu clean
+.PHONY: demo test lint reliability reliability-gpu sanitize test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +64,9 @@ lint: $(VENV)/.installed-test
 
 reliability: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/page.py --run cpu
+
+reliability-gpu:
+	$(PYTHON) tests/faults/page.py --run gpu
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests

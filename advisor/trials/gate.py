@@ -470,6 +470,9 @@ def _replay(
         with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled if autocast is None else autocast):
             output = module(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        # Read as the script reads them, on its stream and at once: what is filled in later, by another stream or in
+        # backward, is too late for the loss.
+        outputs = [t.detach().clone() for t in tensors]
         wanted = [
             (t, g * lift if lift != 1.0 else g)
             for t, g in zip(tensors, grads, strict=False)
@@ -477,12 +480,12 @@ def _replay(
         ]
         if wanted:
             torch.autograd.backward([t for t, _ in wanted], [g.to(t.dtype) for t, g in wanted])
-        _synchronize(saved.device)
-        seconds = time.perf_counter() - start
         inputs = [
             leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        groups = _grouped(module, tensors, inputs, saved, lift)
+        groups = _grouped(module, outputs, inputs, saved, lift)
+        _synchronize(saved.device)
+        seconds = time.perf_counter() - start
         structure = (
             pytree.tree_structure(output),
             tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
@@ -501,9 +504,10 @@ def _replay(
 def _grouped(
     module: torch.nn.Module, outputs: list[torch.Tensor], inputs: list[torch.Tensor], saved: SavedState, lift: float
 ) -> dict[str, list[torch.Tensor]]:
+    """What a step leaves, by group, in tensors of its own; `outputs` are copies already."""
     groups: dict[str, list[torch.Tensor]] = {}
     for i, tensor in enumerate(outputs):
-        groups[f"output {i}" if len(outputs) > 1 else "output"] = [tensor.detach().clone()]
+        groups[f"output {i}" if len(outputs) > 1 else "output"] = [tensor]
     for i, tensor in enumerate(inputs):
         if tensor.grad is not None:
             groups[f"gradient of input {i}"] = [tensor.grad.detach() / lift]

@@ -81,7 +81,7 @@ class _OutOfTime(Exception):
 
 
 class _Unclean(Exception):
-    """A change could not be taken back: the process is no basis for further trials."""
+    """A change could not be taken back, or the device is in error for good: the process is no basis for further trials."""
 
 
 @dataclass(slots=True, eq=False)
@@ -346,6 +346,7 @@ class SearchDriver:
             )
 
         transform: Transform | None = None
+        lost = False
         try:
             transform = self.find(candidate.transform)
             watch.start()
@@ -431,13 +432,22 @@ class SearchDriver:
         except torch.cuda.OutOfMemoryError as error:
             return verdict("failed", f"out of memory: {_first_line(error)}")
         except Exception as error:
+            lost = self._lost()
+            if lost:
+                raise _Unclean(f"it left the GPU in error, which ends the process: {_first_line(error)}") from error
             if isinstance(error, _Unclean):
                 raise
             return verdict("failed", f"{type(error).__name__}: {_first_line(error)}")
         finally:
             gate.release()
             watch.stop()
-            if switch is not None and switch.is_on and all(switch.standing is not s for s in self.kept.standing):
+            # On a lost device nothing can be taken back; the process ends with it.
+            if (
+                not lost
+                and switch is not None
+                and switch.is_on
+                and all(switch.standing is not s for s in self.kept.standing)
+            ):
                 switch.off()
                 if transform is not None:
                     transform.release(self.training)
@@ -672,6 +682,14 @@ class SearchDriver:
     def _synchronize(self) -> None:
         if self.training.device.type == "cuda":
             torch.cuda.synchronize(self.training.device)
+
+    def _lost(self) -> bool:
+        """Whether an error has come to stay (an illegal access, a failed device assertion): each call from now on repeats it."""
+        try:
+            self._synchronize()
+        except RuntimeError:
+            return True
+        return False
 
 
 def _take_back(standing: Standing) -> None:

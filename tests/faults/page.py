@@ -1,6 +1,7 @@
 """docs/reliability.md from the catalogue and from recorded runs of its tests.
 
-python tests/faults/page.py --run cpu          run the tests, write docs/reliability/cpu.json, then the page
+python tests/faults/page.py --run cpu          run the tests that need no GPU, write docs/reliability/cpu.json, then the page
+python tests/faults/page.py --run gpu          the same of those that need one: docs/reliability/gpu.json
 python tests/faults/page.py                    write the page from what is recorded
 """
 
@@ -46,8 +47,19 @@ def exists(test: str) -> bool:
     return path.is_file() and bool(re.search(rf"^def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
+def on_gpu(test: str) -> bool:
+    """Whether the test needs a GPU: those have files of their own."""
+    return test.partition("::")[0].endswith("_gpu.py")
+
+
+def named(machine: str) -> list[str]:
+    """The tests that a run on this machine is to make."""
+    return [test for test in tests() if on_gpu(test) is (machine == "gpu")]
+
+
 def record(machine: str) -> dict[str, Any]:
-    """Run the catalogue's tests here: outcomes of each test's cases, with what they ran on."""
+    """Run the catalogue's tests for this machine here: outcomes of each test's cases, with what they ran on."""
+    at_once = ["-n", "2", "--dist", "loadgroup"] if machine == "cpu" else []  # two at once would share the GPU
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.xml"
         subprocess.run(
@@ -56,12 +68,9 @@ def record(machine: str) -> dict[str, Any]:
                 "-m",
                 "pytest",
                 "-q",
-                "-n",
-                "2",
-                "--dist",
-                "loadgroup",
+                *at_once,
                 f"--junit-xml={outcome}",
-                *tests(),
+                *named(machine),
             ],
             cwd=ROOT,
             check=False,
@@ -76,6 +85,7 @@ def record(machine: str) -> dict[str, Any]:
 
     return {
         "machine": machine,
+        "device": torch.cuda.get_device_name() if machine == "gpu" else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -116,9 +126,10 @@ def page() -> str:
         "",
     ]
     for run in runs:
+        device = run.get("device", "")
         total = sum((Counter(counts) for counts in run["tests"].values()), Counter())
         lines.append(
-            f"- **{run['machine']}**, {run['date']}, Python {run['python']}, torch {run['torch']}: "
+            f"- **{run['machine']}**{', ' * bool(device) + device}, {run['date']}, Python {run['python']}, torch {run['torch']}: "
             + ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
         )
     for area in areas:
@@ -133,7 +144,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", metavar="MACHINE", help="run the tests first and record them under this name")
+    parser.add_argument("--run", choices=("cpu", "gpu"), help="run the tests for this machine first and record them")
     machine = parser.parse_args().run
     if machine:
         RECORDS.mkdir(exist_ok=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import page
 import pytest
 
@@ -30,8 +34,25 @@ def test_the_page_is_current() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python tests/faults/page.py`"
 
 
-def test_nothing_on_record_failed_and_every_test_is_on_record() -> None:
-    (cpu,) = [run for run in page.records() if run["machine"] == "cpu"]
-    assert not [name for name, counts in cpu["tests"].items() if counts.get("failed")]
-    missing = [test for test in page.tests() if test not in cpu["tests"] and "_gpu" not in test]
-    assert not missing, "run `make reliability`"
+@pytest.mark.parametrize("run", page.records(), ids=lambda run: str(run["machine"]))
+def test_nothing_on_record_failed_and_every_test_is_on_record(run: dict[str, Any]) -> None:
+    assert not [name for name, counts in run["tests"].items() if counts.get("failed")]
+    expected, found = set(page.named(run["machine"])), set(run["tests"])
+    assert found == expected, f"run `python tests/faults/page.py --run {run['machine']}`"
+
+
+def test_the_records_are_of_a_cpu_and_of_a_gpu() -> None:
+    machines = [run["machine"] for run in page.records()]
+    assert "cpu" in machines
+    assert set(machines) <= {"cpu", "gpu"}
+    assert set(page.named("cpu")) | set(page.named("gpu")) == set(page.tests())
+
+
+@pytest.mark.parametrize("file", sorted(page.CATALOGUE.parent.glob("test_fault_*_gpu.py")), ids=lambda path: path.stem)
+def test_every_gpu_test_has_a_number_and_is_skipped_without_a_gpu(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    functions = re.findall(r"^def (test_\w+)\(", text, re.MULTILINE)
+    where = file.relative_to(page.ROOT).as_posix()
+    assert functions
+    assert not [name for name in functions if f"{where}::{name}" not in page.tests()]
+    assert "pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available()" in text

@@ -159,6 +159,25 @@ class Raises(Wrapped):
         raise RuntimeError("no such kernel\nwith details")
 
 
+class LosesDevice(Wrapped):
+    """Raises, and from then on the (planted) device repeats the error to whoever asks."""
+
+    id = "loses_device"
+
+    def apply(self, training, parameters):
+        def repeat(driver):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        live.SearchDriver._synchronize = repeat
+        return super().apply(training, parameters)
+
+    def wrap(self, forward, net):
+        def changed(x):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
+
+        return changed
+
+
 class RaisesLater(Wrapped):
     """Runs in the gate, and fails in the user's own step."""
 
@@ -226,7 +245,8 @@ class FreshOnly(Waits):
 CHANGES = {
     c.id: c
     for c in (
-        Nothing, Faster, FasterStill, Slower, Wrong, Raises, RaisesLater, DoesNotApply, NoEffect, CannotGoBack, FreshOnly,
+        Nothing, Faster, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
+        FreshOnly,
     )
 }  # fmt: skip
 

@@ -112,6 +112,16 @@ def test_what_cannot_be_taken_back_ends_the_process(tmp_path):
     assert not storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).complete
 
 
+def test_a_lost_device_ends_the_process_and_names_the_candidate(tmp_path):
+    verdicts, reason = search(tmp_path, "loses_device", "faster")
+    assert reason == "search done"
+    assert set(verdicts) == {"loses_device"}  # what a dead device says of the next one is no result
+    assert verdicts["loses_device"].status == "failed"
+    assert verdicts["loses_device"].reason.endswith("CUDA error: an illegal memory access was encountered")
+    assert records.load_current(tmp_path) is None
+    assert not storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).complete
+
+
 def test_restart_only_candidates_are_handed_back(tmp_path):
     verdicts, _ = search(tmp_path, "does_not_apply", "fresh_only", "faster")
     assert set(verdicts) == {"does_not_apply"}

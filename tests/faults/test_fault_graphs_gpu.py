@@ -1,0 +1,163 @@
+"""What a CUDA graph may freeze that the training changes (number 91 in catalogue.yaml): each beside an eager twin."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms import cuda_graphs
+from advisor.transforms.cuda_graphs import CudaGraphs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+DEVICE = "cuda"
+STEPS = 12  # nine of them replays
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, reads: bool = False) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        self.dropout, self.reads = dropout, reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(F.relu(self.bn(self.conv(x))), self.dropout, self.training)
+        if self.reads and x.sum().item() < 0:
+            x = x * 0
+        return self.fc(x.mean((2, 3)))
+
+
+class Pair:
+    """A loop with graphs and the same loop without."""
+
+    def __init__(self, **options: bool | float) -> None:
+        torch.manual_seed(0)
+        self.plain = Net(**options).to(DEVICE)  # type: ignore[arg-type]
+        self.graphed = copy.deepcopy(self.plain)
+        self.optimizers = [
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (self.plain, self.graphed)
+        ]
+        root = RootModule(module=self.graphed, name="Net")
+        self.training = Training(device=torch.device(DEVICE), roots=[root], optimizers=[self.optimizers[1]])
+        self.transform = CudaGraphs()
+        self.undo = self.transform.apply(self.training, {})
+
+    def step(self, shape: tuple[int, ...] = (16, 3, 8, 8), parts: int = 1) -> list[float]:
+        """One update of each from the same numbers; the losses."""
+        batches = [
+            (torch.randn(shape, device=DEVICE), torch.randint(5, shape[:1], device=DEVICE)) for _ in range(parts)
+        ]
+        losses = []
+        for net, optimizer in zip((self.plain, self.graphed), self.optimizers, strict=True):
+            optimizer.zero_grad()
+            for x, y in batches:
+                loss = F.cross_entropy(net(x), y)
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def assert_alike(self) -> None:
+        theirs = self.plain.state_dict()
+        for name, value in self.graphed.state_dict().items():
+            torch.testing.assert_close(
+                value, theirs[name], rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+    @property
+    def replays(self) -> float:
+        return self.transform.effect(self.training, None, None).numbers.get("replays", 0)
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> Iterator[None]:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def make(**options: bool | float) -> Pair:
+        made.append(Pair(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.undo.run()
+        each.transform.release(each.training)
+
+
+def test_a_schedule_goes_on_under_graphs(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in found.optimizers]
+    for _ in range(STEPS):
+        found.step()
+        for schedule in schedules:
+            schedule.step()
+    assert found.replays == STEPS - 3
+    found.assert_alike()
+    before = [p.detach().clone() for p in found.graphed.parameters()]
+    for optimizer in found.optimizers:
+        optimizer.param_groups[0]["lr"] = 0.0
+    found.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, found.graphed.parameters(), strict=True))
+
+
+def test_statistics_and_their_counter_go_on_under_graphs(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    for _ in range(STEPS):
+        found.step()
+    assert found.replays == STEPS - 3
+    assert found.graphed.bn.num_batches_tracked.item() == STEPS
+    found.assert_alike()
+
+
+def test_shapes_that_change_are_computed_all_the_same(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    sizes = [(16, 8), (5, 8), (16, 12), (3, 10), (7, 9), (2, 16)]
+    for _ in range(5):  # every size often enough to be captured, were there no limit
+        for batch, size in sizes:
+            found.step((batch, 3, size, size))
+    assert found.replays == 2 * cuda_graphs._MAX_SIGNATURES
+    found.assert_alike()
+    found.training.fixed_shapes = False
+    assert not found.transform.match(found.training, {}).applies
+
+
+def test_gradients_accumulate_under_graphs(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    for _ in range(STEPS):
+        found.step(parts=3)
+    assert found.replays == 3 * STEPS - 3
+    found.assert_alike()
+
+
+def test_a_forward_that_reads_a_number_stays_eager(pair: Callable[..., Pair]) -> None:
+    found = pair(reads=True)
+    for _ in range(STEPS):
+        found.step()
+    found.assert_alike()
+    effect = found.transform.effect(found.training, None, None)
+    assert effect.passed is False
+    assert "no graph was replayed (" in effect.detail
+    torch.randn(4, device=DEVICE)  # the generator has left the capture that failed
+
+
+def test_dropout_draws_anew_in_each_replay(pair: Callable[..., Pair]) -> None:
+    found = pair(dropout=0.5)
+    for _ in range(5):
+        found.step()
+    x = torch.randn(16, 3, 8, 8, device=DEVICE)
+    outputs = [found.graphed(x).detach().clone() for _ in range(4)]
+    assert found.replays == 2 + 4
+    for a, b in itertools.pairwise(outputs):
+        assert not torch.equal(a, b)
