@@ -1,9 +1,13 @@
 """In which dtype the users of a value take it: autocast runs norms in fp32, and what follows casts the result back.
 
+Views, padding with zeros and concatenation are looked through: rounding before them gives the values that rounding after them does.
+
 An operation of ours may then store its result in half precision at once. Values stay the same: fp32 rounded once.
 """
 
 from __future__ import annotations
+
+from functools import reduce
 
 import torch
 from torch import fx
@@ -13,6 +17,8 @@ from advisor.ops import match
 
 # Autocast casts the arguments of these to half precision. Of their arguments the first is the value, the others are parameters.
 _LOWERED = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.linear}
+_CONCATENATIONS = {torch.cat, torch.concat, torch.concatenate}
+_PADS = {F.pad, torch._C._nn.pad}
 _VIEWS = {"permute", "flatten", "view", "reshape", "contiguous", "transpose"}
 _VIEW_FUNCTIONS = {torch.permute, torch.flatten, torch.reshape, torch.transpose}
 
@@ -22,6 +28,28 @@ def is_view(node: fx.Node) -> bool:
     return (node.op == "call_method" and node.target in _VIEWS) or (
         node.op == "call_function" and node.target in _VIEW_FUNCTIONS
     )
+
+
+def padding(node: fx.Node) -> tuple[int, ...] | None:
+    """By how much the node pads its first argument with zeros; None when it does something else."""
+    if node.op != "call_function" or node.target not in _PADS:
+        return None
+    given = match.bound(node, ("input", "pad", "mode", "value"), {"mode": "constant", "value": None})
+    amounts = given.get("pad")
+    if not isinstance(amounts, (tuple, list)) or not all(type(a) is int for a in amounts):
+        return None
+    return tuple(amounts) if given["mode"] == "constant" and not given["value"] else None
+
+
+def concatenated(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
+    """The tensors that the node concatenates, and along which dimension; None when it does something else."""
+    if node.op != "call_function" or node.target not in _CONCATENATIONS:
+        return None
+    given = match.bound(node, ("tensors", "dim"), {"dim": 0})
+    tensors, dim = given.get("tensors"), given["dim"]
+    if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, fx.Node) for t in tensors):
+        return None
+    return (tuple(tensors), dim) if type(dim) is int else None
 
 
 def taken_as(node: fx.Node) -> torch.dtype | None:
@@ -35,9 +63,11 @@ def taken_as(node: fx.Node) -> torch.dtype | None:
 
 
 def _taken_by(user: fx.Node, node: fx.Node) -> torch.dtype | None:
+    if concatenated(user) is not None:
+        return taken_as(user)
     if not user.args or user.args[0] is not node or node in user.args[1:]:
         return None
-    if is_view(user):
+    if is_view(user) or padding(user) is not None:
         return taken_as(user)
     result = match.value(user)
     if user.op == "call_function" and user.target in _LOWERED and result is not None:
@@ -46,11 +76,15 @@ def _taken_by(user: fx.Node, node: fx.Node) -> torch.dtype | None:
 
 
 def store_as(node: fx.Node, dtype: torch.dtype) -> None:
-    """Note that the node and the views of it now hold `dtype`, for whoever reads the graph next."""
+    """Note that the node holds `dtype` now, and what that makes of values that are only moved, for whoever reads the graph next."""
     value = match.value(node)
     if value is None or value.dtype == dtype:
         return
     node.meta["example_value"] = value.to(dtype)
     for user in node.users:
-        if is_view(user):
+        together = concatenated(user)
+        if together is not None:
+            parts = [part.dtype for part in map(match.value, together[0]) if part is not None]
+            store_as(user, reduce(torch.promote_types, parts))
+        elif is_view(user) or padding(user) is not None:
             store_as(user, dtype)

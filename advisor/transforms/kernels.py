@@ -41,25 +41,24 @@ class KernelTransform(Transform):
         reason = nvrtc.unavailable() or dispatch.refusal("", self.family.not_dispatched())
         if reason:
             return Match(applies=False, reason=reason)
-        sites = [site for _, found in self._places(training) for site in found]
+        sites = [site for root in training.roots for site in self._sites(root)]
         if not sites:
             wanted = (*self.family.modules, *(f"{name}()" for name in self.family.functions))
             return Match(applies=False, reason="the model has no " + ", ".join(wanted))
         return Match(applies=True, sites=tuple(sites))
 
-    def _places(self, training: Training) -> list[tuple[torch.nn.Module, list[str]]]:
-        """Root modules with the places in each that may hold the family's pattern."""
-        found = [
-            (
-                target_of(training, root),
-                _modules(root.module, self.family) or _calls(root, self.family.functions),
-            )
-            for root in training.roots
-        ]
-        return [(module, sites) for module, sites in found if sites]
+    def _sites(self, root: RootModule) -> list[str]:
+        """The places in this root that may hold the family's pattern."""
+        return _modules(root.module, self.family) or _calls(root, self.family.functions)
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        return capture.set_family([module for module, _ in self._places(training)], self.family.id)
+        # A forward whose arguments nobody kept could not be looked at: its graph will tell.
+        roots = [
+            root
+            for root in training.roots
+            if self._sites(root) or (self.family.functions and not (root.args or root.kwargs))
+        ]
+        return capture.set_family([target_of(training, root) for root in roots], self.family.id)
 
     def release(self, training: Training) -> None:
         capture.release([target_of(training, root) for root in training.roots])

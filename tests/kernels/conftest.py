@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from emulation.device import emulated
 
 from advisor.ops import catalog, dispatch
@@ -20,6 +21,32 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget_refusals()
     yield
     _forget_refusals()
+
+
+# Of what CUDA's autocast runs in fp32 (AT_FORALL_FP32 in ATen/autocast_mode.h) that which the CPU's leaves in half precision.
+_FP32_ON_CUDA = ("upsample_bilinear2d", "upsample_nearest2d", "_upsample_nearest_exact2d")
+
+
+@pytest.fixture
+def cuda_autocast() -> Iterator[None]:
+    """Autocast on the CPU treats upsampling as autocast on CUDA does."""
+    library = torch.library.Library("aten", "IMPL")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def widened(name: str) -> None:
+        operation = getattr(torch.ops.aten, name).vec
+
+        def run(x: torch.Tensor, *rest: object) -> torch.Tensor:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                result: torch.Tensor = operation(x.float(), *rest)
+            return result
+
+        library.impl(f"{name}.vec", run, "AutocastCPU")
+
+    for name in _FP32_ON_CUDA:
+        widened(name)
+    yield
+    library._destroy()
 
 
 def _forget_refusals() -> None:

@@ -93,6 +93,7 @@ BENCHMARK = (
     *(_case(shape, "bfloat16", align=True, skip=skip) for shape, skip in _UNET),
     *(_case(shape, "bfloat16", align=align) for shape, _ in _UNET[2:] for align in (False, True)),
     *(_case(shape, "bfloat16", "nearest", skip=skip) for shape, skip in _UNET[2:]),
+    *(_case(shape, "bfloat16", "nearest") for shape, _ in _UNET[2:]),
     *(_case(_UNET[3][0], dtype, align=True, skip=_UNET[3][1]) for dtype in ("float16", "float32")),
 )
 # Every variant in bf16, every kernel in every dtype. They run emulated in the tests too, where each variant is compiled.

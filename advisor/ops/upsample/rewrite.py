@@ -1,7 +1,7 @@
 """Finds interpolate, and the cat that follows it, in a captured graph.
 
-Under autocast PyTorch interpolates in fp32, and a concatenation with the result is fp32 as a whole. Where only convolutions read
-it, which round to the low dtype anyway, the operation rounds to that dtype itself.
+Under autocast on CUDA PyTorch interpolates in fp32, and a concatenation with the result is fp32 as a whole. Where all that reads
+it, directly or through padding and concatenation, rounds it to the low dtype, as convolutions do, the operation rounds itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, storage
+from advisor.ops import consumers, dispatch, match, storage
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import api, spec
 
@@ -27,8 +27,6 @@ _DEFAULTS = {
     "antialias": False,
 }
 _FUNCTIONS = (F.interpolate, F.upsample, F.upsample_bilinear, F.upsample_nearest)
-_PADS = (F.pad, torch._C._nn.pad)
-_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +81,19 @@ def _call(node: fx.Node) -> _Call | str:
     )
 
 
-def _is_padding_by_nothing(node: fx.Node, tensor: fx.Node) -> bool:
-    """F.pad with zeros only, as UNets write it for sizes that do not halve evenly."""
-    if node.op != "call_function" or node.target not in _PADS or node.args[:1] != (tensor,):
-        return False
-    amounts = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else None)
-    return isinstance(amounts, (tuple, list)) and all(type(a) is int and a == 0 for a in amounts)
-
-
 def _patterns(node: fx.Node, call: _Call) -> list[_Pattern]:
     """What the operation could stand for here, the most first."""
     alone = _Pattern((node,), (call.x,), 0)
     nodes: tuple[fx.Node, ...] = (node,)
     user = match.only_user(node)
-    if user is not None and _is_padding_by_nothing(user, node):
+    padding = None if user is None else consumers.padding(user)
+    if user is not None and padding is not None and not any(padding):  # UNets pad, by nothing where the sizes fit
         nodes, user = (user, node), match.only_user(user)
-    if user is None or user.op != "call_function" or user.target not in _CONCATENATIONS:
+    together = None if user is None else consumers.concatenated(user)
+    if user is None or together is None:
         return [alone]
-    bound = match.bound(user, ("tensors", "dim"), {"dim": 0})
-    tensors = bound["tensors"]
-    if bound.get("dim") not in (1, -3) or not isinstance(tensors, (tuple, list)) or len(tensors) < 2:
-        return [alone]
-    if tensors.count(nodes[0]) != 1 or not all(isinstance(t, fx.Node) for t in tensors):
+    tensors, dim = together
+    if dim not in (1, -3) or len(tensors) < 2 or tensors.count(nodes[0]) != 1:
         return [alone]
     position = tensors.index(nodes[0])
     whole = tuple(call.x if i == position else t for i, t in enumerate(tensors))
@@ -113,9 +102,9 @@ def _patterns(node: fx.Node, call: _Call) -> list[_Pattern]:
 
 def _dtype(pattern: _Pattern) -> torch.dtype | str:
     """The dtype to work in, or why the operation does not fit."""
+    last = pattern.nodes[0]
     values = [match.value(t) for t in pattern.tensors]
-    out = match.value(pattern.nodes[0])
-    x = values[pattern.position]
+    x, out = values[pattern.position], match.value(last)
     if x is None or out is None or any(value is None for value in values):
         return "a concatenated value is not known"
     if all(value is not None and value.dtype == out.dtype for value in values):
@@ -123,12 +112,8 @@ def _dtype(pattern: _Pattern) -> torch.dtype | str:
     low = x.dtype
     if any(value is not None and value.dtype not in (low, torch.float32) for value in values):
         return "concatenated tensors differ in dtype"
-    for user in pattern.nodes[0].users:
-        after = match.value(user)
-        if user.op != "call_function" or user.target is not torch.conv2d or user.args[0] is not pattern.nodes[0]:
-            return f"its fp32 result is used by {user.name}, which is no convolution"
-        if after is None or after.dtype != low:
-            return "a convolution works in another dtype than its input"
+    if consumers.taken_as(last) != low:
+        return f"not all that reads its fp32 result casts it: {', '.join(user.name for user in last.users)}"
     return low
 
 
@@ -195,10 +180,8 @@ def _substitute(graph: fx.Graph, call: _Call, pattern: _Pattern, dtype: torch.dt
             )
         function = torch.ops.advisor.upsample_concat.default if compiled else api.upsample_concat
         fused = graph.call_function(function, (tensors, *rest))
-    value = match.value(last)
     match.replace(last, fused, pattern.nodes[1:])
-    if value is not None and value.dtype != dtype:
-        fused.meta["example_value"] = value.to(dtype)
+    consumers.store_as(fused, dtype)
 
 
 def _in_dtype(graph: fx.Graph, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:

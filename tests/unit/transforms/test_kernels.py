@@ -77,6 +77,17 @@ def test_it_matches_functions_where_no_module_tells(fused, gpu) -> None:
     assert torch.equal(loop.model.mean, before)  # looking leaves no trace
 
 
+def test_functions_are_put_in_place_in_a_model_whose_calls_nobody_saw(fused) -> None:
+    loop = make_loop(model=Functional)
+    for root in loop.training.roots:
+        root.args, root.kwargs = (), {}
+    undo = fused.apply(loop.training, {})
+    loop.run(1)
+    assert len(fused.sites(loop.training)[0]) == 1
+    undo.run()
+    assert capture.current(loop.model) is None
+
+
 def test_a_model_without_any_is_told(fused, gpu) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
