@@ -103,7 +103,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         id="bias_act",
         title="Fused bias + add + activation and layer scale + drop path + add kernels",
-        replaces="a convolution's bias, add, activation; layer scale, drop path, add; channels_last",
+        replaces="bias, add, activation of a convolution or Linear layer; layer scale, drop path, add; channels_last",
         transform="fused_bias_act",
         modules=("Conv2d", "ConvTranspose2d"),
         functions=("conv2d", "conv_transpose2d"),

@@ -21,6 +21,7 @@ from advisor.ops import catalog, storage
 
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
+_GELU = {"none": ("gelu", 0.0), "tanh": ("gelu_tanh", 0.0)}
 _STRAIGHT = {F.silu: "silu", F.hardswish: "hardswish", F.relu6: "relu6"}
 
 
@@ -205,7 +206,7 @@ def activation(node: fx.Node) -> tuple[str, float] | None:
         slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
         return ("leaky_relu", float(slope)) if isinstance(slope, (int, float)) else None
     if target is F.gelu:
-        return ("gelu", 0.0) if kwargs.get("approximate", "none") == "none" and len(args) < 2 else None
+        return _GELU.get(str(kwargs.get("approximate", "none"))) if len(args) < 2 else None
     return None
 
 

@@ -1,4 +1,4 @@
-// Bias of a convolution (+ residual add) + activation. Backward.
+// Bias of a convolution or a Linear layer (+ residual add) + activation. Backward.
 //
 //   dx = dy * act'(z)      dresidual = dx      dbias[c] = sum_m dx[m, c]
 //
@@ -6,7 +6,8 @@
 //           it shows (ACT 1 to 3; slope >= 0), else the input x, and z = x + bias is computed again. bias, dbias: [C] fp32.
 //           partial: [gridDim.x, 2, C] fp32 scratch; ticket: one zeroed counter a channel tile. All three with BIAS 1 only.
 // Replaces  threshold_backward (2 reads, 1 write) + the sum over all pixels for the bias (1 read).
-// Bytes     2 reads, 1 write. Flops: about 3 an element, 12 with an exponential.
+// Bytes     2 reads, 1 write. Flops: about 3 an element, 12 to 25 with an exponential: with GELU two
+//           blocks an SM, so that some load while others compute (BLOCKS).
 // Bound     DRAM bandwidth: 4.2 TB/s on an H200 is 0.59 ms for 128x64x224x224 in bf16.
 // Grid      (row blocks, channel tiles), rows walked from the end; the sums as in include/channel_reduce.cuh.
 // Numerics  a gradient is exactly zero where the slope is, also below an infinite one, as in threshold_backward. fp32 sums of the
@@ -14,10 +15,10 @@
 // Limits    sm_80.
 
 #include "vector.cuh"
-#include "activation_approx.cuh"
+#include "gelu.cuh"
 #include "channel_reduce.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) bias_act_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ saved, const float* __restrict__ bias,
     Vec16* __restrict__ dx, float* __restrict__ partial, unsigned int* __restrict__ ticket, float* __restrict__ dbias,
     i64 rows, int vectors, int tile, float slope) {
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bias_act_backward(
 #if BIAS && ACT > 3
           f[j] += offset[j];
 #endif
-          const float s = slope_approx(f[j], slope);
+          const float s = slope_streaming(f[j], slope);
           g[j] = s == 0.f ? 0.f : g[j] * s;
 #if BIAS
           sum[j] += g[j];

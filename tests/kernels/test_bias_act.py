@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from emulation.compiler import INCLUDE
 from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, verify
-from advisor.ops.bias_act import api, cases, reference, spec
+from advisor.ops import catalog, dispatch, match, sources, verify
+from advisor.ops.bias_act import api, cases, reference, rewrite, spec
+from advisor.resources import kernels_dir
 
 FAMILY = catalog.get("bias_act")
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "leaky_relu"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_reference_passes_gradcheck(activation: str, residual: bool) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "leaky_relu"])
+@pytest.mark.parametrize(("residual", "dim"), [(False, 1), (True, 1), (False, -1)])
+def test_reference_passes_gradcheck(activation: str, residual: bool, dim: int) -> None:
     torch.manual_seed(0)
-    x, r = (torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    x, r = (torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(x.shape[dim], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda x, b, r: reference.bias_act(x, b, r if residual else None, activation, 0.1), (x, bias, r)
+        lambda x, b, r: reference.bias_act(x, b, r if residual else None, activation, 0.1, dim=dim), (x, bias, r)
     )
 
 
@@ -35,7 +39,8 @@ def test_scale_reference_passes_gradcheck() -> None:
 
 CALL = {
     "shape": (2, 64, 8, 8),
-    "channels_last": True,
+    "dim": 1,
+    "dense": True,
     "dtype": "bfloat16",
     "activation": "relu",
     "slope": 0.01,
@@ -57,8 +62,13 @@ SCALE_CALL = {"shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16"
         ({"dtype": "float64"}, "dtype"),
         ({"shape": (2, 64, 8)}, "3-D"),
         ({"shape": (0, 64, 8, 8)}, "empty"),
-        ({"channels_last": False}, "channels_last"),
+        ({"dense": False}, "channels_last"),
         ({"shape": (2, 60, 8, 8)}, "no multiple of 8"),
+        ({"dim": -1}, ""),
+        ({"dim": -1, "shape": (2, 5, 64)}, ""),
+        ({"dim": -1, "shape": (64, 2, 60)}, "60 channels are no multiple of 8"),
+        ({"dim": -1, "shape": (64,)}, "1-D"),
+        ({"dim": -1, "dense": False}, "not contiguous"),
         ({"activation": "none"}, "activation none"),
         ({"activation": "silu", "residual": True}, "residual with silu"),
         ({"bias": False}, "neither"),
@@ -128,6 +138,23 @@ class Plain(nn.Module):
         return F.relu(self.last(out * gate))
 
 
+class Linears(nn.Module):
+    """Linear layers before activations: over tokens, over an image with its channels last, and over a vector a sample."""
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.tokens = nn.Linear(8, 16)
+        self.plain = nn.Linear(16, 8, bias=False)
+        self.head = nn.Linear(8, 8)
+        self.gelu = nn.GELU(approximate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.narrow(self.gelu(self.wide(x.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)
+        x = F.silu(self.plain(F.relu(self.tokens(x.flatten(2).transpose(1, 2)))))
+        return F.relu(self.head(x.mean(1)))
+
+
 class Scaled(nn.Module):
     """Blocks with a factor a channel and stochastic depth, in the forms that torchvision and timm write."""
 
@@ -176,6 +203,33 @@ def test_convolutions_and_additions_are_found_by_path() -> None:
     assert "5 channels" in report.unmatched["last"]
 
 
+@pytest.mark.parametrize(("approximate", "gelu"), [("none", "gelu"), ("tanh", "gelu_tanh")])
+def test_linear_layers_are_found_by_path(approximate: str, gelu: str) -> None:
+    with dispatch.everything():
+        report, run = capture(Linears(approximate))
+        run(torch.randn(2, 8, 4, 4))
+    assert report.matched == {"wide": f"linear bias+{gelu}", "tokens": "linear bias+relu"}
+    assert report.unmatched == {}  # one vector a sample is not worth a word
+
+
+def test_a_linear_layer_s_activation_is_left_to_inductor() -> None:
+    report, model = match.MatchReport(), Linears()
+    seen: list[torch.fx.GraphModule] = []
+
+    def backend(graph_module: torch.fx.GraphModule, _: object):
+        rewrite.rewrite(graph_module, report, compiled=True)
+        seen.append(graph_module)
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    with dispatch.everything():
+        torch.compile(model.forward, backend=backend, dynamic=False)(torch.randn(2, 8, 4, 4))
+    assert report.matched == {}
+    assert set(report.unmatched) == {"wide", "tokens"}
+    assert all("Inductor" in reason for reason in report.unmatched.values())
+    assert {F.linear, F.gelu} <= {node.target for node in seen[0].graph.nodes}
+
+
 def test_factors_and_additions_are_found() -> None:
     with dispatch.everything():
         report, run = capture(Scaled())
@@ -190,7 +244,11 @@ def test_without_a_measurement_the_graph_stays_and_the_report_says_so(unmeasured
     assert set(report.unmatched.values()) == {dispatch.UNMEASURED}
 
 
-@pytest.mark.parametrize("model", [Plain, Scaled])
+INPUTS = {Plain: (2, 3, 8, 8), Scaled: (2, 8, 8, 8), Linears: (2, 8, 8, 8)}
+LAUNCHES = {Plain: 5, Scaled: 3, Linears: 2}
+
+
+@pytest.mark.parametrize("model", [Plain, Scaled, Linears])
 def test_a_rewritten_model_trains_as_the_plain_one_where_kernels_cannot_run(model) -> None:
     torch.manual_seed(0)
     rewritten = model()
@@ -200,28 +258,28 @@ def test_a_rewritten_model_trains_as_the_plain_one_where_kernels_cannot_run(mode
     with dispatch.everything():
         _, run = capture(rewritten)
         for _ in range(2):
-            x = torch.randn(2, 3 if model is Plain else 8, 8, 8)
+            x = torch.randn(INPUTS[model])
             for function in (run, plain):
                 torch.manual_seed(1)
                 function(x).square().sum().backward()
-    assert api.fell_back["not on a CUDA device"] == 2 * (5 if model is Plain else 3)
+    assert api.fell_back["not on a CUDA device"] == 2 * LAUNCHES[model]
     for (name, mine), other in zip(rewritten.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, msg=name)
 
 
-@pytest.mark.parametrize("model", [Plain, Scaled])
+@pytest.mark.parametrize("model", [Plain, Scaled, Linears])
 def test_a_rewritten_model_trains_on_the_kernels_as_the_plain_one(emulated, model) -> None:
     torch.manual_seed(0)
     rewritten = model().to(memory_format=torch.channels_last)
     plain = model().double()
     plain.load_state_dict(rewritten.state_dict())
     _, run = capture(rewritten)
-    x = torch.randn(2, 3 if model is Plain else 8, 8, 8).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(INPUTS[model]).contiguous(memory_format=torch.channels_last)
     for function, data in ((run, x), (plain, x.double())):
         torch.manual_seed(1)
         function(data).square().sum().backward()
-    pair = spec.KERNELS[spec.FORWARD if model is Plain else spec.SCALE_FORWARD]
-    assert emulated.launches[pair[0]] == (5 if model is Plain else 3)
+    (entry,) = spec.KERNELS[spec.SCALE_FORWARD if model is Scaled else spec.FORWARD]
+    assert emulated.launches[entry] == LAUNCHES[model]
     for (name, mine), other in zip(rewritten.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(mine.grad.double(), other[1].grad, msg=name, rtol=1e-4, atol=1e-3)
 
@@ -295,15 +353,15 @@ def test_an_infinite_gradient_does_not_pass_a_slope_of_zero(emulated) -> None:
     assert dx.flatten().tolist() == [0.0, float("inf")] * 4
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu"])
-def test_second_derivative_matches(emulated, activation: str) -> None:
+@pytest.mark.parametrize(("activation", "dim"), [("relu", 1), ("silu", 1), ("gelu", -1)])
+def test_second_derivative_matches(emulated, activation: str, dim: int) -> None:
     torch.manual_seed(3)
-    x = torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last)
-    bias, dy = torch.randn(8), torch.randn(2, 8, 3, 3)
+    x = torch.randn(2, 8, 3, 8).contiguous(memory_format=torch.channels_last if dim == 1 else torch.contiguous_format)
+    bias, dy = torch.randn(8), torch.randn(2, 8, 3, 8)
     found = []
     for function, dtype in ((api.bias_act, torch.float32), (reference.bias_act, torch.float64)):
         leaf, b = x.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()
-        y = function(leaf * 1.0, b, None, activation)
+        y = function(leaf * 1.0, b, None, activation, dim=dim)
         gradients = torch.autograd.grad(y, (leaf, b), dy.to(dtype), create_graph=True)
         total = sum(g.square().sum() for g in gradients) + leaf.sum()
         found.append(torch.autograd.grad(total, (leaf, b), allow_unused=True, materialize_grads=True))
@@ -340,15 +398,55 @@ def test_the_torch_library_operations_give_the_same_as_the_functions(emulated, n
     torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+GELU = """
+#include "vector.cuh"
+#include "gelu.cuh"
+
+extern "C" __global__ void gelu(const float* z, float* y, float* dy) {
+  y[threadIdx.x] = activate_streaming(z[threadIdx.x], 0.f);
+  dy[threadIdx.x] = slope_streaming(z[threadIdx.x], 0.f);
+}
+"""
+
+
+@pytest.mark.parametrize(("form", "code"), [("none", 6), ("tanh", 7)])
+def test_gelu_is_right_far_below_what_16_bits_round_away(emulated, tmp_path: Path, form: str, code: int) -> None:
+    (tmp_path / "gelu.cu").write_text(GELU)
+    text = sources.inlined(tmp_path / "gelu.cu", (INCLUDE, kernels_dir() / "include"))
+    kernel = emulated.compiled(text, "gelu", {"STORAGE": 1, "ACT": code})
+    z = torch.cat([torch.linspace(-13.0, 13.0, 505), torch.tensor([0.0, -0.0, 1e4, 1e18, -1e4, 7e-6, -7e-6])])
+    y, slope = torch.empty_like(z), torch.empty_like(z)
+    kernel((1,), (z.numel(),), (z.data_ptr(), y.data_ptr(), slope.data_ptr()))
+    exact = z.double().requires_grad_()
+    want = F.gelu(exact, approximate=form)
+    (gradient,) = torch.autograd.grad(want.sum(), exact)
+    if form == "none":  # 0.5 (1 + erf) loses its digits in fp64 too
+        want = exact.detach() * 0.5 * torch.erfc(exact.detach() * -(0.5**0.5))
+    # fp16 rounds by up to 2.4e-4, and to zero below -5.5.
+    for farthest, relative in ((2.0, 6e-6), (4.5, 4e-5), (6.0, 1.2e-4), (1e30, 2.5e-3)):
+        near = z.abs() <= farthest
+        torch.testing.assert_close(y[near].double(), want.detach()[near], rtol=relative, atol=1e-15)
+    torch.testing.assert_close(slope.double(), gradient.nan_to_num(0.0), rtol=6e-6, atol=6e-6)
+
+
+def test_gelu_of_what_is_not_finite_is_pytorch_s(emulated) -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0] * 2).bfloat16()[None]
+    got = api.bias_act(x, torch.zeros(8), None, "gelu", dim=-1)
+    want = torch.tensor([float("nan"), float("inf"), float("nan"), 0.0] * 2)[None]  # -inf times zero
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+
+
 # What is taken out or changed in a source, and the case that must show it.
 FAULTS = {
     "bias of the neighbour": ("offset[j] = bias[t.vector * VEC + j]", "offset[j] = bias[t.vector * VEC + (j ^ 1)]"),
     "slope from the wrong tensor": (
-        "const float s = slope_approx(f[j], slope);",
-        "const float s = slope_approx(g[j], slope);",
+        "const float s = slope_streaming(f[j], slope);",
+        "const float s = slope_streaming(g[j], slope);",
     ),
     "a row left out of the sum": ("sum[j] += g[j];", "if (row - u * stride > 0) sum[j] += g[j];"),
     "first row left out": ("row - u * stride < 0", "row - u * stride <= 0"),
+    "tail of the wrong side": ("return z > 0.f ? 1.f - tail : tail;", "return z < 0.f ? 1.f - tail : tail;"),
+    "density without its square": ("z * -0.72134752044448170f * z", "fabsf(z) * -0.72134752044448170f"),
     "gradient not stored": ("store(dx + last - u * step, narrow(g));", "if (u == 0) store(dx + last, narrow(g));"),
     "one row too far": ("if (row - u * stride < 0) continue;", "if (row - u * stride < -1) continue;"),
 }
@@ -366,11 +464,13 @@ SCALE_FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [("bias+add+relu", f) for f in FAULTS] + [("scale+drop+add to float32", f) for f in SCALE_FAULTS]
+    ("name", "fault"),
+    [("linear bias+gelu" if "tail" in f or "density" in f else "bias+add+relu", f) for f in FAULTS]
+    + [("scale+drop+add to float32", f) for f in SCALE_FAULTS],
 )
 def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
     before, after = {**FAULTS, **SCALE_FAULTS}[fault]
-    case = next(c for c in cases.VERIFICATION if c.name == name and c.shape == (3, 72, 9, 7) and c.dtype == "bfloat16")
+    case = next(c for c in cases.VERIFICATION if c.name == name and 72 in c.shape and c.dtype == "bfloat16")
     assert verify.check(FAMILY, case, "cpu")["passed"]
     emulated.use()
     assert not passes_with(monkeypatch, FAMILY, case, before, after)

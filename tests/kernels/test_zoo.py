@@ -73,15 +73,15 @@ def _pools(model: nn.Module) -> int:
 
 
 def _bias_act_sites(model: nn.Module) -> int:
-    """Convolutions with a bias before an activation; ConvNeXt's blocks; MBConv blocks that drop paths."""
+    """Convolutions and Linear layers with a bias before an activation; ConvNeXt's blocks; MBConv blocks that drop paths."""
     modules = list(model.modules())
     sequences = [list(module) for module in modules if isinstance(module, nn.Sequential)]
     pairs = [pair for sequence in sequences for pair in itertools.pairwise(sequence)]
     plain = sum(isinstance(a, nn.Conv2d) and a.bias is not None and isinstance(b, nn.ReLU) for a, b in pairs)
     names = [type(module).__name__ for module in modules]
     dropped = [m.stochastic_depth.p > 0 for m in modules if type(m).__name__ == "MBConv" and m.use_res_connect]
-    with_convolutions = _count(model, lambda m: getattr(m, "use_conv_mlp", False))
-    return plain + names.count("CNBlock") + names.count("ConvNeXtBlock") + with_convolutions + sum(dropped)
+    # ConvNeXt's: a wide Linear layer, or convolution, before a GELU, and a scaled sum.
+    return plain + 2 * names.count("CNBlock") + 2 * names.count("ConvNeXtBlock") + sum(dropped)
 
 
 def _is_depthwise(module: nn.Module) -> bool:

@@ -23,6 +23,8 @@ def activate(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
         return F.leaky_relu(z, slope)
     if activation == "gelu":
         return F.gelu(z)
+    if activation == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
     result: torch.Tensor = _ACTIVATIONS[activation](z)
     return result
 

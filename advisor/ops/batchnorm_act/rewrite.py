@@ -122,7 +122,7 @@ def _patterns(norm: BatchNorm) -> list[_Pattern]:
         follows = match.activation(after) if after is not None else None
         if after is not None and follows is not None and follows[0] in spec.RESIDUAL_ACTIVATIONS:
             found.insert(0, _Pattern((node, user, after), residual, *follows))
-    elif (follows := match.activation(user)) is not None and user.args[0] is node:
+    elif (follows := match.activation(user)) is not None and follows[0] in spec.ACTIVATIONS and user.args[0] is node:
         found.insert(0, _Pattern((node, user), None, *follows))
     return found
 

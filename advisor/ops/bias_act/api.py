@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from advisor.ops import dispatch, nvrtc, storage
-from advisor.ops.alignment import aligned, is_nhwc, nhwc
+from advisor.ops.alignment import aligned, dense, is_aligned, is_nhwc, nhwc
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import cuda, reference, spec
 
@@ -28,28 +28,35 @@ def _elsewhere(x: torch.Tensor, *others: torch.Tensor | None) -> str:
     return "not all on one device" if any(t is not None and t.device != x.device for t in others) else ""
 
 
+def _is_dense(x: torch.Tensor, dim: int) -> bool:
+    return is_nhwc(x) if dim == 1 else is_aligned(x)
+
+
 def _refusal(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float, dim: int
 ) -> str:
     """Why PyTorch's own operations run for bias + activation; empty when the kernels do."""
     reason = nvrtc.on_device(x) or _elsewhere(x, bias, residual)
     if reason:
         return reason
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not is_nhwc(residual)):
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not _is_dense(residual, dim)
+    ):
         return "residual differs in shape, dtype or layout"
     variant = (activation, slope, bias is not None, residual is not None)
-    return dispatch.refusal(*_standing(x.shape, is_nhwc(x), x.dtype, variant, x.device.index or 0))
+    return dispatch.refusal(*_standing(x.shape, dim, _is_dense(x, dim), x.dtype, variant, x.device.index or 0))
 
 
 @lru_cache(maxsize=4096)
 def _standing(
-    shape: torch.Size, dense: bool, dtype: torch.dtype, variant: tuple[str, float, bool, bool], device: int
+    shape: torch.Size, dim: int, dense: bool, dtype: torch.dtype, variant: tuple[str, float, bool, bool], device: int
 ) -> tuple[str, str]:
     """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
     activation, slope, bias, residual = variant
     unsupported = spec.unsupported(
         shape=tuple(shape),
-        channels_last=dense,
+        dim=dim,
+        dense=dense,
         dtype=storage.name(dtype),
         activation=activation,
         slope=slope,
@@ -57,7 +64,7 @@ def _standing(
         residual=residual,
         arch=nvrtc.arch(device),
     )
-    return unsupported, spec.wins(spec.name(activation, bias=bias, residual=residual))
+    return unsupported, spec.wins(spec.name(activation, bias=bias, residual=residual, dim=dim))
 
 
 def _scale_refusal(
@@ -100,8 +107,8 @@ def _scale_standing(
 
 
 @lru_cache(maxsize=64)
-def _name(activation: str, bias: bool, residual: bool) -> str:
-    return spec.name(activation, bias=bias, residual=residual)
+def _name(activation: str, bias: bool, residual: bool, dim: int = 1) -> str:
+    return spec.name(activation, bias=bias, residual=residual, dim=dim)
 
 
 class _BiasAct(torch.autograd.Function):
@@ -114,14 +121,15 @@ class _BiasAct(torch.autograd.Function):
         activation: str,
         slope: float,
         in_place: bool,
+        dim: int,
     ) -> torch.Tensor:
         from_output = activation in spec.FROM_OUTPUT
         y = x if in_place and from_output else torch.empty_like(x)
-        cuda.bias_act(x, _fp32(bias), residual, activation, slope, y)
+        cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, dim)
         if y is x:
             ctx.mark_dirty(x)
         ctx.save_for_backward(y if from_output else x, bias)
-        ctx.activation, ctx.slope, ctx.residual = activation, slope, residual is not None
+        ctx.activation, ctx.slope, ctx.residual, ctx.dim = activation, slope, residual is not None, dim
         return y
 
     @staticmethod
@@ -129,23 +137,24 @@ class _BiasAct(torch.autograd.Function):
         (dy,) = gradients
         saved, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
-            dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope)
+            dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope, ctx.dim)
         else:
-            dx, dbias = cuda.bias_act_backward(nhwc(dy), saved, _fp32(bias), ctx.activation, ctx.slope)
-        return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None
+            dy = dense(dy, torch.channels_last if ctx.dim == 1 else torch.contiguous_format)
+            dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), ctx.activation, ctx.slope, ctx.dim)
+        return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None, None
 
 
 def _differentiable_backward(
-    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
+    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx and dbias in differentiable torch ops. The slope of a piecewise linear activation is constant."""
     z = saved.float()
     if activation in spec.FROM_OUTPUT:
         z = z.detach().requires_grad_()
     elif bias is not None:
-        z = z + bias.float().view(1, -1, 1, 1)
+        z = z + reference.over_channels(bias.float(), z, dim)
     dx = torch.autograd.grad(activate(z, activation, slope), z, dy.float(), create_graph=True)[0]
-    return dx.to(saved.dtype), dx.sum((0, 2, 3))
+    return dx.to(saved.dtype), dx.sum([d for d in range(dx.dim()) if d != dim % dx.dim()])
 
 
 def bias_act(
@@ -155,24 +164,27 @@ def bias_act(
     activation: str,
     slope: float = 0.01,
     in_place: bool = False,
+    dim: int = 1,
 ) -> torch.Tensor:
     """act(x + bias + residual).
 
     Args:
-        x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
+        x: [N, C, H, W] with `dim` 1, [..., C] with -1; the kernels take fp16, bf16 or fp32 on CUDA that is channels_last or, with
+            -1, contiguous, everything else runs PyTorch's ops.
         bias: [C], or None. residual: like x, or None.
         activation: a key of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
         in_place: x's memory may become the result's, as it does with `bias.add_` and `nn.ReLU(inplace=True)`.
+        dim: of the channels.
 
     Returns:
         A tensor like x.
     """
-    reason = _refusal(x, bias, residual, activation, slope)
+    reason = _refusal(x, bias, residual, activation, slope, dim)
     if reason:
         fell_back[reason] += 1
-        return reference.bias_act(x, bias, residual, activation, slope)
-    engaged[_name(activation, bias is not None, residual is not None)] += 1
-    result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place)  # type: ignore[no-untyped-call]
+        return reference.bias_act(x, bias, residual, activation, slope, dim=dim)
+    engaged[_name(activation, bias is not None, residual is not None, dim)] += 1
+    result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place, dim)  # type: ignore[no-untyped-call]
     return result
 
 

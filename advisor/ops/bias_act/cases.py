@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Any
 
 import torch
 
 from advisor.ops import storage
-from advisor.ops.batchnorm_act.spec import ACTIVATIONS
+from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 
@@ -15,12 +17,15 @@ from advisor.ops.family import Arguments, Case, Work
 _VGG = ((128, 64, 224, 224), (128, 128, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 512, 14, 14))
 # ConvNeXt-T at batch 256, under autocast: branches in half precision, the residual stream in fp32.
 _CONVNEXT = ((256, 96, 56, 56), (256, 192, 28, 28), (256, 384, 14, 14), (256, 768, 7, 7))
+# The wide Linear layers of its blocks, each before a GELU, with the tokens as they lie.
+_CONVNEXT_WIDE = ((256, 56, 56, 384), (256, 28, 28, 768), (256, 14, 14, 1536), (256, 7, 7, 3072))
 # EfficientNet-B0 at batch 256: drop path and add, no factor a channel.
 _EFFICIENTNET = ((256, 24, 56, 56), (256, 40, 28, 28), (256, 112, 14, 14))
 # An addition and an activation with no norm between: residual networks without norms, at ResNet-50's widths and batch 256.
 _ADDED = ((256, 256, 56, 56), (256, 512, 28, 28))
 # Odd sizes: one row, a prime number of vectors, N = 1, more rows than the blocks take in one pass.
 _ODD = ((1, 8, 1, 1), (3, 72, 9, 7), (2, 1016, 5, 3), (5, 24, 28, 26))
+_ODD_LINEAR = ((3, 9, 7, 72), (2, 5, 1016))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
 SURVIVAL = 0.7
 
@@ -49,11 +54,53 @@ def _inputs(
     return x, b, _tensor(generator, size, dtype) if residual else None, activation, 0.1
 
 
+def _linear_inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, activation: str, zero: bool
+) -> Arguments:
+    """x [n, ..., C] and bias [C] fp32, `zero` or random; not in place; channels last."""
+    x = torch.randn((n, *shape[1:]), device=generator.device, generator=generator) * 1.5 + 0.5
+    bias = torch.randn(shape[-1], device=generator.device, generator=generator) * (0.0 if zero else 1.0)
+    x = x.to(getattr(torch, dtype)).requires_grad_()
+    return x, bias.requires_grad_(), None, activation, 0.1, False, -1
+
+
+class _InTheProduct(torch.autograd.Function):
+    """x + bias for a bias of zero, in no time: the product has added it. Its gradient is a sum of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dz,) = gradients
+        return dz, dz.sum(list(range(dz.dim() - 1))).float()
+
+
+def _linear_eager(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    residual: None,
+    activation: str,
+    slope: float,
+    in_place: bool,
+    dim: int,
+) -> torch.Tensor:
+    """What PyTorch runs after a Linear layer's product."""
+    return activate(_InTheProduct.apply(x, bias), activation, slope)  # type: ignore[no-untyped-call]
+
+
 def _steady(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    slope: float,
+    in_place: bool = False,
+    dim: int = 1,
 ) -> torch.Tensor:
     """False where rounding to 16 bits may take z over a point at which the activation's slope jumps."""
-    z = reference.bias_act(x, bias, residual, "none")
+    z = reference.bias_act(x, bias, residual, "none", dim=dim)
     return torch.stack([(z - kink).abs() >= 0.05 for kink in _KINKS]).all(0)
 
 
@@ -74,6 +121,28 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
         inputs=partial(_inputs, shape=shape, dtype=dtype, activation=activation, bias=bias, residual=residual),
         ours=api.bias_act,
         eager=reference.bias_act,
+        reference=reference.bias_act,
+        wins=partial(spec.wins, name),
+        steady=_steady,
+    )
+
+
+def _linear_case(shape: tuple[int, ...], dtype: str, activation: str, *, measured: bool) -> Case:
+    forward, backward = spec.bytes_moved(
+        elements=math.prod(shape), itemsize=getattr(torch, dtype).itemsize, residual=False
+    )
+    name = spec.name(activation, bias=True, residual=False, dim=-1)
+    return Case(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(_linear_inputs, shape=shape, dtype=dtype, activation=activation, zero=measured),
+        ours=api.bias_act,
+        eager=_linear_eager if measured else reference.bias_act,
         reference=reference.bias_act,
         wins=partial(spec.wins, name),
         steady=_steady,
@@ -126,13 +195,16 @@ BENCHMARK = (
     *(_case(shape, dtype, "relu", True, False) for dtype in ("float16", "float32") for shape in _VGG[1:3]),
     *(_case(shape, "bfloat16", "silu", True, False) for shape in _VGG[1:3]),
     *(_case(shape, "bfloat16", "relu", False, True) for shape in _ADDED),
+    *(_linear_case(shape, "bfloat16", "gelu", measured=True) for shape in _CONVNEXT_WIDE),
+    *(_linear_case(_CONVNEXT_WIDE[1], dtype, "gelu", measured=True) for dtype in ("float16", "float32")),
+    *(_linear_case(_CONVNEXT_WIDE[1], "bfloat16", kind, measured=True) for kind in ("gelu_tanh", "relu", "silu")),
     *(_scale_case(shape, "bfloat16", "float32", True, True) for shape in _CONVNEXT),
     *(_scale_case(shape, dtype, dtype, True, True) for dtype in ("bfloat16", "float32") for shape in _CONVNEXT[:2]),
     *(_scale_case(shape, "bfloat16", "bfloat16", False, True) for shape in _EFFICIENTNET),
 )
 _VARIANTS = tuple(
     (activation, bias, residual)
-    for activation in ACTIVATIONS
+    for activation in spec.ACTIVATIONS
     for bias, residual in ((True, False), (True, True), (False, True))
     if not spec.unsupported_variant(activation, bias=bias, residual=residual)
 )
@@ -150,6 +222,12 @@ VERIFICATION = (
         for shape in _ODD
         for dtype in ("bfloat16", "float32")
         if shape != _ODD[1]
+    ),
+    *(
+        _linear_case(shape, dtype, activation, measured=False)
+        for shape in _ODD_LINEAR
+        for dtype in storage.STORAGE
+        for activation in ("relu", "gelu")
     ),
     *(_scale_case(_ODD[1], *variant) for variant in _SCALES),
     *(

@@ -28,18 +28,28 @@ class _Launch:
 
 
 def _launch_of(
-    source: str, defines: dict[str, int], x: torch.Size, dtype: str, device: int, *, reduce: bool, narrow: bool
+    source: str,
+    defines: dict[str, int],
+    x: torch.Size,
+    dim: int,
+    dtype: str,
+    device: int,
+    *,
+    blocks_per_sm: int,
+    reduce: bool,
+    narrow: bool,
 ) -> _Launch:
-    n, c, h, w = x
-    shape = spec.geometry(n * h * w, c, dtype, nvrtc.sm_count(device), reduce=reduce)
+    c = x[dim]
+    rows = x.numel() // c
+    shape = spec.geometry(rows, c, dtype, nvrtc.sm_count(device) * blocks_per_sm, unroll=defines["UNROLL"])
     (entry,) = spec.KERNELS[source]
     return _Launch(
         kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
         grid=(shape.row_blocks, shape.tiles, 1),
         block=(spec.THREADS, 1, 1),
         partials=shape.row_blocks * 2 * c if reduce else 0,
-        rows=np.int32(n * h * w) if narrow else np.int64(n * h * w),
-        pixels=np.int32(h * w),
+        rows=np.int32(rows) if narrow else np.int64(rows),
+        pixels=np.int32(rows // x[0]) if narrow else None,
         vectors=np.int32(shape.vectors),
         tile=np.int32(shape.tile),
     )
@@ -47,12 +57,13 @@ def _launch_of(
 
 @lru_cache(maxsize=4096)
 def _bias_act(
-    source: str, x: torch.Size, dtype: torch.dtype, activation: str, bias: bool, residual: bool, device: int
+    source: str, x: torch.Size, dim: int, dtype: torch.dtype, activation: str, bias: bool, residual: bool, device: int
 ) -> _Launch:
     name = storage.name(dtype)
-    defines = spec.defines(name, activation, bias=bias, residual=residual)
+    defines = spec.defines(source, name, activation, bias=bias, residual=residual)
     reduce = bias and source == spec.BACKWARD
-    return _launch_of(source, defines, x, name, device, reduce=reduce, narrow=False)
+    blocks = spec.blocks_per_sm(name, activation, reduce=reduce)
+    return _launch_of(source, defines, x, dim, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=False)
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +73,8 @@ def _scale_add(
     name = storage.name(dtype)
     defines = spec.scale_defines(name, wide=stream != dtype, scale=scale, keep=keep)
     reduce = scale and source == spec.SCALE_BACKWARD
-    return _launch_of(source, defines, x, name, device, reduce=reduce, narrow=True)
+    blocks = spec.REDUCE_BLOCKS_PER_SM if reduce else spec.BLOCKS_PER_SM
+    return _launch_of(source, defines, x, 1, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=True)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -76,13 +88,15 @@ def bias_act(
     activation: str,
     slope: float,
     out: torch.Tensor,
+    dim: int = 1,
 ) -> None:
     """act(x + bias + residual) into `out`, which may be x.
 
-    x, residual, out: [N, C, H, W] channels_last of one dtype; bias: [C] fp32, contiguous.
+    x, residual, out: [N, C, H, W] channels_last with `dim` 1, [..., C] contiguous with -1, of one dtype; bias: [C] fp32,
+    contiguous.
     """
     device = x.device.index or 0
-    plan = _bias_act(spec.FORWARD, x.shape, x.dtype, activation, bias is not None, residual is not None, device)
+    plan = _bias_act(spec.FORWARD, x.shape, dim, x.dtype, activation, bias is not None, residual is not None, device)
     plan.kernel(
         plan.grid,
         plan.block,
@@ -102,14 +116,14 @@ def bias_act(
 
 
 def bias_act_backward(
-    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
+    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dx (like saved) and dbias [C] fp32 (empty without a bias).
 
-    dy, saved: [N, C, H, W] channels_last; saved is the output where `spec.FROM_OUTPUT` has the activation, else the input.
+    dy, saved: as x in `bias_act`; saved is the output where `spec.FROM_OUTPUT` has the activation, else the input.
     """
     device = dy.device.index or 0
-    plan = _bias_act(spec.BACKWARD, dy.shape, dy.dtype, activation, bias is not None, False, device)
+    plan = _bias_act(spec.BACKWARD, dy.shape, dim, dy.dtype, activation, bias is not None, False, device)
     dx = torch.empty_like(saved)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
     dbias = torch.empty(0 if bias is None else bias.numel(), dtype=torch.float32, device=dy.device)

@@ -7,17 +7,26 @@ import torch
 from advisor.ops.batchnorm_act.reference import activate
 
 
+def over_channels(values: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`values`, one a channel, in a shape that broadcasts over the dimension `dim` of x."""
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    return values.view(shape)
+
+
 def bias_act(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: str,
     slope: float = 0.01,
+    in_place: bool = False,
+    dim: int = 1,
 ) -> torch.Tensor:
-    """act(x + bias + residual), like x. x, residual: [N, C, H, W]; bias: [C], added in x's dtype."""
+    """act(x + bias + residual), like x. x, residual: with C channels in `dim`; bias: [C], added in x's dtype. x stays as it is."""
     z = x
     if bias is not None:
-        z = z + bias.to(x.dtype).view(1, -1, 1, 1)
+        z = z + over_channels(bias.to(x.dtype), x, dim)
     if residual is not None:
         z = z + residual
     return activate(z, activation, slope)

@@ -1,4 +1,5 @@
-"""Finds bias (+ add) + activation after a convolution, add + activation, and factors (a channel, a sample) + add in a captured graph."""
+"""Finds bias (+ add) + activation after a convolution or a Linear layer, add + activation, and factors (a channel, a sample) +
+add in a captured graph."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from advisor.ops import dispatch, match, storage
 from advisor.ops.bias_act import api, spec
 
 _CONVOLUTIONS = {F.conv2d, F.conv_transpose2d}
+_PRODUCTS = {*_CONVOLUTIONS, F.linear}
 _ADD_IN_PLACE = {operator.iadd, "add_"}
 _MUL = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _MUL_IN_PLACE = {operator.imul, "mul_"}
-_BIAS = 2  # position among a convolution's arguments
+_BIAS = 2  # position among a convolution's or Linear layer's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +28,20 @@ class _Activation:
 
     node: fx.Node
     x: fx.Node
-    convolution: bool  # x is a convolution whose bias moves here
+    product: bool  # x is a convolution or a Linear layer, whose bias moves here
     residual: fx.Node | None
     activation: str
     slope: float
     dead: tuple[fx.Node, ...]
 
     @property
+    def dim(self) -> int:
+        """Of the channels."""
+        return -1 if self.product and self.x.target is F.linear else 1
+
+    @property
     def label(self) -> str:
-        return spec.name(self.activation, bias=self.convolution, residual=self.residual is not None)
+        return spec.name(self.activation, bias=self.product, residual=self.residual is not None, dim=self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +61,16 @@ class _ScaledAdd:
 
 
 def _bias_of(node: fx.Node) -> Any:
-    """The bias of a convolution; None when it has none or is no convolution.
+    """The bias of a convolution or a Linear layer; None when it has none or is neither.
 
-    Nor for one pixel a sample, as in squeeze-and-excite: what there is to gain is less than a launch costs.
+    Nor for one pixel a sample, as in squeeze-and-excite and classifiers: what there is to gain is less than a launch costs.
     """
-    if node.op != "call_function" or node.target not in _CONVOLUTIONS:
+    if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     result = match.value(node)
-    if result is None or tuple(result.shape[2:]) == (1, 1):
+    if result is None:
+        return None
+    if result.dim() < 3 if node.target is F.linear else tuple(result.shape[2:]) == (1, 1):
         return None
     return node.args[_BIAS] if len(node.args) > _BIAS else node.kwargs.get("bias")
 
@@ -169,20 +178,21 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _refusal(site: _Activation | _ScaledAdd) -> str:
     x = match.value(site.x if isinstance(site, _Activation) else site.branch)
-    if x is None or x.dim() != 4 or type(x.shape[1]) is not int:
+    dim = site.dim if isinstance(site, _Activation) else 1
+    if x is None or (dim == 1 and x.dim() != 4) or type(x.shape[dim]) is not int:
         return "input is not 4-D, or its channel count is dynamic"
     if isinstance(site, _Activation):
         reason = spec.unsupported(
             shape=_shape(x),
-            channels_last=True,
+            dim=dim,
+            dense=True,
             dtype=match.dtype_name(x),
             activation=site.activation,
             slope=site.slope,
-            bias=site.convolution,
+            bias=site.product,
             residual=site.residual is not None,
             arch=storage.MIN_ARCH,
         )
-        operation = spec.name(site.activation, bias=site.convolution, residual=site.residual is not None)
     else:
         stream = match.value(site.residual)
         reason = spec.scale_unsupported(
@@ -194,15 +204,15 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             keep=site.keep is not None,
             arch=storage.MIN_ARCH,
         )
-        operation = spec.scale_name(scale=site.scale is not None, keep=site.keep is not None)
-    return dispatch.refusal(reason, spec.wins(operation))
+    return dispatch.refusal(reason, spec.wins(site.label))
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
     """Rewrite bias (+ add) + activation, add + activation, and factors + add in place.
 
     With `compiled` the graph goes on to Inductor, which needs the torch.library operations; else the thin eager functions are
-    called. `report` gains one entry a site, under the convolution's path or that of the module that adds.
+    called. A Linear layer's bias and activation are left to Inductor, which has them with its own casts in one pass. `report`
+    gains one entry a site, under the path of the convolution or Linear layer or that of the module that adds.
     """
     for node in list(graph_module.graph.nodes):
         if node._erased:
@@ -210,11 +220,12 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         site = _activation(node) or _scaled_add(node)
         if site is None:
             continue
-        convolution = isinstance(site, _Activation) and site.convolution
-        path = match.path(site.x if isinstance(site, _Activation) and convolution else node)
+        path = match.path(site.x if isinstance(site, _Activation) and site.product else node)
         if path in report.matched or path in report.unmatched:
             path = f"{path}.{node.name}"
         reason = _refusal(site)
+        if compiled and isinstance(site, _Activation) and site.dim == -1:
+            reason = "Inductor fuses a Linear layer's activation"
         if reason:
             report.unmatched[path] = reason
             continue
@@ -228,7 +239,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
 def _put_activation(site: _Activation, *, compiled: bool) -> None:
     graph = site.node.graph
     x, bias = site.x, None
-    if site.convolution:
+    if site.product:
         bias = _bias_of(x)
         with graph.inserting_before(x):
             arguments = tuple(None if a is bias else a for a in x.args)
@@ -240,9 +251,9 @@ def _put_activation(site: _Activation, *, compiled: bool) -> None:
     with graph.inserting_before(site.node):
         if compiled:
             fused = graph.call_function(torch.ops.advisor.bias_act.default, arguments)
-        else:  # nobody else has the convolution's output
-            fused = graph.call_function(api.bias_act, (*arguments, site.convolution))
-    match.replace(site.node, fused, (*site.dead, *((site.x,) if site.convolution else ())))
+        else:  # nobody else has the product's output
+            fused = graph.call_function(api.bias_act, (*arguments, site.product, site.dim))
+    match.replace(site.node, fused, (*site.dead, *((site.x,) if site.product else ())))
 
 
 def _put_scaled_add(site: _ScaledAdd, *, compiled: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.ops import channel_tiles
-from advisor.ops.batchnorm_act.spec import ACTIVATIONS
+from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
@@ -19,6 +19,7 @@ KERNELS = {
     SCALE_BACKWARD: ("scale_add_backward",),
 }
 
+ACTIVATIONS = {**batchnorm_act.ACTIVATIONS, "gelu_tanh": 7}
 # Activations whose slope their output shows: nothing but the output is kept for the backward, and it may lie where the input
 # lay. For the others the input is kept and z computed again, which with a residual would take a third read.
 FROM_OUTPUT = frozenset({"relu", "relu6", "leaky_relu"})
@@ -30,18 +31,23 @@ MAX_TILE = 16
 UNROLL = 4
 BLOCKS_PER_SM = 1
 REDUCE_BLOCKS_PER_SM = 1
+# GELU computes for about half of the time that its bytes take: one block an SM, whose warps go through loads and arithmetic much
+# together, would leave DRAM idle meanwhile.
+GELU_BLOCKS_PER_SM = 2
 TUNABLE = {
     "THREADS": (256, 512),
     "MAX_TILE": (8, 16, 32),
+    "GELU_BLOCKS_PER_SM": (1, 2),
     "UNROLL": (2, 4),
     "BLOCKS_PER_SM": (1, 2, 4),
     "REDUCE_BLOCKS_PER_SM": (1, 2),
 }
 
 
-def name(activation: str, *, bias: bool, residual: bool) -> str:
-    """`bias+add+relu`."""
-    return "+".join([*(["bias"] if bias else []), *(["add"] if residual else []), activation])
+def name(activation: str, *, bias: bool, residual: bool, dim: int = 1) -> str:
+    """`bias+add+relu`; `linear bias+gelu` where the channels are the last dimension (`dim` -1)."""
+    operands = "+".join([*(["bias"] if bias else []), *(["add"] if residual else []), activation])
+    return operands if dim == 1 else f"linear {operands}"
 
 
 def scale_name(*, scale: bool, keep: bool) -> str:
@@ -79,7 +85,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             for scale, keep in ((True, True), (True, False), (False, True))
         )
     return tuple(
-        defines(dtype, activation, bias=bias, residual=residual and source == FORWARD)
+        defines(source, dtype, activation, bias=bias, residual=residual and source == FORWARD)
         for dtype in STORAGE
         for activation in ACTIVATIONS
         for bias, residual in ((True, False), (True, True), (False, True))
@@ -88,8 +94,20 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     )
 
 
-def defines(dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
+def _is_gelu(dtype: str, activation: str) -> bool:
+    return activation in ("gelu", "gelu_tanh") and dtype != "float32"  # fp32 leaves time enough
+
+
+def blocks_per_sm(dtype: str, activation: str, *, reduce: bool) -> int:
+    """Blocks of the bias + activation kernels that are launched an SM. `reduce`: the kernel ends in sums over rows."""
+    if _is_gelu(dtype, activation):
+        return GELU_BLOCKS_PER_SM
+    return REDUCE_BLOCKS_PER_SM if reduce else BLOCKS_PER_SM
+
+
+def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
     """Macros of one variant of the bias + activation kernels. The backward has no residual."""
+    blocks = GELU_BLOCKS_PER_SM if _is_gelu(dtype, activation) else 1
     return {
         "STORAGE": STORAGE[dtype],
         "ACT": ACTIVATIONS[activation],
@@ -97,7 +115,9 @@ def defines(dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[
         "RESIDUAL": int(residual),
         "THREADS": THREADS,
         "MAX_TILE": MAX_TILE,
-        "UNROLL": UNROLL,
+        # As many bytes in flight from two blocks, whose threads have half of the registers; the forward needs fewer.
+        "UNROLL": max(1, UNROLL // blocks) if source == BACKWARD else UNROLL,
+        "BLOCKS": blocks,
     }
 
 
@@ -128,7 +148,8 @@ def unsupported_variant(activation: str, *, bias: bool, residual: bool) -> str:
 def unsupported(
     *,
     shape: tuple[int, ...],
-    channels_last: bool,
+    dim: int,
+    dense: bool,
     dtype: str,
     activation: str,
     slope: float,
@@ -136,11 +157,14 @@ def unsupported(
     residual: bool,
     arch: int,
 ) -> str:
-    """Why the bias + activation kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    """Why the bias + activation kernels cannot take this call; empty when they can.
+
+    `shape` is [N, C, H, W] with `dim` 1, or [..., C] with -1; `dense`: channels_last, or contiguous.
+    """
     if activation == "leaky_relu" and slope < 0:
         return "the output does not show the slope of a LeakyReLU with a negative one"
     return unsupported_variant(activation, bias=bias, residual=residual) or _unsupported_tensor(
-        shape, channels_last, dtype, arch
+        shape, dim, dense, dtype, arch
     )
 
 
@@ -165,34 +189,34 @@ def scale_unsupported(
     n, *_ = shape
     if len(shape) == 4 and n * shape[2] * shape[3] >= 2**31:
         return "2^31 rows or more"
-    return _unsupported_tensor(shape, channels_last, dtype, arch)
+    return _unsupported_tensor(shape, 1, channels_last, dtype, arch)
 
 
-def _unsupported_tensor(shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
+def _unsupported_tensor(shape: tuple[int, ...], dim: int, dense: bool, dtype: str, arch: int) -> str:
     if arch < MIN_ARCH:
         return f"sm_{arch} is older than sm_{MIN_ARCH}"
     if dtype not in STORAGE:
         return f"dtype {dtype}"
-    if len(shape) != 4:
+    if len(shape) != 4 if dim == 1 else len(shape) < 2:
         return f"{len(shape)}-D input"
-    if not channels_last:
-        return "input is not channels_last"
-    if shape[1] % vector_width(dtype):
-        return f"{shape[1]} channels are no multiple of {vector_width(dtype)}"
+    if not dense:
+        return "input is not channels_last" if dim == 1 else "input is not contiguous"
+    if shape[dim] % vector_width(dtype):
+        return f"{shape[dim]} channels are no multiple of {vector_width(dtype)}"
     if 0 in shape:
         return "empty input"
     return ""
 
 
-def geometry(rows: int, channels: int, dtype: str, sm_count: int, *, reduce: bool) -> Geometry:
-    """Launch geometry. `reduce`: the kernel ends in sums over rows, so that each block costs work at the end."""
+def geometry(rows: int, channels: int, dtype: str, blocks: int, *, unroll: int) -> Geometry:
+    """Launch geometry with at most `blocks` blocks, whose threads take `unroll` rows at once."""
     return channel_tiles.geometry(
         rows,
         channels // vector_width(dtype),
         threads=THREADS,
         max_tile=MAX_TILE,
-        unroll=UNROLL,
-        blocks=sm_count * (REDUCE_BLOCKS_PER_SM if reduce else BLOCKS_PER_SM),
+        unroll=unroll,
+        blocks=blocks,
     )
 
 

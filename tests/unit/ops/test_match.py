@@ -77,7 +77,7 @@ def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> list[fx.Nod
         (lambda x: F.hardtanh(x), None),
         (lambda x: F.leaky_relu(x, 0.2), ("leaky_relu", 0.2)),
         (F.gelu, ("gelu", 0.0)),
-        (lambda x: F.gelu(x, approximate="tanh"), None),
+        (lambda x: F.gelu(x, approximate="tanh"), ("gelu_tanh", 0.0)),
         (torch.sigmoid, None),
     ],
 )
