@@ -64,6 +64,8 @@ COMPILE_HOST_LOSS = 0.1
 CUSTOM_OP_EXTRA_US = 34.0
 # Multi-tensor kernels take tens of tensors a launch: a handful of launches for any model.
 FUSED_OPTIMIZER_LAUNCHES = 2
+# Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh, depth 2.
+TENSORS_A_LAUNCH = 64
 FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")  # torch.optim documentation: `fused`
 
 # Kinds whose kernels move their tensors once and compute little, so that half the bytes take half the time.
@@ -328,6 +330,25 @@ def _fused_optimizer(view: View, step: Step, parameters: Mapping[str, str]) -> C
         best=Saving(device_us=_gain_to(time, least / POINTWISE_BEST), host_us=host),
         basis=f"{_share(view, chosen, step)}{told} update parameters; "
         f"{passes} passes over {facts.parameters / 1e6:.1f} M remain",
+    )
+
+
+def _fused_casts(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    if view.profile.model.compiled:
+        return _nothing("the script compiles its model, which fuses casts")
+    chosen = [row for row in view.rows if view.is_weight_cast(row)]
+    if not chosen:
+        return _nothing("no weight is cast by itself")
+    least = sum(_bytes_us(view, row.modelled_bytes) for row in chosen) / POINTWISE_BEST
+    # Together they are at least as many launches as torch's multi-tensor kernel needs for 64 tensors each.
+    fewer = launches(chosen) * (1 - 1 / TENSORS_A_LAUNCH)
+    return Change(
+        worst=Saving(),
+        best=Saving(
+            device_us=_gain_to(sum(row.time_us for row in chosen), least),
+            host_us=fewer * OP_LOW_US,
+        ),
+        basis=f"{_share(view, chosen, step)} cast weights or their gradients; their bytes alone take {least:.0f} us",
     )
 
 
@@ -602,6 +623,7 @@ _PREDICTORS: dict[str, _Predictor] = {
     "channels_last": _channels_last,
     "cudnn_benchmark": _cudnn_benchmark,
     "fused_optimizer": _fused_optimizer,
+    "fused_casts": _fused_casts,
     "set_to_none": _set_to_none,
     "conv_bias": _conv_bias,
     "prefetch": _prefetch,
@@ -626,7 +648,16 @@ _PREDICTORS: dict[str, _Predictor] = {
 }
 _NEEDS_GPU = frozenset(
     (
-        *("amp_fp16", "tf32", "cudnn_benchmark", "prefetch", "defer_sync", "cuda_graphs", "fused_bn_act"),
+        *(
+            "amp_fp16",
+            "tf32",
+            "cudnn_benchmark",
+            "fused_casts",
+            "prefetch",
+            "defer_sync",
+            "cuda_graphs",
+            "fused_bn_act",
+        ),
         *("fused_bn_max_pool", "fused_pooling", "fused_upsample", "fused_layer_norm", "fused_group_norm"),
         *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv", "first_conv", "grouped_conv"),
     )

@@ -134,6 +134,7 @@ class View:
     step_us: float
     _by_module: dict[str, list[ConvFact]] = field(repr=False)
     _by_size: dict[tuple[int, int, tuple[int, ...], int], list[ConvFact]] = field(repr=False)
+    _weight_shapes: frozenset[tuple[int, ...]] = field(repr=False)
 
     @classmethod
     def of(cls, profile: StepProfile) -> View:
@@ -152,6 +153,7 @@ class View:
             spread.median if (spread := profile.step_us or profile.wall_us) is not None else 0.0,
             by_module,
             by_size,
+            frozenset(_weight_shape(fact) for fact in profile.model.convs),
         )
 
     @property
@@ -214,6 +216,19 @@ class View:
 
         return predicate
 
+    def is_weight_cast(self, row: KernelRow) -> bool:
+        """A cast of a parameter, or of its gradient, by shape: a convolution's weight, or whatever has no batch dimension.
+
+        Not seen where an operator of one module casts an activation with the same kernel: the longest names the row's shape.
+        """
+        if row.phase not in ("forward", "backward") or not is_cast(row):
+            return False
+        shape = next(iter(shapes_of(row)), [])
+        batch = self.profile.model.batch_size or self.profile.input.batch_size
+        if not shape:
+            return False
+        return tuple(shape) in self._weight_shapes or (batch > 0 and shape[0] != batch)
+
     def normalised_containers(self) -> set[str]:
         """Paths of modules with a batch norm directly inside: where an add or activation follows one."""
         return {parent(row.module) for row in self.rows if is_batchnorm(row) and row.module}
@@ -247,6 +262,13 @@ class View:
             and row.module in containers
             and self.fact(row) is None
         )
+
+
+def _weight_shape(fact: ConvFact) -> tuple[int, ...]:
+    outer, inner = fact.out_channels, fact.in_channels
+    if fact.transposed:
+        outer, inner = inner, outer
+    return (outer, inner // max(1, fact.groups), *fact.kernel)
 
 
 def _from_fact(fact: ConvFact) -> Geometry:

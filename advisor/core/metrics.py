@@ -100,6 +100,7 @@ SPECS: tuple[MetricSpec, ...] = (
             ("reduce", "reductions"),
             ("layout", "layout conversion and transposition"),
             ("cast", "dtype conversion"),
+            ("weight_cast", "casts of weights to half precision and of their gradients back, one by one"),
             ("device_copy", "device-to-device copies"),
             ("memset", "fills and memsets"),
             ("upsample", "upsampling"),
@@ -162,6 +163,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n(
         "unaligned_channel_frac", "frac", "share of half-precision conv and gemm time with channels not a multiple of 8"
     ),
+    _n("weight_casts", "count", "kernels a step that cast one weight or one weight's gradient each"),
     _t("autocast", "dtype of the script's own autocast, empty if none"),
     _f("grad_scaler", "the script uses a GradScaler"),
     _t("parameter_dtype", "dtype of most parameters"),

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from advisor.ops import match
 
 # Autocast casts the arguments of these to half precision. Of their arguments the first is the value, the others are parameters.
-_LOWERED = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.linear}
+LOWERED = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.linear}
+HALF = (torch.float16, torch.bfloat16)
 _CONCATENATIONS = {torch.cat, torch.concat, torch.concatenate}
 _PADS = {F.pad, torch._C._nn.pad}
 _VIEWS = {"permute", "flatten", "view", "reshape", "contiguous", "transpose"}
@@ -70,7 +71,7 @@ def _taken_by(user: fx.Node, node: fx.Node) -> torch.dtype | None:
     if is_view(user) or padding(user) is not None:
         return taken_as(user)
     result = match.value(user)
-    if user.op == "call_function" and user.target in _LOWERED and result is not None:
+    if user.op == "call_function" and user.target in LOWERED and result is not None:
         return result.dtype  # a product's result has the dtype of its cast arguments
     return None
 

@@ -54,7 +54,7 @@ def _module(node: fx.Node) -> str:
     found = str(list(stack.values())[-1][0])
     found = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", found)
     found = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).replace("._modules", "").replace("getattr", "")
-    return found.strip(".")
+    return found.strip(".").removeprefix("__self__").strip(".")
 
 
 def value(node: Any) -> torch.Tensor | None:
@@ -260,9 +260,15 @@ def _rewrite_or_leave(
 def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable[..., Any]:
     """A Dynamo backend that puts in the operations of the families named in `reports`, in the catalog's order.
 
+    After them, where it is named, `weight_casts`: it takes the weights that no family's operation reads as they are.
+
     `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor.
     """
+    from advisor.ops import weight_casts  # which reads graphs through this module
+
     rewrites = [(family.rewrite, reports[family.id]) for family in catalog.FAMILIES if family.id in reports]
+    if weight_casts.ID in reports:
+        rewrites.append((weight_casts.rewrite, reports[weight_casts.ID]))
 
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         for rewrite, report in rewrites:

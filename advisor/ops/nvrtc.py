@@ -38,11 +38,16 @@ def on_device(tensor: torch.Tensor) -> str:
     """Why kernels cannot run where this tensor is; empty when they can."""
     if not tensor.is_cuda:
         return "not on a CUDA device"
+    return transformed() or unavailable()
+
+
+def transformed() -> str:
+    """What stands between a tensor and plain reverse-mode autograd on its memory; empty for nothing."""
     if torch._C._are_functorch_transforms_active():
         return "inside a torch.func transform"  # its tensors have no memory of their own
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
-    return unavailable()
+    return ""
 
 
 @cache

@@ -57,7 +57,7 @@ _TABLE: dict[str, str] = {
         binary_cross_entropy_with_logits kl_div soft_margin_loss _ctc_loss _ctc_loss_backward ctc_loss
         margin_ranking_loss triplet_margin_loss cosine_embedding_loss multi_margin_loss""",
     "layout": "contiguous permute_copy transpose_copy channel_shuffle to_mkldnn to_dense mkldnn_reorder_conv2d_weight",
-    "copy": "copy clone to _to_copy _copy_from item _local_scalar_dense _pin_memory pin_memory cpu cuda",
+    "copy": "copy _foreach_copy clone to _to_copy _copy_from item _local_scalar_dense _pin_memory pin_memory cpu cuda",
     "memset": """fill zero zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full empty_strided
         _foreach_zero""",
     "elementwise": """add sub rsub mul div true_divide neg reciprocal pow exp expm1 log log1p log2 sqrt rsqrt abs sign floor

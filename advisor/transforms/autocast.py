@@ -198,12 +198,12 @@ def _output_refuses(root: RootModule) -> str:
     for tensor in tensors_in(root.output):
         if tensor.dtype in _HALF:
             return f"its output is {_LABELS[tensor.dtype]} already"
-        if _casts_weights(tensor):
+        if casts_weights(tensor):
             return "it casts its weights already (autocast or by hand)"
     return ""
 
 
-def _casts_weights(output: torch.Tensor) -> bool:
+def casts_weights(output: torch.Tensor) -> bool:
     """Whether the autograd graph of `output` casts a leaf: what autocast does with fp32 weights."""
     seen: set[Any] = set()
     queue = [output.grad_fn]

@@ -25,7 +25,7 @@ _RECOMPILE_LIMIT = 128
 class CaptureLayer:
     """A layer for ForwardStack: captured in training, the inner forward as it is in evaluation."""
 
-    families: frozenset[str]  # kernel families whose operations are put in
+    families: frozenset[str]  # kernel families whose operations are put in, and weight_casts.ID
     mode: str | None  # torch.compile's mode, None for eager
     reports: dict[str, match.MatchReport] = field(init=False)  # by family
 

@@ -280,7 +280,15 @@ class CudaGraphs(Transform):
     id = "cuda_graphs"
     title = "CUDA graphs for forward and backward"
     semantics = Semantics.REASSOCIATED
-    after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms(), "compile", "cudnn_benchmark")
+    after = (
+        "amp_bf16",
+        "amp_fp16",
+        "channels_last",
+        *catalog.transforms(),
+        "fused_casts",
+        "compile",
+        "cudnn_benchmark",
+    )
     order = 70
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

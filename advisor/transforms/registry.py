@@ -22,6 +22,7 @@ TRANSFORMS: dict[str, str] = {
     "loader_workers": "loader_workers:LoaderWorkers",
     "defer_sync": "defer_sync:DeferSync",
     **dict.fromkeys(catalog.transforms(), "kernels"),
+    "fused_casts": "fused_casts:FusedCasts",
     "compile": "compile:Compile",
     "compile_max_autotune": "compile:CompileMaxAutotune",
     "cuda_graphs": "cuda_graphs:CudaGraphs",

@@ -30,6 +30,8 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({*catalog.transforms()} - _NORMS),
     frozenset({"cudnn_benchmark"}),
     frozenset({"fused_optimizer"}),
+    # Behind the kernels, which read some weights as they are, and before graphs: a replay hides the casts from `match`.
+    frozenset({"fused_casts"}),
     frozenset({"compile"}),
     frozenset({"cuda_graphs"}),
     frozenset({"compile_max_autotune"}),

@@ -276,6 +276,28 @@ def test_casts_are_told_from_copies() -> None:
     numbers(metrics(profiles.with_rows(base, copy, cast)), cast_frac=0.7, device_copy_frac=0.3)
 
 
+def test_casts_of_weights_are_told_from_those_of_activations() -> None:
+    base = profiles.resnet50()
+    cast = replace(
+        base.kernels[0],
+        kind="copy",
+        op="aten::_to_copy",
+        phase="forward",
+        time_us=10.0,
+        calls=4.0,
+        shapes="[[64, 9], []]",
+    )
+    activation = replace(cast, shapes="[[256, 64, 8, 8], []]", time_us=50.0)
+    # A convolution with as many filters as the batch has images: its shape is known from its module.
+    filters = replace(cast, shapes="[[256, 3, 7, 7], []]", phase="backward", time_us=20.0, calls=1.0)
+    update = replace(cast, phase="optimizer", time_us=20.0)
+    model = ModelFacts(batch_size=256, convs=(profiles.conv("Net.conv", 7, (3, 256)),))
+    tested = replace(profiles.with_rows(base, cast, activation, filters, update), model=model)
+    numbers(metrics(tested), weight_casts=5.0, weight_cast_frac=0.3)
+    unknown = replace(tested, model=ModelFacts(), input=replace(base.input, batch_size=0))
+    numbers(metrics(unknown), weight_casts=0.0, weight_cast_frac=0.0)
+
+
 def test_conv_bias_before_a_norm_is_found_with_its_kernels() -> None:
     base = profiles.resnet50()
     fact = profiles.conv("Net.conv", 3, (8, 8), bias=True)

@@ -243,6 +243,32 @@ def test_kernel_families_go_from_nothing_to_the_bandwidth() -> None:
     assert gain(replace(base, kernels=(*base.kernels, block, inner)), "fused_squeeze_excite").high > 0
 
 
+def cast(shape: str, phase: str, nbytes: float, **fields: object) -> KernelRow:
+    name = "at::native::bfloat16_copy_kernel_cuda"
+    return profiles.row(
+        name=name, kind="copy", op="aten::_to_copy", phase=phase, shapes=shape, modelled_bytes=nbytes, **fields
+    )
+
+
+def test_casts_of_weights_keep_their_bytes() -> None:
+    base = profiles.resnet50()
+    assert gain(base, "fused_casts").basis == "no weight is cast by itself"
+    weight = cast("[[512, 64, 3, 3], []]", "forward", 1.8e6, time_us=500.0, calls=50.0)
+    gradient = cast("[[512, 64, 3, 3], []]", "backward", 1.8e6, time_us=700.0, calls=50.0)
+    model = replace(base.model, batch_size=256)
+    step = replace(base, model=model, kernels=(*base.kernels, weight, gradient))
+    alone = Step.of(View.of(step))
+    assert alone is not None
+    found = gain(step, "fused_casts")
+    least = 2 * 1.8e6 / 4000e3 / 0.9
+    # 100 launches become two, at 9.3 us of the host's time each.
+    best = Saving(device_us=1200.0 - least, host_us=100 * (1 - 1 / 64) * 9.3)
+    between(found, 0.0, alone.gain(Change(worst=Saving(), best=best, basis="x")).high)
+    activation = cast("[[256, 64, 3, 3], []]", "forward", 1.8e6, time_us=500.0, calls=50.0)
+    between(gain(replace(step, kernels=(*base.kernels, activation)), "fused_casts"), 0.0, 0.0)
+    between(gain(replace(step, model=replace(model, compiled=True)), "fused_casts"), 0.0, 0.0)
+
+
 def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
     between(gain(profiles.resnet50(), "cudnn_benchmark"), 0.0, 0.15)
     model = profiles.resnet50().model
@@ -278,6 +304,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "channels_last": (lambda row: row.kind in ("conv", "layout", "norm", "upsample", "pool"), ()),
     "cudnn_benchmark": (lambda row: row.kind == "conv", ()),
     "fused_optimizer": (lambda row: row.phase == _OPTIMIZER, ("launch", "other")),
+    "fused_casts": (lambda row: row.op == "aten::_to_copy", ("launch", "other")),
     "set_to_none": (lambda row: row.op in ("aten::zero_", "aten::add_"), ("launch", "other")),
     "conv_bias": (lambda row: row.kind in ("conv", "elementwise", "reduce"), ("launch", "other")),
     "prefetch": (lambda row: False, ("copy",)),

@@ -41,6 +41,11 @@ def test_what_bounds_the_step_comes_first():
     assert names(planner.order([item("tf32"), item("defer_sync")], profile(sync=300.0)))[0] == "defer_sync"
 
 
+def test_casts_are_put_together_once_kernels_are_settled_and_before_graphs():
+    found = [item("cuda_graphs"), item("fused_casts", after=("amp_bf16",)), item("first_conv"), item("amp_bf16")]
+    assert names(planner.order(found, profile(launch=50.0))) == ["amp_bf16", "first_conv", "fused_casts", "cuda_graphs"]
+
+
 def test_after_is_honoured_and_a_circle_ends():
     items = [item("channels_last", after=("cudnn_benchmark",)), item("cudnn_benchmark")]
     assert names(planner.order(items)) == ["cudnn_benchmark", "channels_last"]

@@ -7,13 +7,15 @@ import signal
 
 import pytest
 
+from advisor.analysis import metrics
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval, Recommendation
-from advisor.core.profile import KernelRow, Spread, StepProfile
+from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Spread, StepProfile
 from advisor.core.verdict import Blocks, Check, Round, TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.rules import evaluate, load, recommend
 from advisor.trials import ledger, planfile, planner, records, rounds, search
 
 COMMAND = ScriptCommand(argv=("python", "train.py"), name="train.py", arguments=())
@@ -139,6 +141,31 @@ def test_a_second_round_finds_what_the_first_could_not(script) -> None:
     entries = {e.transform: e for e in ledger.entries(log, profile(2000.0))}
     assert entries["amp_bf16"].measured.high == pytest.approx(0.1)
     assert entries["fused_layer_norm"].measured.high == pytest.approx(0.2)
+
+
+def test_the_casts_that_half_precision_brings_are_found_in_the_next_round() -> None:
+    def asked_for(step: StepProfile) -> list[Recommendation]:
+        table = metrics(step)
+        return [r for r in recommend(evaluate(load(), table, step), table) if r.transform == "fused_casts"]
+
+    plain = dataclasses.replace(
+        profile(2370.0),
+        busy_us=2370.0,
+        model=ModelFacts(batch_size=128),
+        idle=(IdleCause(cause="launch", time_us=0.0),),
+    )
+    cast = KernelRow(name="bfloat16_copy_kernel_cuda", kind="copy", op="aten::_to_copy", phase="forward", calls=22.0,
+                     time_us=48.0, dtype="fp32", shapes="[[64, 3, 3, 3], []]", modelled_bytes=6.6e7)  # fmt: skip
+    kept = dataclasses.replace(
+        plain, kernels=(*plain.kernels, cast, dataclasses.replace(cast, phase="backward", time_us=77.0))
+    )
+    assert asked_for(plain) == []
+    amp = candidate("amp_bf16")
+    verdict = Verdict(transform="amp_bf16", status="kept", reason="", round=1, gain=Interval(low=0.3, high=0.4))
+    (found,) = rounds.candidates(2, [verdict], [amp], [amp, *asked_for(kept)], kept, 0.01)
+    assert (found.transform, found.round) == ("fused_casts", 2)
+    assert "amp_bf16" in found.after
+    assert 0.01 < found.predicted.high < 1.0
 
 
 def test_nothing_kept_means_no_second_round(script) -> None:
