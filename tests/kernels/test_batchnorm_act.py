@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, storage
+from advisor.ops import catalog, dispatch, match, storage
 from advisor.ops.batchnorm_act import api, reference, spec
 from advisor.ops.batchnorm_act.rewrite import rewrite
 
@@ -265,6 +265,48 @@ def test_what_inductor_fuses_itself_is_left_to_it() -> None:
         rewrite(copy.deepcopy(graphs[0]), report, compiled=compiled)
         left = {path: reason.split(":")[-1].strip() for path, reason in report.unmatched.items()}
         assert left == (dict.fromkeys(("frozen", "plain"), "left to Inductor") if compiled else {})
+    torch._dynamo.reset()
+
+
+class Twice(nn.Module):
+    """One norm called twice in a forward: the second call goes on from what the first has made of the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other, self.pool = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(x))
+        return self.pool(F.relu(self.norm(F.relu(self.other(2 * x)))))
+
+
+def test_a_norm_that_is_called_twice_counts_and_averages_both() -> None:
+    torch._dynamo.reset()
+    model, plain = Twice(), Twice()
+    graphs: list[torch.fx.GraphModule] = []
+    report = match.MatchReport()
+    put_in = match.backend({"batchnorm_act": report}, mode=None)
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(copy.deepcopy(graph))
+        graphs.append(graph)
+        return put_in(graph, inputs)
+
+    x = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.compile(model.forward, backend=backend)(x)
+    plain(x)
+    assert len(report.matched) == 3
+    for (name, mine), want in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, want, msg=name)
+    captured, rewritten = graphs
+    # One multi-tensor launch that names a tensor twice would write to it from two blocks at a time.
+    assert torch._foreach_add_ not in {node.target for node in rewritten.graph.nodes}
+    for family in ("batchnorm_max_pool", "batchnorm_act"):
+        report = match.MatchReport()
+        catalog.get(family).rewrite(copy.deepcopy(captured), report, compiled=True)
+        assert list(report.matched) == (["other"] if family == "batchnorm_act" else [])
+        assert all("used elsewhere too" in reason for reason in report.unmatched.values())
+        assert report.unmatched
     torch._dynamo.reset()
 
 

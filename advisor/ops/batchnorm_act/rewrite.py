@@ -41,6 +41,11 @@ class BatchNorm:
             return spec.NO_STATISTICS
         return spec.NO_AFFINE if self.weight is None or self.bias is None else ""
 
+    @property
+    def shared(self) -> bool:
+        """Whether something else in the graph reads or writes its running statistics, as a second call of the module does."""
+        return any(len(b.users) > 1 for b in (self.running_mean, self.running_var) if b is not None)
+
     def updated_by(self, statistics: fx.Node) -> list[tuple[fx.Node, fx.Node, int]]:
         """What is to be copied back: (buffer, the operation's statistics, their row)."""
         buffers = (self.running_mean, self.running_var)
@@ -141,6 +146,8 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         norm, path = batch_norm(node), match.path(node)
         if isinstance(norm, BatchNorm) and norm.variant and compiled:
             norm = f"{norm.variant}: left to Inductor"
+        elif isinstance(norm, BatchNorm) and norm.shared and compiled:
+            norm = "its running statistics are used elsewhere too: left to Inductor"  # they are copied back at the graph's end
         if isinstance(norm, str):
             report.unmatched[path] = norm
             continue
@@ -210,6 +217,7 @@ def _count_batches_at_once(graph: fx.Graph) -> None:
         and (value := match.value(node.args[0])) is not None
         and value.dtype == torch.int64
         and value.dim() == 0
+        and len(node.args[0].users) == 1  # else its place counts, and one launch does not write twice to one tensor
     ]
     if len(counts) < 2:
         return

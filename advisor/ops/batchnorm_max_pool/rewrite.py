@@ -35,6 +35,8 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         nodes, activation, slope = chain
         norm, window = batch_norm(nodes[-1]), pooling[1]
         reason = norm if isinstance(norm, str) else _refused(norm, nodes, activation, slope, window)
+        if isinstance(norm, BatchNorm) and norm.shared and compiled and not reason:
+            reason = "the norm's running statistics are used elsewhere too"  # they are copied back at the graph's end
         if isinstance(norm, str) or reason:
             report.unmatched[path] = reason
             continue
