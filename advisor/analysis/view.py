@@ -12,7 +12,8 @@ from advisor.resources import kernel_entries
 
 # Copies between host and device are in StepProfile.copies; a row with one of these names would count them twice.
 _HOST_COPY = re.compile(r"^Memcpy (HtoD|DtoH|HtoH)", re.IGNORECASE)
-_CAST = re.compile(r"(LoadWithCast|StoreWithCast|b?float\d+to\w*\d+_copy|_to_copy)", re.IGNORECASE)
+# CopyFunctor: torch._foreach_copy_ between two dtypes.
+_CAST = re.compile(r"(CopyFunctor<|LoadWithCast|StoreWithCast|b?float\d+to\w*\d+_copy|_to_copy)", re.IGNORECASE)
 _BATCH_NORM = re.compile(r"batch_?norm|(^|[:_])bn_(fw|bw|inf|train)", re.IGNORECASE)
 _INSTANCE_OR_GROUP = re.compile(r"(group|instance)_?norm", re.IGNORECASE)
 _LAYER_NORM = re.compile(r"layer_?norm", re.IGNORECASE)

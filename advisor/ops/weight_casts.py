@@ -2,8 +2,8 @@
 
 Under autocast every convolution and linear layer casts its fp32 weight with a kernel of its own, and its gradient back with
 another: 2 x 54 launches a step for ResNet-50, most of them shorter than a launch. Here the graph casts all of them with
-`torch._foreach_copy_`, whose CUDA kernel takes tensors of two dtypes where sizes and strides agree, up to 64 tensors a
-launch (torch 2.8 to 2.13, aten/src/ATen/native/cuda/ForeachBinaryOpList.cu), and casts the gradients back the same way.
+`torch._foreach_copy_`, and the gradients back the same way. On CUDA that is one kernel for up to 64 tensors where all sources
+have one dtype, all copies another, and sizes and strides agree (pytorch#127186, since torch 2.4).
 Bit-equal to autocast: one rounding to nearest even forward, none backward. Copies have the strides of what they copy, so
 filters stay channels_last.
 

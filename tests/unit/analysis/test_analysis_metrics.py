@@ -274,6 +274,13 @@ def test_casts_are_told_from_copies() -> None:
     copy = replace(base.kernels[0], name="direct_copy_kernel_cuda", kind="copy", op="aten::copy_", time_us=30.0)
     cast = replace(copy, name="void at::native::bfloat16tofloat32_copy_kernel_cuda", time_us=70.0)
     numbers(metrics(profiles.with_rows(base, copy, cast)), cast_frac=0.7, device_copy_frac=0.3)
+    together = replace(
+        cast,
+        op="aten::_foreach_copy_",
+        name="multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<BFloat16, float>",
+    )
+    found = metrics(profiles.with_rows(base, copy, together))
+    numbers(found, cast_frac=0.7, device_copy_frac=0.3, weight_casts=0.0)
 
 
 def test_casts_of_weights_are_told_from_those_of_activations() -> None:

@@ -255,6 +255,24 @@ def test_any_other_use_of_a_weight_is_left_to_autocast(make, weights: int, refus
     assert Counter(report.unmatched.values()) == refused
 
 
+def differ(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> bool:
+    return len(ours) != len(plain) or not all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_a_cast_from_before_a_write_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_casts, "_refused", lambda weight, found: "")  # planted
+    net, plain = twins(Swapped)
+    assert differ(train(net, capture(net)), train(plain, plain))
+
+
+def test_a_cast_without_gradients_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = lambda dtype, *weights: tuple(weight_casts._Cast.apply(dtype, *weights))  # noqa: E731
+    monkeypatch.setattr(weight_casts, "cast_weights", planted)
+    net, _ = twins(Watched)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        train(net, capture(net), steps=1)
+
+
 def test_second_derivatives_are_autocasts() -> None:
     def penalty(net: nn.Module, forward: Callable) -> list[torch.Tensor]:
         x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -20,6 +20,7 @@ from advisor.profiling import kinds
         ("aten::max_pool2d_with_indices_backward", "x", "pool"),
         ("aten::_foreach_add_", "multi_tensor_apply_kernel", "optimizer"),
         ("aten::_fused_sgd_", "multi_tensor_apply_kernel", "optimizer"),
+        ("aten::_foreach_copy_", "multi_tensor_apply_kernel", "copy"),
         ("aten::upsample_bilinear2d", "x", "upsample"),
         ("aten::cat", "CatArrayBatchedCopy", "concat"),
         ("aten::native_dropout", "fused_dropout_kernel_vec", "dropout"),

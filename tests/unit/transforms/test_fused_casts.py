@@ -83,6 +83,10 @@ def test_a_replayed_graph_hides_its_casts_and_is_tried() -> None:
         ForwardStack.of(loop.model).clear(GRAPH)
 
 
+class Shard(torch.Tensor):
+    """As FSDP's parameters are: no plain tensor."""
+
+
 class Bare(ConvNet):
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +104,9 @@ def test_where_it_would_lose_or_find_nothing_it_is_refused(monkeypatch: pytest.M
 
     few = half(on_gpu(make_loop(model=Bare, steps=1)))
     assert "one weight at most" in FusedCasts().match(few.training, {}).reason
+    sharded = half(on_gpu(make_loop(steps=1)))
+    sharded.model.head.weight = nn.Parameter(sharded.model.head.weight.detach().as_subclass(Shard))
+    assert "sharded" in FusedCasts().match(sharded.training, {}).reason
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", lambda self: nn.Module.__init__(self))
     ddp = nn.parallel.DistributedDataParallel()  # type: ignore[call-arg]
     ddp.module = loop.model
