@@ -10,11 +10,9 @@ from advisor.ops import sources
 from advisor.ops.family import Family
 
 
-def _counts_on_the_device(norm: Any) -> str:
-    """A batch norm with a cumulative average reads its counter back in every step, which ends Dynamo's graph."""
-    if norm.momentum is None and norm.track_running_stats and norm.training:
-        return "momentum is None: its factor is read from a counter on the GPU, outside any graph"
-    return ""
+def _averages_cumulatively(norm: Any) -> bool:
+    """A batch norm that reads its counter back in every step, which ends Dynamo's graph."""
+    return norm.momentum is None and norm.track_running_stats
 
 
 # In the order in which their rewrites see a captured graph: a family whose pattern contains another's stands before it.
@@ -33,7 +31,7 @@ FAMILIES: tuple[Family, ...] = (
         replaces="native_batch_norm + add + activation, training, channels_last",
         transform="fused_bn_act",
         modules=("BatchNorm2d",),
-        outside=_counts_on_the_device,
+        restated=_averages_cumulatively,
         functions=("batch_norm",),
     ),
     Family(

@@ -89,7 +89,8 @@ class Family:
         transform: id of the transform that puts it in place.
         modules: class names; a model is looked at when a module of it has one of these in its class's ancestry.
         having: of those modules only the ones for which this holds (a depthwise convolution is a Conv2d with many groups).
-        outside: why a module of these is in no captured graph; empty for one that is.
+        restated: of those modules the ones whose forward no graph can hold; `layer` in the folder's forward.py makes one that a
+            graph can.
         functions: names in torch.nn.functional; a model without such a module is looked at when its forward calls one of these.
         deterministic: two runs on the same inputs are bit-equal.
     """
@@ -100,7 +101,7 @@ class Family:
     transform: str
     modules: tuple[str, ...]
     having: Callable[[Any], bool] | None = None
-    outside: Callable[[Any], str] | None = None
+    restated: Callable[[Any], bool] | None = None
     functions: tuple[str, ...] = ()
     deterministic: bool = True
 

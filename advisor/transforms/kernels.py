@@ -7,7 +7,8 @@ order of summation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,8 @@ from advisor.ops.match import MatchReport
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.patch import target_of
+from advisor.transforms.forward import SUBMODULE, ForwardStack
+from advisor.transforms.patch import all_or_nothing, target_of
 from advisor.transforms.replay import replay
 
 
@@ -58,7 +60,21 @@ class KernelTransform(Transform):
             for root in training.roots
             if self._sites(root) or (self.family.functions and not (root.args or root.kwargs))
         ]
-        return capture.set_family([target_of(training, root) for root in roots], self.family.id)
+        with all_or_nothing() as undo:
+            for module in self._restated(roots):
+                stack = ForwardStack.of(module)
+                undo.push(functools.partial(stack.clear, SUBMODULE))
+                stack.set(SUBMODULE, self.family.module("forward").layer)
+            undo.push(capture.set_family([target_of(training, root) for root in roots], self.family.id).run)
+        return undo
+
+    def _restated(self, roots: Iterable[RootModule]) -> list[torch.nn.Module]:
+        """Modules whose forward is exchanged for one that a graph can hold."""
+        restated = self.family.restated
+        if restated is None:
+            return []
+        modules = (root.module.get_submodule(path) for root in roots for path in _paths(root.module, self.family))
+        return [module for module in modules if restated(module)]
 
     def release(self, training: Training) -> None:
         capture.release([target_of(training, root) for root in training.roots])
@@ -71,7 +87,6 @@ class KernelTransform(Transform):
             if layer is not None and self.family.id in layer.reports:
                 whole.matched |= layer.reports[self.family.id].matched
                 whole.unmatched |= layer.reports[self.family.id].unmatched
-                whole.unmatched |= _outside(root.module, self.family)
         return whole
 
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -135,14 +150,6 @@ def _paths(root: torch.nn.Module, family: Family) -> list[str]:
         if wanted & {base.__name__ for base in type(module).__mro__}
         and (family.having is None or family.having(module))
     ]
-
-
-def _outside(root: torch.nn.Module, family: Family) -> dict[str, str]:
-    """The family's modules that no captured graph holds, by path, and why."""
-    if family.outside is None:
-        return {}
-    found = {path: family.outside(root.get_submodule(path)) for path in _paths(root, family)}
-    return {path or type(root).__name__: reason for path, reason in found.items() if reason}
 
 
 class _Calls(TorchFunctionMode):

@@ -60,6 +60,20 @@ def test_the_transform_puts_the_kernels_in_place_and_takes_them_back(emulated, n
     assert emulated.launches["batchnorm_act_held_forward"] == 4
 
 
+def test_a_cumulative_average_runs_on_the_kernels(emulated, nets) -> None:
+    model, plain, x = nets
+    for net in (model, plain):
+        net.bn1.momentum = None
+    fused = registry.get("fused_bn_act")
+    training = Training(device=torch.device("cpu"), roots=[RootModule(module=model, name="Net", args=(x,))])
+    undo = fused.apply(training, {})
+    for _ in range(2):
+        for mine, want in zip(step(model, x), step(plain, x), strict=True):
+            torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
+    assert emulated.launches["batchnorm_act_held_forward"] == 4
+    undo.run()
+
+
 def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, monkeypatch) -> None:
     """AOTAutograd and the operation's fake kernel, autograd and schema; Inductor's own code generation is left out."""
     from torch._dynamo.backends.debugging import aot_eager

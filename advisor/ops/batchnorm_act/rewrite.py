@@ -43,8 +43,8 @@ class BatchNorm:
 
     @property
     def shared(self) -> bool:
-        """Whether something else in the graph reads or writes its running statistics, as a second call of the module does."""
-        return any(len(b.users) > 1 for b in (self.running_mean, self.running_var) if b is not None)
+        """Whether something else in the graph reads or writes the statistics it updates, as a second call of the module does."""
+        return self.training and any(len(b.users) > 1 for b in (self.running_mean, self.running_var) if b is not None)
 
     def updated_by(self, statistics: fx.Node) -> list[tuple[fx.Node, fx.Node, int]]:
         """What is to be copied back: (buffer, the operation's statistics, their row)."""
@@ -120,7 +120,7 @@ def _patterns(norm: BatchNorm) -> list[_Pattern]:
     user = match.only_user(node)
     if user is None:
         return found
-    residual = match.addend(user, node)
+    residual = None if norm.shared else match.addend(user, node)  # the sum comes later than the statistics are read
     if residual is not None:
         found.insert(0, _Pattern((node, user), residual))
         after = match.only_user(user)
@@ -179,7 +179,8 @@ def _substitute(
     tensors = (norm.x, pattern.residual, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     arguments = (*tensors, norm.momentum, norm.eps, pattern.activation, pattern.slope)
     running: list[tuple[fx.Node, fx.Node, int]] = []
-    with graph.inserting_before(last):
+    # At the norm's own place where all it takes is known there: who reads the statistics next finds them updated.
+    with graph.inserting_before(last if pattern.residual is not None else norm.node):
         if not norm.training:
             fused = graph.call_function(
                 api.frozen_batchnorm_act, (*tensors, norm.eps, pattern.activation, pattern.slope)

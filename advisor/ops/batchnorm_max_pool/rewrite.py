@@ -109,7 +109,7 @@ def _substitute(
         *window.arguments,
     )
     running: list[tuple[fx.Node, fx.Node, int]] = []
-    with graph.inserting_before(pool):
+    with graph.inserting_before(norm.node):  # who reads the running statistics next finds them updated
         if compiled:
             call = graph.call_function(torch.ops.advisor.batchnorm_max_pool.default, arguments)
             fused = graph.call_function(operator.getitem, (call, 0))

@@ -156,16 +156,51 @@ def test_effect_says_what_was_replaced_and_what_ran(fused, profile) -> None:
     assert fused.effect(loop.training, None, profile(other)).passed is False
 
 
-def test_a_norm_that_no_graph_holds_is_told(fused) -> None:
-    loop = make_loop()
-    loop.model.bn1.momentum = None
-    fused.apply(loop.training, {})
-    loop.run(1)
-    matched, unmatched = fused.sites(loop.training)
-    assert len(matched) == 1
-    assert unmatched == ("bn1: momentum is None: its factor is read from a counter on the GPU, outside any graph",)
-    loop.model.bn1.eval()
-    assert fused.sites(loop.training)[1] == ()
+def _averaging_cumulatively(loop):
+    for norm in (loop.model.bn1, loop.model.bn2):
+        norm.momentum = None
+    return loop
+
+
+def test_a_cumulative_average_stays_in_one_graph(fused, monkeypatch) -> None:
+    """PyTorch's own reads the counter on the host, in the middle of the model."""
+    loop, twin = map(_averaging_cumulatively, twins())
+    undo = fused.apply(loop.training, {})
+    with monkeypatch.context() as reading:
+        reading.setattr(torch.Tensor, "__float__", lambda _: pytest.fail("the host reads a value"))
+        loop.run(3)
+    twin.run(3)
+    assert fused.sites(loop.training) == (("bn1: bn+relu", "bn2: bn+relu"), ())
+    layer = capture.current(loop.model)
+    assert layer is not None
+    assert layer.graphs == 1
+    for (name, mine), want in zip(loop.model.state_dict().items(), twin.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, want, msg=name)
+    undo.run()
+    assert "forward" not in vars(loop.model.bn1)
+
+
+def test_undoing_a_cumulative_average_is_exact(fused) -> None:
+    loop, twin = map(_averaging_cumulatively, twins())
+    check_undo_is_exact(fused, loop, twin)
+
+
+@pytest.mark.parametrize("change", ["eval", "untracked", "momentum", "subclass"])
+def test_what_is_no_cumulative_average_runs_its_own_forward(change: str) -> None:
+    class Own(nn.BatchNorm2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    norm = (Own if change == "subclass" else nn.BatchNorm2d)(8, momentum=None)
+    if change == "eval":
+        norm.eval()
+    elif change == "untracked":
+        norm.track_running_stats = False
+    elif change == "momentum":
+        norm.momentum = 0.1
+    called = []
+    catalog.get("batchnorm_act").module("forward").layer(called.append, norm)(torch.ones(2, 8, 1, 1))
+    assert len(called) == 1
 
 
 def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -> None:
