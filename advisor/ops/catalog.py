@@ -26,6 +26,14 @@ FAMILIES: tuple[Family, ...] = (
         functions=("max_pool2d",),
     ),
     Family(
+        id="batchnorm_concat",
+        title="BatchNorm kernels that read a growing concatenation in place",
+        replaces="cat + native_batch_norm + activation where each cat continues the one before, training, channels_last",
+        transform="fused_bn_concat",
+        modules=(),
+        functions=("cat",),
+    ),
+    Family(
         id="batchnorm_act",
         title="Fused BatchNorm + add + activation kernels",
         replaces="native_batch_norm + add + activation, training, channels_last",

@@ -52,8 +52,8 @@ class Case:
             family's api, `eager` what people write today.
         reference: the definition, called with every floating tensor in fp64.
         wins: why the family is not dispatched for this case; empty where it is measured to win.
-        steady: of the arguments in fp64, a mask like the (first) output: False where rounding alone decides the gradient (at
-            the kink of an activation). There no gradient is sent. None: everywhere steady.
+        steady: of the arguments in fp64, a mask like the (first) output, or one for each of them: False where rounding alone
+            decides the gradient (at the kink of an activation). There no gradient is sent. None: everywhere steady.
         gradient_floor: relative errors of gradients are taken of the larger of the gradient and this share of the norm of
             what comes from above. For gradients that are what cancellation leaves (batch norm's dx on few rows).
         layout: of the input.
@@ -68,7 +68,7 @@ class Case:
     eager: Callable[..., Any]
     reference: Callable[..., Any]
     wins: Callable[[], str]
-    steady: Callable[..., torch.Tensor] | None = None
+    steady: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
     gradient_floor: float = 0.0
     layout: str = "nhwc"
 
@@ -91,7 +91,8 @@ class Family:
         having: of those modules only the ones for which this holds (a depthwise convolution is a Conv2d with many groups).
         restated: of those modules the ones whose forward no graph can hold; `layer` in the folder's forward.py makes one that a
             graph can.
-        functions: names in torch.nn.functional; a model without such a module is looked at when its forward calls one of these.
+        functions: names in torch.nn.functional, or else in torch; a model without such a module is looked at when its forward
+            calls one of these.
         deterministic: two runs on the same inputs are bit-equal.
     """
 

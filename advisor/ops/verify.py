@@ -70,7 +70,8 @@ def upstream(
     ]
     if case.steady is not None:
         with torch.no_grad():
-            given[0] = given[0] * case.steady(*_copies(arguments, wide=True)).to(given[0].dtype)
+            masks = tensors(case.steady(*_copies(arguments, wide=True)))
+        given[: len(masks)] = [dy * mask.to(dy.dtype) for dy, mask in zip(given, masks, strict=False)]
     return given
 
 

@@ -157,7 +157,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.functions = {getattr(F, name): name for name in names}
+        self.functions = {getattr(F if hasattr(F, name) else torch, name): name for name in names}
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -99,10 +99,18 @@ def _is_grouped(module: nn.Module) -> bool:
 # Networks with an activation behind each norm and the convolution behind that.
 PRE_ACTIVATION = {"densenet121", "resnetv2_50"}
 
+
+def _dense_layers(model: nn.Module) -> int:
+    """Norms over a concatenation: the first of each layer, and the one behind each block."""
+    names = [type(module).__name__ for module in model.modules()]
+    return names.count("_DenseLayer") + names.count("_DenseBlock")
+
+
 # family → how many sites of a model its rewrite must find
 SITES: dict[str, Callable[[nn.Module], int]] = {
     "batchnorm_max_pool": _stems,
-    "batchnorm_act": lambda model: _norms(model) - _stems(model),
+    "batchnorm_concat": _dense_layers,
+    "batchnorm_act": lambda model: _norms(model) - _stems(model) - _dense_layers(model),
     "pooling": _pools,
     "upsample": lambda model: 0,
     "squeeze_excite": lambda model: _count(model, lambda m: type(m).__name__ in _SQUEEZE_EXCITE),

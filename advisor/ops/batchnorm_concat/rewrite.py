@@ -1,0 +1,191 @@
+"""Finds concatenations that grow by one feature map at a time, with a batch norm over each, in a captured graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from advisor.ops import dispatch, match, storage
+from advisor.ops.batchnorm_act.rewrite import BatchNorm, batch_norm
+from advisor.ops.batchnorm_act.spec import name
+from advisor.ops.batchnorm_concat import api, spec
+
+_CAT = {torch.cat, torch.concat, torch.concatenate}
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A batch norm over a concatenation, with the activation behind it."""
+
+    norm: BatchNorm
+    activation: str
+    slope: float
+    nodes: tuple[fx.Node, ...]  # the norm and, where there is one, the activation
+
+    @property
+    def path(self) -> str:
+        return match.path(self.norm.node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One concatenation: its feature maps, those of inner concatenations in their place, and the norms that read it."""
+
+    cat: fx.Node
+    features: tuple[fx.Node, ...]
+    norms: tuple[_Norm, ...]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Concatenations of which each begins with all feature maps of the one before."""
+
+    stages: list[_Stage] = field(default_factory=list)
+
+    @property
+    def norms(self) -> list[_Norm]:
+        return [norm for stage in self.stages for norm in stage.norms]
+
+
+def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Let the norms over a growing concatenation read it in place. `report` gains one entry a batch norm over a concatenation.
+
+    A graph that goes on to Inductor is left alone.
+    """
+    graph = graph_module.graph
+    for chain in _chains(graph, report):
+        dtype = chain.norms[0].norm.dtype
+        reason = "" if len(chain.norms) >= spec.FEWEST_NORMS else "no other norm sees the same feature maps"
+        reason = reason or ("left to Inductor" if compiled else dispatch.refusal("", spec.wins(dtype=dtype)))
+        if reason:
+            report.unmatched |= {norm.path: reason for norm in chain.norms}
+            continue
+        report.matched |= {
+            norm.path: f"{name(norm.activation, False)} over {len(stage.features)} feature maps"
+            for stage in chain.stages
+            for norm in stage.norms
+        }
+        _substitute(graph, chain)
+
+
+def _is_cat(node: object) -> bool:
+    """Whether the node is a concatenation of channels."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in _CAT:
+        return False
+    given = match.bound(node, ("tensors", "dim"), {"dim": 0})
+    return given["dim"] in (1, -3) and isinstance(given["tensors"], (list, tuple))
+
+
+def _features(cat: fx.Node) -> Iterator[fx.Node]:
+    """The feature maps of a concatenation, in order."""
+    for part in match.bound(cat, ("tensors",), {})["tensors"]:
+        if _is_cat(part):
+            yield from _features(part)
+        else:
+            yield part
+
+
+def _unsuitable(features: tuple[fx.Node, ...]) -> str:
+    """Why these feature maps cannot lie in one tensor; empty when they can."""
+    values = [match.value(feature) for feature in features]
+    known = [value for value in values if value is not None and value.dim() == 4]
+    if len(known) < len(features) or any(type(value.shape[1]) is not int for value in known):
+        return "the shape of a feature map is not known"
+    if len({value.dtype for value in known}) > 1:
+        return "feature maps of several dtypes"
+    width = storage.vector_width(match.dtype_name(known[0]))
+    for value in known:
+        if value.shape[1] % width:
+            return f"a feature map of {value.shape[1]} channels, no multiple of {width}"
+    if any(match.changes_in_place(user, feature) for feature in features for user in feature.users):
+        return "a feature map is changed in place"
+    return ""
+
+
+def _norm(node: fx.Node) -> _Norm | str:
+    """The norm that reads a concatenation, or why it is left alone."""
+    norm = batch_norm(node)
+    if isinstance(norm, str):
+        return norm
+    if norm.variant:
+        return f"{norm.variant}: the norm by itself"
+    user = match.only_user(node)
+    follows = match.activation(user) if user is not None and user.args and user.args[0] is node else None
+    if user is None or follows is None:
+        return _Norm(norm, "none", 0.0, (node,))
+    return _Norm(norm, *follows, (node, user))
+
+
+def _stage(cat: fx.Node, place: dict[fx.Node, int], report: match.MatchReport) -> _Stage | None:
+    """The concatenation as a stage; None, with the reason for each norm that reads it in the report, where it is none."""
+    readers = [user for user in cat.users if user.op == "call_function" and user.target is F.batch_norm]
+    readers.sort(key=place.__getitem__)
+    if not readers:
+        return None
+    features, found = tuple(_features(cat)), [_norm(reader) for reader in readers]
+    norms = tuple(norm for norm in found if isinstance(norm, _Norm))
+    reason = _unsuitable(features)
+    if not reason and not all(user in readers or _is_cat(user) for user in cat.users):
+        reason = "the concatenation is used elsewhere too"
+    if not reason and len(norms) == len(found):
+        return _Stage(cat, features, norms)
+    for reader, norm in zip(readers, found, strict=True):
+        report.unmatched[match.path(reader)] = reason or (norm if isinstance(norm, str) else "read by another norm too")
+    return None
+
+
+def _chains(graph: fx.Graph, report: match.MatchReport) -> list[_Chain]:
+    """The graph's concatenations that norms read, each behind the longest one that it continues."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    chains: list[_Chain] = []
+    for node in graph.nodes:
+        stage = _stage(node, place, report) if _is_cat(node) else None
+        if stage is None:
+            continue
+        continued = [chain for chain in chains if _continues(stage, chain.stages[-1], place)]
+        if not continued:
+            continued = [_Chain()]
+            chains += continued
+        max(continued, key=lambda chain: len(chain.stages)).stages.append(stage)
+    return chains
+
+
+def _continues(stage: _Stage, before: _Stage, place: dict[fx.Node, int]) -> bool:
+    """Whether `stage` has all of `before` and perhaps more behind it, and comes when the norms over `before` have run."""
+    return stage.features[: len(before.features)] == before.features and all(
+        place[norm.norm.node] < place[stage.cat] for norm in before.norms
+    )
+
+
+def _channels(features: tuple[fx.Node, ...]) -> int:
+    return sum(value.shape[1] for value in map(match.value, features) if value is not None)
+
+
+def _substitute(graph: fx.Graph, chain: _Chain) -> None:
+    channels = _channels(chain.stages[-1].features)
+    current: fx.Node | None = None
+    there = 0
+    for stage in chain.stages:
+        with graph.inserting_before(stage.cat):
+            for feature in stage.features[there:]:
+                if current is None:
+                    current = graph.call_function(api.features, (feature, channels))
+                else:
+                    current = graph.call_function(api.extended, (current, feature))
+        there = len(stage.features)
+        for found in stage.norms:
+            norm = found.norm
+            with graph.inserting_before(norm.node):
+                arguments = (norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.momentum, norm.eps)
+                call = graph.call_function(api.batchnorm_act, (current, *arguments, found.activation, found.slope))
+                fused = graph.call_function(operator.getitem, (call, 0))
+                current = graph.call_function(operator.getitem, (call, 1))
+            match.replace(found.nodes[-1], fused, found.nodes[-2::-1])
+    for stage in reversed(chain.stages):
+        if not stage.cat.users:
+            graph.erase_node(stage.cat)

@@ -1,0 +1,115 @@
+"""What the kernels over a growing concatenation support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.ops import channel_tiles
+from advisor.ops.batchnorm_act.spec import ACTIVATIONS
+from advisor.ops.channel_tiles import Geometry
+from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+
+APPEND = "batchnorm_concat/batchnorm_concat_append.cu"
+FORWARD = "batchnorm_concat/batchnorm_concat_forward.cu"
+BACKWARD = "batchnorm_concat/batchnorm_concat_backward.cu"
+KERNELS = {
+    APPEND: ("batchnorm_concat_append", "batchnorm_concat_append_backward"),
+    FORWARD: ("batchnorm_concat_apply",),
+    BACKWARD: ("batchnorm_concat_backward",),
+}
+
+THREADS = 512
+MAX_TILE = (
+    16  # channel vectors a block covers, as in batch norm's other kernels (docs/decisions/0001-batchnorm-launch.md)
+)
+UNROLL = 4
+BACKWARD_UNROLL = 3  # of three tensors each; 4 spills with GELU
+# 64 KiB in flight an SM is what latency asks for. A thread of the append has 4 x 16 bytes, of the others 8 or 9 x 16 bytes, or
+# as much again in stores.
+APPEND_BLOCKS_PER_SM = 2
+BLOCKS_PER_SM = 1
+TUNABLE = {"BACKWARD_UNROLL": (2, 3), "MAX_TILE": (8, 16)}
+
+# Norms over one concatenation from which on nothing of it is read twice in the forward. One alone is batchnorm_act's.
+FEWEST_NORMS = 2
+
+
+def wins(*, dtype: str) -> str:
+    """Why PyTorch's own operations are left in place; empty where the kernels win."""
+    return UNMEASURED
+
+
+def unsupported(*, shape: tuple[int, ...], channels: int, channels_last: bool, dtype: str, arch: int) -> str:
+    """Why these kernels cannot take this first feature map, [N, C, H, W], of a concatenation of `channels`; empty when they can."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if not channels_last:
+        return "input is not channels_last"
+    n, c, h, w = shape
+    for number in (c, channels):
+        if number % vector_width(dtype):
+            return f"{number} channels are no multiple of {vector_width(dtype)}"
+    if c > channels:
+        return f"{c} channels in a concatenation of {channels}"
+    if n * h * w < 2:
+        return "fewer than two values a channel"
+    return ""
+
+
+def append_defines(dtype: str) -> dict[str, int]:
+    """Macros of one variant of APPEND."""
+    return {"STORAGE": STORAGE[dtype], "THREADS": THREADS, "MAX_TILE": MAX_TILE, "UNROLL": UNROLL}
+
+
+def forward_defines(dtype: str, activation: str) -> dict[str, int]:
+    """Macros of one variant of FORWARD."""
+    return {**append_defines(dtype), "ACT": ACTIVATIONS[activation]}
+
+
+def backward_defines(dtype: str, activation: str, later: bool) -> dict[str, int]:
+    """Macros of one variant of BACKWARD; `later`: whether a gradient comes from norms behind this one."""
+    return {**forward_defines(dtype, activation), "UNROLL": BACKWARD_UNROLL, "LATER": int(later)}
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
+    if source == APPEND:
+        return tuple(append_defines(dtype) for dtype in STORAGE)
+    if source == FORWARD:
+        return tuple(forward_defines(dtype, activation) for dtype in STORAGE for activation in ACTIVATIONS)
+    return tuple(
+        backward_defines(dtype, activation, later)
+        for dtype in STORAGE
+        for activation in ACTIVATIONS
+        for later in (False, True)
+    )
+
+
+def geometry(rows: int, channels: int, dtype: str, sm_count: int, *, blocks_per_sm: int, unroll: int) -> Geometry:
+    """Launch geometry over `channels` of a row for as many blocks as run at once on `sm_count` SMs."""
+    return channel_tiles.geometry(
+        rows,
+        channels // vector_width(dtype),
+        threads=THREADS,
+        max_tile=MAX_TILE,
+        unroll=unroll,
+        blocks=sm_count * blocks_per_sm,
+    )
+
+
+def bytes_moved(*, rows: int, widths: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Bytes that the forward and the backward of one concatenation must move.
+
+    `widths`: channels that each norm sees in turn. Forward: each feature is read and written once,
+    each norm reads and writes what it sees. Backward: each norm reads dy, x and, but for the last, the gradient from behind,
+    and writes its own; each feature's gradient is read once more with the feature, and written.
+    """
+    whole, seen, last = widths[-1], sum(widths), widths[-1]
+    forward = 2 * whole + 2 * seen
+    backward = 4 * seen - last + 3 * whole
+    return forward * rows * itemsize, backward * rows * itemsize
