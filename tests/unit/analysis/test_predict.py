@@ -311,6 +311,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "loader_workers": (lambda row: False, ("data",)),
     "defer_sync": (lambda row: False, ("sync", "launch", "other")),
     "fused_bn_act": (lambda row: row.kind in ("norm", "activation", "elementwise"), ("launch", "other")),
+    "fused_bn_concat": (lambda row: row.kind in ("concat", "elementwise"), ("launch", "other")),
     "fused_bn_max_pool": (lambda row: row.kind == "pool", ("launch", "other")),
     "fused_pooling": (lambda row: row.kind == "pool", ("launch", "other")),
     "fused_upsample": (lambda row: row.kind in ("upsample", "concat"), ("launch", "other")),
