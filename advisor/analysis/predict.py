@@ -68,6 +68,9 @@ CUSTOM_OP_EXTRA_US = 34.0
 FUSED_OPTIMIZER_LAUNCHES = 2
 # Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh, depth 2.
 TENSORS_A_LAUNCH = 64
+# Casts put together, on one H200 in bf16: 11 M weights forward in 27 us and back in 23, 26 M in 54 and 50, 28.6 M in 74 and
+# 65, 138 M in 252 and 259, against 4.2 TB/s.
+CASTS_BEST, CASTS_WORST = 0.8, 0.55
 FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")  # torch.optim documentation: `fused`
 
 # Kinds whose kernels move their tensors once and compute little, so that half the bytes take half the time.
@@ -341,16 +344,17 @@ def _fused_casts(view: View, step: Step, parameters: Mapping[str, str]) -> Chang
     chosen = [row for row in view.rows if view.is_weight_cast(row)]
     if not chosen:
         return _nothing("no weight is cast by itself")
-    least = sum(_bytes_us(view, row.modelled_bytes) for row in chosen) / POINTWISE_BEST
+    time = sum(row.time_us for row in chosen)
+    least = sum(_bytes_us(view, row.modelled_bytes) for row in chosen)
     # Together they are at least as many launches as torch's multi-tensor kernel needs for 64 tensors each.
     fewer = launches(chosen) * (1 - 1 / TENSORS_A_LAUNCH)
     return Change(
-        worst=Saving(),
-        best=Saving(
-            device_us=_gain_to(sum(row.time_us for row in chosen), least),
-            host_us=fewer * OP_LOW_US,
+        worst=Saving(device_us=_gain_to(time, least / CASTS_WORST)),
+        best=Saving(device_us=_gain_to(time, least / CASTS_BEST), host_us=fewer * OP_LOW_US),
+        basis=(
+            f"{_share(view, chosen, step)} cast weights or their gradients; their bytes take {least:.0f} us, together they "
+            f"run at {CASTS_WORST:.0%} to {CASTS_BEST:.0%} of copy bandwidth"
         ),
-        basis=f"{_share(view, chosen, step)} cast weights or their gradients; their bytes alone take {least:.0f} us",
     )
 
 
