@@ -6,7 +6,8 @@ signature; any call that the graph does not fit (evaluation, no gradients, anoth
 backward of the first) runs eagerly.
 
 What is guarded, because published implementations go wrong there: gradients that alias the graph's static buffers are
-cloned before they would be accumulated into (pytorch#181723); outputs are cloned, so a kept output never changes later;
+cloned before they would be accumulated into (pytorch#181723), and no forward writes to them; outputs and gradients of
+inputs are cloned, so a kept one never changes later;
 parameters that moved in memory invalidate the capture; modules with hooks are refused, since replays run no Python.
 """
 
@@ -86,7 +87,6 @@ class _Captured:
         self.in_flight: ReferenceType[_InFlight] | None = None
         self.replays = 0
         device = self.inputs[0].device
-        pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -96,7 +96,7 @@ class _Captured:
             torch.cuda.synchronize(device)
             with _aliased_parameters(module) as leaves:
                 # thread_local: a loader's pinning thread may allocate while we capture
-                with torch.cuda.graph(self.forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self.forward, stream=stream, capture_error_mode="thread_local"):
                     output = inner(*self.inputs)
                 flat, self.structure = pytree.tree_flatten(output)
                 if not all(isinstance(o, torch.Tensor) for o in flat):
@@ -105,7 +105,9 @@ class _Captured:
                 wanted = [o for o in flat if o.requires_grad]
                 self.output_grads = [torch.empty_like(o) for o in wanted]
                 sources = [*(a for a in self.inputs if a.requires_grad), *(leaves[id(p)] for p in self.parameters)]
-                with torch.cuda.graph(self.backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                # A memory pool of its own: in the forward's, gradients would take the place of activations that backward
+                # is done with, and the next forward would write over a `.grad` that is still being accumulated.
+                with torch.cuda.graph(self.backward, stream=stream, capture_error_mode="thread_local"):
                     gradients = torch.autograd.grad(
                         wanted, sources, self.output_grads, only_inputs=True, allow_unused=True
                     )
@@ -166,7 +168,8 @@ class _Replay(torch.autograd.Function):
         ctx.token.done = True
         return (
             None,
-            *(None if g is None else g.detach() for g in (*captured.input_grads, *captured.parameter_grads)),
+            *(None if g is None else g.clone() for g in captured.input_grads),  # the script may keep them
+            *(None if g is None else g.detach() for g in captured.parameter_grads),
         )
 
 
