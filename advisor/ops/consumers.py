@@ -7,7 +7,9 @@ An operation of ours may then store its result in half precision at once. Values
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,6 +76,24 @@ def _taken_by(user: fx.Node, node: fx.Node) -> torch.dtype | None:
     if user.op == "call_function" and user.target in LOWERED and result is not None:
         return result.dtype  # a product's result has the dtype of its cast arguments
     return None
+
+
+def casting(node: fx.Node, dtype: torch.dtype, like: Container[Any]) -> list[fx.Node]:
+    """The users for which autocast casts this value to `dtype`, functions `like` a convolution among them.
+
+    None where a user changes it in place.
+    """
+    value = match.value(node)
+    if value is None or value.dtype == dtype or any(match.changes_in_place(user, node) for user in node.users):
+        return []
+    return [user for user in node.users if _casts(user, node, dtype, like)]
+
+
+def _casts(user: fx.Node, node: fx.Node, dtype: torch.dtype, like: Container[Any]) -> bool:
+    if user.op != "call_function" or user.args[:1] != (node,) or node in user.args[1:] or node in user.kwargs.values():
+        return False
+    result = match.value(user)
+    return (user.target in LOWERED or user.target in like) and result is not None and result.dtype == dtype
 
 
 def store_as(node: fx.Node, dtype: torch.dtype) -> None:

@@ -221,17 +221,26 @@ def changes_in_place(user: fx.Node, tensor: Any) -> bool:
     return activation(user) is not None and len(user.args) > 1 and user.args[-1] is True
 
 
-def addend(add: fx.Node, term: fx.Node) -> fx.Node | None:
-    """The other operand, when `add` is a plain sum of `term` and a second tensor of one shape and dtype."""
+def addend(add: fx.Node, term: fx.Node, *, mixed: bool = False) -> fx.Node | None:
+    """The other operand, when `add` is a plain sum of `term` and a second tensor of one shape and, unless `mixed`, dtype."""
     if add.op not in ("call_function", "call_method") or add.target not in _ADD or add.kwargs or len(add.args) != 2:
         return None
     other = add.args[1] if add.args[0] is term else add.args[0]
     if not isinstance(other, fx.Node) or other is term:
         return None
     a, b = value(term), value(other)
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+    if a is None or b is None or a.shape != b.shape or (a.dtype != b.dtype and not mixed):
         return None
     return other
+
+
+def permutes(node: Any, order: tuple[int, ...]) -> bool:
+    """Whether the node permutes its first argument's dimensions into this order."""
+    if not isinstance(node, fx.Node) or node.target not in ("permute", torch.permute):
+        return False
+    given = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
+    permuted = value(node)
+    return permuted is not None and tuple(int(d) % permuted.dim() for d in given) == order  # type: ignore[arg-type, union-attr]
 
 
 def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:

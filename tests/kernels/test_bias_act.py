@@ -29,12 +29,16 @@ def test_reference_passes_gradcheck(activation: str, residual: bool, dim: int) -
     )
 
 
-def test_scale_reference_passes_gradcheck() -> None:
+@pytest.mark.parametrize("twin", [False, True])
+def test_scale_reference_passes_gradcheck(twin: bool) -> None:
     torch.manual_seed(0)
     x, r = (torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
     scale = torch.randn(3, 1, 1, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
     keep = torch.tensor([0.0, 1.25], dtype=torch.float64).view(2, 1, 1, 1)
-    assert torch.autograd.gradcheck(lambda x, s, r: reference.scale_add(x, s, keep, r), (x, scale, r))
+    assert torch.autograd.gradcheck(
+        lambda x, s, r, b: reference.scale_add(x, s, keep, r, b, twin=twin), (x, scale, r, bias)
+    )
 
 
 CALL = {
@@ -48,9 +52,14 @@ CALL = {
     "residual": False,
     "arch": 90,
 }
-SCALE_CALL = {"shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "stream": "float32", "arch": 90} | {
-    "scale": True,
-    "keep": True,
+SCALE_CALL = {
+    "shape": (2, 64, 8, 8),
+    "channels_last": True,
+    "dtype": "bfloat16",
+    "residual": "float32",
+    "result": "float32",
+    "variant": spec.Scaled(True, True),
+    "arch": 90,
 }
 
 
@@ -85,10 +94,19 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
     [
         ({}, ""),
         ({"dtype": "float32"}, ""),
-        ({"stream": "float16"}, "beside"),
-        ({"dtype": "float32", "stream": "bfloat16"}, "beside"),
-        ({"scale": False, "keep": False}, "neither"),
-        ({"scale": False}, ""),
+        ({"residual": "float16"}, "beside"),
+        ({"dtype": "float32", "residual": "bfloat16"}, "beside"),
+        ({"variant": spec.Scaled(False, False)}, "neither"),
+        ({"variant": spec.Scaled(False, True)}, ""),
+        ({"variant": spec.Scaled(True, True, bias=True, twin=True)}, ""),
+        ({"variant": spec.Scaled(False, True, bias=True)}, "a bias without"),
+        ({"variant": spec.Scaled(True, True, mixed=True)}, "a residual in float32"),
+        ({"variant": spec.Scaled(True, True, mixed=True), "residual": "bfloat16"}, ""),
+        ({"variant": spec.Scaled(False, True, mixed=True), "residual": "bfloat16"}, "without a scale"),
+        ({"residual": "bfloat16"}, "a sum in float32"),
+        ({"residual": "bfloat16", "result": "bfloat16"}, ""),
+        ({"variant": spec.Scaled(True, True, twin=True), "dtype": "float32"}, "second result"),
+        ({"variant": spec.Scaled(True, True, twin=True), "residual": "bfloat16", "result": "bfloat16"}, "a sum in"),
         ({"shape": (2**15, 8, 2**8, 2**8)}, "rows"),
         ({"shape": (2, 6, 8, 8)}, "no multiple"),
     ],
@@ -234,7 +252,106 @@ def test_factors_and_additions_are_found() -> None:
     with dispatch.everything():
         report, run = capture(Scaled())
         run(torch.randn(2, 8, 8, 8))
-    assert sorted(report.matched.values()) == ["drop+add", "scale+add", "scale+drop+add"]
+    assert sorted(report.matched.values()) == ["bias+scale+add", "bias+scale+drop+add", "drop+add"]
+
+
+def test_a_variant_that_is_not_measured_gives_way_to_one_that_is() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec, "wins", lambda name: "" if name in ("scale+drop+add", "scale+add") else dispatch.UNMEASURED)
+        report, run = capture(Scaled())
+        run(torch.randn(2, 8, 8, 8))
+    assert sorted(report.matched.values()) == ["scale+add", "scale+drop+add"]
+    assert list(report.unmatched.values()) == [dispatch.UNMEASURED]
+
+
+class Block(nn.Module):
+    """ConvNeXt's: a convolution, two Linear layers, a factor a channel, stochastic depth and what went in."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.gamma = nn.Parameter(torch.randn(8, 1, 1))
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.narrow(F.gelu(self.wide(self.conv(x).permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)
+        z = self.gamma * z
+        z = z * torch.ones((x.shape[0], 1, 1, 1), dtype=z.dtype).bernoulli_(0.5).div_(0.5)
+        z += x
+        if self.after == "changed in place":
+            z.mul_(2.0)
+        return z
+
+
+class Blocks(nn.Module):
+    """Under autocast a convolution's result goes into the first sum, in half precision, and the first sum into a convolution."""
+
+    def __init__(self, after: str = "") -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(8, 8, 1)
+        self.first, self.second = Block(after), Block(after)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.stem(x))).square().sum()
+
+
+def trained(function, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of one step under autocast."""
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+        loss = function(x)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_convnext_s_blocks_train_as_the_plain_ones(request: pytest.FixtureRequest, kernels: bool) -> None:
+    torch.manual_seed(0)
+    if kernels:
+        request.getfixturevalue("emulated")
+    dispatch.clear()
+    rewritten = Blocks().to(memory_format=torch.channels_last)
+    plain, exact = Blocks(), Blocks().double()
+    for model in (plain, exact):
+        model.load_state_dict(rewritten.state_dict())
+    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    with dispatch.everything():
+        report, run = capture(rewritten)
+        mine = trained(run, rewritten, x)
+    assert report.matched == {
+        "first.wide": "linear bias+gelu",
+        "second.wide": "linear bias+gelu",
+        "first": "bias+scale+drop+add+cast of 16 bits",
+        "second": "bias+scale+drop+add",
+    }
+    assert sum(api.engaged.values()) == (4 if kernels else 0)
+    beside, want = trained(plain, plain, x), trained(exact, exact, x.double())
+    for name, value in want.items():
+        error = (mine[name].double() - value).norm() / value.norm()
+        assert error < 1.5 * (beside[name].double() - value).norm() / value.norm() + 2e-3, name
+
+
+def test_a_sum_that_is_changed_later_has_no_twin() -> None:
+    model = Blocks("changed in place")
+    x = torch.randn(2, 8, 4, 4)
+    with dispatch.everything(), torch.autocast("cpu", torch.bfloat16):
+        report, run = capture(model)
+        run(x)
+    assert report.matched["first"] == "bias+scale+drop+add of 16 bits"
+
+
+def test_of_a_sum_s_two_results_either_may_be_the_only_one_used(emulated) -> None:
+    case = next(c for c in cases.VERIFICATION if c.name.startswith("bias+scale+drop+add+cast of"))
+    arguments = case.inputs(torch.Generator().manual_seed(1), case.shape[0])
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    for which in (0, 1):
+        gradients = [
+            torch.autograd.grad(function(*arguments)[which].float().square().sum(), leaves)
+            for function in (case.ours, case.reference)
+        ]
+        for mine, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0.05, atol=0.02 * float(other.abs().max()))
 
 
 def test_without_a_measurement_the_graph_stays_and_the_report_says_so(unmeasured: None) -> None:
@@ -375,8 +492,8 @@ def test_second_derivative_of_scale_add_matches(emulated) -> None:
     scale, keep = torch.randn(8, 1, 1), torch.tensor([0.0, 2.0]).view(2, 1, 1, 1)
     found = []
     for function, dtype in ((api.scale_add, torch.float32), (reference.scale_add, torch.float64)):
-        leaves = [t.to(dtype).requires_grad_() for t in (x, scale, r)]
-        y = function(leaves[0], leaves[1], keep.to(dtype), leaves[2])
+        leaves = [t.to(dtype).requires_grad_() for t in (x, scale, r, torch.arange(8.0))]
+        y = function(leaves[0], leaves[1], keep.to(dtype), leaves[2], leaves[3])
         gradients = torch.autograd.grad(y, leaves, dy.to(dtype), create_graph=True)
         total = sum(g.square().sum() for g in gradients) + sum(t.sum() for t in leaves)
         found.append(torch.autograd.grad(total, leaves))
@@ -457,6 +574,12 @@ SCALE_FAULTS = {
     ),
     "factor missing in the gradient": ("g[j] *= factor[j];", ""),
     "half of a wide vector": ("load(p + i * parts + k)", "load(p + i * parts)"),
+    "bias forgotten": ("(f[j] + offset[j]) * factor[j]", "f[j] * factor[j]"),
+    "bias missing in the scale's gradient": ("bias ? total[o] + bias[c] * d : total[o]", "total[o]"),
+    "scale missing in the bias's gradient": ("(float)(scale[c] * d)", "(float)d"),
+    "gradient of the twin lost": ("g[j] += h[j];", "g[j] += 0.f * h[j];"),
+    "residual's gradient without the twin's": ("store(dresidual + last - u * step, narrow(g));", ""),
+    "twin not stored": ("store(half + last - u * step, narrow(g));", ""),
     "sum before the drop path": ("g[j] *= k[u];", "sum[j] += 0.f;"),
     "unwritten half": ("for (int k = 0; k < VEC / 4; ++k) {", "for (int k = 0; k < 1; ++k) {"),
     "residual not added": ("g[j] += f[j] * k[u];", "g[j] = f[j] * k[u];"),
@@ -466,7 +589,15 @@ SCALE_FAULTS = {
 @pytest.mark.parametrize(
     ("name", "fault"),
     [("linear bias+gelu" if "tail" in f or "density" in f else "bias+add+relu", f) for f in FAULTS]
-    + [("scale+drop+add to float32", f) for f in SCALE_FAULTS],
+    + [
+        (
+            "bias+scale+drop+add+cast of 16 bits to float32"
+            if "bias" in f or "twin" in f
+            else "scale+drop+add to float32",
+            f,
+        )
+        for f in SCALE_FAULTS
+    ],
 )
 def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
     before, after = {**FAULTS, **SCALE_FAULTS}[fault]

@@ -68,10 +68,16 @@ def _standing(
 
 
 def _scale_refusal(
-    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+    branch: torch.Tensor,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None,
+    result: torch.dtype,
+    variant: spec.Scaled,
 ) -> str:
     """Why PyTorch's own operations run for factors + add; empty when the kernels do."""
-    reason = nvrtc.on_device(branch) or _elsewhere(branch, scale, keep, residual)
+    reason = nvrtc.on_device(branch) or _elsewhere(branch, scale, keep, residual, bias)
     if reason:
         return reason
     if keep is not None and keep.requires_grad:
@@ -79,9 +85,8 @@ def _scale_refusal(
     if residual.shape != branch.shape:
         return "branch and residual differ in shape"
     dense = is_nhwc(branch) and is_nhwc(residual)
-    variant = (scale is not None, keep is not None)
     return dispatch.refusal(
-        *_scale_standing(branch.shape, dense, branch.dtype, residual.dtype, variant, branch.device.index or 0)
+        *_scale_standing(branch.shape, dense, branch.dtype, residual.dtype, result, variant, branch.device.index or 0)
     )
 
 
@@ -90,20 +95,21 @@ def _scale_standing(
     shape: torch.Size,
     dense: bool,
     dtype: torch.dtype,
-    stream: torch.dtype,
-    variant: tuple[bool, bool],
+    residual: torch.dtype,
+    result: torch.dtype,
+    variant: spec.Scaled,
     device: int,
 ) -> tuple[str, str]:
     unsupported = spec.scale_unsupported(
         shape=tuple(shape),
         channels_last=dense,
         dtype=storage.name(dtype),
-        stream=storage.name(stream),
-        scale=variant[0],
-        keep=variant[1],
+        residual=storage.name(residual),
+        result=storage.name(result),
+        variant=variant,
         arch=nvrtc.arch(device),
     )
-    return unsupported, spec.wins(spec.scale_name(scale=variant[0], keep=variant[1]))
+    return unsupported, spec.wins(variant.name)
 
 
 @lru_cache(maxsize=64)
@@ -196,19 +202,42 @@ class _ScaleAdd(torch.autograd.Function):
         scale: torch.Tensor | None,
         keep: torch.Tensor | None,
         residual: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(None if scale is None else branch, scale, keep)
-        ctx.dtype = branch.dtype
-        return cuda.scale_add(branch, _fp32(scale), _fp32(keep), residual)
+        bias: torch.Tensor | None,
+        result: torch.dtype,
+        twin: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(None if scale is None else branch, scale, keep, bias)
+        ctx.dtype, ctx.residual = branch.dtype, residual.dtype
+        y, half = cuda.scale_add(branch, _fp32(bias), _fp32(scale), _fp32(keep), residual, result, twin=twin)
+        return y if half is None else (y, half)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        branch, scale, keep = ctx.saved_tensors
+        dy, *twin = gradients
+        half = twin[0] if twin else None
+        branch, scale, keep, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
-            return _differentiable_scale_backward(dy, branch, scale, keep, ctx.dtype)
-        dbranch, dscale = cuda.scale_add_backward(nhwc(dy), branch, _fp32(scale), _fp32(keep), ctx.dtype)
-        return dbranch, None if scale is None else dscale.to(scale.dtype).view(scale.shape), None, dy
+            d = dy if half is None else dy + half.to(dy.dtype)
+            return *_differentiable_scale_backward(d, branch, scale, keep, ctx.residual, bias, ctx.dtype), None, None
+        dbranch, dbias, dscale, dresidual = cuda.scale_add_backward(
+            nhwc(dy),
+            None if half is None else nhwc(half),
+            branch,
+            _fp32(bias),
+            _fp32(scale),
+            _fp32(keep),
+            ctx.dtype,
+            ctx.residual,
+        )
+        return (
+            dbranch,
+            None if scale is None else dscale.to(scale.dtype).view(scale.shape),
+            None,
+            dresidual,
+            None if bias is None else dbias.to(bias.dtype),
+            None,
+            None,
+        )
 
 
 def _differentiable_scale_backward(
@@ -216,37 +245,54 @@ def _differentiable_scale_backward(
     branch: torch.Tensor | None,
     scale: torch.Tensor | None,
     keep: torch.Tensor | None,
+    residual: torch.dtype,
+    bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of branch, scale, keep, residual and bias in differentiable torch ops."""
     g = dy.float() if keep is None else dy.float() * keep.float().reshape(-1, 1, 1, 1)
+    dresidual = dy.to(residual)
     if scale is None or branch is None:
-        return g.to(dtype), None, None, dy
-    dscale = (g * branch.float()).sum((0, 2, 3))
+        return g.to(dtype), None, None, dresidual, None
+    z = branch.float() if bias is None else branch.float() + bias.float().reshape(1, -1, 1, 1)
+    dscale = (g * z).sum((0, 2, 3))
     dbranch = g * scale.float().reshape(1, -1, 1, 1)
-    return dbranch.to(dtype), dscale.to(scale.dtype).view(scale.shape), None, dy
+    dbias = None if bias is None else dbranch.sum((0, 2, 3)).to(bias.dtype)
+    return dbranch.to(dtype), dscale.to(scale.dtype).view(scale.shape), None, dresidual, dbias
 
 
 def scale_add(
-    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    """residual + branch * scale * keep.
+    branch: torch.Tensor,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    result: torch.dtype | None = None,
+    twin: bool = False,
+) -> Any:
+    """residual + (branch + bias) * scale * keep.
 
     Args:
         branch: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
         scale: C values in a shape that broadcasts over channels, or None.
         keep: N values (zero, or one over the survival rate) in a shape that broadcasts over samples, or None; without gradient.
         residual: like branch, or in fp32.
+        bias: [C], or None.
+        result: dtype of the sum: the residual's (None), or fp32.
+        twin: the sum is wanted in the branch's dtype too, as a cast of it would give it.
 
     Returns:
-        A new tensor like residual.
+        A new tensor; with `twin` two of them.
     """
-    reason = _scale_refusal(branch, scale, keep, residual)
+    dtype = residual.dtype if result is None else result
+    mixed = residual.dtype != dtype
+    variant = spec.Scaled(scale is not None, keep is not None, bias is not None, mixed, twin)
+    reason = _scale_refusal(branch, scale, keep, residual, bias, dtype, variant)
     if reason:
         fell_back[reason] += 1
-        return reference.scale_add(branch, scale, keep, residual)
-    engaged[spec.scale_name(scale=scale is not None, keep=keep is not None)] += 1
-    result: torch.Tensor = _ScaleAdd.apply(branch, scale, keep, residual)  # type: ignore[no-untyped-call]
-    return result
+        return reference.scale_add(branch, scale, keep, residual, bias, dtype, twin)
+    engaged[variant.name] += 1
+    return _ScaleAdd.apply(branch, scale, keep, residual, bias, dtype, twin)  # type: ignore[no-untyped-call]
 
 
 @torch.library.custom_op("advisor::bias_act", mutates_args=())
@@ -310,8 +356,8 @@ def scale_add_op(
     """As `scale_add`, for compiled graphs. CUDA only."""
     branch = nhwc(branch)
     residual = nhwc(residual)
-    engaged[spec.scale_name(scale=scale is not None, keep=keep is not None)] += 1
-    return cuda.scale_add(branch, _fp32(scale), _fp32(keep), residual)
+    engaged[spec.Scaled(scale is not None, keep is not None).name] += 1
+    return cuda.scale_add(branch, None, _fp32(scale), _fp32(keep), residual, residual.dtype)[0]
 
 
 @scale_add_op.register_fake
@@ -333,7 +379,8 @@ def scale_add_backward_op(
     dy = nhwc(dy)
     if branch is not None:
         branch = nhwc(branch)
-    return cuda.scale_add_backward(dy, branch, _fp32(scale), _fp32(keep), dtype)
+    dbranch, _, dscale, _ = cuda.scale_add_backward(dy, None, branch, None, _fp32(scale), _fp32(keep), dtype, dy.dtype)
+    return dbranch, dscale
 
 
 @scale_add_backward_op.register_fake

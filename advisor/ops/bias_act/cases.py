@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,13 +69,14 @@ class _InTheProduct(torch.autograd.Function):
     """x + bias for a bias of zero, in no time: the product has added it. Its gradient is a sum of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim = dim % x.dim()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dz,) = gradients
-        return dz, dz.sum(list(range(dz.dim() - 1))).float()
+        return dz, dz.sum([d for d in range(dz.dim()) if d != ctx.dim]).float(), None
 
 
 def _linear_eager(
@@ -87,7 +89,7 @@ def _linear_eager(
     dim: int,
 ) -> torch.Tensor:
     """What PyTorch runs after a Linear layer's product."""
-    return activate(_InTheProduct.apply(x, bias), activation, slope)  # type: ignore[no-untyped-call]
+    return activate(_InTheProduct.apply(x, bias, dim), activation, slope)  # type: ignore[no-untyped-call]
 
 
 def _steady(
@@ -150,46 +152,81 @@ def _linear_case(shape: tuple[int, ...], dtype: str, activation: str, *, measure
 
 
 def _scale_inputs(
-    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, stream: str, scale: bool, keep: bool
+    generator: torch.Generator,
+    n: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    result: str,
+    variant: spec.Scaled,
+    zero: bool,
 ) -> Arguments:
-    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider residual, else of the branch's dtype; keep [n, 1, 1, 1]; residual."""
+    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider result, else of the branch's dtype; keep [n, 1, 1, 1]; residual.
+
+    And, for variants with any of them: bias [C] fp32, `zero` or random; the result's dtype; whether there is a twin.
+    """
     size, device = (n, *shape[1:]), generator.device
     branch = _tensor(generator, size, dtype)
-    factors = survives = None
-    if scale:
+    factors = survives = bias = None
+    if variant.scale:
         values = torch.randn(shape[1], 1, 1, device=device, generator=generator)
-        factors = values.to(getattr(torch, stream)).requires_grad_()
-    if keep:
+        factors = values.to(getattr(torch, result)).requires_grad_()
+    if variant.keep:
         survives = torch.empty(n, 1, 1, 1, device=device).bernoulli_(SURVIVAL, generator=generator).div_(SURVIVAL)
-        survives = survives.to(getattr(torch, stream))
-    return branch, factors, survives, _tensor(generator, size, stream)
+        survives = survives.to(getattr(torch, result))
+    residual = _tensor(generator, size, dtype if variant.mixed else result)
+    if not (variant.bias or variant.mixed or variant.twin):
+        return branch, factors, survives, residual
+    if variant.bias:
+        bias = torch.randn(shape[1], device=device, generator=generator) * (0.0 if zero else 1.0)
+        bias.requires_grad_()
+    return branch, factors, survives, residual, bias, getattr(torch, result), variant.twin
 
 
-def _scale_case(shape: tuple[int, ...], dtype: str, stream: str, scale: bool, keep: bool) -> Case:
-    n, c, h, w = shape
+def _scale_eager(
+    branch: torch.Tensor,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    residual: torch.Tensor,
+    bias: torch.Tensor,
+    *rest: Any,
+) -> Any:
+    """What PyTorch runs after a Linear layer's product."""
+    z = _InTheProduct.apply(branch, bias, 1)  # type: ignore[no-untyped-call]
+    return reference.scale_add(z, scale, keep, residual, None, *rest)
+
+
+def _scale_case(
+    shape: tuple[int, ...], dtype: str, result: str, variant: spec.Scaled, *, measured: bool = True
+) -> Case:
     forward, backward = spec.scale_bytes_moved(
-        elements=n * c * h * w,
+        elements=math.prod(shape),
         itemsize=getattr(torch, dtype).itemsize,
-        stream=getattr(torch, stream).itemsize,
-        scale=scale,
+        result=getattr(torch, result).itemsize,
+        variant=variant,
     )
-    name = spec.scale_name(scale=scale, keep=keep)
     return Case(
-        name=name if stream == dtype else f"{name} to {stream}",
+        name=variant.name if result == dtype else f"{variant.name} to {result}",
         shape=shape,
         dtype=dtype,
         passes={
             "forward": Work(kernels=(spec.SCALE_FORWARD,), nbytes=forward),
             "backward": Work(kernels=(spec.SCALE_BACKWARD,), nbytes=backward),
         },
-        inputs=partial(_scale_inputs, shape=shape, dtype=dtype, stream=stream, scale=scale, keep=keep),
+        inputs=partial(
+            _scale_inputs, shape=shape, dtype=dtype, result=result, variant=variant, zero=measured and variant.bias
+        ),
         ours=api.scale_add,
-        eager=reference.scale_add,
+        eager=_scale_eager if measured and variant.bias else reference.scale_add,
         reference=reference.scale_add,
-        wins=partial(spec.wins, name),
+        wins=partial(spec.wins, variant.name),
     )
 
 
+_BOTH, _SCALE, _DROP = spec.Scaled(True, True), spec.Scaled(True, False), spec.Scaled(False, True)
+_FIRST = replace(_BOTH, bias=True, mixed=True, twin=True)  # ConvNeXt's first block of a stage, behind a convolution
+_INNER = replace(_BOTH, bias=True, twin=True)  # and before another block
+_LAST = replace(_BOTH, bias=True)  # and before a norm
 BENCHMARK = (
     *(_case(shape, "bfloat16", "relu", True, False) for shape in _VGG),
     *(_case(shape, dtype, "relu", True, False) for dtype in ("float16", "float32") for shape in _VGG[1:3]),
@@ -198,9 +235,15 @@ BENCHMARK = (
     *(_linear_case(shape, "bfloat16", "gelu", measured=True) for shape in _CONVNEXT_WIDE),
     *(_linear_case(_CONVNEXT_WIDE[1], dtype, "gelu", measured=True) for dtype in ("float16", "float32")),
     *(_linear_case(_CONVNEXT_WIDE[1], "bfloat16", kind, measured=True) for kind in ("gelu_tanh", "relu", "silu")),
-    *(_scale_case(shape, "bfloat16", "float32", True, True) for shape in _CONVNEXT),
-    *(_scale_case(shape, dtype, dtype, True, True) for dtype in ("bfloat16", "float32") for shape in _CONVNEXT[:2]),
-    *(_scale_case(shape, "bfloat16", "bfloat16", False, True) for shape in _EFFICIENTNET),
+    *(_scale_case(shape, "bfloat16", "float32", _BOTH) for shape in _CONVNEXT),
+    *(_scale_case(shape, "bfloat16", "float32", _INNER) for shape in _CONVNEXT),
+    *(_scale_case(shape, "bfloat16", "float32", _FIRST) for shape in _CONVNEXT[1:]),
+    *(_scale_case(shape, "bfloat16", "float32", _LAST) for shape in _CONVNEXT),
+    _scale_case(_CONVNEXT[0], "bfloat16", "float32", replace(_INNER, keep=False)),
+    *(_scale_case(_CONVNEXT[1], "bfloat16", "float32", replace(v, bias=False)) for v in (_INNER, _FIRST)),
+    _scale_case(_CONVNEXT[1], "float16", "float32", _INNER),
+    *(_scale_case(shape, dtype, dtype, _BOTH) for dtype in ("bfloat16", "float32") for shape in _CONVNEXT[:2]),
+    *(_scale_case(shape, "bfloat16", "bfloat16", _DROP) for shape in _EFFICIENTNET),
 )
 _VARIANTS = tuple(
     (activation, bias, residual)
@@ -208,11 +251,16 @@ _VARIANTS = tuple(
     for bias, residual in ((True, False), (True, True), (False, True))
     if not spec.unsupported_variant(activation, bias=bias, residual=residual)
 )
-_SCALES = tuple(
-    (dtype, stream, scale, keep)
-    for dtype in storage.STORAGE
-    for stream in dict.fromkeys((dtype, "float32"))
-    for scale, keep in ((True, True), (True, False), (False, True))
+_SCALES = (
+    *(
+        (dtype, result, variant)
+        for dtype in storage.STORAGE
+        for result in dict.fromkeys((dtype, "float32"))
+        for variant in (_BOTH, _SCALE, _DROP)
+    ),
+    *(("bfloat16", "float32", variant) for variant in (_FIRST, _INNER, _LAST, replace(_FIRST, twin=False, bias=False))),
+    *(("float16", "float32", variant) for variant in (replace(_FIRST, keep=False), replace(_DROP, twin=True))),
+    *((dtype, dtype, _LAST) for dtype in ("bfloat16", "float32")),
 )
 # Every variant once on the shape with the most to go wrong; the other shapes where they differ most.
 VERIFICATION = (
@@ -229,11 +277,11 @@ VERIFICATION = (
         for dtype in storage.STORAGE
         for activation in ("relu", "gelu")
     ),
-    *(_scale_case(_ODD[1], *variant) for variant in _SCALES),
+    *(_scale_case(_ODD[1], *variant, measured=False) for variant in _SCALES),
     *(
-        _scale_case(shape, "bfloat16", stream, True, True)
+        _scale_case(shape, "bfloat16", result, _BOTH, measured=False)
         for shape in _ODD
-        for stream in ("bfloat16", "float32")
+        for result in ("bfloat16", "float32")
         if shape != _ODD[1]
     ),
 )

@@ -68,11 +68,11 @@ def _bias_act(
 
 @lru_cache(maxsize=4096)
 def _scale_add(
-    source: str, x: torch.Size, dtype: torch.dtype, stream: torch.dtype, scale: bool, keep: bool, device: int
+    source: str, x: torch.Size, dtype: torch.dtype, result: torch.dtype, variant: spec.Scaled, device: int
 ) -> _Launch:
     name = storage.name(dtype)
-    defines = spec.scale_defines(name, wide=stream != dtype, scale=scale, keep=keep)
-    reduce = scale and source == spec.SCALE_BACKWARD
+    defines = spec.scale_defines(name, variant, wide=result != dtype)
+    reduce = variant.scale and source == spec.SCALE_BACKWARD
     blocks = spec.REDUCE_BLOCKS_PER_SM if reduce else spec.BLOCKS_PER_SM
     return _launch_of(source, defines, x, 1, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=True)
 
@@ -150,26 +150,37 @@ def bias_act_backward(
 
 
 def scale_add(
-    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    """residual + branch * scale * keep, like residual.
+    branch: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    residual: torch.Tensor,
+    result: torch.dtype,
+    *,
+    twin: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """residual + (branch + bias) * scale * keep in the dtype `result`, and with `twin` the same in the branch's.
 
-    branch, residual: [N, C, H, W] channels_last; scale: C and keep: N fp32 values, contiguous.
+    branch, residual: [N, C, H, W] channels_last; bias, scale: C and keep: N fp32 values, contiguous.
     """
     device = branch.device.index or 0
-    plan = _scale_add(
-        spec.SCALE_FORWARD, branch.shape, branch.dtype, residual.dtype, scale is not None, keep is not None, device
+    variant = spec.Scaled(
+        scale is not None, keep is not None, bias is not None, mixed=residual.dtype != result, twin=twin
     )
-    y = torch.empty_like(residual)
+    plan = _scale_add(spec.SCALE_FORWARD, branch.shape, branch.dtype, result, variant, device)
+    y = torch.empty_like(residual, dtype=result)
+    half = torch.empty_like(branch) if twin else None
     plan.kernel(
         plan.grid,
         plan.block,
         (
             branch.data_ptr(),
+            _address(bias),
             _address(scale),
             _address(keep),
             residual.data_ptr(),
             y.data_ptr(),
+            _address(half),
             plan.rows,
             plan.pixels,
             plan.vectors,
@@ -178,37 +189,50 @@ def scale_add(
         0,
         nvrtc.stream(device),
     )
-    return y
+    return y, half
 
 
 def scale_add_backward(
     dy: torch.Tensor,
+    half: torch.Tensor | None,
     branch: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scale: torch.Tensor | None,
     keep: torch.Tensor | None,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dbranch (like dy, in `dtype`, the branch's) and dscale, C fp32 values (empty without a scale).
+    residual: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns dbranch (in `dtype`, the branch's), dbias and dscale, C fp32 values each (empty without one), and dresidual.
 
-    dy, branch: [N, C, H, W] channels_last; the branch is read for dscale alone.
+    dy: the gradient of the result, `half`: of its twin, branch: all [N, C, H, W] channels_last; the branch is read for dscale
+    alone. `residual`: its dtype; dresidual is dy itself where that and a missing twin allow.
     """
     device = dy.device.index or 0
-    plan = _scale_add(spec.SCALE_BACKWARD, dy.shape, dtype, dy.dtype, scale is not None, keep is not None, device)
+    variant = spec.Scaled(
+        scale is not None, keep is not None, bias is not None, mixed=residual != dy.dtype, twin=half is not None
+    )
+    plan = _scale_add(spec.SCALE_BACKWARD, dy.shape, dtype, dy.dtype, variant, device)
     dbranch = torch.empty_like(dy, dtype=dtype)
+    dresidual = torch.empty_like(dy, dtype=residual) if variant.mixed or variant.twin else None
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
     dscale = torch.empty(0 if scale is None else scale.numel(), dtype=torch.float32, device=dy.device)
+    dbias = torch.empty(0 if bias is None else bias.numel(), dtype=torch.float32, device=dy.device)
     plan.kernel(
         plan.grid,
         plan.block,
         (
             dy.data_ptr(),
+            _address(half),
             _address(branch),
+            _address(bias),
             _address(scale),
             _address(keep),
             dbranch.data_ptr(),
+            _address(dresidual),
             partial.data_ptr(),
             nvrtc.tickets(dy.device),
             dscale.data_ptr(),
+            dbias.data_ptr(),
             plan.rows,
             plan.pixels,
             plan.vectors,
@@ -217,4 +241,4 @@ def scale_add_backward(
         0,
         nvrtc.stream(device),
     )
-    return dbranch, dscale
+    return dbranch, dbias, dscale, dy if dresidual is None else dresidual

@@ -33,16 +33,23 @@ def bias_act(
 
 
 def scale_add(
-    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    """residual + branch * scale * keep, like residual.
+    branch: torch.Tensor,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    result: torch.dtype | None = None,
+    twin: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """residual + (branch + bias) * scale * keep in `result` (None: like residual); with `twin` also in the branch's dtype.
 
     Args:
-        branch, residual: [N, C, H, W]. scale: C values. keep: N values.
+        branch, residual: [N, C, H, W]. bias, scale: C values. keep: N values.
     """
-    y = branch
+    y = branch if bias is None else branch + bias.to(branch.dtype).reshape(1, -1, 1, 1)
     if scale is not None:
         y = y * scale.reshape(1, -1, 1, 1)
     if keep is not None:
         y = y * keep.reshape(-1, 1, 1, 1)
-    return (residual + y).to(residual.dtype)
+    y = (residual + y).to(residual.dtype if result is None or residual.dtype == torch.float64 else result)
+    return (y, y.to(branch.dtype)) if twin else y

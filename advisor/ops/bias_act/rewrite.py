@@ -4,21 +4,30 @@ add in a captured graph."""
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, storage
+from advisor.ops import consumers, dispatch, match, storage
 from advisor.ops.bias_act import api, spec
+from advisor.ops.depthwise.api import depthwise_conv2d
+from advisor.ops.grouped.api import grouped_conv2d
 
 _CONVOLUTIONS = {F.conv2d, F.conv_transpose2d}
 _PRODUCTS = {*_CONVOLUTIONS, F.linear}
+_OURS = {
+    depthwise_conv2d,
+    grouped_conv2d,
+}  # put in earlier, for a convolution which autocast would run in half precision
 _ADD_IN_PLACE = {operator.iadd, "add_"}
 _MUL = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _MUL_IN_PLACE = {operator.imul, "mul_"}
+_HALF = (torch.float16, torch.bfloat16)
+_TO_NCHW = (0, 3, 1, 2)
 _BIAS = 2  # position among a convolution's or Linear layer's arguments
 
 
@@ -46,7 +55,7 @@ class _Activation:
 
 @dataclass(frozen=True, slots=True)
 class _ScaledAdd:
-    """residual + branch * scale * keep."""
+    """residual + (branch + bias) * scale * keep."""
 
     node: fx.Node
     branch: fx.Node
@@ -54,10 +63,26 @@ class _ScaledAdd:
     keep: fx.Node | None
     residual: fx.Node
     dead: tuple[fx.Node, ...]
+    mixed: bool
+    product: fx.Node | None = (
+        None  # the branch, or what it is a view of: a convolution or a Linear layer, whose bias moves here
+    )
+    casting: tuple[fx.Node, ...] = ()  # the users which take the sum as autocast casts it
+
+    @property
+    def variant(self) -> spec.Scaled:
+        """What the kernels are asked for."""
+        return spec.Scaled(
+            self.scale is not None,
+            self.keep is not None,
+            bias=self.product is not None,
+            mixed=self.mixed,
+            twin=bool(self.casting),
+        )
 
     @property
     def label(self) -> str:
-        return spec.scale_name(scale=self.scale is not None, keep=self.keep is not None)
+        return self.variant.name
 
 
 def _bias_of(node: fx.Node) -> Any:
@@ -143,7 +168,7 @@ def _scaled_add(add: fx.Node) -> _ScaledAdd | None:
     for position, term in enumerate(add.args[:2]):
         if not isinstance(term, fx.Node):
             continue
-        residual = match.addend(add, term)
+        residual = match.addend(add, term, mixed=True)
         if residual is None:
             continue
         found: dict[str, fx.Node] = {}
@@ -161,14 +186,39 @@ def _scaled_add(add: fx.Node) -> _ScaledAdd | None:
             found
             and _untouched(branch, reader, overwritten=False)
             and _untouched(residual, add, overwritten=overwritten)
-            and _same_dtype(add, residual)
+            and _dtype(residual) in (_dtype(add), _dtype(branch))
         ):
-            return _ScaledAdd(add, branch, found.get("channel"), found.get("sample"), residual, tuple(dead))
+            scale, keep = found.get("channel"), found.get("sample")
+            return _ScaledAdd(add, branch, scale, keep, residual, tuple(dead), mixed=_dtype(residual) != _dtype(add))
     return None
 
 
-def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
-    return getattr(match.value(a), "dtype", None) == getattr(match.value(b), "dtype", None)
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = match.value(node)
+    return None if value is None else value.dtype
+
+
+def _product_of(site: _ScaledAdd) -> fx.Node | None:
+    """The convolution or, behind a permute, Linear layer that gives the branch, where its bias can move into the sum."""
+    found: Any = site.branch
+    if site.scale is None or match.only_user(found) is None:
+        return None
+    if match.permutes(found, _TO_NCHW):
+        found, view = found.args[0], found
+        if not isinstance(found, fx.Node) or found.target is not F.linear or match.only_user(found) is not view:
+            return None
+    elif found.target is F.linear:
+        return None
+    return found if _bias_of(found) is not None else None
+
+
+def _with_neighbours(site: _ScaledAdd) -> Iterator[_ScaledAdd]:
+    """The site with all that it could take in before and behind it, the most first, and alone."""
+    product = _product_of(site)
+    dtype = _dtype(site.branch)
+    casting = tuple(consumers.casting(site.node, dtype, _OURS)) if dtype is not None and dtype in _HALF else ()
+    for taken in dict.fromkeys(((product, casting), (None, casting), (product, ()), (None, ()))):
+        yield replace(site, product=taken[0], casting=taken[1])
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -194,14 +244,13 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             arch=storage.MIN_ARCH,
         )
     else:
-        stream = match.value(site.residual)
         reason = spec.scale_unsupported(
             shape=_shape(x),
             channels_last=True,
             dtype=match.dtype_name(x),
-            stream="unknown" if stream is None else match.dtype_name(stream),
-            scale=site.scale is not None,
-            keep=site.keep is not None,
+            residual=storage.name(_dtype(site.residual)),
+            result=storage.name(_dtype(site.node)),
+            variant=site.variant,
             arch=storage.MIN_ARCH,
         )
     return dispatch.refusal(reason, spec.wins(site.label))
@@ -223,9 +272,9 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         path = match.path(site.x if isinstance(site, _Activation) and site.product else node)
         if path in report.matched or path in report.unmatched:
             path = f"{path}.{node.name}"
-        reason = _refusal(site)
-        if compiled and isinstance(site, _Activation) and site.dim == -1:
-            reason = "Inductor fuses a Linear layer's activation"
+        if isinstance(site, _ScaledAdd) and not compiled:
+            site = next((more for more in _with_neighbours(site) if not _refusal(more)), site)
+        reason = _refusal(site) or (_inductor(site) if compiled else "")
         if reason:
             report.unmatched[path] = reason
             continue
@@ -236,17 +285,29 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         report.matched[path] = site.label
 
 
+def _inductor(site: _Activation | _ScaledAdd) -> str:
+    """Why a site is left alone in a graph that goes on to Inductor."""
+    if isinstance(site, _Activation):
+        return "Inductor fuses a Linear layer's activation" if site.dim == -1 else ""
+    return "Inductor fuses a sum of two dtypes" if site.mixed else ""
+
+
+def _without_bias(product: fx.Node) -> fx.Node:
+    """The same product before it, without its bias."""
+    bias = _bias_of(product)
+    with product.graph.inserting_before(product):
+        arguments = tuple(None if a is bias else a for a in product.args)
+        options = {key: value for key, value in product.kwargs.items() if key != "bias"}
+        plain = product.graph.call_function(product.target, arguments, options)  # type: ignore[arg-type]
+    plain.meta.update(product.meta)
+    return plain
+
+
 def _put_activation(site: _Activation, *, compiled: bool) -> None:
     graph = site.node.graph
     x, bias = site.x, None
     if site.product:
-        bias = _bias_of(x)
-        with graph.inserting_before(x):
-            arguments = tuple(None if a is bias else a for a in x.args)
-            options = {key: value for key, value in x.kwargs.items() if key != "bias"}
-            plain = graph.call_function(x.target, arguments, options)  # type: ignore[arg-type]
-        plain.meta.update(x.meta)
-        x = plain
+        bias, x = _bias_of(x), _without_bias(x)
     arguments = (x, bias, site.residual, site.activation, site.slope)
     with graph.inserting_before(site.node):
         if compiled:
@@ -258,7 +319,29 @@ def _put_activation(site: _Activation, *, compiled: bool) -> None:
 
 def _put_scaled_add(site: _ScaledAdd, *, compiled: bool) -> None:
     graph = site.node.graph
-    target = torch.ops.advisor.scale_add.default if compiled else api.scale_add
+    if compiled:
+        with graph.inserting_before(site.node):
+            operands = (site.branch, site.scale, site.keep, site.residual)
+            fused = graph.call_function(torch.ops.advisor.scale_add.default, operands)
+        match.replace(site.node, fused, site.dead)
+        return
+    branch, bias, dead = site.branch, None, site.dead
+    if site.product is not None:
+        bias, plain = _bias_of(site.product), _without_bias(site.product)
+        if site.product is not branch:  # a view of it
+            branch.replace_input_with(site.product, plain)
+            dead = (*dead, site.product)
+        else:
+            branch, dead = plain, (*dead, branch)
+    result, half_dtype, twin = _dtype(site.node), _dtype(site.branch), bool(site.casting)
     with graph.inserting_before(site.node):
-        fused = graph.call_function(target, (site.branch, site.scale, site.keep, site.residual))
-    match.replace(site.node, fused, site.dead)
+        fused = graph.call_function(api.scale_add, (branch, site.scale, site.keep, site.residual, bias, result, twin))
+        if twin:
+            half = graph.call_function(operator.getitem, (fused, 1))
+            fused = graph.call_function(operator.getitem, (fused, 0))
+    if twin and half_dtype is not None:
+        half.meta.update(site.node.meta)
+        consumers.store_as(half, half_dtype)
+        for user in site.casting:
+            user.replace_input_with(site.node, half)
+    match.replace(site.node, fused, dead)

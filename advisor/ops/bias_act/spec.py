@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 from advisor.ops import channel_tiles
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import Geometry
@@ -50,12 +53,29 @@ def name(activation: str, *, bias: bool, residual: bool, dim: int = 1) -> str:
     return operands if dim == 1 else f"linear {operands}"
 
 
-def scale_name(*, scale: bool, keep: bool) -> str:
-    """`scale+drop+add`."""
-    return "+".join([*(["scale"] if scale else []), *(["drop"] if keep else []), "add"])
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A variant of scale + add: residual + (branch + bias) * scale * keep.
+
+    Attributes:
+        mixed: the residual is stored like the branch, in half precision, and the result in fp32.
+        twin: the result, in fp32, is given out in the branch's dtype too, as autocast casts it for the convolution that follows.
+    """
+
+    scale: bool
+    keep: bool
+    bias: bool = False
+    mixed: bool = False
+    twin: bool = False
+
+    @property
+    def name(self) -> str:
+        """`bias+scale+drop+add+cast of 16 bits`."""
+        parts = {"bias": self.bias, "scale": self.scale, "drop": self.keep, "add": True, "cast": self.twin}
+        return "+".join(part for part, there in parts.items() if there) + (" of 16 bits" if self.mixed else "")
 
 
-# Of `name` and `scale_name`: what a benchmark has shown to win (docs/benchmarks). ReLU6 and LeakyReLU cost what ReLU does.
+# Of `name` and `Scaled.name`: what a benchmark has shown to win (docs/benchmarks). ReLU6 and LeakyReLU cost what ReLU does.
 _MEASURED = frozenset(
     {f"{operands}+{activation}" for operands in ("bias", "add") for activation in FROM_OUTPUT}
     | {"bias+silu", "scale+drop+add", "drop+add"}
@@ -69,7 +89,7 @@ def wins(operation: str) -> str:
     backward alone is 9 % slower than PyTorch's), scale+drop+add 2.8 to 4.9, drop+add 1.5 to 1.9.
 
     Args:
-        operation: of `name` or `scale_name`.
+        operation: of `name` or `Scaled.name`.
     """
     return "" if operation in _MEASURED else UNMEASURED
 
@@ -78,11 +98,11 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
     if source in (SCALE_FORWARD, SCALE_BACKWARD):
         return tuple(
-            scale_defines(dtype, wide=wide, scale=scale, keep=keep)
+            scale_defines(dtype, Scaled(scale, keep, mixed=mixed, twin=twin), wide=wide)
             for dtype in STORAGE
-            for wide in (False, True)
-            if not (wide and dtype == "float32")
-            for scale, keep in ((True, True), (True, False), (False, True))
+            for wide, mixed, twin, scale, keep in itertools.product((False, True), repeat=5)
+            if (scale or keep) and (scale or not mixed)
+            if not (wide and dtype == "float32") and (wide or not (mixed or twin))
         )
     return tuple(
         defines(source, dtype, activation, bias=bias, residual=residual and source == FORWARD)
@@ -121,13 +141,15 @@ def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: b
     }
 
 
-def scale_defines(dtype: str, *, wide: bool, scale: bool, keep: bool) -> dict[str, int]:
-    """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the residual is fp32 beside it."""
+def scale_defines(dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
+    """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the result is fp32 beside it."""
     return {
         "STORAGE": STORAGE[dtype],
         "WIDE": int(wide),
-        "SCALE": int(scale),
-        "KEEP": int(keep),
+        "MIXED": int(variant.mixed),
+        "TWIN": int(variant.twin),
+        "SCALE": int(variant.scale),
+        "KEEP": int(variant.keep),
         "THREADS": THREADS,
         "MAX_TILE": MAX_TILE,
         "UNROLL": UNROLL,
@@ -173,19 +195,27 @@ def scale_unsupported(
     shape: tuple[int, ...],
     channels_last: bool,
     dtype: str,
-    stream: str,
-    scale: bool,
-    keep: bool,
+    residual: str,
+    result: str,
+    variant: Scaled,
     arch: int,
 ) -> str:
     """Why the scale + add kernels cannot take this call; empty when they can.
 
-    `dtype` is the branch's and `stream` the residual's; `shape` is [N, C, H, W].
+    `dtype` is the branch's, `residual` and `result` are theirs; `shape` is [N, C, H, W].
     """
-    if not scale and not keep:
+    if not variant.scale and not variant.keep:
         return "neither a scale nor a drop path"
-    if stream not in (dtype, "float32"):
-        return f"a branch in {dtype} beside a residual in {stream}"
+    if variant.bias and not variant.scale:
+        return "a bias without a scale"
+    if residual not in (dtype, "float32"):
+        return f"a branch in {dtype} beside a residual in {residual}"
+    if result != ("float32" if variant.mixed or variant.twin else residual) or variant.mixed != (residual != result):
+        return f"a sum in {result} of a residual in {residual}"
+    if variant.twin and dtype == "float32":
+        return "a second result in fp32"
+    if variant.mixed and not variant.scale:
+        return "a residual in half precision without a scale"
     n, *_ = shape
     if len(shape) == 4 and n * shape[2] * shape[3] >= 2**31:
         return "2^31 rows or more"
@@ -225,6 +255,11 @@ def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, i
     return elements * itemsize * (3 if residual else 2), elements * itemsize * 3
 
 
-def scale_bytes_moved(*, elements: int, itemsize: int, stream: int, scale: bool) -> tuple[int, int]:
-    """Bytes that forward and backward of scale + add must move; `itemsize` is the branch's, `stream` the residual's."""
-    return elements * (itemsize + 2 * stream), elements * (stream + itemsize * (2 if scale else 1))
+def scale_bytes_moved(*, elements: int, itemsize: int, result: int, variant: Scaled) -> tuple[int, int]:
+    """Bytes that forward and backward of scale + add must move; `itemsize` is the branch's, `result` the result's."""
+    half = itemsize if variant.twin else 0
+    residual = itemsize if variant.mixed else result
+    gradient = residual if variant.mixed or variant.twin else 0  # else it is what came
+    forward = itemsize + residual + result + half
+    backward = result + half + itemsize * (2 if variant.scale else 1) + gradient
+    return elements * forward, elements * backward

@@ -37,14 +37,6 @@ class _Norm:
     dim: int
 
 
-def _permutes(node: Any, order: tuple[int, ...]) -> bool:
-    if not isinstance(node, fx.Node) or node.target not in ("permute", torch.permute):
-        return False
-    given = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
-    value = match.value(node)
-    return value is not None and tuple(int(d) % value.dim() for d in given) == order  # type: ignore[arg-type, union-attr]
-
-
 def _call(node: fx.Node) -> _Norm | str:
     """`F.layer_norm`, with permutes on both sides where they cancel; or why it is left alone."""
     given = match.bound(node, _PARAMETERS, _DEFAULTS)
@@ -54,7 +46,7 @@ def _call(node: fx.Node) -> _Norm | str:
     if x.dim() < 2 or tuple(given["normalized_shape"]) != tuple(x.shape[-1:]):
         return "it normalises over more than the channels"
     after = match.only_user(node)
-    if _permutes(given["input"], _TO_NHWC) and after is not None and _permutes(after, _TO_NCHW):
+    if match.permutes(given["input"], _TO_NHWC) and after is not None and match.permutes(after, _TO_NCHW):
         nodes: tuple[fx.Node, ...] = (given["input"], node, after)
         return _Norm(nodes, given["input"].args[0], given["weight"], given["bias"], given["eps"], 1)
     return _Norm((node,), given["input"], given["weight"], given["bias"], given["eps"], -1)
