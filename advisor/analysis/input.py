@@ -27,6 +27,7 @@ def fill(view: View, table: MetricTable) -> None:
         else:
             table.miss("prefetch_factor", "the loader has no workers")
         table.set("moved_unchanged", stats.moved_unchanged)
+        _normalising(view, table)
     else:
         for name in (
             "loader_us",
@@ -36,6 +37,9 @@ def fill(view: View, table: MetricTable) -> None:
             "persistent_workers",
             "prefetch_factor",
             "moved_unchanged",
+            "normalise",
+            "normalise_us",
+            "normalise_frac",
         ):
             table.miss(name, NO_LOADER)
     if stats.batch_dtype:
@@ -44,6 +48,20 @@ def fill(view: View, table: MetricTable) -> None:
         table.miss("input_fp32_bytes", "the batch's dtype was not seen")
     if view.on_gpu:
         _copies(view, table)
+
+
+def _normalising(view: View, table: MetricTable) -> None:
+    stats = view.profile.input
+    table.set("normalise", stats.normalise)
+    if not stats.normalise:
+        for name in ("normalise_us", "normalise_frac"):
+            table.miss(name, "no transforms that normalise images were recognised")
+        return
+    table.set("normalise_us", stats.normalise_us)
+    if view.step_us > 0:
+        table.set("normalise_frac", stats.normalise_us / max(stats.workers, 1) / view.step_us)
+    else:
+        table.miss("normalise_frac", NO_STEP)
 
 
 def _copies(view: View, table: MetricTable) -> None:

@@ -220,6 +220,12 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("d2h_copies", "count", "device-to-host copies per step", _GPU),
     _f("moved_unchanged", "batches are moved to the GPU as the loader yields them"),
     _n("input_fp32_bytes", "bytes", "bytes per batch copied as fp32"),
+    _t(
+        "normalise",
+        "the data set's transforms that turn 8-bit images into normalised fp32, empty if none were recognised",
+    ),
+    _n("normalise_us", "us", "time that these take one loader worker for a batch, timed on one random image"),
+    _n("normalise_frac", "frac", "that time, shared by the workers, over the step"),
     # synchronisation
     _n("syncs_per_step", "count", "host waits for the device per step", _GPU),
     _n("sync_wait_frac", "frac", "host time waiting for the device over the step", _GPU),

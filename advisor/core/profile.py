@@ -123,6 +123,10 @@ class InputStats:
     moved_unchanged: bool = False  # batches go to the GPU as the loader yields them
     non_blocking: bool = False
     source: str = ""
+    # The last transforms of the data set's images, where they turn 8-bit pixels into normalised fp32 ("ToTensor + Normalize"), and
+    # the time that they take one thread for a batch: timed on a random image of the batch's size.
+    normalise: str = ""
+    normalise_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

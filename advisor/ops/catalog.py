@@ -122,6 +122,14 @@ FAMILIES: tuple[Family, ...] = (
         modules=("Conv2d",),
         having=lambda conv: conv.groups == 1 and conv.in_channels == 3,
     ),
+    Family(
+        id="input",
+        title="Normalisation of uint8 batches on the GPU",
+        replaces="ToTensor and Normalize in loader workers, and the copy of fp32 batches",
+        transform="uint8_batches",
+        modules=(),
+        captured=False,
+    ),
 )
 
 
@@ -138,8 +146,8 @@ def get(identifier: str) -> Family:
 
 
 def transforms() -> tuple[str, ...]:
-    """Ids of the transforms that put bundled kernels in place, in the families' order."""
-    return tuple(family.transform for family in FAMILIES)
+    """Ids of the transforms that put bundled kernels into captured graphs, in the families' order."""
+    return tuple(family.transform for family in FAMILIES if family.captured)
 
 
 def listing() -> list[dict[str, object]]:

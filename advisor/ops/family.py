@@ -94,6 +94,8 @@ class Family:
         functions: names in torch.nn.functional, or else in torch; a model without such a module is looked at when its forward
             calls one of these.
         deterministic: two runs on the same inputs are bit-equal.
+        captured: its operations stand in the graph of the model's forward, where `rewrite` finds them. Otherwise it has no
+            `rewrite`, and its transform is a class of its own.
     """
 
     id: str
@@ -105,6 +107,7 @@ class Family:
     restated: Callable[[Any], bool] | None = None
     functions: tuple[str, ...] = ()
     deterministic: bool = True
+    captured: bool = True
 
     def module(self, name: str) -> Any:
         """`advisor.ops.<id>.<name>`, imported now. All but `spec` need torch."""

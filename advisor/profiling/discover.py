@@ -49,6 +49,7 @@ class BatchSeen:
 
     nbytes: int = 0
     dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()  # of its largest tensor
     pointers: frozenset[int] = frozenset()
     moved_unchanged: bool = False
     non_blocking: bool = False
@@ -385,6 +386,7 @@ class Discovery:
         return move
 
     def _observe_move(self, tensor: torch.Tensor, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = _sent(tensor)
         if type(tensor) is not torch.Tensor or type(result) is not torch.Tensor:
             return  # a fake tensor has no address
         if result.device.type != "cuda" or tensor.device.type != "cpu":
@@ -506,11 +508,12 @@ class Discovery:
             self._look_at_batch(batch)
 
     def _look_at_batch(self, batch: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = [_sent(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             return
         largest = max(tensors, key=lambda t: t.numel() * t.element_size())
         seen = self.seen.batch
+        seen.shape = tuple(largest.shape)
         seen.nbytes = sum(t.numel() * t.element_size() for t in tensors)
         seen.dtype = largest.dtype
         seen.pointers = frozenset([largest.data_ptr()])
@@ -555,6 +558,12 @@ def inner(module: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(wrapped, torch.nn.Module):
             return module
         module = wrapped
+
+
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    """What goes to the GPU for a tensor of a batch: itself, or the bytes that stand for it (transforms/images.py)."""
+    pixels: torch.Tensor = getattr(tensor, "pixels", tensor)
+    return pixels
 
 
 def _weight_dtype(module: torch.nn.Module, value: torch.Tensor) -> torch.dtype:

@@ -17,7 +17,8 @@ from torch import nn
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import graph_breaks
-from advisor.profiling.discover import Discovery, Observations, inner
+from advisor.profiling.discover import BatchSeen, Discovery, Observations, inner
+from advisor.profiling.normalising import CHANNELS, tails
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
 
@@ -129,6 +130,7 @@ def input_stats(training: Training, discovery: Discovery | None = None, next_us:
     if not training.loaders:
         return InputStats(batch_size=training.batch_size)
     loader = training.loaders[0]
+    normalise, normalise_us = _normalising(loader.dataset, batch)
     return InputStats(
         loader=type(loader).__name__,
         next_us=next_us,
@@ -142,7 +144,20 @@ def input_stats(training: Training, discovery: Discovery | None = None, next_us:
         moved_unchanged=batch.moved_unchanged,
         non_blocking=batch.non_blocking,
         source=batch.source,
+        normalise=normalise,
+        normalise_us=normalise_us,
     )
+
+
+def _normalising(dataset: Any, batch: BatchSeen) -> tuple[str, float]:
+    """Which transforms normalise the data set's images, and their time for a batch in microseconds; ("", 0) for none."""
+    found = tails(dataset)
+    if not found or len(batch.shape) != 4 or batch.shape[1] not in CHANNELS:
+        return "", 0.0
+    try:
+        return found[0].name, found[0].seconds(batch.shape[1:]) * batch.shape[0] * 1e6
+    except Exception:  # the script's own transforms, called once more than it does
+        return "", 0.0
 
 
 def _convs(training: Training, seen: Observations) -> Iterator[ConvFact]:

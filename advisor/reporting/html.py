@@ -251,6 +251,8 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("Persistent workers", yes(inp.persistent_workers)),
                 ("Moved to the GPU unchanged", yes(inp.moved_unchanged) if cuda else ""),
                 ("Asynchronous copy", yes(inp.non_blocking) if cuda else ""),
+                ("Normalised by", inp.normalise),
+                ("Time of that a batch", units.time_text(inp.normalise_us) if inp.normalise else ""),
             ]
             if inp.loader
             else [("Loader", "no DataLoader was seen")],

@@ -27,6 +27,7 @@ from advisor.core.verdict import Check
 from advisor.profiling.patches import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.images import NormalisedImages
 from advisor.transforms.loader import is_stream, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute, tensors_in
 
@@ -252,7 +253,7 @@ def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | 
 
 def _can_move(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) is torch.Tensor
+        type(tensor) in (torch.Tensor, NormalisedImages)
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and not tensor.is_inference()

@@ -20,6 +20,7 @@ TRANSFORMS: dict[str, str] = {
     "conv_bias": "conv_bias:ConvBiasBeforeNorm",
     "prefetch": "prefetch:DevicePrefetch",
     "loader_workers": "loader_workers:LoaderWorkers",
+    "uint8_batches": "uint8_batches:Uint8Batches",
     "defer_sync": "defer_sync:DeferSync",
     **dict.fromkeys(catalog.transforms(), "kernels"),
     "fused_casts": "fused_casts:FusedCasts",

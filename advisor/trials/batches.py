@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.profiling.training import Training
+from advisor.transforms.images import NormalisedImages
 
 # A script, or a change, may draw ahead: the batch in use is one of the last few drawn.
 _DRAWN_AHEAD = 4
@@ -42,7 +43,7 @@ class BatchWatch:
             if not torch.is_grad_enabled():
                 return batch  # evaluation
             leaves = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
-            drawn.append([_part(t.detach()).clone() for t in leaves])
+            drawn.append([_part(_plain(t)).clone() for t in leaves])
             return batch
 
         self._now = recorded
@@ -78,6 +79,10 @@ class BatchWatch:
             _BaseDataLoaderIter.__next__ = self._plain  # type: ignore[method-assign]
             self._plain = None
         self._drawn.clear()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.plain() if isinstance(tensor, NormalisedImages) else tensor.detach()
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

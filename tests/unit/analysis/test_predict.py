@@ -97,6 +97,14 @@ def test_prefetch_hides_copies_that_run_alone() -> None:
     between(gain(changed, "prefetch"), 0.0, 0.0)
 
 
+def test_uint8_batches_take_waits_for_data_and_three_quarters_of_the_copies() -> None:
+    base = profiles.starved()
+    between(gain(base, "uint8_batches"), 0.0, (38000 + 0.75 * 1500) / 50000)
+    assert "30000 us a step with 2 workers" in gain(base, "uint8_batches").basis
+    for changes in ({"normalise": ""}, {"moved_unchanged": False}, {"workers": 0}, {"batch_dtype": "uint8"}):
+        between(gain(replace(base, input=replace(base.input, **changes)), "uint8_batches"), 0.0, 0.0)
+
+
 def test_tf32_at_the_measured_rate() -> None:
     # 10,000 us become 250/0.9 us at best and 250/0.35 + 500 us at worst; then the host is the limit.
     waits = 38000 + 1500
@@ -314,6 +322,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "conv_bias": (lambda row: row.kind in ("conv", "elementwise", "reduce"), ("launch", "other")),
     "prefetch": (lambda row: False, ("copy",)),
     "loader_workers": (lambda row: False, ("data",)),
+    "uint8_batches": (lambda row: False, ("data", "copy")),
     "defer_sync": (lambda row: False, ("sync", "launch", "other")),
     "fused_bn_act": (lambda row: row.kind in ("norm", "activation", "elementwise"), ("launch", "other")),
     "fused_bn_concat": (lambda row: row.kind in ("concat", "elementwise"), ("launch", "other")),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipelines import Compose, Images, Normalize, RandomHorizontalFlip, ToTensor
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +19,7 @@ from advisor.profiling.discover import Discovery, capture_next_step, inner
 from advisor.profiling.session import Session
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import StepEvent, Training
+from advisor.transforms.images import NormalisedImages, Table
 
 Found = tuple[Training, StepWatcher, Discovery]
 
@@ -138,6 +140,32 @@ def test_the_input_pipeline_is_told(found: Found) -> None:
     assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4 + 6 * 4, "fp32")
     assert "test_discover.py:" in told.source
     assert training.loaders == [loader]
+
+
+def test_images_that_workers_normalise_are_told_with_their_time(found: Found) -> None:
+    training, _, discovery = found
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6 * 8 * 3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = Images(Compose([RandomHorizontalFlip(), ToTensor(), Normalize()]))
+    for x, _ in DataLoader(dataset, batch_size=6):
+        model(x).sum().backward()
+        optimizer.step()
+    told = facts.input_stats(training, discovery)
+    assert told.normalise == "ToTensor + Normalize"
+    assert told.normalise_us > 0
+    dataset.transform.transforms.pop(1)  # what remains cannot run: no fault of ours
+    assert facts.input_stats(training, discovery).normalise == ""
+
+
+def test_images_kept_as_bytes_are_told_as_bytes_and_stay_so(found: Found) -> None:
+    _, _, discovery = found
+    pixels = torch.zeros(4, 3, 6, 8, dtype=torch.uint8)
+    images = NormalisedImages(pixels, Table(torch.zeros(3, 256)))
+    discovery._look_at_batch([images, torch.zeros(4)])
+    seen = discovery.seen.batch
+    assert (seen.nbytes, seen.dtype, seen.shape) == (4 * 3 * 6 * 8 + 16, torch.uint8, (4, 3, 6, 8))
+    assert seen.pointers == {pixels.data_ptr()}
+    assert images.untouched
 
 
 def test_the_next_step_is_captured_whole(found: Found) -> None:

@@ -4,6 +4,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.profiling.training import RootModule, Training
+from advisor.transforms.images import NormalisedImages, Table
 from advisor.trials.batches import BatchWatch
 
 
@@ -39,6 +40,23 @@ def test_a_script_that_draws_ahead_is_understood(loop):
         feed(root, ahead[0])
         assert watch.fed() is True
         ahead = following
+
+
+def test_images_kept_as_bytes_are_compared_by_value_and_stay_bytes():
+    table = Table(torch.arange(256.0).expand(3, 256).contiguous())
+    kept = NormalisedImages(torch.arange(48, dtype=torch.uint8).view(1, 3, 4, 4), table)
+    loader = DataLoader([kept], batch_size=None)
+    root = RootModule(module=nn.Linear(4, 1), name="Linear")
+    watch = BatchWatch(Training(device=torch.device("cpu"), roots=[root], loaders=[loader]))
+    watch.start()
+    try:
+        (x,) = loader
+        assert x.untouched
+        for given, same in ((x.plain(), True), (x.plain() + 1, False)):
+            feed(root, given)
+            assert watch.fed() is same
+    finally:
+        watch.stop()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""What the kernel that normalises images supports, where it wins, and how it is launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
+
+NORMALISE = "input/normalise_images.cu"
+KERNELS = {NORMALISE: ("normalise_images",)}
+
+CHANNELS = (1, 3)  # grey and RGB
+
+THREADS = 256
+UNROLL = 4
+TUNABLE = {"THREADS": (128, 256, 512), "UNROLL": (2, 4, 8)}
+
+
+def unsupported(*, shape: tuple[int, ...], x_nhwc: bool, y_nhwc: bool, dtype: str, arch: int) -> str:
+    """Why the kernel cannot take these images; empty when it can.
+
+    Args:
+        shape: [N, C, H, W]; x_nhwc, y_nhwc: whether pixels of the input and of the result lie channel by channel in memory.
+        dtype: of the result.
+    """
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if len(shape) != 4:
+        return f"{len(shape)} dimensions"
+    n, c, h, w = shape
+    if c not in CHANNELS:
+        return f"{c} channels"
+    if not n * c * h * w:
+        return "an empty batch"
+    if n * c * h * w >= 2**31:
+        return "a batch of 2^31 values or more"
+    if y_nhwc and not x_nhwc and c > 1:
+        return "planes to channels_last"
+    return ""
+
+
+def wins() -> str:
+    """Why PyTorch's own operations are left in place; empty where the kernel is measured to win."""
+    return UNMEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Blocks, groups of all threads, groups a plane or image, and the elements a group stores at once."""
+
+    blocks: int
+    groups: int
+    groups_per_plane: int
+    width: int
+
+
+@lru_cache(maxsize=1024)
+def geometry(shape: tuple[int, int, int, int], *, x_nhwc: bool, y_nhwc: bool, dtype: str, aligned: bool) -> Geometry:
+    """`aligned`: both tensors begin at a multiple of 16 bytes."""
+    n, c, h, w = shape
+    plane = h * w
+    width = vector_width(dtype)
+    by_pixel = c > 1 and x_nhwc and not y_nhwc
+    run = n * c * plane if y_nhwc or c == 1 else plane  # elements of the result that one channel pattern covers
+    if not aligned or run % width:
+        width = 1
+    groups = n * plane * (1 if by_pixel else c) // width
+    return Geometry(-(-groups // (THREADS * UNROLL)), groups, max(1, plane // width), width)
+
+
+def defines(*, channels: int, x_nhwc: bool, y_nhwc: bool, dtype: str, width: int) -> dict[str, int]:
+    """Macros of one variant. One channel has no order."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "CHANNELS": channels,
+        "X_NHWC": int(x_nhwc and channels > 1),
+        "Y_NHWC": int(y_nhwc and channels > 1),
+        "WIDTH": width,
+        "THREADS": THREADS,
+        "UNROLL": UNROLL,
+    }
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant."""
+    return tuple(
+        defines(channels=channels, x_nhwc=x_nhwc, y_nhwc=y_nhwc, dtype=dtype, width=width)
+        for dtype in STORAGE
+        for width in (vector_width(dtype), 1)
+        for channels, x_nhwc, y_nhwc in ((3, True, False), (3, True, True), (3, False, False), (1, False, False))
+    )
+
+
+def bytes_moved(elements: int, dtype: str) -> int:
+    """Bytes that must be read and written for so many values."""
+    return elements * (1 + itemsize(dtype))
