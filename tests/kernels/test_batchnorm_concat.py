@@ -38,11 +38,11 @@ class Layer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Two blocks with a transition between them, as torchvision writes them, or with `nested` as many others do."""
+    """Two blocks with a transition between them, as torchvision writes them, or nested, behind or in front, as others do."""
 
-    def __init__(self, *, growth: int = 8, nested: bool = False, stop_at: int = -1) -> None:
+    def __init__(self, form: str = "listed", growth: int = 8) -> None:
         super().__init__()
-        self.nested, self.stop_at = nested, stop_at
+        self.form = form
         self.stem = nn.Conv2d(8, 16, 3, padding=1, bias=False)
         self.block1 = nn.ModuleList(Layer(16 + i * growth, growth) for i in range(3))
         self.norm = nn.BatchNorm2d(16 + 3 * growth)
@@ -51,9 +51,9 @@ class DenseNet(nn.Module):
         self.last = nn.BatchNorm2d(16 + 2 * growth)
 
     def block(self, layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        if self.nested:
+        if self.form != "listed":
             for layer in layers:
-                x = torch.cat((x, layer(x)), dim=1)
+                x = torch.cat((x, layer(x)) if self.form == "behind" else [layer(x), x], dim=1)
             return x
         features = [x]
         for layer in layers:
@@ -236,6 +236,25 @@ def test_second_derivatives(emulated) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
 
 
+def test_one_concatenation_is_kept_for_the_backward(emulated) -> None:
+    """PyTorch keeps each: with as many layers as here 104 channels where one tensor has 48."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 4:
+            memory = tensor.untyped_storage()
+            kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    features, norms = _block()
+    with dispatch.everything(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        there = api.features(features[0], 48)
+        for k, norm in enumerate(norms):
+            there = api.extended(there, features[k]) if k else there
+            _, there = api.batchnorm_act(there, *norm, 0.1, 1e-5)
+    assert list(kept.values()) == [4 * 2 * 48 * 5 * 4]
+
+
 def test_tensors_that_a_hook_has_laid_out_anew(emulated) -> None:
     """As torch.autograd.graph.save_on_cpu gives saved tensors back: contiguous."""
     features, norms = _block()
@@ -263,11 +282,11 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.Monk
     assert not passes_with(monkeypatch, FAMILY, CASE, before, after)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_densenet_trains_on_the_kernels_as_the_plain_one(emulated, nested: bool) -> None:
+@pytest.mark.parametrize("form", ["listed", "behind", "in front"])
+def test_a_densenet_trains_on_the_kernels_as_the_plain_one(emulated, form: str) -> None:
     torch.manual_seed(0)
-    model = DenseNet(nested=nested).to(memory_format=torch.channels_last)
-    plain = DenseNet(nested=nested).double()
+    model = DenseNet(form).to(memory_format=torch.channels_last)
+    plain = DenseNet(form).double()
     plain.load_state_dict(model.state_dict())
     names = list(model.state_dict())
     x, wide = nhwc(2, 8, 6, 6).requires_grad_(), nhwc(2, 8, 6, 6).double().requires_grad_()
@@ -277,7 +296,7 @@ def test_a_densenet_trains_on_the_kernels_as_the_plain_one(emulated, nested: boo
         y.square().sum().backward()
     want = plain(wide)
     want.square().sum().backward()
-    first = 1 if nested else 0  # a block's first norm reads no concatenation there
+    first = int(form != "listed")  # a block's first norm reads no concatenation there
     matched = reports[FAMILY.id].matched
     assert matched == {
         **{f"block1.{i}.norm1": f"bn+relu over {i + 1} feature maps" for i in range(first, 3)},
@@ -339,8 +358,8 @@ class Others(nn.Module):
         changed.add_(1.0)
         narrow = self.d(torch.cat((x, x * 4, x[:, :2]), 1)).mean()
         twice = torch.cat((x, x * 2), 1)
-        backwards = torch.cat((x * 7, twice), 1)  # grows in front
-        late = self.b(backwards).mean() + self.e(twice).mean()
+        wider = torch.cat((x * 7, twice), 1)
+        late = self.b(wider).mean() + self.e(twice).mean()  # in the other order
         return alone + used + one + narrow + late + self.frozen(torch.cat((twice, x), 1)).mean()
 
 

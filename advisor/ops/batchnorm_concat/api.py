@@ -23,14 +23,23 @@ engaged, fell_back = dispatch.counters("batchnorm_concat")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Room:
-    """Memory of one concatenation: values [N, C, H, W], a pixel's channels beside each other, and moments [2, C]."""
+    """Memory of one concatenation: values [N, C, H, W], a pixel's channels beside each other, and moments [2, C].
+
+    It fills from the first channel on or, where each feature map comes before those that are there, from the last on.
+    """
 
     values: torch.Tensor
     moments: torch.Tensor
+    front: bool
 
-    def first(self, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first channels of both, as tensors of their own over the same memory: autograd sees no views."""
-        return self.values.narrow(1, 0, channels).detach(), self.moments.narrow(1, 0, channels).detach()
+    def begin(self, channels: int) -> int:
+        """The first channel of those taken when `channels` are."""
+        return self.values.shape[1] - channels if self.front else 0
+
+    def taken(self, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is there when `channels` are, as tensors of their own over the same memory: autograd sees no views."""
+        begin = self.begin(channels)
+        return self.values.narrow(1, begin, channels).detach(), self.moments.narrow(1, begin, channels).detach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +50,13 @@ class Features:
         tensor: [N, C, H, W], all of them. A tensor like any other, but that its pixels may lie further apart than C.
         moments: [2, C], mean and biased variance of each channel; None where PyTorch's own operations run. As far as autograd
             is concerned, what goes back through it are the two corrections of kernels/batchnorm_concat.
+        front: whether the next feature map comes before them, not behind.
         room: where there is space for more.
     """
 
     tensor: torch.Tensor
     moments: torch.Tensor | None = None
+    front: bool = False
     room: _Room | None = None
 
 
@@ -54,11 +65,14 @@ class _Append(torch.autograd.Function):
     def forward(
         ctx: Any, before: torch.Tensor | None, moments: torch.Tensor | None, feature: torch.Tensor, room: _Room
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        first = 0 if before is None else before.shape[1]
-        cuda.append(nhwc(feature), room.values, room.moments, first)
-        after = room.first(first + feature.shape[1])
+        there, channels = 0 if before is None else before.shape[1], feature.shape[1]
+        cuda.append(nhwc(feature), room.values, room.moments, room.begin(there + channels) if room.front else there)
+        after = room.taken(there + channels)
         ctx.save_for_backward(*after)
-        ctx.first = first
+        ctx.old, ctx.new = slice(there), slice(there, None)
+        if room.front:
+            ctx.new, ctx.old = slice(channels), slice(channels, None)
+        ctx.continues = before is not None
         ctx.set_materialize_grads(False)
         return after
 
@@ -67,19 +81,19 @@ class _Append(torch.autograd.Function):
         gradient, corrections = given
         if gradient is None:
             return None, None, None, None
-        first, (x, moments) = ctx.first, ctx.saved_tensors
+        (x, moments), old, new = ctx.saved_tensors, ctx.old, ctx.new
         feature = None
         if ctx.needs_input_grad[2]:
             if corrections is None:
-                feature = gradient[:, first:]
+                feature = gradient[:, new]
             elif torch.is_grad_enabled():
-                feature = _corrected(gradient, corrections, x, moments)[:, first:]
+                feature = _corrected(gradient, corrections, x, moments)[:, new]
             else:
                 parts = (cuda.rows(gradient), corrections, cuda.rows(x), moments)
-                feature = cuda.append_backward(*(part[:, first:] for part in parts))
-        if not first:
+                feature = cuda.append_backward(*(part[:, new] for part in parts))
+        if not ctx.continues:
             return None, None, feature, None
-        return gradient[:, :first], None if corrections is None else corrections[:, :first], feature, None
+        return gradient[:, old], None if corrections is None else corrections[:, old], feature, None
 
 
 def _corrected(
@@ -161,8 +175,10 @@ def unsupported(feature: torch.Tensor, channels: int) -> str:
     )
 
 
-def features(feature: torch.Tensor, channels: int) -> Features:
+def features(feature: torch.Tensor, channels: int, front: bool = False) -> Features:
     """The first feature map, [N, C, H, W], of a concatenation that will have `channels` in the end.
+
+    With `front` each feature map that is to come stands before those that are there.
 
     The kernels take channels_last fp16, bf16 or fp32 on CUDA; everything else runs PyTorch's own operations.
     """
@@ -170,30 +186,30 @@ def features(feature: torch.Tensor, channels: int) -> Features:
     reason = dispatch.refusal(unsupported(feature, channels), spec.wins(dtype=storage.name(feature.dtype)))
     if reason:
         fell_back[reason] += 1
-        return Features(feature)
+        return Features(feature, front=front)
     moments = torch.empty((2, channels), dtype=torch.float32, device=feature.device)
-    return _appended(None, None, feature, _Room(cuda.concatenation(feature.detach(), channels), moments))
+    return _appended(None, None, feature, _Room(cuda.concatenation(feature.detach(), channels), moments, front))
 
 
 def extended(before: Features, feature: torch.Tensor) -> Features:
-    """What there is so far with one more feature map, [N, C, H, W], behind it. `before` is used for nothing else then."""
-    if before.room is None or before.moments is None:
-        return Features(torch.cat((before.tensor, feature), 1))
-    if not _fits(before.room, before.tensor, feature):
+    """What there is so far with one more feature map, [N, C, H, W]. `before` is used for nothing else then."""
+    if before.room is not None and before.moments is not None:
+        if _fits(before.room, before.tensor, feature):
+            return _appended(before.tensor, before.moments, feature, before.room)
         fell_back["a later feature map differs from the first"] += 1
-        return Features(torch.cat((before.tensor, feature), 1))
-    return _appended(before.tensor, before.moments, feature, before.room)
+    parts = (feature, before.tensor) if before.front else (before.tensor, feature)
+    return Features(torch.cat(parts, 1), front=before.front)
 
 
 def _appended(
     before: torch.Tensor | None, moments: torch.Tensor | None, feature: torch.Tensor, room: _Room
 ) -> Features:
     tensor, moments = _Append.apply(before, moments, feature, room)  # type: ignore[no-untyped-call]
-    return Features(tensor, moments, room)
+    return Features(tensor, moments, room.front, room)
 
 
 def _fits(room: _Room, before: torch.Tensor, feature: torch.Tensor) -> bool:
-    """Whether the kernels can write `feature` behind `before`."""
+    """Whether the kernels can write `feature` beside `before`."""
     n, c, h, w = feature.shape
     whole = room.values
     return (
@@ -231,9 +247,9 @@ def batchnorm_act(
         y = reference.batchnorm_act(
             x.tensor, None, running_mean, running_var, weight, bias, momentum, eps, activation, slope
         )
-        return y, Features(x.tensor)
+        return y, Features(x.tensor, front=x.front)
     engaged[activation] += 1
     y, tensor, moments = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
         x.tensor, x.moments, weight, bias, running_mean, running_var, momentum, eps, activation, slope
     )
-    return y, Features(tensor, moments, x.room)
+    return y, Features(tensor, moments, x.front, x.room)

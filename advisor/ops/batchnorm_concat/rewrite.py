@@ -43,9 +43,17 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Chain:
-    """Concatenations of which each begins with all feature maps of the one before."""
+    """Concatenations of which each has all feature maps of the one before at its beginning or, with `front`, at its end."""
 
+    front: bool
     stages: list[_Stage] = field(default_factory=list)
+
+    def continued_by(self, stage: _Stage, place: dict[fx.Node, int]) -> bool:
+        """Whether `stage` has all that is there and perhaps more, and comes when the norms that are there have run."""
+        before = self.stages[-1]
+        there = len(before.features)
+        same = stage.features[-there:] if self.front else stage.features[:there]
+        return same == before.features and all(place[norm.norm.node] < place[stage.cat] for norm in before.norms)
 
     @property
     def norms(self) -> list[_Norm]:
@@ -147,19 +155,15 @@ def _chains(graph: fx.Graph, report: match.MatchReport) -> list[_Chain]:
         stage = _stage(node, place, report) if _is_cat(node) else None
         if stage is None:
             continue
-        continued = [chain for chain in chains if _continues(stage, chain.stages[-1], place)]
-        if not continued:
-            continued = [_Chain()]
-            chains += continued
-        max(continued, key=lambda chain: len(chain.stages)).stages.append(stage)
-    return chains
-
-
-def _continues(stage: _Stage, before: _Stage, place: dict[fx.Node, int]) -> bool:
-    """Whether `stage` has all of `before` and perhaps more behind it, and comes when the norms over `before` have run."""
-    return stage.features[: len(before.features)] == before.features and all(
-        place[norm.norm.node] < place[stage.cat] for norm in before.norms
-    )
+        continued = [chain for chain in chains if chain.continued_by(stage, place)]
+        if continued:
+            longest = max(continued, key=lambda chain: len(chain.stages))
+            # Which way it grows is seen at the second concatenation: until then it stands for both.
+            chains = [c for c in chains if c is longest or c.stages[0] is not longest.stages[0]]
+            longest.stages.append(stage)
+        else:
+            chains += [_Chain(front, [stage]) for front in (False, True)]
+    return [chain for chain in chains if not (chain.front and len(chain.stages) == 1)]
 
 
 def _channels(features: tuple[fx.Node, ...]) -> int:
@@ -172,9 +176,9 @@ def _substitute(graph: fx.Graph, chain: _Chain) -> None:
     there = 0
     for stage in chain.stages:
         with graph.inserting_before(stage.cat):
-            for feature in stage.features[there:]:
+            for feature in (stage.features[::-1] if chain.front else stage.features)[there:]:
                 if current is None:
-                    current = graph.call_function(api.features, (feature, channels))
+                    current = graph.call_function(api.features, (feature, channels, chain.front))
                 else:
                     current = graph.call_function(api.extended, (current, feature))
         there = len(stage.features)
