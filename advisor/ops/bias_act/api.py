@@ -117,6 +117,11 @@ def _name(activation: str, bias: bool, residual: bool, dim: int = 1) -> str:
     return spec.name(activation, bias=bias, residual=residual, dim=dim)
 
 
+@lru_cache(maxsize=64)
+def _scale_name(variant: spec.Scaled) -> str:
+    return variant.name
+
+
 class _BiasAct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -291,7 +296,7 @@ def scale_add(
     if reason:
         fell_back[reason] += 1
         return reference.scale_add(branch, scale, keep, residual, bias, dtype, twin)
-    engaged[variant.name] += 1
+    engaged[_scale_name(variant)] += 1
     return _ScaleAdd.apply(branch, scale, keep, residual, bias, dtype, twin)  # type: ignore[no-untyped-call]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -224,9 +223,9 @@ def _scale_case(
 
 
 _BOTH, _SCALE, _DROP = spec.Scaled(True, True), spec.Scaled(True, False), spec.Scaled(False, True)
-_FIRST = replace(_BOTH, bias=True, mixed=True, twin=True)  # ConvNeXt's first block of a stage, behind a convolution
-_INNER = replace(_BOTH, bias=True, twin=True)  # and before another block
-_LAST = replace(_BOTH, bias=True)  # and before a norm
+_FIRST = _BOTH._replace(bias=True, mixed=True, twin=True)  # ConvNeXt's first block of a stage, behind a convolution
+_INNER = _BOTH._replace(bias=True, twin=True)  # and before another block
+_LAST = _BOTH._replace(bias=True)  # and before a norm
 BENCHMARK = (
     *(_case(shape, "bfloat16", "relu", True, False) for shape in _VGG),
     *(_case(shape, dtype, "relu", True, False) for dtype in ("float16", "float32") for shape in _VGG[1:3]),
@@ -239,8 +238,8 @@ BENCHMARK = (
     *(_scale_case(shape, "bfloat16", "float32", _INNER) for shape in _CONVNEXT),
     *(_scale_case(shape, "bfloat16", "float32", _FIRST) for shape in _CONVNEXT[1:]),
     *(_scale_case(shape, "bfloat16", "float32", _LAST) for shape in _CONVNEXT),
-    _scale_case(_CONVNEXT[0], "bfloat16", "float32", replace(_INNER, keep=False)),
-    *(_scale_case(_CONVNEXT[1], "bfloat16", "float32", replace(v, bias=False)) for v in (_INNER, _FIRST)),
+    _scale_case(_CONVNEXT[0], "bfloat16", "float32", _INNER._replace(keep=False)),
+    *(_scale_case(_CONVNEXT[1], "bfloat16", "float32", v._replace(bias=False)) for v in (_INNER, _FIRST)),
     _scale_case(_CONVNEXT[1], "float16", "float32", _INNER),
     *(_scale_case(shape, dtype, dtype, _BOTH) for dtype in ("bfloat16", "float32") for shape in _CONVNEXT[:2]),
     *(_scale_case(shape, "bfloat16", "bfloat16", _DROP) for shape in _EFFICIENTNET),
@@ -258,8 +257,8 @@ _SCALES = (
         for result in dict.fromkeys((dtype, "float32"))
         for variant in (_BOTH, _SCALE, _DROP)
     ),
-    *(("bfloat16", "float32", variant) for variant in (_FIRST, _INNER, _LAST, replace(_FIRST, twin=False, bias=False))),
-    *(("float16", "float32", variant) for variant in (replace(_FIRST, keep=False), replace(_DROP, twin=True))),
+    *(("bfloat16", "float32", variant) for variant in (_FIRST, _INNER, _LAST, _FIRST._replace(twin=False, bias=False))),
+    *(("float16", "float32", variant) for variant in (_FIRST._replace(keep=False), _DROP._replace(twin=True))),
     *((dtype, dtype, _LAST) for dtype in ("bfloat16", "float32")),
 )
 # Every variant once on the shape with the most to go wrong; the other shapes where they differ most.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from advisor.ops import channel_tiles
 from advisor.ops.batchnorm_act import spec as batchnorm_act
@@ -53,8 +53,7 @@ def name(activation: str, *, bias: bool, residual: bool, dim: int = 1) -> str:
     return operands if dim == 1 else f"linear {operands}"
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(NamedTuple):
     """A variant of scale + add: residual + (branch + bias) * scale * keep.
 
     Attributes:
