@@ -147,6 +147,12 @@ class Family:
         return found
 
     @property
+    def finish(self) -> Callable[..., None] | None:
+        """`finish(graph_module, report, *, compiled)`: a last look at the graph, after all families' rewrites; or None."""
+        found: Callable[..., None] | None = getattr(self.module("rewrite"), "finish", None)
+        return found
+
+    @property
     def engaged(self) -> Counter[str]:
         """How often the kernels ran, by variant."""
         return dispatch.counters(self.id)[0]

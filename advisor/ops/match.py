@@ -7,6 +7,7 @@ are the user's own objects.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,16 @@ from advisor.ops import catalog, storage
 
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
+_WRITES = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.setitem,
+}
 _GELU = {"none": ("gelu", 0.0), "tanh": ("gelu_tanh", 0.0)}
 _STRAIGHT = {F.silu: "silu", F.hardswish: "hardswish", F.relu6: "relu6"}
 
@@ -211,14 +222,21 @@ def activation(node: fx.Node) -> tuple[str, float] | None:
 
 
 def changes_in_place(user: fx.Node, tensor: Any) -> bool:
-    """Whether `user` writes into `tensor`, its first argument."""
-    if not user.args or user.args[0] is not tensor:
+    """Whether `user` writes into `tensor`: its first argument, one of a list that is, or its `out`."""
+    if user.kwargs.get("out") is tensor:
+        return True
+    first = user.args[0] if user.args else None
+    if first is not tensor and not (isinstance(first, (list, tuple)) and tensor in first):
         return False
     if user.op == "call_method":
         return str(user.target).endswith("_")
-    if user.target is operator.iadd or user.kwargs.get("inplace") is True:
+    if user.target in _WRITES or getattr(user.target, "__name__", "").endswith("_"):
         return True
-    return activation(user) is not None and len(user.args) > 1 and user.args[-1] is True
+    try:
+        given = inspect.signature(cast(Callable[..., Any], user.target)).bind(*user.args, **user.kwargs)
+    except (TypeError, ValueError):  # no Python function: none of those has an argument for it
+        return False
+    return given.arguments.get("inplace") is True
 
 
 def addend(add: fx.Node, term: fx.Node, *, mixed: bool = False) -> fx.Node | None:
@@ -241,6 +259,19 @@ def permutes(node: Any, order: tuple[int, ...]) -> bool:
     given = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
     permuted = value(node)
     return permuted is not None and tuple(int(d) % permuted.dim() for d in given) == order  # type: ignore[arg-type, union-attr]
+
+
+def changed_in_place(node: fx.Node) -> bool:
+    """Whether a node of the graph writes into this one's value, or into a view of it."""
+    memory = _memory(node)
+    alike = [other for other in node.graph.nodes if other is node or (memory and _memory(other) == memory)]
+    return any(changes_in_place(user, one) for one in alike for user in one.users)
+
+
+def _memory(node: fx.Node) -> int:
+    """What the fake tensors of views of one tensor have in common; 0 when the value is no tensor."""
+    found = value(node)
+    return 0 if found is None else int(found.untyped_storage()._cdata)
 
 
 def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
@@ -275,13 +306,16 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
     """
     from advisor.ops import weight_casts  # which reads graphs through this module
 
-    rewrites = [(family.rewrite, reports[family.id]) for family in catalog.FAMILIES if family.id in reports]
+    families = [family for family in catalog.FAMILIES if family.id in reports]
+    rewrites = [(family.rewrite, reports[family.id]) for family in families]
     if weight_casts.ID in reports:
         rewrites.append((weight_casts.rewrite, reports[weight_casts.ID]))
+    finishes = [(finish, reports[family.id]) for family in families if (finish := family.finish) is not None]
 
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        for rewrite, report in rewrites:
+        for _, report in rewrites:
             report.graphs += 1
+        for rewrite, report in (*rewrites, *finishes):
             _rewrite_or_leave(rewrite, graph_module, report, compiled=mode is not None)
         if rewrites:
             graph_module.recompile()

@@ -3,12 +3,14 @@
 //   g = dy * act'(z)      dbias = sum_m g      dweight = invstd * sum_m g * (x - mean)
 //   dx = weight * invstd * (g - dbias / M - (x - mean) * invstd^2 * sum_m g (x - mean) / M)      dresidual = g
 //
-// Shapes    dy, x, dx, dresidual: [M, C] NHWC; mask and saved as either forward wrote them; weight, bias, dweight, dbias: [C] fp32.
+// FORK      y was used twice: dy is the sum of two gradients, dy and dy2, as in batchnorm_act_backward.cu.
+// Shapes    dy, dy2, x, dx, dresidual: [M, C] NHWC; mask and saved as either forward wrote them; weight, bias, dweight, dbias: [C] fp32.
 // Replaces  the two launches of batchnorm_act_backward.cu where all rows of a channel tile fit the registers of one cluster.
-// Bytes     2 reads (+1/16 mask), 1 write (+1 with a residual): 3 passes over the tensor in place of 5, or 4 in place of 6.
+// Bytes     2 reads (+1/16 mask; FORK: +1), 1 write (+1 where dresidual is not dy itself: an activation, or FORK): 3 passes over the
+//           tensor in place of 5, or 4 in place of 6, or with FORK 5 in place of 7.
 // Bound     as in batchnorm_act_held_forward.cu: latency up to some 10 MB, then DRAM.
-// Grid      (CLUSTER, tiles), include/held_tile.cuh. HOLD rows of both tensors a thread: 2 HOLD loads of 16 bytes in flight.
-// Numerics  those of the two launches: z by the forward's expression, or the forward's bits; fp64 across warps and blocks.
+// Grid      (CLUSTER, tiles), include/held_tile.cuh. HOLD rows of all tensors a thread: 2 or 3 HOLD loads of 16 bytes in flight.
+// Numerics  those of the two launches (with FORK dx always comes of a rounded g): z by the forward's expression, or the forward's bits; fp64 across warps and blocks.
 // Limits    M <= HOLD * CLUSTER * THREADS / tile; fewer than 2^31 vectors; with a residual only slopes of 0 or 1 (none, ReLU, ReLU6); sm_90 (clusters).
 
 #include "vector.cuh"
@@ -16,7 +18,13 @@
 #include "cluster.cuh"
 #include "held_tile.cuh"
 
+#ifndef FORK
+#define FORK 0
+#endif
 #define BY_MASK (RESIDUAL && ACT != 0)
+#define KEEPS_G (RESIDUAL && (ACT != 0 || FORK))  // dresidual is written: it is not dy itself
+// Between the sums and dx the registers hold dy, of which g is made a second time, or g: dy or zero, or a sum.
+#define MAKES_G_TWICE (ACT > 2 && !FORK)
 
 // A per-channel constant of the tile, as this thread's VEC channels have it.
 __device__ __forceinline__ void fetch(const float* constant, int tile, int tx, float (&k)[VEC]) {
@@ -25,7 +33,8 @@ __device__ __forceinline__ void fetch(const float* constant, int tile, int tx, f
 }
 
 extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) batchnorm_act_held_backward(
-    const Vec16* __restrict__ dy, const Vec16* __restrict__ x, const unsigned char* __restrict__ mask,
+    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, const Vec16* __restrict__ x,
+    const unsigned char* __restrict__ mask,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
     int rows, int vectors, int tile, float slope) {
@@ -35,6 +44,9 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
   Vec16 vx[HOLD], vdy[HOLD];
+#if FORK
+  Vec16 vdy2[HOLD];
+#endif
 #if BY_MASK
   unsigned int bits[HOLD];
 #endif
@@ -43,6 +55,9 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
     if (t.first + u * t.stride < end) {
       vx[u] = load_last(x + at + u * step);
       vdy[u] = load_last(dy + at + u * step);
+#if FORK
+      vdy2[u] = load_last(dy2 + at + u * step);
+#endif
 #if BY_MASK
       bits[u] = mask[at + u * step];
 #endif
@@ -70,6 +85,12 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
     float g[VEC], d[VEC];
     widen(vx[u], d);
     widen(vdy[u], g);
+#if FORK
+    float other[VEC];
+    widen(vdy2[u], other);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) g[j] += other[j];
+#endif
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
       d[j] -= mean[j];
@@ -81,8 +102,8 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
       sum[j] += g[j];
       product[j] += g[j] * d[j];
     }
-#if ACT == 1 || ACT == 2 || BY_MASK
-    vdy[u] = narrow(g);  // dy or zero: exact, so that neither z nor the bits are needed again
+#if !MAKES_G_TWICE && (ACT != 0 || FORK)
+    vdy[u] = narrow(g);  // so that neither z nor the bits are needed again
 #endif
   }
   double first, second;
@@ -110,11 +131,11 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
       d[j] -= mean[j];
-#if ACT > 2
+#if MAKES_G_TWICE
       g[j] *= slope_at(d[j] * scale[j] + offset[j], slope);
 #endif
     }
-#if RESIDUAL
+#if KEEPS_G
     store(dresidual + place, narrow(g));
 #endif
 #pragma unroll

@@ -109,7 +109,9 @@ def test_two_runs_are_bit_equal(dtype):
         x, r, running, weight, bias, dy = case((8, 128, 28, 28), dtype, True, seed=3)
         poison()
         y, saved, mask = cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
-        outputs.append([y, saved, mask, *running, *cuda.backward(dy, x, saved, mask, weight, bias, "relu", 0.0, True)])
+        outputs.append(
+            [y, saved, mask, *running, *cuda.backward(dy, None, x, saved, mask, weight, bias, "relu", 0.0, True)]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
@@ -210,7 +212,7 @@ def test_one_launch_gives_what_two_give(shape, activation, residual, dtype):
         buffers = [b.clone() for b in running]
         poison()
         y, saved, mask = cuda.forward(x, r, *buffers, weight, bias, 0.1, 1e-5, activation, 0.01, one_launch=one)
-        gradients = cuda.backward(dy, x, saved, mask, weight, bias, activation, 0.01, residual, one_launch=one)
+        gradients = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, 0.01, residual, one_launch=one)
         found.append([y, *buffers, *(g for g in gradients if g.numel())])
     two, first, second = found
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

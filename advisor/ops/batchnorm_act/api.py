@@ -3,6 +3,7 @@
 Two entries over the same kernels: `batchnorm_act`, a plain function for eager code (thin: an autograd.Function), and
 `torch.ops.advisor.batchnorm_act`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
 `frozen_batchnorm_act` normalises by the running statistics; it is for eager code alone, since Inductor fuses that itself.
+`forked_batchnorm_act`, for eager code too, gives out its result twice, so that the two gradients are added up in its kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class _BatchNormAct(torch.autograd.Function):
         activation: str,
         slope: float,
         one_launch: bool | None,
-    ) -> torch.Tensor:
+        forked: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.affine = weight is not None, bias is not None
         weight, bias = _affine(x, weight, bias)
         y, saved, mask = cuda.forward(
@@ -70,17 +73,23 @@ class _BatchNormAct(torch.autograd.Function):
         # Only a second derivative needs the residual again; the bit mask serves the first.
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
         ctx.one_launch = one_launch
-        return y
+        # A second tensor over the same memory. To autograd no view of the first, but with its version: a change in place of
+        # either is seen by whoever has saved the other.
+        return (y, y.detach()) if forked else y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = [dy for dy in gradients if dy is not None]
+        if not given:  # nobody used the result
+            return (None,) * 12
         x, weight, bias, saved, mask = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
-            dx, dresidual, dweight, dbias = _differentiable_backward(ctx, dy, x, weight, bias, mask)
+            above = given[0] if len(given) == 1 else given[0] + given[1]
+            dx, dresidual, dweight, dbias = _differentiable_backward(ctx, above, x, weight, bias, mask)
         else:
             dx, dresidual, dweight, dbias = cuda.backward(
-                nhwc(dy),
+                nhwc(given[0]),
+                nhwc(given[1]) if len(given) == 2 else None,
                 x,
                 saved,
                 mask,
@@ -97,7 +106,7 @@ class _BatchNormAct(torch.autograd.Function):
             dresidual if ctx.residual else None,
             dweight if has_weight else None,
             dbias if has_bias else None,
-            *[None] * 7,
+            *[None] * 8,
         )
 
 
@@ -194,9 +203,45 @@ def batchnorm_act(
         )
     engaged[activation if residual is None else f"add+{activation}"] += 1
     result: torch.Tensor = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch
+        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch, False
     )
     return result
+
+
+def forked_batchnorm_act(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    activation: str = "none",
+    slope: float = 0.01,
+    *,
+    one_launch: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `batchnorm_act`, for a result that is used twice: two tensors over one memory, each to be used in one place.
+
+    The backward takes a gradient for each and adds them up in its kernels, in fp32; autograd's own sum, a launch that reads both
+    and writes a third, falls away. Where the kernels do not run, or only one of the two gets a gradient, it is as with one.
+    """
+    x, residual = realigned(x), realigned(residual)
+    wins = spec.wins(
+        activation=activation, residual=residual is not None, dtype=storage.name(x.dtype), variant=spec.FORKED
+    )
+    if dispatch.refusal(unsupported(x, residual, activation), wins):
+        statistics = (running_mean, running_var)
+        y = batchnorm_act(
+            x, residual, *statistics, weight, bias, momentum, eps, activation, slope, one_launch=one_launch
+        )
+        return y, y
+    engaged[f"{activation if residual is None else f'add+{activation}'} {spec.FORKED}"] += 1
+    both: tuple[torch.Tensor, torch.Tensor] = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
+        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch, True
+    )
+    return both
 
 
 def _variant(running_mean: object, weight: object, bias: object) -> str:
@@ -362,10 +407,12 @@ def batchnorm_act_backward_op(
     slope: float,
     residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::batchnorm_act`: dx, dresidual (empty without one), dweight, dbias."""
+    """Gradients of `advisor::batchnorm_act`: dx, dresidual (empty without one, and where it is dy itself), dweight, dbias."""
     dy = nhwc(dy)
     x = nhwc(x)
-    dx, dresidual, dweight, dbias = cuda.backward(dy, x, saved, mask, weight, bias, activation, slope, residual)
+    dx, dresidual, dweight, dbias = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, slope, residual)
+    if dresidual is dy:
+        dresidual = x.new_empty(0)
     return dx, dresidual, dweight.clone(), dbias.clone()  # an op may not return two views of one tensor
 
 
@@ -382,7 +429,8 @@ def _(
     residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dx = torch.empty_like(x, memory_format=torch.channels_last)
-    return dx, torch.empty_like(dx) if residual else x.new_empty(0), torch.empty_like(weight), torch.empty_like(bias)
+    written = spec.writes_residual_gradient(activation, residual, forked=False)
+    return dx, torch.empty_like(dx) if written else x.new_empty(0), torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -398,7 +446,11 @@ def _op_backward(ctx: Any, dy: torch.Tensor, _saved: Any, _mask: Any) -> tuple[A
     dx, dresidual, dweight, dbias = batchnorm_act_backward_op(
         dy, x, saved, mask, weight, bias, ctx.activation, ctx.slope, ctx.residual
     )
-    return dx, dresidual if ctx.residual else None, None, None, dweight, dbias, None, None, None, None
+    if not ctx.residual:
+        dresidual = None
+    elif not spec.writes_residual_gradient(ctx.activation, True, forked=False):
+        dresidual = dy
+    return dx, dresidual, None, None, dweight, dbias, None, None, None, None
 
 
 batchnorm_act_op.register_autograd(_op_backward, setup_context=_setup)

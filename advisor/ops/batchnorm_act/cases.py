@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,6 +28,10 @@ _TRAINED = (
 )
 # Those of CIFAR ResNet-18 at batch 128 and of ResNet-50 at batch 256 whose rows fit a cluster's registers.
 _HELD = ((128, 512, 4, 4), (128, 256, 8, 8), (128, 128, 16, 16), (256, 2048, 7, 7), (256, 1024, 14, 14))
+# Whose results are used twice: the ends of ResNet-50's blocks, those of CIFAR ResNet-18 at batch 128, MobileNetV2's.
+_BLOCK_ENDS = ((256, 256, 56, 56), (256, 512, 28, 28), (256, 1024, 14, 14), (256, 2048, 7, 7))
+_SMALL_BLOCK_ENDS = ((128, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8), (128, 512, 4, 4))
+_BOTTLENECKS = ((256, 24, 56, 56), (256, 96, 14, 14))
 # Odd sizes: few rows, a prime number of vectors, N = 1, one pixel. Channels are multiples of 8, which every dtype takes.
 _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1, 1))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
@@ -109,37 +114,46 @@ def _case(
     *,
     one_launch: bool | None = None,
     without: str = "",
+    forked: bool = False,
 ) -> Case:
-    """In training mode: as it is dispatched or, named so, in one launch a pass or in two."""
+    """In training mode: as it is dispatched or, named so, in one launch a pass or in two.
+
+    `forked` takes two gradients, whose sum in PyTorch is autograd's: outside what torch.compile sees, here as wherever a graph
+    gives one tensor out twice.
+    """
     n, c, h, w = shape
     itemsize = getattr(torch, dtype).itemsize
     elements = math.prod(shape)
-    twice = spec.bytes_moved(elements=elements, itemsize=itemsize, residual=residual)
-    once = spec.held_bytes_moved(elements=elements, itemsize=itemsize, residual=residual)
+    moved = {"elements": elements, "itemsize": itemsize, "activation": activation, "residual": residual}
+    twice, once = spec.bytes_moved(**moved, forked=forked), spec.held_bytes_moved(**moved, forked=forked)
     sources = {"forward": (spec.FORWARD, spec.HELD_FORWARD), "backward": (spec.BACKWARD, spec.HELD_BACKWARD)}
     passes = {}
     dispatched = not spec.wins_in_one_launch(elements * itemsize, residual)
     for (kind, (two, one)), of_two, of_one in zip(sources.items(), twice, once, strict=True):
         wanted = dispatched if one_launch is None else one_launch
-        if wanted and spec.held(one, n * h * w, c, dtype, sm_count=_H200_SMS) is not None:
+        held = forked and kind == "backward"
+        if wanted and spec.held(one, n * h * w, c, dtype, sm_count=_H200_SMS, forked=held) is not None:
             passes[kind] = Work(kernels=(one,), nbytes=of_one)
         else:
             passes[kind] = Work(kernels=(two,), nbytes=of_two)
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
-    wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=without)
+    variant = spec.FORKED if forked else without
+    wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=variant)
+    function: Callable[..., Any] = api.forked_batchnorm_act if forked else api.batchnorm_act
+    plain: Callable[..., Any] = reference.forked_batchnorm_act if forked else reference.batchnorm_act
     if one_launch:
         wins = partial(spec.wins_in_one_launch, elements * itemsize, residual)
     elif one_launch is False and dispatched:
         wins = partial(str, "one launch is faster at this size")
     return Case(
-        name=" ".join(filter(None, (spec.name(activation, residual), without, _LAUNCHES[one_launch]))),
+        name=" ".join(filter(None, (spec.name(activation, residual), variant, _LAUNCHES[one_launch]))),
         shape=shape,
         dtype=dtype,
         passes=passes,
         inputs=partial(inputs, shape=shape, dtype=dtype, activation=activation, residual=residual),
-        ours=api.batchnorm_act if one_launch is None else partial(api.batchnorm_act, one_launch=one_launch),
-        eager=reference.batchnorm_act,
-        reference=reference.batchnorm_act,
+        ours=function if one_launch is None else partial(function, one_launch=one_launch),
+        eager=plain,
+        reference=plain,
         wins=wins,
         steady=_steady,
         gradient_floor=0.05,  # with few rows a channel dx is what cancellation leaves of dy
@@ -202,6 +216,14 @@ BENCHMARK = (
     ),
     *(_frozen_case(_LARGE, "bfloat16", *variant, wanted) for variant in _RELU for wanted in (True, False)),
     *(_case(_LARGE, "bfloat16", "relu", False, without=what) for what in (spec.NO_AFFINE, spec.NO_STATISTICS)),
+    *(_case(shape, "bfloat16", "relu", True, forked=True) for shape in (*_BLOCK_ENDS, *_SMALL_BLOCK_ENDS)),
+    *(_case(_BLOCK_ENDS[0], dtype, "relu", True, forked=True) for dtype in ("float16", "float32")),
+    *(_case(shape, "bfloat16", "relu", False, forked=True) for shape in _BLOCK_ENDS[1:3]),
+    *(
+        _case(shape, "bfloat16", "none", residual, forked=forked)
+        for shape in _BOTTLENECKS
+        for residual, forked in ((True, False), (True, True), (False, True))
+    ),
 )
 _VARIANTS = (*((a, False) for a in spec.ACTIVATIONS), *((a, True) for a in sorted(spec.RESIDUAL_ACTIVATIONS)))
 _EACH = tuple(enumerate(itertools.product(_VARIANTS, storage.STORAGE)))
@@ -223,6 +245,9 @@ VERIFICATION = (
     _frozen_case(_ODD[1], "bfloat16", "relu", True, True),
     _frozen_case(_ODD[2], "bfloat16", "relu", False, True),
     _frozen_case(_ODD[3], "float16", "silu", False, True),
+    *(_case(*one, one_launch=i % 3 == 0, forked=True) for i, one in enumerate(_IN_TURN)),
+    _case(_ODD[0], "bfloat16", "relu", True, one_launch=False, forked=True),
+    _case(_ODD[1], "bfloat16", "relu", True, one_launch=True, forked=True),
     _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, one_launch=False),
     _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, one_launch=False),
 )

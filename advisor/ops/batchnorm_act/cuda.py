@@ -33,15 +33,19 @@ class _Launch:
 
 
 @lru_cache(maxsize=4096)
-def _launch(rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int) -> _Launch:
+def _launch(
+    rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, forked: bool, device: int
+) -> _Launch:
     name = storage.name(dtype)
     sms = nvrtc.sm_count(device)
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
-    defines = tuple(spec.defines(name, activation, residual).items())
     (stats, apply), (reduce, backward_apply) = (
-        [nvrtc.function(source, entry, defines, device) for entry in spec.KERNELS[source]]
-        for source in (spec.FORWARD, spec.BACKWARD)
+        [nvrtc.function(source, entry, tuple(defines.items()), device) for entry in spec.KERNELS[source]]
+        for source, defines in (
+            (spec.FORWARD, spec.defines(name, activation, residual)),
+            (spec.BACKWARD, spec.defines(name, activation, residual, forked=forked)),
+        )
     )
     return _Launch(
         stats=stats,
@@ -71,13 +75,20 @@ class _Held:
 
 @lru_cache(maxsize=4096)
 def _held(
-    source: str, rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, device: int
+    source: str,
+    rows: int,
+    channels: int,
+    dtype: torch.dtype,
+    activation: str,
+    residual: bool,
+    forked: bool,
+    device: int,
 ) -> _Held | None:
     name = storage.name(dtype)
-    shape = spec.held(source, rows, channels, name, sm_count=nvrtc.sm_count(device))
+    shape = spec.held(source, rows, channels, name, sm_count=nvrtc.sm_count(device), forked=forked)
     if shape is None or nvrtc.arch(device) < spec.NEEDS_ARCH[source]:
         return None
-    defines = tuple(spec.held_defines(source, name, activation, residual).items())
+    defines = tuple(spec.held_defines(source, name, activation, residual, forked=forked).items())
     return _Held(
         kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
         grid=(spec.HELD_CLUSTER, shape.tiles, 1),
@@ -87,7 +98,7 @@ def _held(
 
 
 def _in_one_launch(
-    source: str, x: torch.Tensor, activation: str, residual: bool, one_launch: bool | None
+    source: str, x: torch.Tensor, activation: str, residual: bool, one_launch: bool | None, *, forked: bool = False
 ) -> _Held | None:
     """The one launch, where it is wanted (None: where spec says so) and a cluster's registers hold the rows."""
     if one_launch is None:
@@ -95,7 +106,7 @@ def _in_one_launch(
     if not one_launch:
         return None
     n, c, h, w = x.shape
-    return _held(source, n * h * w, c, x.dtype, activation, residual, x.device.index or 0)
+    return _held(source, n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +143,9 @@ def _frozen(
     )
 
 
-def _plan(x: torch.Tensor, activation: str, residual: bool) -> _Launch:
+def _plan(x: torch.Tensor, activation: str, residual: bool, *, forked: bool = False) -> _Launch:
     n, c, h, w = x.shape
-    return _launch(n * h * w, c, x.dtype, activation, residual, x.device.index or 0)
+    return _launch(n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
 
 
 def forward(
@@ -244,6 +255,7 @@ def forward(
 
 def backward(
     dy: torch.Tensor,
+    dy2: torch.Tensor | None,
     x: torch.Tensor,
     saved: torch.Tensor,
     mask: torch.Tensor,
@@ -257,25 +269,31 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dresidual (like x; empty without a residual), dweight and dbias [C] fp32.
 
-    dy: like x, channels_last; the caller makes it so. `one_launch` as in `forward`; the two need not agree.
+    dy, dy2: like x, channels_last; the caller makes them so. What came from above is their sum, or dy alone, which is dresidual
+    itself then where there is no activation. `one_launch` as in `forward`; the two need not agree.
     """
     weight, bias = aligned(weight), aligned(bias)
     device = x.device.index or 0
     channels = x.shape[1]
     dx = torch.empty_like(x)
-    dresidual = torch.empty_like(x) if residual else x.new_empty(0)
+    forked = dy2 is not None
+    if spec.writes_residual_gradient(activation, residual, forked=forked):
+        dresidual = torch.empty_like(x)
+    else:
+        dresidual = dy if residual else x.new_empty(0)
     per_channel = torch.empty((4, channels), dtype=torch.float32, device=x.device)
     dweight, dbias = per_channel[2], per_channel[3]
     base = per_channel.data_ptr()
+    above = (dy.data_ptr(), 0 if dy2 is None else dy2.data_ptr())
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
-    held = _in_one_launch(spec.HELD_BACKWARD, x, activation, residual, one_launch)
+    held = _in_one_launch(spec.HELD_BACKWARD, x, activation, residual, one_launch, forked=forked)
     if held is not None:
         held.kernel(
             held.grid,
             held.block,
             (
-                dy.data_ptr(),
+                *above,
                 x.data_ptr(),
                 mask.data_ptr(),
                 *common,
@@ -290,16 +308,17 @@ def backward(
             stream,
         )
         return dx, dresidual, dweight, dbias
-    plan = _plan(x, activation, residual)
+    plan = _plan(x, activation, residual, forked=forked)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     plan.reduce(
         plan.grid,
         plan.block,
         (
-            dy.data_ptr(),
+            *above,
             x.data_ptr(),
             mask.data_ptr(),
             *common,
+            dresidual.data_ptr(),
             partial.data_ptr(),
             nvrtc.tickets(x.device),
             base,
@@ -317,13 +336,11 @@ def backward(
         plan.grid,
         plan.block,
         (
-            dy.data_ptr(),
+            *((dresidual.data_ptr(), 0) if residual else above),
             x.data_ptr(),
-            mask.data_ptr(),
             *common,
             base,
             dx.data_ptr(),
-            dresidual.data_ptr(),
             plan.rows,
             plan.vectors,
             plan.tile,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -49,6 +50,12 @@ def batchnorm_act(
     """
     z = F.batch_norm(x, running_mean, running_var, weight, bias, training=True, momentum=momentum, eps=eps)
     return activate(z if residual is None else z + residual, activation, slope)
+
+
+def forked_batchnorm_act(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`batchnorm_act` of the arguments, twice: autograd adds up the gradients of both."""
+    y = batchnorm_act(*arguments)
+    return y, y
 
 
 def frozen_batchnorm_act(

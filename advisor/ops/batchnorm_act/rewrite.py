@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
@@ -194,6 +195,50 @@ def _substitute(
             fused = graph.call_function(api.batchnorm_act, arguments)
     match.replace(last, fused, pattern.nodes[-2::-1])
     return running
+
+
+def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Results that are used in several places are given out twice, so that the kernels add up the two gradients.
+
+    The last of all rewrites: some look for one node with several users. Inductor, with `compiled`, adds gradients up itself.
+    """
+    if compiled:
+        return
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and node.target is api.batchnorm_act and _may_fork(node):
+            _fork(node)
+
+
+# What is said of a tensor's whole gradient, which neither of two handles has.
+_OF_THE_GRADIENT = {"register_hook", "retain_grad"}
+
+
+def _may_fork(norm: fx.Node) -> bool:
+    """Whether two handles of the result can stand for it: one graph's operations read it, and nothing else sees it."""
+    x = match.value(norm.args[0])
+    if x is None or len(norm.users) < 2:
+        return False
+    if any(
+        user.op not in ("call_function", "call_method")
+        or user.target in _OF_THE_GRADIENT
+        or isinstance(user.target, HigherOrderOperator)  # what it does with it is in another graph
+        for user in norm.users
+    ):
+        return False
+    activation, residual = cast(str, norm.args[8]), norm.args[1] is not None
+    wins = spec.wins(activation=activation, residual=residual, dtype=match.dtype_name(x), variant=spec.FORKED)
+    return not dispatch.refusal("", wins) and not match.changed_in_place(norm)
+
+
+def _fork(norm: fx.Node) -> None:
+    """One handle to the first user and the other to the rest: of two users each then has its own."""
+    graph, (first, *_) = norm.graph, norm.users
+    with graph.inserting_before(norm):
+        both = graph.call_function(api.forked_batchnorm_act, norm.args, norm.kwargs)
+        one, other = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    one.meta.update(norm.meta)
+    first.replace_input_with(norm, one)
+    match.replace(norm, other)
 
 
 def copy_back(graph: fx.Graph, running: list[tuple[fx.Node, fx.Node, int]]) -> None:

@@ -32,6 +32,9 @@ ACTIVATIONS = {"none": 0, "relu": 1, "relu6": 2, "leaky_relu": 3, "silu": 4, "ha
 RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
 # What a batch norm may do without, and the one that normalises by its running statistics.
 NO_AFFINE, NO_STATISTICS, FROZEN = "no affine parameters", "no running statistics", "frozen"
+# A batch norm whose result is used twice: it gives out two handles of it and takes a gradient for each, which the kernels add
+# up (docs/decisions/0011-two-gradients.md).
+FORKED = "forked"
 
 THREADS = 512
 # Channel vectors a block covers. 16 x 16 bytes of a row is two cache lines, and the last block of a tile has little to add
@@ -52,6 +55,7 @@ HELD_CLUSTER = 8  # the most that every device of sm_90 takes
 # The forward's; the backward, which holds two tensors, has half. 512 x 128 registers, or 256 x 255, are all of an SM's.
 HELD_THREADS = 512
 HELD_ROWS = {HELD_FORWARD: 14, HELD_BACKWARD: 16}  # a thread's, as many as its registers hold without spilling
+HELD_FORKED_ROWS = 10  # of HELD_BACKWARD with two gradients: three tensors
 MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of a row, a cache line
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
@@ -60,6 +64,8 @@ TUNABLE = {"HELD_BYTES": (0, 4 << 20, 1 << 40), "HELD_THREADS": (256, 512), "HEL
 
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
 _MEASURED = frozenset({"none", "relu", "relu6", "silu", "hardswish"})
+# (activation, residual) for which two gradients are measured to be taken faster than their sum.
+_MEASURED_FORKED: frozenset[tuple[str, bool]] = frozenset()
 
 
 def name(activation: str, residual: bool) -> str:
@@ -70,14 +76,14 @@ def name(activation: str, residual: bool) -> str:
 def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win.
 
-    `variant` is one of NO_AFFINE, NO_STATISTICS and FROZEN, or empty for the batch norm that most networks train.
+    `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN and FORKED, or empty for the batch norm that most networks train.
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
     128x512x4x4, and bn+relu frozen, without affine parameters and without running statistics. ReLU6 and SiLU are taken to do as
     Hardswish, whose arithmetic lies between theirs. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
-    if activation not in _MEASURED:
+    if activation not in _MEASURED or (variant == FORKED and (activation, residual) not in _MEASURED_FORKED):
         return UNMEASURED
     if activation == "none" and not residual and dtype == "float32":
         return f"nothing to fuse, and cuDNN's own batch norm is as fast in {dtype}"
@@ -94,21 +100,25 @@ _PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDU
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
+    forks = (False, True) if source in (BACKWARD, HELD_BACKWARD) else (False,)
     if source in HELD_ROWS:
-        return tuple(held_defines(source, dtype, *pair) for dtype in STORAGE for pair in _PAIRS)
+        return tuple(
+            held_defines(source, dtype, *pair, forked=f) for dtype in STORAGE for pair in _PAIRS for f in forks
+        )
     if source in (FROZEN_FORWARD, FROZEN_BACKWARD):
         found = (frozen_defines(source, dtype, *pair, r) for dtype in STORAGE for pair in _PAIRS for r in (False, True))
         return tuple(dict(d) for d in dict.fromkeys(tuple(d.items()) for d in found))
-    return tuple(defines(dtype, *pair) for dtype in STORAGE for pair in _PAIRS)
+    return tuple(defines(dtype, *pair, forked=f) for dtype in STORAGE for pair in _PAIRS for f in forks)
 
 
 def _macros(dtype: str, activation: str, residual: bool) -> dict[str, int]:
     return {"STORAGE": STORAGE[dtype], "ACT": ACTIVATIONS[activation], "RESIDUAL": int(residual)}
 
 
-def defines(dtype: str, activation: str, residual: bool) -> dict[str, int]:
-    """Macros of one variant of the two launches."""
-    return {**_macros(dtype, activation, residual), "THREADS": THREADS, "MAX_TILE": MAX_TILE}
+def defines(dtype: str, activation: str, residual: bool, *, forked: bool = False) -> dict[str, int]:
+    """Macros of one variant of the two launches. `forked`, of BACKWARD alone, takes two gradients."""
+    found = {**_macros(dtype, activation, residual), "THREADS": THREADS, "MAX_TILE": MAX_TILE}
+    return {**found, "FORK": 1} if forked else found
 
 
 def held_threads(source: str) -> int:
@@ -116,14 +126,25 @@ def held_threads(source: str) -> int:
     return HELD_THREADS if source == HELD_FORWARD else HELD_THREADS // 2
 
 
-def held_defines(source: str, dtype: str, activation: str, residual: bool) -> dict[str, int]:
+def held_rows(source: str, *, forked: bool) -> int:
+    """Rows that a thread of HELD_FORWARD or HELD_BACKWARD holds. `forked`, of the latter alone, takes two gradients."""
+    return min(HELD_FORKED_ROWS, HELD_ROWS[source]) if forked else HELD_ROWS[source]
+
+
+def held_defines(source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False) -> dict[str, int]:
     """Macros of one variant of HELD_FORWARD or HELD_BACKWARD."""
-    return {
+    found = {
         **_macros(dtype, activation, residual),
         "THREADS": held_threads(source),
         "CLUSTER": HELD_CLUSTER,
-        "HOLD": HELD_ROWS[source],
+        "HOLD": held_rows(source, forked=forked),
     }
+    return {**found, "FORK": 1} if forked else found
+
+
+def writes_residual_gradient(activation: str, residual: bool, *, forked: bool) -> bool:
+    """Whether the backward makes the residual's gradient; without, and with a residual, that is the gradient from above."""
+    return residual and (activation != "none" or forked)
 
 
 def frozen_masked(activation: str, residual: bool, affine_gradients: bool) -> bool:
@@ -193,14 +214,14 @@ class Held:
 
 
 @lru_cache(maxsize=4096)
-def held(source: str, rows: int, channels: int, dtype: str, *, sm_count: int) -> Held | None:
+def held(source: str, rows: int, channels: int, dtype: str, *, sm_count: int, forked: bool = False) -> Held | None:
     """The geometry in which a cluster holds all rows of its tile; None where not even the narrowest tile fits.
 
     The widest tile that fits and leaves no more than a quarter of the SMs without a block; at least a sector wide where that
     fits.
     """
     vectors = channels // vector_width(dtype)
-    room = HELD_CLUSTER * held_threads(source) * HELD_ROWS[source] // rows
+    room = HELD_CLUSTER * held_threads(source) * held_rows(source, forked=forked) // rows
     if not room or rows * vectors >= 2**31:
         return None
     tile = next(t for t in (8, 4, 2, 1) if t <= min(room, MAX_HELD_TILE))
@@ -209,20 +230,21 @@ def held(source: str, rows: int, channels: int, dtype: str, *, sm_count: int) ->
     return Held(tile=tile, tiles=-(-vectors // tile), vectors=vectors)
 
 
-def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
+def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:
     """Bytes the two launches of the forward and of the backward must move: tensor passes, with one bit an element for the mask."""
-    mask = elements // 8 if residual else 0
+    mask = elements // 8 if residual and activation != "none" else 0
     forward = elements * itemsize * (4 if residual else 3) + mask
-    backward = elements * itemsize * (6 if residual else 5) + 2 * mask
-    return forward, backward
+    written = writes_residual_gradient(activation, residual, forked=forked)
+    tensors = 6 + forked if written else 5 + 2 * forked
+    return forward, elements * itemsize * tensors + mask
 
 
-def held_bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
+def held_bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:
     """Bytes that the forward and the backward must move in one launch each: every tensor once."""
-    mask = elements // 8 if residual else 0
+    mask = elements // 8 if residual and activation != "none" else 0
     forward = elements * itemsize * (3 if residual else 2) + mask
-    backward = elements * itemsize * (4 if residual else 3) + mask
-    return forward, backward
+    tensors = 3 + forked + writes_residual_gradient(activation, residual, forked=forked)
+    return forward, elements * itemsize * tensors + mask
 
 
 def frozen_bytes_moved(

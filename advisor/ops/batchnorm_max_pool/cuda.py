@@ -187,9 +187,11 @@ def backward(
         plan.reduce.block,
         (
             dy.data_ptr(),
+            0,  # no second gradient
             chosen.data_ptr(),
             0,  # no mask: that is the residual's
             *constants,
+            0,  # no gradient of a residual
             partial.data_ptr(),
             nvrtc.tickets(x.device),
             base,
