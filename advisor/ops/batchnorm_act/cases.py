@@ -246,8 +246,7 @@ VERIFICATION = (
     _frozen_case(_ODD[2], "bfloat16", "relu", False, True),
     _frozen_case(_ODD[3], "float16", "silu", False, True),
     *(_case(*one, one_launch=i % 3 == 0, forked=True) for i, one in enumerate(_IN_TURN)),
-    _case(_ODD[0], "bfloat16", "relu", True, one_launch=False, forked=True),
-    _case(_ODD[1], "bfloat16", "relu", True, one_launch=True, forked=True),
+    *(_case(_ODD[i], "bfloat16", "relu", True, one_launch=i == 1, forked=True) for i in range(2)),
     _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, one_launch=False),
     _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, one_launch=False),
 )
