@@ -103,12 +103,12 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD) else (False,)
     if source in HELD_ROWS:
         return tuple(
-            held_defines(source, dtype, *pair, forked=f) for dtype in STORAGE for pair in _PAIRS for f in forks
+            held_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
         )
     if source in (FROZEN_FORWARD, FROZEN_BACKWARD):
         found = (frozen_defines(source, dtype, *pair, r) for dtype in STORAGE for pair in _PAIRS for r in (False, True))
         return tuple(dict(d) for d in dict.fromkeys(tuple(d.items()) for d in found))
-    return tuple(defines(dtype, *pair, forked=f) for dtype in STORAGE for pair in _PAIRS for f in forks)
+    return tuple(defines(dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS)
 
 
 def _macros(dtype: str, activation: str, residual: bool) -> dict[str, int]:
