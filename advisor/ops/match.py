@@ -304,7 +304,7 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
 
     `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor.
     """
-    from advisor.ops import weight_casts  # which reads graphs through this module
+    from advisor.ops import recomputation, weight_casts  # which read graphs through this module
 
     families = [family for family in catalog.FAMILIES if family.id in reports]
     rewrites = [(family.rewrite, reports[family.id]) for family in families]
@@ -317,7 +317,9 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
             report.graphs += 1
         for rewrite, report in (*rewrites, *finishes):
             _rewrite_or_leave(rewrite, graph_module, report, compiled=mode is not None)
-        if rewrites:
+        if mode is None:
+            recomputation.as_written(graph_module)
+        if rewrites or mode is None:
             graph_module.recompile()
         if mode is None:
             forward: Callable[..., Any] = graph_module.forward
