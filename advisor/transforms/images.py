@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -86,9 +87,8 @@ class NormalisedImages(torch.Tensor):
         return self._plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._plain is not None:
-            return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        return _rebuilt, (self.pixels, self.table.data)
+        # Saved to a file it must be readable without advisor.
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return repr(self.plain())
@@ -126,6 +126,20 @@ class NormalisedImages(torch.Tensor):
 
 def _rebuilt(pixels: torch.Tensor, data: bytes) -> NormalisedImages:
     return NormalisedImages(pixels, table_of(data))
+
+
+def _handed_over(images: NormalisedImages) -> Any:
+    """From a worker to its loader: bytes in shared memory, as torch hands over tensors."""
+    if not images.untouched:
+        return _plain, (images.plain(),)
+    return _rebuilt, (images.pixels, images.table.data)
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+ForkingPickler.register(NormalisedImages, _handed_over)
 
 
 # What the wrapper itself knows. The pixels need not be touched for it.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -162,15 +164,28 @@ def test_integers_are_made_of_the_values(kept) -> None:
     assert images.moved["uint8"] == 0
 
 
-def test_pickled_as_bytes_with_its_table(kept) -> None:
-    data = pickle.dumps(kept)
-    assert len(data) < PIXELS.numel() + len(TABLE.data) + 1024
-    back = pickle.loads(data)
+def test_between_processes_it_goes_as_bytes_with_its_table(kept) -> None:
+    kept.pixels = torch.zeros(4, 3, 100, 100, dtype=torch.uint8)
+    shared = ForkingPickler.dumps(kept)
+    assert len(shared) < len(TABLE.data) + 1024
+    back = ForkingPickler.loads(shared)
     assert back.untouched
     assert back.table == TABLE
-    assert torch.equal(back.plain(), VALUES)
+    assert torch.equal(back.plain(), kept.plain())
     kept.zero_()
-    assert torch.equal(pickle.loads(pickle.dumps(kept)), torch.zeros_like(VALUES))
+    back = ForkingPickler.loads(ForkingPickler.dumps(kept))
+    assert type(back) is torch.Tensor
+    assert torch.equal(back, kept.plain())
+
+
+def test_saved_it_is_the_plain_tensor(kept) -> None:
+    file = io.BytesIO()
+    torch.save({"batch": kept}, file)
+    file.seek(0)
+    back = torch.load(file, weights_only=True)["batch"]
+    assert type(back) is torch.Tensor
+    assert torch.equal(back, VALUES)
+    assert type(pickle.loads(pickle.dumps(kept))) is torch.Tensor
 
 
 def test_one_image(kept) -> None:
