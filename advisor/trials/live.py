@@ -23,6 +23,7 @@ from advisor.core.environment import Environment
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Blocks, Check, Verdict
+from advisor.ops.verify import unusable
 from advisor.profiling.aggregate import aggregate
 from advisor.profiling.attach import Attached, attach_training
 from advisor.profiling.collector import TraceCollector
@@ -432,7 +433,7 @@ class SearchDriver:
         except torch.cuda.OutOfMemoryError as error:
             return verdict("failed", f"out of memory: {_first_line(error)}")
         except Exception as error:
-            lost = self._lost()
+            lost = unusable(str(self.training.device))
             if lost:
                 raise _Unclean(f"it left the GPU in error, which ends the process: {_first_line(error)}") from error
             if isinstance(error, _Unclean):
@@ -682,14 +683,6 @@ class SearchDriver:
     def _synchronize(self) -> None:
         if self.training.device.type == "cuda":
             torch.cuda.synchronize(self.training.device)
-
-    def _lost(self) -> bool:
-        """Whether an error has come to stay (an illegal access, a failed device assertion): each call from now on repeats it."""
-        try:
-            self._synchronize()
-        except RuntimeError:
-            return True
-        return False
 
 
 def _take_back(standing: Standing) -> None:

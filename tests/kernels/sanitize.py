@@ -4,7 +4,9 @@
 
 memcheck finds accesses outside allocations, racecheck hazards between threads in shared memory, initcheck reads of device
 memory that nobody has written. Torch's caching allocator is off for the first and the last, so that an allocation is one
-tensor. Exits with 1 when a tool found something, or did not get through.
+tensor. memcheck watches the whole verification, with sliced and misaligned tensors; the other two, which are slow and do not
+get through some of the libraries' kernels beside, watch each case's kernels alone. Exits with 1 when a tool found something,
+or did not get through.
 """
 
 from __future__ import annotations
@@ -33,17 +35,40 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 def check(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
     """Whether the tool has found nothing, and what it says."""
     filters = [f"--kernel-name=kne={entry}" for entries in family.kernels.values() for entry in entries]
-    command = ["compute-sanitizer", "--tool", tool, *filters, sys.executable, "-m", "advisor", "kernels", "verify"]
+    watched = ["-m", "advisor", "kernels", "verify"] if tool == "memcheck" else [__file__, "--exercise"]
+    command = ["compute-sanitizer", "--tool", tool, *filters, sys.executable, *watched, family.id]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0" if tool == "racecheck" else "1"}
     try:
-        ended = subprocess.run(
-            [*command, family.id], cwd=REPO, env=environment, timeout=seconds, capture_output=True, text=True
-        )
+        ended = subprocess.run(command, cwd=REPO, env=environment, timeout=seconds, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return False, f"not through in {seconds:g} s"
     except FileNotFoundError:
         return False, "compute-sanitizer is not installed; it comes with the CUDA toolkit"
     return judged(ended.stdout + ended.stderr, ended.returncode)
+
+
+def exercise(family: Family, device: str) -> None:
+    """Run the kernels of every verification case once, forward and backward, and compare nothing.
+
+    Raises:
+        RuntimeError: when a case runs none.
+    """
+    import torch
+
+    from advisor.ops import dispatch, verify
+
+    with dispatch.everything():
+        for number, case in enumerate(family.verification):
+            before = sum(family.engaged.values())
+            arguments = case.inputs(verify.seeded(device, number), case.shape[0])
+            outputs = verify.tensors(case.ours(*arguments))
+            leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+            if leaves and "backward" in case.passes:
+                torch.autograd.grad(outputs, leaves, [torch.randn_like(y) for y in outputs], allow_unused=True)
+            if sum(family.engaged.values()) == before:
+                raise RuntimeError(f"{case.label}: {dispatch.told(family.id)}")
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def judged(text: str, exit_code: int) -> tuple[bool, str]:
@@ -61,9 +86,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="ids of `advisor kernels list`; default: all")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all three")
+    parser.add_argument("--exercise", action="store_true", help="no tool: run each case's kernels once, here")
     parser.add_argument("--seconds", type=float, default=300.0, help="for one family and tool")
     asked = parser.parse_args()
     families = [catalog.get(name) for name in asked.families] or list(catalog.FAMILIES)
+    if asked.exercise:
+        for family in families:
+            exercise(family, "cuda")
+        return 0
     pairs = list(product(asked.tool or TOOLS, families))
     clean = True
     with ThreadPoolExecutor(AT_ONCE) as pool:

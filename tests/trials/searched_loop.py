@@ -165,10 +165,7 @@ class LosesDevice(Wrapped):
     id = "loses_device"
 
     def apply(self, training, parameters):
-        def repeat(driver):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-        live.SearchDriver._synchronize = repeat
+        live.unusable = lambda device: True
         return super().apply(training, parameters)
 
     def wrap(self, forward, net):

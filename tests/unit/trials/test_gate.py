@@ -465,6 +465,92 @@ def test_activations_at_the_edge_of_zero_do_not_make_another_order_wrong(monkeyp
     assert not OnEdge().judge(moved_by(1e4)).passed
 
 
+class OneOnEdge(OnEdge):
+    """One activation of 2048 is at zero, all others are far from it."""
+
+    def __init__(self):
+        super().__init__()
+        (x,) = self.root.args
+        with torch.no_grad():
+            sums = x @ self.net.weight
+            self.net.edge.copy_(sums + torch.where(torch.rand_like(sums) < 0.5, -1.0, 1.0))
+            self.net.edge[3, 5] = sums[3, 5] + 1e-5
+
+
+def one_let_through(forward):
+    """The activation at zero is a few roundings higher: right, and its gradient comes through."""
+    net = forward.__self__
+    higher = torch.zeros(16, 128)
+    higher[3, 5] = 2e-5
+    return lambda x: F.relu(x @ net.weight - net.edge + higher)
+
+
+def slightly_wrong_gradient(forward):
+    return lambda x: ScaledGradient.apply(one_let_through(forward)(x), 1.01)
+
+
+def wrong_output(forward):
+    return lambda x: one_let_through(forward)(x) * 1.001
+
+
+def wrong_gradient_now_and_then(forward):
+    calls = [0]
+
+    def changed(x):
+        calls[0] += 1
+        return ScaledGradient.apply(forward(x), 1.05 if calls[0] % 2 else 1.0)
+
+    return changed
+
+
+def test_what_hangs_on_one_activation_is_judged_at_points_close_by(monkeypatch):
+    monkeypatch.setattr(gate, "_LAYERED_SEEDS", ())  # six draws may miss it
+    check = OneOnEdge().judge(one_let_through)
+    assert check.passed, check
+    assert "4 of 4 points close by" in check.detail
+    for wrong in (slightly_wrong_gradient, wrong_gradient, wrong_output, wrong_gradient_now_and_then, stale_output):
+        assert not OneOnEdge().judge(wrong).passed, wrong
+    monkeypatch.setattr(gate, "_CLOSE_SEEDS", ())
+    assert not OneOnEdge().judge(one_let_through).passed
+
+
+class KnifeOfRows(Knife):
+    def forward(self, x, edge):
+        return F.relu(x @ self.weight - edge)
+
+
+class RowsOnEdge(OnEdge):
+    """As `OnEdge`, but what is near zero goes with its row when rows change places."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.__class__ = KnifeOfRows
+        edge = self.net.edge.clone()
+        self.gate.arm()
+        (x,) = self.root.args
+        out = self.net(x, edge)
+        self.root.args, self.root.output, self.root.output_grads = (x, edge), out, (torch.randn(16, 128),)
+        assert self.gate.captured()
+
+
+def test_noise_is_looked_for_in_both_orders_of_the_rows(monkeypatch):
+    """What is seen with the rows rolled counts, and is enough where nothing is seen on the batch as it was."""
+    monkeypatch.setattr(gate, "_CLOSE_SEEDS", ())
+    plain = gate._replay
+
+    def replay(call, saved, *, jitter=0.0, rolled=False, **options):
+        quiet = jitter > gate._EPSILON["fp32"] and not rolled
+        return plain(call, saved, jitter=0.0 if quiet else jitter, rolled=rolled, **options)
+
+    def moved(forward):
+        net = forward.__self__
+        noise = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
+        return lambda x, edge: F.relu(x @ net.weight + 24 * 8 * 2.0**-24 * noise - edge)
+
+    monkeypatch.setattr(gate, "_replay", replay)
+    assert RowsOnEdge().judge(moved).passed
+
+
 class Offset(nn.Module):
     def forward(self, x):
         return x + 16.0
