@@ -88,12 +88,13 @@ def test_limits() -> None:
     assert "2^31" in limits((4096, 3, 512, 512))
 
 
-def test_every_group_is_launched_and_none_twice() -> None:
-    for shape in ((256, 3, 224, 224), (3, 3, 5, 7), (2, 1, 3, 3)):
-        for y_nhwc in (False, True):
-            for aligned in (False, True):
-                found = spec.geometry(shape, x_nhwc=True, y_nhwc=y_nhwc, dtype="bfloat16", aligned=aligned)
-                covered = found.blocks * spec.THREADS * spec.UNROLL
-                assert found.groups <= covered < found.groups + spec.THREADS * spec.UNROLL
-                channels = 3 if shape[1] == 3 and not y_nhwc else 1
-                assert found.groups * found.width * channels == torch.Size(shape).numel()
+@pytest.mark.parametrize("shape", [(256, 3, 224, 224), (3, 3, 5, 7), (2, 1, 3, 3)])
+@pytest.mark.parametrize("y_nhwc", [False, True])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_every_group_is_launched_and_none_twice(shape, y_nhwc, aligned) -> None:
+    found = spec.geometry(shape, x_nhwc=True, y_nhwc=y_nhwc, dtype="bfloat16", aligned=aligned)
+    macros = spec.defines(channels=shape[1], x_nhwc=True, y_nhwc=y_nhwc, dtype="bfloat16", width=found.width)
+    block = macros["THREADS"] * macros["UNROLL"]
+    assert found.groups <= found.blocks * block < found.groups + block
+    channels = 3 if shape[1] == 3 and not y_nhwc else 1
+    assert found.groups * found.width * channels == torch.Size(shape).numel()
