@@ -117,14 +117,15 @@ class CudaCopies:
     def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin the copy; the callable returns it, ready for the stream that is current then."""
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        # The new copy may lie where an earlier one was that queued kernels still read. (record_stream would say so as well,
+        # but a tensor marked with it ends a forked loader's worker that frees it: the allocator records a CUDA event then.)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             copy = pinned.to(self.device, non_blocking=True)
             done = self.stream.record_event()
 
         def finish() -> torch.Tensor:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(done)
-            copy.record_stream(current)  # its memory belongs to the side stream
+            torch.cuda.current_stream(self.device).wait_event(done)
             return copy
 
         return finish

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from loops import make_loop
 from torch.utils.data import DataLoader, TensorDataset
 
-from advisor.transforms.prefetch import DevicePrefetch
+from advisor.transforms.prefetch import CudaCopies, DevicePrefetch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -36,3 +38,30 @@ def test_values_are_right_while_the_device_is_busy(workers: int, move: str) -> N
     check = DevicePrefetch().effect(loop.training, None, None)
     assert check.passed
     assert check.numbers["ahead"] == 10
+
+
+def test_a_copys_memory_is_not_written_while_queued_kernels_read_it() -> None:
+    device = torch.device("cuda")
+    copies = CudaCopies(device)
+    busy = torch.randn(8192, 8192, device=device)
+    first, second = torch.full((1 << 20,), 1.0).pin_memory(), torch.full((1 << 20,), 2.0).pin_memory()
+    for _ in range(3):
+        copy = copies.start(first)()
+        for _ in range(4):
+            busy = busy @ busy / 90
+        total = copy.sum() + 0 * busy[0, 0]  # queued behind the products
+        place = copy.data_ptr()
+        del copy
+        again = copies.start(second)()
+        assert again.data_ptr() == place  # the allocator gave the memory out anew at once
+        assert total.item() == 1 << 20
+
+
+def test_a_forked_worker_may_free_what_the_parent_copied() -> None:
+    copy = CudaCopies(torch.device("cuda")).start(torch.ones(1 << 20))()
+    _ = copy.sum().item()
+    child = os.fork()
+    if not child:
+        del copy
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
