@@ -106,6 +106,10 @@ def _happened(fault: dict[str, Any], runs: list[dict[str, Any]]) -> str:
             total.update(run["tests"].get(test, {}))
         if total:
             said.append(f"{run['machine']}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(total.items())))
+    on_record = {test for run in runs for test in run["tests"]}
+    waiting = [test for test in fault.get("tests", ()) if on_gpu(test) and test not in on_record]
+    if waiting:
+        said.append(f"gpu: {len(waiting)} not run yet")
     return "; ".join(said) or ("not run" if fault.get("tests") else "no test")
 
 
