@@ -67,13 +67,6 @@ def test_other_calls_run_pytorchs_own_with_the_same_bits(emulated, pixels, dtype
     assert got.is_contiguous(memory_format=out)
 
 
-def test_not_dispatched_before_it_is_measured() -> None:
-    assert spec.wins() == dispatch.UNMEASURED
-    dispatch.clear()
-    api.normalise(images(1, 4, 4, nhwc=True), TABLE)
-    assert sum(api.fell_back.values()) == 1
-
-
 def limits(shape: tuple[int, ...], **given: object) -> str:
     return spec.unsupported(
         **{"shape": shape, "x_nhwc": True, "y_nhwc": False, "dtype": "float32", "arch": 90, **given}
