@@ -69,10 +69,10 @@ class _Append(torch.autograd.Function):
         cuda.append(nhwc(feature), room.values, room.moments, room.begin(there + channels) if room.front else there)
         after = room.taken(there + channels)
         ctx.save_for_backward(*after)
-        ctx.old, ctx.new = slice(there), slice(there, None)
+        # First channel and how many, of what was there and of what is new.
+        ctx.old, ctx.new = (0, there), (there, channels)
         if room.front:
-            ctx.new, ctx.old = slice(channels), slice(channels, None)
-        ctx.continues = before is not None
+            ctx.new, ctx.old = (0, channels), (channels, there)
         ctx.set_materialize_grads(False)
         return after
 
@@ -85,15 +85,14 @@ class _Append(torch.autograd.Function):
         feature = None
         if ctx.needs_input_grad[2]:
             if corrections is None:
-                feature = gradient[:, new]
+                feature = gradient.narrow(1, *new)
             elif torch.is_grad_enabled():
-                feature = _corrected(gradient, corrections, x, moments)[:, new]
+                feature = _corrected(gradient, corrections, x, moments).narrow(1, *new)
             else:
-                parts = (cuda.rows(gradient), corrections, cuda.rows(x), moments)
-                feature = cuda.append_backward(*(part[:, new] for part in parts))
-        if not ctx.continues:
+                feature = cuda.append_backward(cuda.rows(gradient), corrections, cuda.rows(x), moments, *new)
+        if not old[1]:
             return None, None, feature, None
-        return gradient[:, old], None if corrections is None else corrections[:, old], feature, None
+        return gradient.narrow(1, *old), None if corrections is None else corrections.narrow(1, *old), feature, None
 
 
 def _corrected(

@@ -139,24 +139,24 @@ def append(feature: torch.Tensor, whole: torch.Tensor, moments: torch.Tensor, fi
 
 
 def append_backward(
-    gradient: torch.Tensor, corrections: torch.Tensor, x: torch.Tensor, moments: torch.Tensor
+    gradient: torch.Tensor, corrections: torch.Tensor, x: torch.Tensor, moments: torch.Tensor, first: int, channels: int
 ) -> torch.Tensor:
-    """The gradient of one feature, [N, C, H, W] channels_last.
+    """The gradient of the feature in `channels` channels from `first` on, [N, channels, H, W] channels_last.
 
-    gradient, x: as `rows` gives them. corrections, moments: [2, C] fp32, rows at any distance. All narrowed to the feature.
+    gradient, x: as `rows` gives them. corrections, moments: [2, C] fp32, rows at any distance.
     """
-    n, c, h, w = x.shape
+    n, _, h, w = x.shape
     device = x.device.index or 0
-    plan = _append(n * h * w, c, x.dtype, True, device)
-    feature = concatenation(x, c)
-    a = corrections.data_ptr()
+    plan = _append(n * h * w, channels, x.dtype, True, device)
+    feature = concatenation(x, channels)
+    offset, a = first * x.element_size(), corrections.data_ptr() + 4 * first
     plan.kernel(
         plan.grid,
         _BLOCK,
         (
-            gradient.data_ptr(),
-            x.data_ptr(),
-            moments.data_ptr(),
+            gradient.data_ptr() + offset,
+            x.data_ptr() + offset,
+            moments.data_ptr() + 4 * first,
             a,
             a + 4 * corrections.stride(0),
             feature.data_ptr(),
@@ -192,7 +192,7 @@ def forward(
     n, c, h, w = x.shape
     device = x.device.index or 0
     plan = _forward(n * h * w, c, x.dtype, activation, device)
-    y = concatenation(x, c)
+    y = torch.empty_like(x, memory_format=torch.channels_last)
     mean = moments.data_ptr()
     plan.kernel(
         plan.grid,
@@ -239,10 +239,11 @@ def backward(
     n, c, h, w = x.shape
     device = x.device.index or 0
     plan = _backward(n * h * w, c, x.dtype, activation, later is not None, device)
-    gradient = concatenation(x, c)
-    per_channel = torch.empty((4, c), dtype=torch.float32, device=x.device)
+    gradient = torch.empty_like(x, memory_format=torch.channels_last)
+    corrections = torch.empty((2, c), dtype=torch.float32, device=x.device)
+    affine = torch.empty((2, c), dtype=torch.float32, device=x.device)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    base, mean = per_channel.data_ptr(), moments.data_ptr()
+    own, dweight, mean = corrections.data_ptr(), affine.data_ptr(), moments.data_ptr()
     behind, a, b, pitch = 0, 0, 0, 0
     if later is not None:
         behind, a, pitch = later[0].data_ptr(), later[1].data_ptr(), later[0].stride(3)
@@ -263,10 +264,10 @@ def backward(
             partial.data_ptr(),
             nvrtc.tickets(x.device),
             gradient.data_ptr(),
-            base,
-            base + 4 * c,
-            base + 8 * c,
-            base + 12 * c,
+            own,
+            own + 4 * c,
+            dweight,
+            dweight + 4 * c,
             plan.rows,
             plan.vectors,
             _pitch(x.stride(3), x.dtype),
@@ -278,4 +279,4 @@ def backward(
         0,
         nvrtc.stream(device),
     )
-    return gradient, per_channel[:2], per_channel[2], per_channel[3]
+    return gradient, corrections, affine[0], affine[1]

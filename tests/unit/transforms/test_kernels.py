@@ -210,6 +210,7 @@ def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -
     families = [Family(id=name, title="", replaces="", transform=name, modules=()) for name in ("b", "a")]
     monkeypatch.setattr(catalog, "FAMILIES", tuple(families))
     monkeypatch.setattr(Family, "rewrite", property(lambda self: lambda *_, **__: order.append(self.id)))
+    monkeypatch.setattr(Family, "finish", None)
     reports = {name: match.MatchReport() for name in ("a", "b")}
     torch.compile(lambda x: x + 1, backend=match.backend(reports, mode=None))(torch.ones(2))
     assert order == ["b", "a"]
