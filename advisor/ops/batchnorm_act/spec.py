@@ -33,7 +33,7 @@ RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
 # What a batch norm may do without, and the one that normalises by its running statistics.
 NO_AFFINE, NO_STATISTICS, FROZEN = "no affine parameters", "no running statistics", "frozen"
 # A batch norm whose result is used twice: it gives out two handles of it and takes a gradient for each, which the kernels add
-# up (docs/decisions/0013-two-gradients.md).
+# up (docs/decisions/0014-two-gradients.md).
 FORKED = "forked"
 
 THREADS = 512
