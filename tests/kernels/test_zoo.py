@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from advisor.ops import catalog, dispatch, match
+from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.first_conv import spec as first_conv
 from advisor.ops.grouped import spec as grouped
 
@@ -96,6 +97,16 @@ def _is_grouped(module: nn.Module) -> bool:
 
 # Networks with an activation behind each norm and the convolution behind that.
 PRE_ACTIVATION = {"densenet121", "resnetv2_50"}
+# Norms whose result a block and its shortcut take: the blocks' ends but the last, before which nothing else stands.
+TWICE_USED = {
+    "resnet18": 7,
+    "resnext50_32x4d": 15,
+    "regnet_y_400mf": 16,
+    "mobilenet_v2": 10,
+    "mobilenet_v3_small": 6,
+    "efficientnet_b0": 5,  # blocks that drop paths end in no norm
+    "densenet121": 0,
+}
 
 
 def _dense_layers(model: nn.Module) -> int:
@@ -149,8 +160,11 @@ def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.mark.parametrize(
     ("package", "name"), [*(("torchvision", name) for name in TORCHVISION), *(("timm", name) for name in TIMM)]
 )
-def test_every_site_is_found(package: str, name: str) -> None:
+def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
     model = build(package, name)
+    calls: list[object] = []
+    forked = batchnorm_act.forked_batchnorm_act
+    monkeypatch.setattr(batchnorm_act, "forked_batchnorm_act", lambda *given: calls.append(given) or forked(*given))
     reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
     captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
     captured(torch.randn(2, 3, 224, 224, device="meta"))
@@ -159,6 +173,8 @@ def test_every_site_is_found(package: str, name: str) -> None:
         assert len(report.matched) == SITES[family](model), (family, report.matched, report.unmatched)
     if name in PRE_ACTIVATION:
         assert set(reports["batchnorm_act"].matched.values()) == {"bn+relu"}
+    if package == "torchvision" and name in TWICE_USED:
+        assert len(calls) == TWICE_USED[name]
 
 
 def test_every_family_says_how_many_sites_it_expects() -> None:
