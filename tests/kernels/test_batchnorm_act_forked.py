@@ -113,55 +113,14 @@ def test_a_slice_of_a_gradient_is_read_where_it_lies(
 
 
 class _Copies(TorchDispatchMode):
-    """Notes the shapes of tensors that are copied or added up."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[int, ...]] = []
+        self.seen: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        if function in (aten.clone.default, aten.copy_.default, aten.add.Tensor, aten.add_.Tensor):
-            self.seen.append(tuple(args[0].shape))
+        if function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
-
-
-class Skip(nn.Module):
-    """One level of a UNet: what the encoder has made is pooled, and concatenated later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn, self.inner, self.conv = nn.BatchNorm2d(8), nn.Conv2d(8, 16, 1), nn.Conv2d(24, 8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = F.relu(self.bn(x))
-        y = self.inner(F.max_pool2d(skip, 2))
-        return self.conv(torch.cat([skip, F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=True)], 1))
-
-
-def test_a_unets_skip_takes_both_gradients_without_a_copy(emulated) -> None:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    dispatch.clear()
-    model = Skip().to(memory_format=torch.channels_last)
-    plain = copy.deepcopy(model)
-    reports = {name: match.MatchReport() for name in ("batchnorm_act", "pooling", "upsample")}
-    run = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
-    x = torch.randn(2, 8, 4, 6).to(memory_format=torch.channels_last)
-    loss = run(x).square().sum()
-    plain(x).square().sum().backward()
-    copies = _Copies()
-    with copies:
-        loss.backward()
-    assert [list(report.matched.values()) for report in reports.values()] == [
-        ["bn+relu"],
-        ["max_pool k2s2"],
-        ["bilinear+cat"],
-    ]
-    assert catalog.get("batchnorm_act").engaged["relu forked"] == 1
-    assert tuple(x.shape) not in copies.seen
-    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("one_launch", [False, True])
