@@ -19,20 +19,6 @@ def is_nhwc(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.data_ptr() % 16 == 0
 
 
-def pitch(tensor: torch.Tensor) -> int:
-    """Elements from one pixel to the next of an [N, C, H, W] tensor that is channels_last or a slice of such a tensor's channels.
-
-    0 where it is neither, or where a pixel begins between two 16-byte vectors.
-    """
-    if tensor.dim() != 4 or tensor.data_ptr() % 16:
-        return 0
-    (n, c, h, w), (image, channel, row, column) = tensor.shape, tensor.stride()
-    found = column if w > 1 else row if h > 1 else image if n > 1 else c
-    regular = (w == 1 or column == found) and (h == 1 or row == w * found) and (n == 1 or image == h * w * found)
-    fits = regular and (c == 1 or channel == 1) and found >= c and found * tensor.element_size() % 16 == 0
-    return found if fits else 0
-
-
 def realigned(tensor: Parameter) -> Parameter:
     """The tensor itself, or a copy (with its gradient) where it is channels_last and begins between two 16-byte vectors.
 

@@ -3,8 +3,7 @@
 //   g = dy * act'(z)      dbias = sum_m g      dweight = invstd * sum_m g * (x - mean)
 //   dx = weight * invstd * (g - dbias / M - (x - mean) * invstd^2 * sum_m g (x - mean) / M)      dresidual = g
 //
-// FORK      y was used twice: dy is the sum of two gradients, dy and dy2, which nobody has added up before. dy2 may be a slice of a
-//           concatenation's gradient, from one of whose pixels to the next it is `pitch` vectors.
+// FORK      y was used twice: dy is the sum of two gradients, dy and dy2, which nobody has added up before.
 // Shapes    dy, dy2, x, dx, dresidual: [M, C] NHWC as in the forward file; mask as written there; saved: [2, C];
 //           coefficient: [2, C] fp32 scratch (dbias / M, invstd^2 * sum / M).
 // Replaces  aten::native_batch_norm_backward + threshold_backward (+ the add's gradient copies; FORK: + autograd's sum).
@@ -54,11 +53,11 @@ __device__ __forceinline__ void load_channel(
 // What comes from above.
 struct Above { Vec16 part[1 + FORK]; };
 
-__device__ __forceinline__ Above load_above(const Vec16* dy, const Vec16* dy2, bool last) {
+__device__ __forceinline__ Above load_above(const Vec16* dy, const Vec16* dy2, i64 at, bool last) {
   Above above;
-  above.part[0] = last ? load_last(dy) : load(dy);
+  above.part[0] = last ? load_last(dy + at) : load(dy + at);
 #if FORK
-  above.part[1] = last ? load_last(dy2) : load(dy2);
+  above.part[1] = last ? load_last(dy2 + at) : load(dy2 + at);
 #endif
   return above;
 }
@@ -87,7 +86,7 @@ __device__ __forceinline__ void gradient(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_reduce(
-    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, int pitch, const Vec16* __restrict__ x,
+    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, const Vec16* __restrict__ x,
     const unsigned char* __restrict__ mask,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dresidual, float* __restrict__ partial, unsigned int* __restrict__ ticket, float* __restrict__ coefficient,
@@ -103,9 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_red
     Channel k;
     load_channel(k, t.vector, channels, saved, weight, bias);
     const i64 stride = (i64)gridDim.x * t.rows_per_pass;
-    const i64 step = stride * vectors, step2 = stride * pitch;
-    i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty, first = row * vectors + t.vector, first2 = row * pitch + t.vector;
-    for (; row < rows; row += UNROLL * stride, first += UNROLL * step, first2 += UNROLL * step2) {
+    const i64 step = stride * vectors;
+    i64 row = (i64)blockIdx.x * t.rows_per_pass + t.ty;
+    for (i64 first = row * vectors + t.vector; row < rows; row += UNROLL * stride, first += UNROLL * step) {
       Vec16 vx[UNROLL];
       Above above[UNROLL];
       unsigned int bits[UNROLL];
@@ -114,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_red
         const i64 at = first + u * step;
         if (row + u * stride < rows) {
           vx[u] = load(x + at);
-          above[u] = load_above(dy + at, dy2 + first2 + u * step2, KEEPS_G);
+          above[u] = load_above(dy, dy2, at, KEEPS_G);
 #if RESIDUAL && ACT != 0
           bits[u] = mask[at];
 #else
@@ -153,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_red
 
 // dy: where KEEPS_G, the reduction's dresidual.
 extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_apply(
-    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, int pitch, const Vec16* __restrict__ x,
+    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, const Vec16* __restrict__ x,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     const float* __restrict__ coefficient, Vec16* __restrict__ dx,
     i64 rows, int vectors, int tile, float slope) {
@@ -169,9 +168,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_app
     c2[j] = coefficient[channels + t.vector * VEC + j];
   }
   const i64 stride = (i64)gridDim.x * t.rows_per_pass;
-  const i64 step = stride * vectors, step2 = stride * pitch;
-  i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty), last = row * vectors + t.vector, last2 = row * pitch + t.vector;
-  for (; row >= 0; row -= UNROLL * stride, last -= UNROLL * step, last2 -= UNROLL * step2) {
+  const i64 step = stride * vectors;
+  i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty);
+  for (i64 last = row * vectors + t.vector; row >= 0; row -= UNROLL * stride, last -= UNROLL * step) {
     Vec16 vx[UNROLL];
 #if KEEPS_G
     Vec16 vg[UNROLL];
@@ -186,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_app
 #if KEEPS_G
         vg[u] = load_last(dy + at);
 #else
-        above[u] = load_above(dy + at, dy2 + last2 - u * step2, true);
+        above[u] = load_above(dy, dy2, at, true);
 #endif
       }
     }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void fetch(const float* constant, int tile, int tx, f
 }
 
 extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) batchnorm_act_held_backward(
-    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, int pitch, const Vec16* __restrict__ x,
+    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, const Vec16* __restrict__ x,
     const unsigned char* __restrict__ mask,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
@@ -46,8 +46,6 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
   Vec16 vx[HOLD], vdy[HOLD];
 #if FORK
   Vec16 vdy2[HOLD];
-  dy2 += (i64)t.first * pitch + t.vector;
-  const i64 step2 = (i64)t.stride * pitch;
 #endif
 #if BY_MASK
   unsigned int bits[HOLD];
@@ -58,7 +56,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
       vx[u] = load_last(x + at + u * step);
       vdy[u] = load_last(dy + at + u * step);
 #if FORK
-      vdy2[u] = load_last(dy2 + u * step2);
+      vdy2[u] = load_last(dy2 + at + u * step);
 #endif
 #if BY_MASK
       bits[u] = mask[at + u * step];

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from advisor.ops import dispatch, nvrtc, storage
-from advisor.ops.alignment import is_nhwc, nhwc, pitch, realigned
+from advisor.ops.alignment import is_nhwc, nhwc, realigned
 from advisor.ops.batchnorm_act import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("batchnorm_act")
@@ -87,10 +87,9 @@ class _BatchNormAct(torch.autograd.Function):
             above = given[0] if len(given) == 1 else given[0] + given[1]
             dx, dresidual, dweight, dbias = _differentiable_backward(ctx, above, x, weight, bias, mask)
         else:
-            dy, *rest = sorted(given, key=is_nhwc, reverse=True)  # a slice second
             dx, dresidual, dweight, dbias = cuda.backward(
-                nhwc(dy),
-                next((other if pitch(other) else nhwc(other) for other in rest), None),
+                nhwc(given[0]),
+                nhwc(given[1]) if len(given) == 2 else None,
                 x,
                 saved,
                 mask,

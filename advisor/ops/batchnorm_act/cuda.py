@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.alignment import aligned, pitch
+from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_act import spec
-
-_NOTHING = (0, np.int32(0))  # in place of a second gradient and its pitch
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +269,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dresidual (like x; empty without a residual), dweight and dbias [C] fp32.
 
-    dy, dy2: like x, channels_last; the caller makes them so, but dy2 may be a slice of such a tensor's channels
-    (`alignment.pitch`). What came from above is their sum, or dy alone, which is dresidual itself then where there is no activation. `one_launch` as in `forward`; the two need not agree.
+    dy, dy2: like x, channels_last; the caller makes them so. What came from above is their sum, or dy alone, which is dresidual
+    itself then where there is no activation. `one_launch` as in `forward`; the two need not agree.
     """
     weight, bias = aligned(weight), aligned(bias)
     device = x.device.index or 0
@@ -286,10 +284,7 @@ def backward(
     per_channel = torch.empty((4, channels), dtype=torch.float32, device=x.device)
     dweight, dbias = per_channel[2], per_channel[3]
     base = per_channel.data_ptr()
-    above = (dy.data_ptr(), *_NOTHING)
-    if dy2 is not None:
-        vectors = pitch(dy2) // storage.vector_width(storage.name(x.dtype))
-        above = (dy.data_ptr(), dy2.data_ptr(), np.int32(vectors))
+    above = (dy.data_ptr(), 0 if dy2 is None else dy2.data_ptr())
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
     held = _in_one_launch(spec.HELD_BACKWARD, x, activation, residual, one_launch, forked=forked)
@@ -341,7 +336,7 @@ def backward(
         plan.grid,
         plan.block,
         (
-            *((dresidual.data_ptr(), *_NOTHING) if residual else above),
+            *((dresidual.data_ptr(), 0) if residual else above),
             x.data_ptr(),
             *common,
             base,

@@ -188,7 +188,6 @@ def backward(
         (
             dy.data_ptr(),
             0,  # no second gradient
-            np.int32(0),
             chosen.data_ptr(),
             0,  # no mask: that is the residual's
             *constants,
