@@ -86,6 +86,33 @@ def test_two_gradients_do_what_their_sum_does(emulated, activation: str, residua
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+class _Copies(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_slice_of_a_gradient_is_added_without_a_copy(emulated, place: int) -> None:
+    """As a UNet's skip has it: one gradient is whole, the other a slice of a concatenation's."""
+    inputs, dy = arguments(residual=False), above()
+    whole = torch.cat([dy[place].neg(), dy[place], dy[place]], 1).contiguous(memory_format=torch.channels_last)
+    want = torch.autograd.grad(api.forked_batchnorm_act(*inputs), leaves(inputs), dy)
+    dy[place] = whole.narrow(1, 8, 8)
+    both = api.forked_batchnorm_act(*inputs)
+    with _Copies() as copies:
+        got = torch.autograd.grad(both, leaves(inputs), dy)
+    assert not copies.seen
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_a_handle_that_is_not_used_costs_nothing(emulated, used: int) -> None:
     inputs, (dy, _) = arguments(), above()
@@ -111,7 +138,7 @@ def test_without_an_activation_the_residuals_gradient_is_the_one_from_above(emul
 @pytest.mark.parametrize("place", [0, 1])
 def test_gradients_in_another_layout_or_type(emulated, place: int) -> None:
     inputs, dy = arguments(dtype="bfloat16"), above(torch.bfloat16)
-    want = torch.autograd.grad(api.forked_batchnorm_act(*inputs), leaves(inputs), dy)
+    want = torch.autograd.grad(api.batchnorm_act(*inputs), leaves(inputs), dy[0] + dy[1])  # as autograd has it
     dy[place] = dy[place].contiguous().float()
 
     class Cast(torch.autograd.Function):

@@ -83,9 +83,12 @@ class _BatchNormAct(torch.autograd.Function):
         if not given:  # nobody used the result
             return (None,) * 12
         x, weight, bias, saved, mask = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
-            above = given[0] if len(given) == 1 else given[0] + given[1]
-            dx, dresidual, dweight, dbias = _differentiable_backward(ctx, above, x, weight, bias, mask)
+        twice = torch.is_grad_enabled()  # create_graph=True: a second derivative is wanted
+        # To make a slice, as a concatenation's gradient has it, dense for the kernels would cost what the sum does.
+        if len(given) == 2 and (twice or not all(map(is_nhwc, given))):
+            given = [given[0] + given[1]]
+        if twice:
+            dx, dresidual, dweight, dbias = _differentiable_backward(ctx, given[0], x, weight, bias, mask)
         else:
             dx, dresidual, dweight, dbias = cuda.backward(
                 nhwc(given[0]),
