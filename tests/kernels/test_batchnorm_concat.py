@@ -80,7 +80,7 @@ def _nothing_compiled() -> None:
 
 
 def test_the_definition_passes_gradcheck() -> None:
-    features = [nhwc(2, c, 3, 2, seed=c).double() for c in (2, 1)]
+    features = [nhwc(3, c, 2, 1, seed=c).double() for c in (2, 1)]
     affine = [(torch.linspace(0.5, 1.5, c).double(), torch.zeros(c).double()) for c in (2, 3)]
 
     def f(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ def test_the_definition_passes_gradcheck() -> None:
         return reference.batchnorm_concat(leaves[:2], norms, 0.1, 1e-5, "silu")
 
     leaves = [t.requires_grad_() for t in (*features, *(p for pair in affine for p in pair))]
-    assert torch.autograd.gradcheck(f, leaves)
+    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize(
