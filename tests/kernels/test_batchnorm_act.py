@@ -336,6 +336,14 @@ def test_norms_that_stand_before_their_convolutions_are_found() -> None:
 
 
 @pytest.mark.parametrize(
+    ("activation", "residual", "reason"),
+    [("relu", True, ""), ("none", True, ""), ("none", False, ""), ("silu", False, dispatch.UNMEASURED)],
+)
+def test_where_two_gradients_win(activation: str, residual: bool, reason: str) -> None:
+    assert spec.wins(activation=activation, residual=residual, dtype="bfloat16", variant=spec.FORKED) == reason
+
+
+@pytest.mark.parametrize(
     ("activation", "residual", "dtype", "reason"),
     [
         ("relu", False, "float32", ""),

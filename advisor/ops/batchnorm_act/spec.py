@@ -65,7 +65,7 @@ TUNABLE = {"HELD_BYTES": (0, 4 << 20, 1 << 40), "HELD_THREADS": (256, 512), "HEL
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
 _MEASURED = frozenset({"none", "relu", "relu6", "silu", "hardswish"})
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
-_MEASURED_FORKED: frozenset[tuple[str, bool]] = frozenset()
+_MEASURED_FORKED = frozenset({("relu", True), ("none", True), ("relu", False), ("none", False)})
 
 
 def name(activation: str, residual: bool) -> str:
