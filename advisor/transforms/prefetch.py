@@ -73,6 +73,9 @@ class DevicePrefetch(Transform):
         def get_iterator(self: DataLoader[Any]) -> _BaseDataLoaderIter:
             if not any(self is loader for loader in loaders):
                 return plain(self)
+            if self.num_workers:
+                # A worker that is forked and frees a pinned batch whose copy was queued is aborted by CUDA: leave it no garbage.
+                gc.collect()
             # The loader's own thread pins better than we can; only for this iterator.
             pinned, self.pin_memory = self.pin_memory, self.pin_memory or device.type == "cuda"
             try:
@@ -117,8 +120,8 @@ class CudaCopies:
     def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin the copy; the callable returns it, ready for the stream that is current then."""
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        # The new copy may lie where an earlier one was that queued kernels still read. (record_stream would say so as well,
-        # but a tensor marked with it ends a forked loader's worker that frees it: the allocator records a CUDA event then.)
+        # The new copy may lie where an earlier one was that queued kernels still read. (record_stream would say so as well, but
+        # then the tensor's end needs CUDA, and a forked loader's worker that inherits it has none.)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             copy = pinned.to(self.device, non_blocking=True)
@@ -170,8 +173,12 @@ class _Ahead:
         def take(iterator: _BaseDataLoaderIter) -> _Pending:
             try:
                 return _Pending(batch=type(iterator)._next_data(iterator))
-            except Exception as end:  # the epoch's end, or an error of the dataset: told when its batch is asked for
-                return _Pending(end=end)
+            except StopIteration as end:  # the epoch's end
+                # Without its traceback, whose frames hold the iterator: it goes with its loop, and not as garbage that the next
+                # epoch's workers inherit.
+                return _Pending(end=end.with_traceback(None))
+            except Exception as error:  # of the dataset: told when its batch is asked for
+                return _Pending(end=error)
 
         def next_data() -> Any:
             iterator = owner()
@@ -183,7 +190,10 @@ class _Ahead:
             if not self.active:
                 vars(iterator).pop("_next_data", None)
             if now.end is not None:
-                raise now.end
+                try:
+                    raise now.end
+                finally:
+                    del now  # the exception's traceback holds this frame: leave it no way back
             if not self.active:
                 return now.batch
             self.current = now.copies

@@ -144,7 +144,7 @@ def upsample_concat(
         [N, sum of C, *size] in the dtype of `tensors`, under autocast too.
     """
     resize = _resize(size, factors, mode, align_corners)
-    wins = spec.wins(mode, concat=len(tensors) > 1, dtype=storage.name(tensors[position].dtype))
+    wins = spec.wins()
     reason = dispatch.refusal(unsupported(tensors, position, resize), wins)
     if reason:
         fell_back[reason] += 1

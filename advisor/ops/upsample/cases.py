@@ -85,7 +85,7 @@ def _case(
         ours=partial(_ours, call=call),
         eager=partial(_eager, call=call),
         reference=partial(_reference, call=call),
-        wins=partial(spec.wins, mode, concat=bool(skip), dtype=dtype),
+        wins=spec.wins,
     )
 
 

@@ -138,7 +138,7 @@ def _refused(call: _Call, pattern: _Pattern, dtype: torch.dtype) -> str:
         dtype=name,
         arch=storage.MIN_ARCH,
     )
-    return dispatch.refusal(unsupported, spec.wins(call.mode, concat=bool(shapes), dtype=name))
+    return dispatch.refusal(unsupported, spec.wins())
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

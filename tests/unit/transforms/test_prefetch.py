@@ -169,6 +169,29 @@ def test_a_dropped_iterator_goes_at_once(loop) -> None:
         gc.enable()
 
 
+def test_an_iterator_that_is_through_goes_with_its_loop(loop) -> None:
+    DevicePrefetch().apply(loop.training, {})
+    gc.disable()
+    try:
+        iterator = iter(loop.training.loaders[0])
+        gone = weakref.ref(iterator)
+        assert len(list(iterator)) == 5
+        del iterator
+        assert gone() is None  # workers of the next epoch would inherit it as garbage
+    finally:
+        gc.enable()
+
+
+def test_workers_inherit_no_garbage(loop, monkeypatch) -> None:
+    loop.training.loaders[:] = [make_loader(num_workers=1)]
+    DevicePrefetch().apply(loop.training, {})
+    collected = []
+    monkeypatch.setattr(prefetch.gc, "collect", lambda: collected.append(True))
+    iterator = iter(loop.training.loaders[0])
+    assert collected
+    assert len(list(iterator)) == 5
+
+
 def test_other_loaders_are_left_alone(loop) -> None:
     DevicePrefetch().apply(loop.training, {})
     other = iter(make_loader())
