@@ -366,7 +366,7 @@ class SearchDriver:
             if not transform.live:
                 return None
             switch = _Switch(self.training, transform, parameters, self._rivals(candidate, transform))
-            traced = not proved and type(transform).effect is not Transform.effect
+            traced = current.traced and not proved and type(transform).effect is not Transform.effect
             if traced and self._trace_before is None:
                 self._trace_before = yield from self._trace()
                 captured = yield from self._capture(gate)
@@ -408,7 +408,8 @@ class SearchDriver:
             if not proved:
                 self._note(dataclasses.replace(current, phase="effect"))
                 after = (yield from self._trace()) if traced else None
-                effect = checks["effect"] = transform.effect(self.training, self._trace_before, after)
+                before = self._trace_before if traced else None
+                effect = checks["effect"] = transform.effect(self.training, before, after)
                 if effect.passed is False:
                     return verdict(REVERTED, f"applied, but without effect: {effect.detail}")
 
@@ -678,7 +679,7 @@ class SearchDriver:
         )
 
     def _note(self, current: records.InTrial) -> None:
-        storage.save(self.session.folder / records.TRIALS_DIR / records.CURRENT_FILE, current)
+        records.save_current(self.session.folder, current)
 
     def _synchronize(self) -> None:
         if self.training.device.type == "cuda":

@@ -37,6 +37,7 @@ class InTrial:
     off_wall_us: tuple[float, ...] = ()
     on_wall_us: tuple[float, ...] = ()
     steps_per_block: int = 0
+    traced: bool = True  # False once a process died while the effect was traced
     bursty: int = 0  # blocks whose steps come in bursts
     numerics: Check | None = None  # once passed
     effect: Check | None = None
@@ -115,6 +116,11 @@ def load_current(run_dir: Path) -> InTrial | None:
         return storage.load(run_dir / TRIALS_DIR / CURRENT_FILE, InTrial)
     except AdvisorError:
         return None
+
+
+def save_current(run_dir: Path, current: InTrial) -> None:
+    """`current` is the candidate on trial."""
+    storage.save(run_dir / TRIALS_DIR / CURRENT_FILE, current)
 
 
 def clear_current(run_dir: Path) -> None:

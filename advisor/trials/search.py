@@ -73,6 +73,8 @@ LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 IDLE_LAUNCHES = 3  # the blocks are halved twice until then
 # Crashes in a row, each with another candidate on, before the script itself is blamed.
 CRASHES = 4
+# What a profiler that goes wrong in native code ends a process with.
+TRACER_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 # A process that trains on after all its limits is ended.
 LAUNCH_GRACE_S = 60.0
 ARM_TIMEOUT_S = 300.0
@@ -179,6 +181,14 @@ class _Search:
             last = last_line(self.run_dir / OUTPUT_FILE)
             reason = f"the script failed in its {current.phase}" + (f": {last}" if last else "")
         self._crashes = self._crashes + 1 if len(records.verdicts(self.run_dir)) == verdicts_before else 1
+        if self._crashes < CRASHES and current.phase == "effect" and current.traced and ended.signal in TRACER_FAULTS:
+            # Seen of a traced DenseNet beside captured graphs: as likely the tracer's fault as the candidate's. Once more, without.
+            records.save_current(self.run_dir, dataclasses.replace(current, traced=False))
+            self.notes.append(
+                f"the process died of signal {ended.signal} while the effect of {self.title(current.transform)} was traced; "
+                "its effect was judged without a trace"
+            )
+            return
         if self._crashes >= CRASHES:
             # One candidate after the other "fails" without any of them coming to a verdict: it is the script.
             self.script_failed = True

@@ -43,9 +43,10 @@ class Script:
         for done, item in enumerate(session.candidates):
             if done == self.steps_a_life:
                 return Exit(code=0)
-            storage.save(
-                self.run_dir / "trials" / "current.json", records.InTrial(transform=item.transform, phase="gate")
-            )
+            current = records.load_current(self.run_dir)
+            if current is None or current.transform != item.transform:
+                current = records.InTrial(transform=item.transform)
+            records.save_current(self.run_dir, dataclasses.replace(current, phase="gate"))
             if item.transform in self.restart_only:
                 storage.save(self.run_dir / records.SEARCH_FILE, records.SearchRecord(restart=item.transform))
                 return self.stops
@@ -241,6 +242,39 @@ def test_a_crash_is_blamed_on_the_candidate_and_the_search_goes_on(script, ended
     assert verdicts["tf32"].predicted is not None
     assert verdicts["compile"].status == "reverted"
     assert code == 0
+
+
+def dies_in_its_effect(script, seen, unless_untraced=None):
+    def ended(session):
+        current = records.load_current(script.run_dir)
+        seen.append(current.traced)
+        if unless_untraced and not current.traced:
+            script.verdicts[current.transform] = unless_untraced
+            return script(None, session, environment={"WANDB_MODE": "offline"})
+        records.save_current(script.run_dir, dataclasses.replace(current, phase="effect"))
+        return Exit(code=139, signal=int(signal.SIGSEGV))
+
+    return ended
+
+
+def test_a_process_that_dies_under_the_tracer_tries_the_candidate_once_more_without(script):
+    seen = []
+    script.verdicts = {"tf32": dies_in_its_effect(script, seen, "kept"), "compile": "reverted"}
+    script.step_us[("tf32",)] = 800.0
+    log, _, _, verdicts = apply(script, "tf32", "compile")
+    assert seen == [True, False]
+    assert verdicts["tf32"].status == "kept"
+    assert any("without a trace" in note for note in log.notes)
+
+
+def test_a_candidate_that_dies_without_the_tracer_too_has_failed(script):
+    seen = []
+    script.verdicts = {"tf32": dies_in_its_effect(script, seen), "compile": "reverted"}
+    _, _, _, verdicts = apply(script, "tf32", "compile")
+    assert seen == [True, False]
+    assert verdicts["tf32"].status == "failed"
+    assert "signal 11 in its effect" in verdicts["tf32"].reason
+    assert verdicts["compile"].status == "reverted"
 
 
 def test_a_script_that_fails_by_itself_is_not_started_for_ever(script):
