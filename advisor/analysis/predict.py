@@ -62,6 +62,9 @@ BENCHMARK_BEST = 0.15
 GRAPH_NODE_US = 2.0
 # torch.compile made ResNet-18 at 32x32 slower on one H200, where the host was the limit: 10.6 ms became 11.6 ms.
 COMPILE_HOST_LOSS = 0.1
+# Its convolutions and matrix products are laid out anew and may lose what fusing gains: on one H200 ResNet-50 lost 1 to 10 %
+# of its step, MobileNetV3-Large up to 21 %, each beside the bundled batch-norm kernels.
+COMPILE_DEVICE_LOSS = 0.1
 # Operators registered through torch.library.custom_op took 45 us of host time on one H200 machine, torch's own 11 us.
 CUSTOM_OP_EXTRA_US = 34.0
 # Multi-tensor kernels take tens of tensors a launch: a handful of launches for any model.
@@ -148,18 +151,15 @@ def _autocast(dtype: str) -> _Predictor:
         facts = view.profile.model
         if facts.autocast or facts.parameter_dtype in HALF:
             return _nothing("the script already computes in half precision")
-        matrix = [row for row in view.rows if row.kind in MATRIX and row.dtype in (*SINGLE, "") and _trained(row)]
+        single = [row for row in view.rows if row.dtype in (*SINGLE, "") and _trained(row)]
+        matrix = [row for row in single if row.kind in MATRIX and not _without_tensor_cores(view, row)]
         if not matrix:
             return _nothing("no fp32 convolution or matrix product in the step")
         rates = view.profile.environment.matrix_tflops
         if rates.get(dtype, 0.0) <= 0 or rates.get("fp32", 0.0) <= 0:
             return None
         ratio = rates[dtype] / rates["fp32"]
-        streamed = [
-            row
-            for row in view.rows
-            if row.kind in (*_STREAMING, "norm") and row.dtype in (*SINGLE, "") and _trained(row)
-        ]
+        streamed = [row for row in single if row.kind in (*_STREAMING, "norm") or _without_tensor_cores(view, row)]
         best = worst = 0.0
         for row in matrix:
             saved = _half_matrix(view, row, dtype, ratio)
@@ -168,7 +168,9 @@ def _autocast(dtype: str) -> _Predictor:
             best += row.time_us / 2
             # bf16 batch norm runs kernels of its own, which may be no faster than fp32's (cuDNN serves fp16 in NHWC:
             # ResNet-50 took 41.5 ms in fp16 and 54.8 in bf16 on one H200); layout kernels may multiply.
-            slow = row.kind == "layout" or (row.kind == "norm" and not (dtype == "fp16" and _is_nhwc(view, row)))
+            slow = row.kind in ("layout", "conv") or (
+                row.kind == "norm" and not (dtype == "fp16" and _is_nhwc(view, row))
+            )
             if view.on_gpu and not slow:
                 worst += row.time_us * max(0.0, 1 - 0.5 * POINTWISE_BEST / POINTWISE_WORST)
         weights = facts.parameters * BYTES["fp32"]
@@ -190,6 +192,12 @@ def _autocast(dtype: str) -> _Predictor:
         )
 
     return predictor
+
+
+def _without_tensor_cores(view: View, row: KernelRow) -> bool:
+    """A depthwise convolution on a GPU: PyTorch's kernels multiply it channel by channel in every precision."""
+    geometry = view.geometry(row) if view.on_gpu else None
+    return geometry is not None and geometry.depthwise
 
 
 def _trained(row: KernelRow) -> bool:
@@ -214,7 +222,11 @@ def _half_matrix(view: View, row: KernelRow, dtype: str, ratio: float) -> tuple[
 
 
 def _tf32(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
-    chosen = [row for row in view.rows if row.kind in MATRIX and is_strict_fp32(row) and _trained(row)]
+    chosen = [
+        row
+        for row in view.rows
+        if row.kind in MATRIX and is_strict_fp32(row) and _trained(row) and not _without_tensor_cores(view, row)
+    ]
     if not chosen:
         return _nothing("no convolution or product computes in strict fp32")
     rate = view.profile.environment.matrix_tflops.get("tf32", 0.0)
@@ -613,7 +625,10 @@ def _compile(graphs: bool) -> _Predictor:
             f"{_share(view, chosen, step)} normalise, activate or convert, at {COMPILED_BEST:.0%} of bandwidth at best"
         )
         return Change(
-            worst=Saving(host_us=-COMPILE_HOST_LOSS * step.host_high_us),
+            worst=Saving(
+                device_us=-COMPILE_DEVICE_LOSS * view.device_us if view.on_gpu else 0.0,
+                host_us=-COMPILE_HOST_LOSS * step.host_high_us,
+            ),
             best=Saving(
                 device_us=best,
                 host_us=step.host_low_us if replayed else fewer,

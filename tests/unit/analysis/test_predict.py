@@ -114,6 +114,17 @@ def test_tf32_at_the_measured_rate() -> None:
     assert gain(profiles.cifar(), "tf32").basis == "no convolution or product computes in strict fp32"
 
 
+def test_depthwise_convolutions_gain_no_tensor_cores() -> None:
+    base = profiles.starved()  # its convolutions compute in strict fp32
+    convs = {row.module for row in base.kernels if row.kind == "conv" and row.module}
+    facts = tuple(profiles.conv(module, 3, (64, 64), groups=64) for module in convs)
+    assert facts
+    depthwise = replace(base, model=replace(base.model, convs=facts))
+    assert gain(base, "tf32").high > 0.0
+    between(gain(depthwise, "tf32"), 0.0, 0.0)
+    assert gain(depthwise, "amp_bf16").low <= gain(base, "amp_bf16").low
+
+
 def test_cuda_graphs_remove_launch_gaps() -> None:
     found = gain(profiles.cifar(), "cuda_graphs")
     gaps, sync, copy = (8600 * part / 11 for part in (9.0, 1.5, 0.5))
@@ -230,9 +241,10 @@ def test_channels_last_on_a_cpu_is_a_share_of_convolution_time() -> None:
     between(gain(profiles.laptop(), "channels_last"), -10000 / 150000, 40000 / 150000)
 
 
-def test_compile_may_lose_where_the_host_is_the_limit() -> None:
+def test_compile_may_lose() -> None:
     assert gain(profiles.cifar(), "compile").low < 0
-    assert gain(profiles.resnet50(), "compile").low == 0.0
+    busy = sum(row.time_us for row in profiles.resnet50().kernels)
+    assert gain(profiles.resnet50(), "compile").low == pytest.approx(-0.1 * busy / 116600, rel=0.01)
     assert gain(profiles.cifar(), "compile_max_autotune").high > gain(profiles.cifar(), "compile").high
 
 
