@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,15 @@ def probe(loader: DataLoader[Any]) -> Item:
 def is_stream(loader: DataLoader[Any]) -> bool:
     """Whether the dataset has no items by index."""
     return isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__")
+
+
+def leave_workers_no_garbage(loader: DataLoader[Any]) -> None:
+    """Before a loader starts its workers: collect what they would inherit.
+
+    A forked worker whose collector frees a pinned batch with a copy on its way asks CUDA about it and is aborted.
+    """
+    if loader.num_workers:
+        gc.collect()
 
 
 @contextmanager

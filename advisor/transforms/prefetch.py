@@ -28,7 +28,7 @@ from advisor.profiling.patches import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.images import NormalisedImages
-from advisor.transforms.loader import is_stream, probe
+from advisor.transforms.loader import is_stream, leave_workers_no_garbage, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute, tensors_in
 
 _SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
@@ -73,9 +73,7 @@ class DevicePrefetch(Transform):
         def get_iterator(self: DataLoader[Any]) -> _BaseDataLoaderIter:
             if not any(self is loader for loader in loaders):
                 return plain(self)
-            if self.num_workers:
-                # A worker that is forked and frees a pinned batch whose copy was queued is aborted by CUDA: leave it no garbage.
-                gc.collect()
+            leave_workers_no_garbage(self)
             # The loader's own thread pins better than we can; only for this iterator.
             pinned, self.pin_memory = self.pin_memory, self.pin_memory or device.type == "cuda"
             try:

@@ -32,7 +32,7 @@ from advisor.profiling.training import Training
 from advisor.transforms import images
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.images import NormalisedImages, Table
-from advisor.transforms.loader import is_stream
+from advisor.transforms.loader import is_stream, leave_workers_no_garbage
 from advisor.transforms.patch import all_or_nothing, replace_attribute
 
 
@@ -69,6 +69,7 @@ class Uint8Batches(Transform):
         def get_iterator(self: DataLoader[Any]) -> Any:
             if not active or not torch.is_grad_enabled() or not _on_gpu(training) or _why_not(self):
                 return plain(self)
+            leave_workers_no_garbage(self)
             with _bytes_kept(self):
                 iterator = plain(self)
             started.add(self)

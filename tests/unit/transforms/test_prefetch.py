@@ -10,7 +10,7 @@ import torch
 from loops import fingerprint, make_loop
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from advisor.transforms import prefetch
+from advisor.transforms import loader, prefetch
 from advisor.transforms.prefetch import DevicePrefetch
 
 META = torch.device("meta")
@@ -186,7 +186,7 @@ def test_workers_inherit_no_garbage(loop, monkeypatch) -> None:
     loop.training.loaders[:] = [make_loader(num_workers=1)]
     DevicePrefetch().apply(loop.training, {})
     collected = []
-    monkeypatch.setattr(prefetch.gc, "collect", lambda: collected.append(True))
+    monkeypatch.setattr(loader.gc, "collect", lambda: collected.append(True))
     iterator = iter(loop.training.loaders[0])
     assert collected
     assert len(list(iterator)) == 5
