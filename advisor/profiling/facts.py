@@ -215,8 +215,9 @@ def _mostly_channels_last(convs: tuple[ConvFact, ...], everything: list[nn.Modul
     layouts = [conv.layout for conv in convs if conv.layout and len(conv.input_shape) > 3]
     if layouts:
         return 2 * layouts.count("nhwc") > len(layouts)
+    # One channel (a depthwise convolution's) or one pixel is contiguous both ways: that says nothing.
     weights = [
-        m.weight for m in everything if isinstance(m, nn.Conv2d) and max(m.kernel_size) > 1 and m.in_channels > 1
+        m.weight for m in everything if isinstance(m, nn.Conv2d) and max(m.kernel_size) > 1 and m.weight.shape[1] > 1
     ]
     strided = [w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights]
     return 2 * sum(strided) > len(strided)

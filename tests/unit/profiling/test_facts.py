@@ -1,0 +1,33 @@
+"""What a loop's objects tell about the model, without the hooks that see its calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.profiling.facts import model_facts
+from advisor.profiling.training import RootModule, Training
+
+
+def net(channels_last: bool) -> nn.Module:
+    """As a MobileNet: most weights of more than one tap are depthwise."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3)]
+    for _ in range(4):
+        layers += [nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 16, 1)]
+    made = nn.Sequential(*layers)
+    return made.to(memory_format=torch.channels_last) if channels_last else made
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_weights_that_are_contiguous_both_ways_tell_no_layout(channels_last: bool) -> None:
+    root = RootModule(module=net(channels_last), name="net")
+    facts = model_facts(Training(device=torch.device("cpu"), roots=[root]))
+    assert not any(conv.layout for conv in facts.convs)  # no call was seen, as inside a captured forward
+    assert facts.channels_last is channels_last
+
+
+def test_depthwise_weights_alone_tell_none() -> None:
+    alone = nn.Conv2d(16, 16, 3, groups=16).to(memory_format=torch.channels_last)
+    facts = model_facts(Training(device=torch.device("cpu"), roots=[RootModule(module=alone, name="net")]))
+    assert facts.channels_last is False
