@@ -3,6 +3,7 @@
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make reliability run the fault suite and write docs/reliability.md
 # make sanitize    memcheck, racecheck and initcheck of every kernel, with the CUDA toolkit's compute-sanitizer
+#                  (a part of it: SANITIZE="--tool initcheck pooling")
 # make reliability-gpu  its part that needs a GPU, with the python that has torch and CuPy for it (PYTHON=…)
 # make test-gpu    the tests that need a GPU, with the python that has torch and CuPy for it (PYTHON=…)
 
@@ -72,7 +73,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests
 
 sanitize:
-	$(PYTHON) tests/kernels/sanitize.py
+	$(PYTHON) tests/kernels/sanitize.py $(SANITIZE)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info advisor-runs

@@ -1,17 +1,20 @@
 """compute-sanitizer over every family's verification cases, our kernels only: `make sanitize`, on a machine with a GPU.
 
     python tests/kernels/sanitize.py [--tool memcheck] [--seconds 300] [FAMILY ...]
+    make sanitize SANITIZE="--tool initcheck pooling"
 
 memcheck finds accesses outside allocations, racecheck hazards between threads in shared memory, initcheck reads of device
 memory that nobody has written. Torch's caching allocator is off for the first and the last, so that an allocation is one
 tensor. memcheck watches the whole verification, with sliced and misaligned tensors; the other two, which are slow and do not
-get through some of the libraries' kernels beside, watch each case's kernels alone. Exits with 1 when a tool found something,
-or did not get through.
+get through some of the libraries' kernels beside, watch our kernels alone, on the smallest case of each: what torch computes
+for them comes from the host (`from_host`), so that every read of unwritten memory that initcheck tells of is our own fault.
+Exits with 1 when a tool found something, or did not get through.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -25,7 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from advisor.ops import catalog  # noqa: E402
-from advisor.ops.family import Family  # noqa: E402
+from advisor.ops.family import Case, Family  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 AT_ONCE = 8  # each holds some GB of device memory and one core
@@ -34,7 +37,7 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 def check(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
     """Whether the tool has found nothing, and what it says."""
-    filters = [f"--kernel-name=kne={entry}" for entries in family.kernels.values() for entry in entries]
+    filters = [f"--kernel-name=kne={entry}" for entry in ours()]
     watched = ["-m", "advisor", "kernels", "verify"] if tool == "memcheck" else [__file__, "--exercise"]
     command = ["compute-sanitizer", "--tool", tool, *filters, sys.executable, *watched, family.id]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0" if tool == "racecheck" else "1"}
@@ -47,26 +50,50 @@ def check(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
     return judged(ended.stdout + ended.stderr, ended.returncode)
 
 
+def ours() -> tuple[str, ...]:
+    """Names of all families' kernels: a family may launch another's beside its own, whose writes initcheck must see."""
+    return tuple(dict.fromkeys(entry for f in catalog.FAMILIES for entries in f.kernels.values() for entry in entries))
+
+
+def chosen(family: Family) -> list[Case]:
+    """Of the verification cases as few and as small ones as bring every kernel in every dtype, and every variant once."""
+    covered: set[tuple[str, str]] = set()
+    cases = []
+    for case in sorted(family.verification, key=lambda case: math.prod(case.shape)):
+        brought = {(kernel, case.dtype) for work in case.passes.values() for kernel in work.kernels} | {("", case.name)}
+        if not brought <= covered:
+            covered |= brought
+            cases.append(case)
+    return cases
+
+
 def exercise(family: Family, device: str) -> None:
-    """Run the kernels of every verification case once, forward and backward, and compare nothing.
+    """Run the kernels of the chosen cases once, forward and backward, and compare nothing.
+
+    Everything else is computed on the CPU and comes by copies: inputs, gradients, zeroed counters, and what PyTorch's own
+    operations do in between (a convolution's gradient beside a kernel for the other one).
 
     Raises:
         RuntimeError: when a case runs none.
     """
     import torch
+    from from_host import FromHost, put
 
     from advisor.ops import dispatch, verify
 
-    with dispatch.everything():
-        for number, case in enumerate(family.verification):
-            before = sum(family.engaged.values())
-            arguments = case.inputs(verify.seeded(device, number), case.shape[0])
+    for number, case in enumerate(chosen(family)):
+        before = sum(family.engaged.values())
+        arguments = [
+            put(a, device) if isinstance(a, torch.Tensor) else a
+            for a in case.inputs(verify.seeded("cpu", number), case.shape[0])
+        ]
+        with dispatch.everything(), FromHost(device):
             outputs = verify.tensors(case.ours(*arguments))
             leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
             if leaves and "backward" in case.passes:
                 torch.autograd.grad(outputs, leaves, [torch.randn_like(y) for y in outputs], allow_unused=True)
-            if sum(family.engaged.values()) == before:
-                raise RuntimeError(f"{case.label}: {dispatch.told(family.id)}")
+        if sum(family.engaged.values()) == before:
+            raise RuntimeError(f"{case.label}: {dispatch.told(family.id)}")
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import sanitize
 
 from advisor.ops import catalog
+from advisor.ops.family import Case, Family
 
 
 def test_only_a_summary_of_nothing_is_clean() -> None:
@@ -23,6 +27,68 @@ def test_errors_hazards_silence_and_a_failing_verification_are_not() -> None:
     assert not sanitize.judged("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", 0)[0]
     assert not sanitize.judged("unrecognised option '-k'\n", 255)[0]
     assert not sanitize.judged("========= ERROR SUMMARY: 0 errors\n", 1)[0]
+
+
+def test_reads_of_memory_that_nobody_wrote_are_told() -> None:
+    text = (
+        "========= COMPUTE-SANITIZER\n========= Uninitialized __global__ memory read of size 16 bytes\n"
+        "=========     at max_pool_forward+0x1120\n========= \n========= ERROR SUMMARY: 48578 errors\n"
+    )
+    passed, told = sanitize.judged(text, 0)
+    assert not passed
+    assert told.startswith("ERROR SUMMARY: 48578")
+    assert "at max_pool_forward" in told
+
+
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_what_a_tool_is_asked(monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
+    asked: dict[str, Any] = {}
+
+    def ran(command: list[str], **rest: Any) -> subprocess.CompletedProcess[str]:
+        asked.update(command=command, environment=rest["env"])
+        return subprocess.CompletedProcess(command, 0, "========= ERROR SUMMARY: 0 errors\n", "")
+
+    monkeypatch.setattr(subprocess, "run", ran)
+    assert sanitize.check(tool, catalog.get("batchnorm_max_pool"), 1.0) == (True, "clean")
+    # Its statistics are the other family's kernels: without them in the filter initcheck would not see them written.
+    assert {"--kernel-name=kne=batchnorm_act_stats", "--kernel-name=kne=batchnorm_max_pool_forward"} <= set(
+        asked["command"]
+    )
+    assert ("--exercise" in asked["command"]) == (tool != "memcheck")
+    assert asked["environment"]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == ("0" if tool == "racecheck" else "1")
+
+
+def test_a_tool_that_hangs_or_is_not_there_has_proved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(command: list[str], **rest: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, rest["timeout"])
+
+    def absent(command: list[str], **rest: Any) -> Any:
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert sanitize.check("initcheck", catalog.get("pooling"), 7.0) == (False, "not through in 7 s")
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert not sanitize.check("initcheck", catalog.get("pooling"), 7.0)[0]
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_the_slow_tools_watch_every_kernel_in_every_dtype_and_every_variant(family: Family) -> None:
+    def brought(cases: Iterable[Case]) -> tuple[set[tuple[str, str]], set[str]]:
+        cases = list(cases)
+        kernels = {(k, case.dtype) for case in cases for work in case.passes.values() for k in work.kernels}
+        return kernels, {case.name for case in cases}
+
+    few = sanitize.chosen(family)
+    assert brought(few) == brought(family.verification)
+    assert len(few) == len({case.label for case in few}) <= 50
+
+
+def test_of_alike_cases_the_smallest_is_watched() -> None:
+    family = catalog.get("squeeze_excite")
+    few = sanitize.chosen(family)
+    for case in few:
+        alike = [c for c in family.verification if (c.name, c.dtype) == (case.name, case.dtype)]
+        assert math.prod(case.shape) == min(math.prod(c.shape) for c in alike)
 
 
 @pytest.mark.parametrize("name", ["squeeze_excite"])
