@@ -10,8 +10,8 @@ import datetime
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from advisor import pipeline
@@ -38,9 +38,8 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "regnet_y_3_2gf_b256": ("imagenet.py", "--arch", "regnet_y_3_2gf", "-b", "256", "--device-data"),
     "densenet121_b256": ("imagenet.py", "--arch", "densenet121", "-b", "256", "--device-data"),
 }
-# What a knowing user writes by hand; and the same with torch.compile's one line.
+# What a knowing user writes by hand; torch.compile is one line more.
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
-BASELINES = {"hand_tuned": ("eager", HAND_TUNED), "hand_tuned_compiled": ("compile", (*HAND_TUNED, "compile"))}
 WARMUP, STEPS = 15, 40
 MAX_SEARCH_S = 300.0
 
@@ -71,7 +70,7 @@ class ModelRow:
 
 
 def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say: Callable[[str], None]) -> int:
-    """Run each training, and write after each, so that an interrupted run leaves what it had.
+    """Run each training, and write after each run of it, so that an interrupted one leaves what it had.
 
     Raises:
         AdvisorError: without a GPU (exit code 5), without docs/examples, or when `pattern` matches nothing.
@@ -94,15 +93,18 @@ def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say:
         with tempfile.TemporaryDirectory(prefix="advisor-bench-") as scratch:
             os.chdir(scratch)
             try:
-                row = _measure(name, words, baselines=baselines, say=say)
+                for row in _measured(name, words, baselines=baselines, say=say):
+                    results.write(target, "models", [*rows, storage.to_plain(row)])
             finally:
                 os.chdir(home)
         rows.append(storage.to_plain(row))
-        results.write(target, "models", rows)
     return ExitCode.OK
 
 
-def _measure(name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], say: Callable[[str], None]) -> ModelRow:
+def _measured(
+    name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], say: Callable[[str], None]
+) -> Iterator[ModelRow]:
+    """The training's row when its search is done, and again with each baseline."""
     import torch
 
     found = pipeline.apply(words, auto=True, max_time_s=MAX_SEARCH_S, say=say)
@@ -111,12 +113,7 @@ def _measure(name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], s
     stack, batch = found.log.stack, found.profile.model.batch_size
     plain_us = statistics.median(stack.plain_us) if stack and stack.plain_us else found.profile.step_us.median
     applied_us = statistics.median(stack.stack_us) if stack and stack.stack_us else None
-    times = {
-        baseline: _fresh(words, items, found.run_dir / baseline, say)
-        for baseline, (asked, items) in BASELINES.items()
-        if asked in baselines
-    }
-    return ModelRow(
+    row = ModelRow(
         name=name,
         script=" ".join((Path(words[0]).name, *words[1:])),
         batch=batch,
@@ -131,12 +128,19 @@ def _measure(name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], s
         trials=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in found.log.verdicts),
         losses=stack.detail if stack else "",
         apply_s=found.log.seconds,
-        hand_tuned_ms=times.get("hand_tuned"),
-        hand_tuned_compiled_ms=times.get("hand_tuned_compiled"),
+        hand_tuned_ms=None,
+        hand_tuned_compiled_ms=None,
         kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
         torch=torch.__version__,
         date=datetime.date.today().isoformat(),
     )
+    yield row
+    if "eager" in baselines:
+        row = replace(row, hand_tuned_ms=_fresh(words, HAND_TUNED, found.run_dir / "hand-tuned", say))
+        yield row
+    if "compile" in baselines:
+        compiled = _fresh(words, (*HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
+        yield replace(row, hand_tuned_compiled_ms=compiled)
 
 
 def _fresh(words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Callable[[str], None]) -> float | None:
