@@ -73,7 +73,7 @@ Key = tuple[str, str, tuple[int, ...], str]
 
 def key(row: Mapping[str, Any]) -> Key:
     """What a row on file is the measurement of: name, pass, shape, dtype."""
-    return row["name"], row["pass_"], tuple(row["shape"]), row["dtype"]
+    return row["name"], row["pass"], tuple(row["shape"]), row["dtype"]
 
 
 def keys(case: Case) -> tuple[Key, ...]:

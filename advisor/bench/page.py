@@ -93,7 +93,7 @@ def _family(family: Family, cases: list[tuple[Case, list[Row]]]) -> str:
                 f"{row['advisor_peak_bytes'] / row['eager_peak_bytes']:.2f}" if row.get("eager_peak_bytes") else "–"
             )
             lines.append(
-                f"| {case.name} | {'×'.join(map(str, case.shape))} | {case.dtype} | {row['pass_']} "
+                f"| {case.name} | {'×'.join(map(str, case.shape))} | {case.dtype} | {row['pass']} "
                 f"| {row['advisor_ms']:.4f} | {share:.2f} | {bar(share)} | {row['eager_ms'] / row['advisor_ms']:.2f} "
                 f"| {compiled} | {row['spread']:.1%} | {row['error']:.1e} | {row['baseline_error']:.1e} "
                 f"| {memory} | {case.wins() or 'yes'} |"

@@ -20,9 +20,12 @@ T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
-    """A JSON-ready copy of a dataclass tree. NaN and infinities become None: JSON has no word for them."""
+    """A JSON-ready copy of a dataclass tree. NaN and infinities become None: JSON has no word for them.
+
+    The underscore behind a field that would else be a word of Python's (`pass_`) stays behind.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):
@@ -34,6 +37,10 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    return field.name.removesuffix("_")
 
 
 def from_plain(cls: type[T], data: Any, where: str = "$") -> T:
@@ -73,10 +80,11 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         hints = typing.get_type_hints(kind)
         values = {}
         for field in dataclasses.fields(kind):
-            if field.name in data:
-                values[field.name] = _convert(hints[field.name], data[field.name], f"{where}.{field.name}")
+            key = _key(field)
+            if key in data:
+                values[field.name] = _convert(hints[field.name], data[key], f"{where}.{key}")
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise AdvisorError(f"{where}.{field.name} is missing", expected="a file written by advisor")
+                raise AdvisorError(f"{where}.{key} is missing", expected="a file written by advisor")
         return typing.cast(Any, kind)(**values)
     if isinstance(data, int) and abs(data) >= 1 << 63:
         raise AdvisorError(f"{where} is an integer of {data.bit_length()} bits", expected="at most 64 bits")

@@ -41,8 +41,8 @@ def faults(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
         if mine and not case.wins() and sum(r["advisor_ms"] for r in mine) >= sum(r["eager_ms"] for r in mine):
             found.append(f"{case.label}: dispatched, and not faster")
         for row in mine:
-            if row["kernel_sha"] != kernel_sha(case.passes[row["pass_"]]):
-                found.append(f"{case.label} {row['pass_']}: measured with other kernel sources")
+            if row["kernel_sha"] != kernel_sha(case.passes[row["pass"]]):
+                found.append(f"{case.label} {row['pass']}: measured with other kernel sources")
     return found
 
 
@@ -64,7 +64,7 @@ CASE = catalog.get("batchnorm_act").benchmark[0]
 
 def row(kind: str, ours: float, eager: float) -> Row:
     return {
-        "name": CASE.name, "pass_": kind, "shape": list(CASE.shape), "dtype": CASE.dtype,
+        "name": CASE.name, "pass": kind, "shape": list(CASE.shape), "dtype": CASE.dtype,
         "advisor_ms": ours, "eager_ms": eager, "kernel_sha": kernel_sha(CASE.passes[kind]),
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ def test_the_readme_shows_the_trainings_on_file() -> None:
 
 def row(**change: object) -> dict[str, object]:
     return {
-        "name": "bn+relu", "pass_": "forward", "shape": [256, 64, 112, 112], "dtype": "bfloat16", "layout": "nhwc",
+        "name": "bn+relu", "pass": "forward", "shape": [256, 64, 112, 112], "dtype": "bfloat16", "layout": "nhwc",
         "advisor_ms": 0.5, "eager_ms": 0.4, "compile_ms": None, "limit_ms": 0.35, "spread": 0.012, "eager_spread": 0.0,
         "n": 25, "error": 1.5e-3, "baseline_error": 1.6e-3, "kernel_sha": "", "torch": "2.11", "date": "2026-01-02", **change,
     }  # fmt: skip
@@ -42,7 +42,7 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
         "gpu": "Some GPU",
         "cuda": "13.0",
         "copy_gbps": 4000.0,
-        "rows": [row(), row(pass_="backward", compile_ms=1.0, advisor_peak_bytes=3, eager_peak_bytes=4)],
+        "rows": [row(), row(**{"pass": "backward"}, compile_ms=1.0, advisor_peak_bytes=3, eager_peak_bytes=4)],
     }
     (machine / "ops.json").write_text(json.dumps(document))
     text = page.text(tmp_path)
