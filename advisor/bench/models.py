@@ -7,10 +7,11 @@ fresh processes itself; the hand-tuned baselines run in fresh processes right af
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from advisor.bench import results
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import PlanItem
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import StackVerdict, TrialLog
 from advisor.ops import sources
 from advisor.profiling.launcher import ScriptCommand, launch
 from advisor.profiling.session import Session
@@ -42,19 +45,44 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
 WARMUP, STEPS = 15, 40
 MAX_SEARCH_S = 300.0
+# What sets the dtype that a step computes in, and with it the step's limit.
+DTYPES = {"amp_bf16": "bfloat16", "amp_fp16": "float16", "tf32": "tf32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One training. Step times are medians in milliseconds of fresh processes, seconds are wall time of the whole search."""
+    """One training. Times are of whole steps, medians in milliseconds of fresh processes.
+
+    Attributes:
+        shape: of the first convolution's input, the batch first.
+        dtype, layout: what advisor's step computes in, "float32" where nothing was kept that changes it.
+        plain_ms: the script as written. advisor_ms: with all that `apply --auto` kept.
+        eager_ms: with what is tuned by hand; compile_ms: with torch.compile too. None where not measured.
+        limit_ms: of the step that the search profiled last, with what was kept until then: the sum of its operators' least times
+            at the rates measured on this machine. None where that step computed in another dtype.
+        spread: (largest - smallest) / median of advisor's `n` processes.
+        error: relative difference of the mean loss from the script as written, over the same steps with advisor's changes;
+            baseline_error: the same of the hand-tuned script.
+        apply_s: wall time of the whole search.
+    """
 
     name: str
+    pass_: str = "step"
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
     script: str
-    batch: int
     plain_ms: float
-    applied_ms: float | None
+    advisor_ms: float | None
+    eager_ms: float | None
+    compile_ms: float | None
+    limit_ms: float | None
+    spread: float | None
+    n: int
+    error: float | None
+    baseline_error: float | None
     plain_images_per_s: float
-    applied_images_per_s: float | None
+    advisor_images_per_s: float | None
     speedup: float | None
     speedup_low: float | None
     speedup_high: float | None
@@ -62,8 +90,6 @@ class ModelRow:
     trials: tuple[str, ...]  # "channels_last: kept, 29–31 %"
     losses: str
     apply_s: float
-    hand_tuned_ms: float | None
-    hand_tuned_compiled_ms: float | None
     kernel_sha: dict[str, str]
     torch: str
     date: str
@@ -110,41 +136,78 @@ def _measured(
     found = pipeline.apply(words, auto=True, max_time_s=MAX_SEARCH_S, say=say)
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
-    stack, batch = found.log.stack, found.profile.model.batch_size
-    plain_us = statistics.median(stack.plain_us) if stack and stack.plain_us else found.profile.step_us.median
-    applied_us = statistics.median(stack.stack_us) if stack and stack.stack_us else None
+    stack, model = found.log.stack or StackVerdict(passed=None, detail=""), found.profile.model
+    kept = tuple(v.transform for v in found.log.verdicts if v.status == "kept")
+    plain_us = statistics.median(stack.plain_us or (found.profile.step_us.median,))
+    advisor_us = statistics.median(stack.stack_us) if stack.stack_us else None
     row = ModelRow(
         name=name,
+        shape=(model.batch_size, *next((conv.input_shape[1:] for conv in model.convs if conv.input_shape), ())),
+        dtype=_dtype(kept),
+        layout="nhwc" if "channels_last" in kept or model.channels_last else "nchw",
         script=" ".join((Path(words[0]).name, *words[1:])),
-        batch=batch,
         plain_ms=plain_us / 1e3,
-        applied_ms=applied_us / 1e3 if applied_us else None,
-        plain_images_per_s=batch / plain_us * 1e6,
-        applied_images_per_s=batch / applied_us * 1e6 if applied_us else None,
-        speedup=stack.speedup if stack else None,
-        speedup_low=stack.speedup_low if stack else None,
-        speedup_high=stack.speedup_high if stack else None,
-        kept=tuple(v.transform for v in found.log.verdicts if v.status == "kept"),
+        advisor_ms=advisor_us / 1e3 if advisor_us else None,
+        eager_ms=None,
+        compile_ms=None,
+        limit_ms=_limit_ms(found.profile, found.log, found.run_dir, kept),
+        spread=(max(stack.stack_us) - min(stack.stack_us)) / advisor_us if advisor_us else None,
+        n=len(stack.stack_us),
+        error=_difference(stack.losses_stack, stack.losses_plain),
+        baseline_error=None,
+        plain_images_per_s=model.batch_size / plain_us * 1e6,
+        advisor_images_per_s=model.batch_size / advisor_us * 1e6 if advisor_us else None,
+        speedup=stack.speedup,
+        speedup_low=stack.speedup_low,
+        speedup_high=stack.speedup_high,
+        kept=kept,
         trials=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in found.log.verdicts),
-        losses=stack.detail if stack else "",
+        losses=stack.detail,
         apply_s=found.log.seconds,
-        hand_tuned_ms=None,
-        hand_tuned_compiled_ms=None,
         kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
         torch=torch.__version__,
         date=datetime.date.today().isoformat(),
     )
     yield row
     if "eager" in baselines:
-        row = replace(row, hand_tuned_ms=_fresh(words, HAND_TUNED, found.run_dir / "hand-tuned", say))
+        eager = _fresh(words, HAND_TUNED, found.run_dir / "hand-tuned", say)
+        row = replace(row, eager_ms=_step_ms(eager), baseline_error=_difference(eager.losses, stack.losses_plain))
         yield row
     if "compile" in baselines:
         compiled = _fresh(words, (*HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
-        yield replace(row, hand_tuned_compiled_ms=compiled)
+        yield replace(row, compile_ms=_step_ms(compiled))
 
 
-def _fresh(words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Callable[[str], None]) -> float | None:
-    """Median step in milliseconds of a fresh process with these transforms on; None when it gave no measurement."""
+def _dtype(kept: Sequence[str]) -> str:
+    return next((dtype for transform, dtype in DTYPES.items() if transform in kept), "float32")
+
+
+def _limit_ms(profile: StepProfile, log: TrialLog, run_dir: Path, kept: Sequence[str]) -> float | None:
+    """Limit of the last step profiled, if it computed in the dtype of what was `kept`."""
+    on: tuple[str, ...] = ()
+    for again in log.rounds:
+        if again.folder:
+            profile, on = storage.load(run_dir / again.folder / pipeline.PROFILE_FILE, StepProfile), again.kept
+    return profile.limit_us / 1e3 if _dtype(on) == _dtype(kept) and profile.limit_us else None
+
+
+def _difference(losses: Sequence[float], plain: Sequence[float]) -> float | None:
+    """Relative difference of the mean losses over the steps that both have."""
+    n = min(len(losses), len(plain))
+    if not n:
+        return None
+    mean = math.fsum(plain[:n]) / n
+    return abs(math.fsum(losses[:n]) / n - mean) / abs(mean) if mean else None
+
+
+def _step_ms(measured: records.Measurement) -> float | None:
+    return statistics.median(measured.step_us) / 1e3 if measured.step_us else None
+
+
+def _fresh(
+    words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Callable[[str], None]
+) -> records.Measurement:
+    """What a fresh process with these transforms on measured: nothing, where it came to no end."""
     say(f"fresh run with {', '.join(items)}")
     command = ScriptCommand.parse(words)
     session = Session(
@@ -160,7 +223,6 @@ def _fresh(words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Ca
     folder.mkdir(parents=True)
     launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
     try:
-        measured = storage.load(folder / records.MEASURE_FILE, records.Measurement)
+        return storage.load(folder / records.MEASURE_FILE, records.Measurement)
     except AdvisorError:
-        return None
-    return statistics.median(measured.step_us) / 1e3 if measured.step_us else None
+        return records.Measurement()

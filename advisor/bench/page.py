@@ -1,13 +1,15 @@
-"""docs/benchmarks/README.md, made of the results on file: `python -m advisor.bench.page > docs/benchmarks/README.md`."""
+"""docs/benchmarks/README.md and its plots, made of the results on file: `python -m advisor.bench.page`."""
 
 from __future__ import annotations
 
 import json
-import sys
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from advisor.bench import plots
+from advisor.core import storage
 from advisor.ops import catalog, sources
 from advisor.ops.family import Case, Family
 from advisor.resources import kernels_dir
@@ -17,8 +19,8 @@ BAR = 10  # characters for a kernel at its limit
 
 _HEAD = """# Benchmarks
 
-Made from the JSON files in this folder by `python -m advisor.bench.page > docs/benchmarks/README.md`; the JSON by
-`advisor bench ops` and `advisor bench models` on the machine that names the folder. Wins and losses alike.
+Made from the JSON files in this folder by `python -m advisor.bench.page`; the JSON by `advisor bench ops` and
+`advisor bench models` on the machine that names the folder. Wins and losses alike.
 
 How it is measured: all contenders in one process, interleaved call by call, by CUDA events behind a pad that hides launch
 times and empties the L2 cache, over rotating inputs; medians, with (p90 - p10) / median as spread. *Limit* is the time for the
@@ -30,19 +32,38 @@ How a number is gathered in a training: [measurement](../measurement.md).
 """
 
 
-def text(folder: Path) -> str:
-    """The page for `folder`, docs/benchmarks: one chapter a machine, in Markdown."""
-    parts = [_HEAD]
+PAGE = "README.md"
+# The plots show operations in the dtype in which training happens most.
+PLOTTED = "bfloat16"
+_CONTENDERS = {"advisor": "advisor", "eager": "eager PyTorch", "compile": "torch.compile"}
+_TRAINERS = {"advisor": "apply --auto", "eager": "tuned by hand", "compile": "and compiled"}
+
+
+def files(folder: Path) -> dict[str, str]:
+    """What belongs into `folder`, docs/benchmarks, by path: the page, one chapter a machine, in Markdown; and its plots."""
+    parts, drawn = [_HEAD], {}
     for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
         ops, models = (_document(machine / f"{kind}.json") for kind in ("ops", "models"))
         if not ops and not models:
             continue
         parts.append(f"## {(ops or models)['gpu']}\n")
         if models:
-            parts += [_models(models)]
+            name = f"{machine.name}/trainings.svg"
+            drawn[name] = _models_plot(models["rows"])
+            parts.append(_models(models, f"![Speed of whole trainings, as written = 1]({name})"))
         if ops:
-            parts += [_facts(ops), *_families(ops["rows"])]
-    return "\n".join(parts).rstrip() + "\n"
+            parts.append(_facts(ops))
+            for family, cases in _families(ops["rows"]):
+                name = f"{machine.name}/{family.id}.svg"
+                measured = [(case, rows) for case, rows in cases if rows]
+                plot = _family_plot(family, measured)
+                drawn |= {name: plot} if plot else {}
+                parts.append(
+                    _family(family, measured, f"![{family.id}: share of the limit reached]({name})" if plot else "")
+                )
+                missing = sorted({f"{case.name} {case.dtype}" for case, rows in cases if not rows})
+                parts += [f"Not measured: {', '.join(missing)}.\n"] if missing else []
+    return {PAGE: "\n".join(parts).rstrip() + "\n", **drawn}
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -62,25 +83,44 @@ def _facts(document: Row) -> str:
     )
 
 
-def _families(rows: Iterable[Row]) -> list[str]:
+Measured = list[tuple[Case, list[Row]]]
+
+
+def _families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
+    """Families that were measured, with the rows of each of their cases."""
     by_case: dict[tuple[str, tuple[int, ...], str], list[Row]] = {}
     for row in rows:
         by_case.setdefault((row["name"], tuple(row["shape"]), row["dtype"]), []).append(row)
-    parts = []
-    for family in catalog.FAMILIES:
-        cases = [(case, by_case.get((case.name, case.shape, case.dtype), [])) for case in family.benchmark]
-        measured = [(case, found) for case, found in cases if found]
-        if measured:
-            parts.append(_family(family, measured))
-            missing = sorted({f"{case.name} {case.dtype}" for case, found in cases if not found})
-            parts += [f"Not measured: {', '.join(missing)}.\n"] if missing else []
-    return parts
+    found = [
+        (family, [(case, by_case.get((case.name, case.shape, case.dtype), [])) for case in family.benchmark])
+        for family in catalog.FAMILIES
+    ]
+    return [(family, cases) for family, cases in found if any(rows for _, rows in cases)]
 
 
-def _family(family: Family, cases: list[tuple[Case, list[Row]]]) -> str:
+def _family_plot(family: Family, measured: Measured) -> str:
+    """Each operation once, at its largest tensor; empty where none was measured in the dtype shown."""
+    largest: dict[str, tuple[Case, list[Row]]] = {}
+    for case, rows in measured:
+        known = largest.get(case.name)
+        if case.dtype == PLOTTED and (known is None or math.prod(case.shape) > math.prod(known[0].shape)):
+            largest[case.name] = case, rows
+    shown = [
+        plots.Dots(
+            label=f"{case.name} {'×'.join(map(str, case.shape))}{' backward' if row['pass'] == 'backward' else ''}",
+            values={who: row["limit_ms"] / row[f"{who}_ms"] for who in plots.COLOURS if row[f"{who}_ms"]},
+        )
+        for case, rows in largest.values()
+        for row in rows
+    ]
+    return plots.dots(f"{family.id}, {PLOTTED}: limit ÷ time", "at the limit", _CONTENDERS, shown) if shown else ""
+
+
+def _family(family: Family, cases: Measured, plot: str) -> str:
     lines = [
         f"#### {family.id}\n",
         f"In place of {family.replaces}.\n",
+        *([f"{plot}\n"] if plot else []),
         "| operation | shape | dtype | pass | ours ms | limit ÷ ours | | eager ÷ ours | compile ÷ ours | spread | "
         "error | PyTorch's | memory ÷ eager's | dispatched |",
         "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|",
@@ -108,34 +148,60 @@ def bar(share: float) -> str:
 
 
 def trainings(document: Row) -> str:
-    """The README's table: the scripts as written, and after `advisor apply --auto`."""
-    lines = ["| training | as written, img/s | after `apply --auto` | | kernels |", "|---|---:|---:|---:|---|"]
-    lines += [
-        f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {row['speedup']:.1f} × "
-        f"| {_kernels(row)} |"
-        for row in document["rows"]
-        if row["speedup"] is not None
+    """The README's table: the scripts as written, what people tune by hand where that was measured, and after `advisor apply`."""
+    rows = [row for row in document["rows"] if row["speedup"] is not None]
+    titles = {"eager_ms": "tuned by hand", "compile_ms": "and compiled", "advisor_ms": "after `apply --auto`"}
+    titles = {key: title for key, title in titles.items() if any(row[key] for row in rows)}
+    lines = [
+        f"| training, img/s | as written | {' | '.join(titles.values())} | | kernels |",
+        f"|---|---:|{'---:|' * len(titles)}---:|---|",
     ]
+    for row in rows:
+        rates = " | ".join(_rate(row, key) for key in titles)
+        lines.append(
+            f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {rates} | {row['speedup']:.1f} × | {_kernels(row)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _models(document: Row) -> str:
+def _models(document: Row, plot: str) -> str:
     rows = document["rows"]
     lines = [
         "### Whole trainings\n",
         f"torch {document['torch']}, CUDA {document['cuda']}. The scripts are docs/examples, unmodified; *applied* is what "
-        "`advisor apply --auto` kept, in fresh processes. *Kernels*: whether the bundled ones have changed since.\n",
-        "| training | plain img/s | applied img/s | speed-up | kept | hand-tuned ms | with compile ms | applied ms | search s | kernels |",
-        "|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
+        "`advisor apply --auto` kept, in fresh processes. *Tuned by hand* is the same script with bf16 autocast, channels_last, "
+        "cuDNN autotuning and a fused optimizer, *compiled* with torch.compile too; – where that was not measured in the same "
+        "session. *Limit* is modelled: the operators of the step profiled last, each at the rates measured on this machine. "
+        "*Kernels*: whether the bundled ones have changed since.\n",
+        f"{plot}\n",
+        "| training | as written img/s | by hand img/s | compiled img/s | applied img/s | speed-up | kept | as written ms | "
+        "by hand ms | compiled ms | applied ms | limit ms | search s | kernels |",
+        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
+        rates = " | ".join(_rate(row, key) for key in ("eager_ms", "compile_ms", "advisor_ms"))
+        times = " | ".join(_number(row[f"{key}_ms"], 2) for key in ("plain", "eager", "compile", "advisor", "limit"))
         lines.append(
-            f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {_number(row['applied_images_per_s'])} | {_speedup(row)} "
-            f"| {', '.join(row['kept']) or 'nothing'} | {_number(row['hand_tuned_ms'], 2)} "
-            f"| {_number(row['hand_tuned_compiled_ms'], 2)} | {_number(row['applied_ms'], 2)} | {row['apply_s']:.0f} "
-            f"| {_kernels(row)} |"
+            f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {rates} | {_speedup(row)} "
+            f"| {', '.join(row['kept']) or 'nothing'} | {times} | {row['apply_s']:.0f} | {_kernels(row)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _models_plot(rows: Iterable[Row]) -> str:
+    shown = [
+        plots.Dots(
+            label=row["name"],
+            values={who: row["plain_ms"] / row[f"{who}_ms"] for who in plots.COLOURS if row[f"{who}_ms"]},
+        )
+        for row in rows
+    ]
+    return plots.dots("Whole trainings: how many times as fast", "the script as written", _TRAINERS, shown)
+
+
+def _rate(row: Row, key: str) -> str:
+    """Images a second at this step time."""
+    return _number(row["plain_images_per_s"] * row["plain_ms"] / row[key] if row[key] else None)
 
 
 def _kernels(row: Row) -> str:
@@ -155,4 +221,6 @@ def _speedup(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(text(kernels_dir().parent / "docs" / "benchmarks"))
+    folder = kernels_dir().parent / "docs" / "benchmarks"
+    for name, content in files(folder).items():
+        storage.write_text(folder / name, content)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from advisor.bench import page
+from advisor.bench import models, ops, page
 from advisor.ops import sources
 from advisor.resources import kernels_dir
 
@@ -15,9 +16,29 @@ FOLDER = kernels_dir().parent / "docs" / "benchmarks"
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
-def test_the_page_is_up_to_date() -> None:
-    """`python -m advisor.bench.page > docs/benchmarks/README.md`"""
-    assert (FOLDER / "README.md").read_text(encoding="utf-8") == page.text(FOLDER)
+def test_the_page_and_its_plots_are_up_to_date() -> None:
+    """`python -m advisor.bench.page`"""
+    made = page.files(FOLDER)
+    assert {name: (FOLDER / name).read_text(encoding="utf-8") for name in made} == made
+    assert {str(path.relative_to(FOLDER).as_posix()) for path in FOLDER.rglob("*.svg")} == {*made} - {page.PAGE}
+    assert all(f"]({name})" in made[page.PAGE] for name in made if name != page.PAGE)
+
+
+# docs/benchmarks of the issue: what each row of either file says, whatever else it says.
+FIELDS = (
+    "name", "pass", "shape", "dtype", "layout", "advisor_ms", "eager_ms", "compile_ms", "limit_ms", "spread", "n", "error",
+    "baseline_error", "kernel_sha", "torch", "date",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
+@pytest.mark.parametrize(("kind", "row_type"), [("ops", ops.OpRow), ("models", models.ModelRow)])
+def test_rows_on_file_are_what_the_benchmarks_write(kind: str, row_type: type) -> None:
+    names = {field.name.removesuffix("_") for field in dataclasses.fields(row_type)}
+    assert set(FIELDS) <= names
+    for file in FOLDER.glob(f"*/{kind}.json"):
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            assert set(row) == names, row["name"]
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
@@ -45,13 +66,13 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
         "rows": [row(), row(**{"pass": "backward"}, compile_ms=1.0, advisor_peak_bytes=3, eager_peak_bytes=4)],
     }
     (machine / "ops.json").write_text(json.dumps(document))
-    text = page.text(tmp_path)
+    text = page.files(tmp_path)[page.PAGE]
     assert "## Some GPU" in text
     assert "| bn+relu | 256×64×112×112 | bfloat16 | forward | 0.5000 | 0.70 | ███████··· | 0.80 | – | 1.2% |" in text
     assert "| 0.80 | 2.00 |" in text
     assert [line.split("|")[-3].strip() for line in text.splitlines() if line.startswith("| bn")] == ["–", "0.75"]
     assert "Not measured: bn bfloat16" in text
-    assert page.text(tmp_path / "some-gpu") == page._HEAD  # a folder without machines
+    assert page.files(tmp_path / "some-gpu") == {page.PAGE: page._HEAD}  # a folder without machines
 
 
 def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) -> None:
@@ -59,15 +80,19 @@ def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) 
     machine.mkdir()
     now = {name: sources.sha256(name) for name in sources.all_names()}
     training = {
-        "name": "net", "plain_images_per_s": 100.0, "applied_images_per_s": 300.0, "speedup": 3.0, "speedup_low": 2.9,
-        "speedup_high": 3.1, "kept": ["channels_last"], "hand_tuned_ms": None, "hand_tuned_compiled_ms": None,
-        "applied_ms": 4.0, "apply_s": 61.0, "kernel_sha": now,
+        "name": "net", "plain_images_per_s": 100.0, "advisor_images_per_s": 300.0, "speedup": 3.0, "speedup_low": 2.9,
+        "speedup_high": 3.1, "kept": ["channels_last"], "plain_ms": 12.0, "eager_ms": 6.0, "compile_ms": None,
+        "advisor_ms": 4.0, "limit_ms": 2.5, "apply_s": 61.0, "kernel_sha": now,
     }  # fmt: skip
     older = {**training, "kernel_sha": {**now, next(iter(now)): "0" * 64}}
     document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, older]}
     (machine / "models.json").write_text(json.dumps(document))
-    rows = [line for line in page.text(tmp_path).splitlines() if line.startswith("| net")]
+    rows = [line for line in page.files(tmp_path)[page.PAGE].splitlines() if line.startswith("| net")]
     assert [line.split("|")[-2].strip() for line in rows] == ["as now", "older"]
+    assert rows[0].startswith(
+        "| net | 100 | 200 | – | 300 | 3.00 (2.90 to 3.10) | channels_last | 12.00 | 6.00 | – | 4.00 | 2.50 | 61 |"
+    )
+    assert "| net | 100 | 200 | 300 | 3.0 × |" in page.trainings(document)  # no column of what nobody measured
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, "··········"), (0.93, "█████████·"), (1.3, "██████████")])
