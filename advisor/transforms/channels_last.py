@@ -20,8 +20,9 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
+from advisor.transforms import cuda_graphs
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.forward import CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack
+from advisor.transforms.forward import CAPTURE, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.patch import all_or_nothing, map_tensors, replace_attribute, tensors_in
 from advisor.transforms.replay import replay
 from advisor.transforms.targets import targets
@@ -85,10 +86,11 @@ class ChannelsLast(Transform):
                 numbers={"nhwc_frac": share},
             )
         stacks = [ForwardStack.of(target) for target in targets(training)]
-        if any(stack.get(CAPTURE) or stack.get(GRAPH) for stack in stacks):  # looking would compile the hooks in
-            return Check(passed=None, detail="the model is compiled or captured, and no trace was taken")
+        if any(stack.get(CAPTURE) for stack in stacks):  # looking would compile the hooks in
+            return Check(passed=None, detail="the model is compiled, and no trace was taken")
         try:
-            seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
+            with cuda_graphs.paused():  # a replay runs no hooks
+                seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
         except Exception as error:  # the forward is the script's own code
             return Check(passed=None, detail=f"the forward could not be run again ({type(error).__name__}: {error})")
         if not seen:

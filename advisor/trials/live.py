@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import itertools
 import math
+import os
 import signal
 import statistics as stdlib_statistics
 import time
@@ -24,6 +26,7 @@ from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Blocks, Check, Verdict
 from advisor.ops.verify import unusable
+from advisor.profiling import graphs
 from advisor.profiling.aggregate import aggregate
 from advisor.profiling.attach import Attached, attach_training
 from advisor.profiling.collector import TraceCollector
@@ -73,8 +76,20 @@ Steps = Generator[None, StepEvent, None]
 
 def attach_search(session: Session) -> None:
     """The search mode, in the child, once torch is imported."""
+    name_native_faults(session)
     training, watcher = attach_training(session)
     SearchDriver(training, session, watcher)
+
+
+def name_native_faults(session: Session) -> None:
+    """A process that dies in native code leaves in the run folder where in Python it was; a script's own handler stays."""
+    if faulthandler.is_enabled():
+        return
+    with contextlib.suppress(OSError):
+        path = session.folder / records.TRIALS_DIR / records.FAULT_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A plain descriptor, open for as long as the process lives: a file object would close it when it is collected.
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), all_threads=False)
 
 
 class _OutOfTime(Exception):
@@ -367,7 +382,7 @@ class SearchDriver:
                 return None
             switch = _Switch(self.training, transform, parameters, self._rivals(candidate, transform))
             traced = current.traced and not proved and type(transform).effect is not Transform.effect
-            if traced and self._trace_before is None:
+            if traced and self._trace_before is None and not graphs.alive():
                 self._trace_before = yield from self._trace()
                 captured = yield from self._capture(gate)
 
@@ -407,8 +422,10 @@ class SearchDriver:
             after = None
             if not proved:
                 self._note(dataclasses.replace(current, phase="effect"))
-                after = (yield from self._trace()) if traced else None
-                before = self._trace_before if traced else None
+                # Processes died under the tracer beside captured graphs, and only there: what is on by then, and what has
+                # run, is shown by the live state (docs/decisions/0018).
+                after = (yield from self._trace()) if traced and not graphs.alive() else None
+                before = self._trace_before if after is not None else None
                 effect = checks["effect"] = transform.effect(self.training, before, after)
                 if effect.passed is False:
                     return verdict(REVERTED, f"applied, but without effect: {effect.detail}")

@@ -15,6 +15,7 @@ TRIALS_DIR = "trials"
 CURRENT_FILE = "current.json"
 SEARCH_FILE = "search.json"
 MEASURE_FILE = "measure.json"
+FAULT_FILE = "fault.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,16 @@ def load_current(run_dir: Path) -> InTrial | None:
         return storage.load(run_dir / TRIALS_DIR / CURRENT_FILE, InTrial)
     except AdvisorError:
         return None
+
+
+def native_fault(run_dir: Path) -> str:
+    """Where in Python the process was that died in native code, as "file:line in function"; "" when it left no word."""
+    try:
+        text = (run_dir / TRIALS_DIR / FAULT_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text)
+    return f"{Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
 
 
 def save_current(run_dir: Path, current: InTrial) -> None:

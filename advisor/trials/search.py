@@ -126,6 +126,7 @@ class _Search:
                 return
             before, verdicts_before = self._progress(), len(records.verdicts(self.run_dir))
             (self.run_dir / records.SEARCH_FILE).unlink(missing_ok=True)
+            (self.run_dir / records.TRIALS_DIR / records.FAULT_FILE).unlink(missing_ok=True)
             ended = self._run(
                 "search",
                 candidates=tuple(left),
@@ -176,17 +177,21 @@ class _Search:
         elif ended.signal == signal.SIGKILL:
             reason = f"the process was killed in its {current.phase}; the machine may have run out of memory"
         elif ended.signal:
-            reason = f"the process died of signal {ended.signal} in its {current.phase}"
+            where = records.native_fault(self.run_dir)
+            reason = f"the process died of signal {ended.signal} in its {current.phase}" + (
+                f" ({where})" if where else ""
+            )
         else:
             last = last_line(self.run_dir / OUTPUT_FILE)
             reason = f"the script failed in its {current.phase}" + (f": {last}" if last else "")
         self._crashes = self._crashes + 1 if len(records.verdicts(self.run_dir)) == verdicts_before else 1
         if self._crashes < CRASHES and current.phase == "effect" and current.traced and ended.signal in TRACER_FAULTS:
-            # Seen of a traced DenseNet beside captured graphs: as likely the tracer's fault as the candidate's. Once more, without.
+            # As likely the tracer's fault as the candidate's. Once more, without.
             records.save_current(self.run_dir, dataclasses.replace(current, traced=False))
+            where = records.native_fault(self.run_dir)
             self.notes.append(
-                f"the process died of signal {ended.signal} while the effect of {self.title(current.transform)} was traced; "
-                "its effect was judged without a trace"
+                f"the process died of signal {ended.signal} while the effect of {self.title(current.transform)} was traced"
+                f"{f' ({where})' if where else ''}; its effect was judged without a trace"
             )
             return
         if self._crashes >= CRASHES:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 
 import torch
 import torch._dynamo  # what the first optimizer imports: here once, not in every fork
@@ -206,6 +207,37 @@ class NoEffect(Wrapped):
         return Check(passed=False, detail="no kernel of ours was seen")
 
 
+class Dies(Wrapped):
+    """Ends the process as a fault in native code does."""
+
+    id = "dies"
+
+    def wrap(self, forward, net):
+        def changed(x):
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+        return changed
+
+
+class Traced(Wrapped):
+    """Its effect tells whether there were traces."""
+
+    id = "traced"
+
+    def effect(self, training, before, after):
+        return Check(passed=True, detail=f"before {before is not None}, after {after is not None}")
+
+
+class Captures(Traced):
+    """Has a (planted) captured graph alive in the process from its first step on."""
+
+    id = "captures"
+
+    def apply(self, training, parameters):
+        live.graphs.alive = lambda: True
+        return super().apply(training, parameters)
+
+
 class CannotGoBack(Wrapped):
     id, semantics = "cannot_go_back", Semantics.REASSOCIATED
 
@@ -243,7 +275,7 @@ CHANGES = {
     c.id: c
     for c in (
         Nothing, Faster, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
-        FreshOnly,
+        FreshOnly, Dies, Traced, Captures,
     )
 }  # fmt: skip
 

@@ -1,4 +1,6 @@
+import faulthandler
 import json
+import re
 import time
 
 from searched_loop import candidates, find, train
@@ -110,6 +112,23 @@ def test_what_cannot_be_taken_back_ends_the_process(tmp_path):
     assert verdicts["cannot_go_back"].status == "failed"
     assert "faster" not in verdicts
     assert not storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).complete
+
+
+def test_nothing_is_traced_beside_captured_graphs(tmp_path):
+    verdicts, _ = search(tmp_path, "traced", "captures", max_pairs=2)
+    assert verdicts["traced"].effect.detail == "before True, after True"
+    assert verdicts["captures"].effect.detail == "before False, after False"  # judged by the live state alone
+
+
+def test_a_process_that_dies_in_native_code_says_where(tmp_path):
+    def driver(training, orders, *more):
+        faulthandler.disable()  # pytest's own, which stays on in the fork
+        live.name_native_faults(orders)
+        return SearchDriver(training, orders, *more)
+
+    _, reason = train(session(tmp_path, "dies"), driver, find)
+    assert reason == "killed"
+    assert re.fullmatch(r"searched_loop.py:\d+ in changed", records.native_fault(tmp_path))
 
 
 def test_a_lost_device_ends_the_process_and_names_the_candidate(tmp_path):

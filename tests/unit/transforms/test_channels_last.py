@@ -8,8 +8,9 @@ from loops import ConvNet, ViewNet, assert_close, batches, check_undo_is_exact, 
 from torch import nn
 
 from advisor.core.profile import KernelRow
+from advisor.transforms import cuda_graphs
 from advisor.transforms.channels_last import ChannelsLast
-from advisor.transforms.forward import CAPTURE, ForwardStack
+from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -127,3 +128,23 @@ def test_a_compiler_can_trace_the_view() -> None:
     x = next(loop.batches)[0]
     compiled = torch.compile(loop.model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), loop.model(x))
+
+
+def test_behind_captured_graphs_the_inputs_are_seen_in_an_eager_forward() -> None:
+    loop = make_loop()
+    transform = ChannelsLast()
+    transform.apply(loop.training, {})
+    loop.run(1)
+    paused = []
+
+    def replays(inner, module):
+        def forward(*args):
+            paused.append(cuda_graphs._paused)
+            return inner(*args)
+
+        return forward
+
+    ForwardStack.of(loop.model).set(GRAPH, replays)
+    check = transform.effect(loop.training, None, None)
+    assert check.passed, check.detail
+    assert paused == [True]  # a replay would have run no hook

@@ -252,6 +252,8 @@ def dies_in_its_effect(script, seen, unless_untraced=None):
             script.verdicts[current.transform] = unless_untraced
             return script(None, session, environment={"WANDB_MODE": "offline"})
         records.save_current(script.run_dir, dataclasses.replace(current, phase="effect"))
+        told = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 [python] (most recent call first):\n"
+        (script.run_dir / "trials" / records.FAULT_FILE).write_text(f'{told}  File "/a/collector.py", line 7 in stop\n')
         return Exit(code=139, signal=int(signal.SIGSEGV))
 
     return ended
@@ -264,7 +266,7 @@ def test_a_process_that_dies_under_the_tracer_tries_the_candidate_once_more_with
     log, _, _, verdicts = apply(script, "tf32", "compile")
     assert seen == [True, False]
     assert verdicts["tf32"].status == "kept"
-    assert any("without a trace" in note for note in log.notes)
+    assert any("without a trace" in note and "(collector.py:7 in stop)" in note for note in log.notes)
 
 
 def test_a_candidate_that_dies_without_the_tracer_too_has_failed(script):
@@ -273,7 +275,7 @@ def test_a_candidate_that_dies_without_the_tracer_too_has_failed(script):
     _, _, _, verdicts = apply(script, "tf32", "compile")
     assert seen == [True, False]
     assert verdicts["tf32"].status == "failed"
-    assert "signal 11 in its effect" in verdicts["tf32"].reason
+    assert "signal 11 in its effect (collector.py:7 in stop)" in verdicts["tf32"].reason
     assert verdicts["compile"].status == "reverted"
 
 

@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from advisor.profiling import graphs
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph, which a build without CUDA cannot make."""
+
+
+class Proxy:
+    @property
+    def __class__(self):
+        raise AssertionError("a proxy's code was run")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_captured_graph_is_seen_while_it_lives_whoever_holds_it():
+    assert not graphs.alive()
+    proxy = Proxy()
+    held = {"somewhere": [type("Kept", (Graph,), {})()]}  # what the script, Inductor or advisor may hold
+    assert graphs.alive()
+    held.clear()
+    assert not graphs.alive()
+    assert object.__repr__(proxy)
+
+
+def test_without_cuda_nothing_is_looked_through(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(graphs.gc, "get_objects", lambda: pytest.fail("looked through all objects"))
+    assert not graphs.alive()
