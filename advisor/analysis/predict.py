@@ -23,6 +23,7 @@ from advisor.analysis.view import (
     is_strict_fp32,
     launches,
     parent,
+    shapes_of,
 )
 from advisor.analysis.whatif import OP_HIGH_US, OP_LOW_US, Change, Saving, Step
 from advisor.core import roofline
@@ -56,10 +57,17 @@ LARGE_DEPTHWISE_NHWC, LARGE_KERNEL = 1.42, 13
 # Share of a convolution's time that NHWC saves on a CPU. Measured on 2 cores of an x86 server (torch 2.13, medians of 5
 # steps): ResNet-18 at 32x32 saved 22 % of its step, at 96x96 lost 6 %; MobileNetV2 at half width saved 39 %.
 CPU_NHWC_WORST, CPU_NHWC_BEST, CPU_DEPTHWISE_NHWC_BEST = -0.1, 0.4, 0.75
+# The same machine, share of an operator's time forward and backward: windows of pools 60 to 79 %, bilinear upsampling 48 to
+# 80 %; batch norm lost 23 % to gained 35 %, with 8 channels took 2.5 times as long; group norm took 1.6 to 5 times as long.
+CPU_POOL_NHWC, CPU_UPSAMPLE_NHWC = (0.6, 0.8), (0.45, 0.8)
+CPU_BATCHNORM_NHWC, CPU_THIN_BATCHNORM_NHWC, CPU_GROUPNORM_NHWC = (-0.25, 0.35), (-1.5, 0.35), (-4.0, -0.6)
+CPU_THIN_CHANNELS = 16
 # cudnn.benchmark with the fused optimizer gave MobileNetV3-Large 13.5 % on one H200, ResNet-50 0.4 %.
 BENCHMARK_BEST = 0.15
-# A node of a replayed graph costs 1 to 2 us (published replay timings; 3.03 ms for ResNet-18 on one H200).
-GRAPH_NODE_US = 2.0
+# A node of a replayed graph costs 1 to 2 us (published replay timings; 3.03 ms for ResNet-18 on one H200), and more where
+# kernels are long and the host runs ahead: of 4.1 us idle at each of ConvNeXt-T's 642 kernels on one H200, graphs left 2.2 to
+# 3.2. There the device itself takes that long from kernel to kernel.
+GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
 # torch.compile made ResNet-18 at 32x32 slower on one H200, where the host was the limit: 10.6 ms became 11.6 ms.
 COMPILE_HOST_LOSS = 0.1
 # Its convolutions and matrix products are laid out anew and may lose what fusing gains: on one H200 ResNet-50 lost 1 to 10 %
@@ -263,11 +271,15 @@ def _channels_last(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
         elif row.kind == "conv":
             saved = _nhwc_conv(view, row, limit)
             worst, best = worst + saved[0], best + saved[1]
+        elif not view.on_gpu and (shares := _nhwc_on_cpu(row)):
+            worst, best = worst + shares[0] * row.time_us, best + shares[1] * row.time_us
     moved = 2 * _bytes_us(view, view.profile.input.batch_bytes)  # the batch is read and written once in the new layout
     layout = [row for row in view.rows if row.kind == "layout"]
     told = "at their limits at best; grouped and large depthwise ones may lose"
     if not view.on_gpu:
         told = f"of which NHWC saves {CPU_NHWC_WORST:.0%} to {CPU_NHWC_BEST:.0%}, of depthwise ones up to {CPU_DEPTHWISE_NHWC_BEST:.0%}"
+        others = [row for row in view.rows if _nhwc_on_cpu(row)]
+        told += f"; {_share(view, others, step)} pool, upsample and normalise, each in another way" if others else ""
     basis = f"{_share(view, layout, step)} convert layouts; {_share(view, convs, step)} are convolutions, {told}"
     return Change(worst=Saving(device_us=worst - moved), best=Saving(device_us=best - moved), basis=basis)
 
@@ -284,6 +296,18 @@ def _nhwc_conv(view: View, row: KernelRow, limit: float) -> tuple[float, float]:
         worst = row.time_us * (1 - LARGE_DEPTHWISE_NHWC) if large else 0.0
         return (worst, 0.0 if large else _gain_to(row.time_us, limit / DEPTHWISE_BEST))
     return (0.0, _gain_to(row.time_us, limit / MATRIX_BEST))
+
+
+def _nhwc_on_cpu(row: KernelRow) -> tuple[float, float] | None:
+    """Worst and best share of its time that NHWC saves of what is no convolution, on a CPU; None for what it leaves alone."""
+    if row.kind == "upsample":
+        return CPU_UPSAMPLE_NHWC
+    if row.kind == "pool":
+        return None if "adaptive" in row.op else CPU_POOL_NHWC
+    if is_batchnorm(row):
+        thin = any(len(shape) == 4 and shape[1] < CPU_THIN_CHANNELS for shape in shapes_of(row))
+        return CPU_THIN_BATCHNORM_NHWC if thin else CPU_BATCHNORM_NHWC
+    return CPU_GROUPNORM_NHWC if is_groupnorm(row) else None
 
 
 def _cudnn_benchmark(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
@@ -585,6 +609,31 @@ def _concatenations(view: View) -> list[KernelRow]:
     return [*found, *sums] if found else []
 
 
+def _fused_bn_concat(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """The concatenations go; the norms over them are the bundled kernels' too, unless `fused_bn_act` has them already."""
+    found = _concatenations(view)
+    if not found:
+        return _nothing("no concatenations and sums of gradients in the step")
+    containers = {row.module for row in found if row.kind == "concat" and row.module}
+    norms = [row for row in view.rows if is_batchnorm(row) and parent(row.module) in containers]
+    after = [row for row in view.rows if row.kind == "activation" and view.is_after_norm(row, containers)]
+    cache = view.profile.environment.l2_bytes
+    known = [row for row in (*norms, *after) if row.modelled_bytes > 0]
+    normalised = _gain_to(
+        sum(row.time_us for row in known),
+        sum(_bytes_us(view, _fused_bytes(row, cache)) for row in known) / FUSED_BEST,
+    )
+    told = f", and {_share(view, known, step)} normalise them, where no bundled kernel does so yet" if known else ""
+    return Change(
+        worst=Saving(),
+        best=Saving(
+            device_us=CONCAT_MERGED * sum(row.time_us for row in found) + normalised,
+            host_us=launches(found) * OP_LOW_US,
+        ),
+        basis=f"{_share(view, found, step)} are concatenations and sums of gradients, which go{told}",
+    )
+
+
 def _squeeze_excite(view: View) -> list[KernelRow]:
     blocks = view.squeeze_excite_blocks()
     return [row for row in view.rows if row.module in blocks or parent(row.module) in blocks]
@@ -616,14 +665,14 @@ def _compile(graphs: bool) -> _Predictor:
         best = 0.0
         for row in chosen:
             merged = row.kind == "layout" or view.is_after_norm(row, containers)
-            limit = 0.0 if merged else _limit(view, row, dtype=_own_dtype(row)) / COMPILED_BEST
-            best += row.time_us if merged else _gain_to(row.time_us, limit)
+            limit = _limit(view, row, dtype=_own_dtype(row)) / COMPILED_BEST
+            # What one loop has in a CPU's cache the next one reads there, whatever memory's bandwidth is.
+            best += row.time_us if merged or not view.on_gpu else _gain_to(row.time_us, limit)
         # Fused groups keep about one kernel in three: normalise, add and activate become one.
         fewer = launches(chosen) * 2 / 3 * OP_LOW_US if view.on_gpu else 0.0
         replayed = graphs and view.on_gpu
-        basis = (
-            f"{_share(view, chosen, step)} normalise, activate or convert, at {COMPILED_BEST:.0%} of bandwidth at best"
-        )
+        bound = f"at {COMPILED_BEST:.0%} of bandwidth at best" if view.on_gpu else "all of it in the caches at best"
+        basis = f"{_share(view, chosen, step)} normalise, activate or convert, {bound}"
         return Change(
             worst=Saving(
                 device_us=-COMPILE_DEVICE_LOSS * view.device_us if view.on_gpu else 0.0,
@@ -658,7 +707,7 @@ def _cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Chang
     least = max(0.0, captured * (OP_LOW_US - GRAPH_NODE_US))
     return Change(
         worst=Saving(
-            gaps_us=min(least, max(0.0, step.gaps_us * captured / every - captured * GRAPH_NODE_US)),
+            gaps_us=min(least, max(0.0, step.gaps_us * captured / every - captured * GRAPH_NODE_WORST_US)),
             host_us=min(least, step.host_high_us),
             host_closes_gaps=False,
         ),
@@ -666,7 +715,7 @@ def _cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Chang
         best=Saving(gaps_us=step.gaps_us, sync_us=step.sync_us, host_us=step.host_low_us),
         basis=(
             f"the device is idle {step.gaps_us:.0f} us a step between launches and {step.sync_us:.0f} us after waits; "
-            f"{captured:.0f} of {every:.0f} kernels are replayed, at up to {GRAPH_NODE_US:.0f} us each"
+            f"{captured:.0f} of {every:.0f} kernels are replayed, at up to {GRAPH_NODE_WORST_US:.2g} us each"
         ),
     )
 
@@ -686,7 +735,7 @@ _PREDICTORS: dict[str, _Predictor] = {
     "uint8_batches": _uint8_batches,
     "defer_sync": _defer_sync,
     "fused_bn_act": _fused_bn_act,
-    "fused_bn_concat": _kernel_family(_concatenations, "concatenations and sums of gradients", merged=CONCAT_MERGED),
+    "fused_bn_concat": _fused_bn_concat,
     "fused_bn_max_pool": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling", merged=POOL_MERGED),
     "fused_pooling": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling"),
     "fused_upsample": _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat"),
