@@ -2,6 +2,10 @@
 
 Loses where input shapes change, because each new shape is timed again; so it is tried only with fixed shapes. The first step
 takes longer, and an algorithm may sum in another order.
+
+Only a fresh process shows what it does: PyTorch keeps the first plan of each shape for the life of the thread, under a key that
+the flag is no part of, so in a loop that has run already it changes nothing.
+Sources: aten/src/ATen/native/cudnn/Conv_v8.cpp, CacheKeyWrapper and run_single_conv (the plan of the heuristic is cached as well).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ class CudnnBenchmark(Transform):
     id = "cudnn_benchmark"
     title = "cuDNN algorithm choice by timing"
     semantics = Semantics.REASSOCIATED
+    live = False
     after = ("channels_last", "amp_bf16", "amp_fp16", "tf32")
     order = 60
 
@@ -61,7 +66,10 @@ class CudnnBenchmark(Transform):
             return Check(passed=True, detail="cudnn.benchmark is on")
         old, new = ({row.name for row in p.kernels if row.kind in ("conv", "gemm")} for p in (before, after))
         if old == new:
-            return Check(passed=False, detail="cuDNN chose the same kernels as before")
+            return Check(
+                passed=False,
+                detail="the same kernels run as before; shapes seen before the flag was set keep their algorithm",
+            )
         return Check(
             passed=True,
             detail=f"{len(new - old)} convolution kernels are new, {len(old - new)} are gone",

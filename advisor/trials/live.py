@@ -212,6 +212,7 @@ class SearchDriver:
         self.kept = KeptChanges(training, session.kept, find)
         self.kept.settle()
         self._notes: list[str] = []
+        self._on_top: list[str] = []
         self._steps = 0
         self._step_us = 0.0
         self._trace_before: StepProfile | None = None
@@ -271,6 +272,10 @@ class SearchDriver:
             except _Unclean as problem:
                 self._conclude(self._verdict(candidate, None, "failed", str(problem)))
                 break
+            if verdict is None and candidate.transform in planner.ON_TOP:
+                self._on_top.append(candidate.transform)
+                records.clear_current(session.folder)
+                continue
             if verdict is None:
                 restart = candidate.transform
                 break
@@ -311,6 +316,7 @@ class SearchDriver:
         record = records.SearchRecord(
             complete=complete,
             restart=restart,
+            on_top=tuple(self._on_top),
             out_of_time=out_of_time,
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             steps=self._steps,

@@ -36,6 +36,9 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"cuda_graphs"}),
     frozenset({"compile_max_autotune"}),
 )
+# What needs fresh processes and gains little is tried last, on top of the proven stack, whose fresh runs it is compared with: two
+# more then suffice, where pairs of its own take six or more.
+ON_TOP = frozenset({"cudnn_benchmark"})
 _UNKNOWN = next(i for i, stage in enumerate(STAGES) if "conv_bias" in stage)  # beside the kernels
 LONG_FIRST_STEP_US = 10e6
 _BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}

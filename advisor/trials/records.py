@@ -47,10 +47,13 @@ class InTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """`search.json`: one search process came to its end. `restart`: the candidate that only fresh processes can try."""
+    """`search.json`: one search process came to its end. `restart`: the candidate that only fresh processes can try, now;
+    `on_top`: those that apply here, and are tried in fresh processes on top of what is kept in the end.
+    """
 
     complete: bool = False
     restart: str = ""
+    on_top: tuple[str, ...] = ()
     out_of_time: bool = False
     model_hash: str = ""
     steps: int = 0

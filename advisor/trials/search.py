@@ -79,7 +79,7 @@ TRACER_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 LAUNCH_GRACE_S = 60.0
 ARM_TIMEOUT_S = 300.0
 STACK_RUNS = ("plain", "stack", "stack", "plain")
-LEFT_OUT_TURNS = (0, 1)  # seeds of the runs without an item, as of the stack's own
+STACK_TURNS = (0, 1)  # seeds of the runs without an item, or with one more: those of the stack's own
 STACK_ROUNDS = 3  # while noise hides the answer and time is left
 
 
@@ -101,6 +101,7 @@ class _Search:
     script_failed: bool = False
     model_hash: str = ""
     restarted: set[str] = field(default_factory=set)  # candidates that only fresh processes can try
+    on_top: list[Recommendation] = field(default_factory=list)  # and those among them whose turn comes last
     fault: str = ""  # of advisor's own, in the latest child
     late: bool = False
     titles: dict[str, str] = field(default_factory=dict)  # as the child has told them
@@ -117,7 +118,7 @@ class _Search:
         """Try all candidates; afterwards each has a verdict on disk, or there is no more time, or the script fails."""
         idle = 0
         while not (self.interrupted or self.script_failed or self.late):
-            left = self.left(candidates)
+            left = [c for c in self.left(candidates) if c not in self.on_top]
             if not left:
                 return
             if time.time() >= self.deadline:
@@ -142,6 +143,7 @@ class _Search:
                 self.model_hash = record.model_hash or self.model_hash
                 self.notes += [note for note in record.notes if note not in self.notes]
                 self.late = self.late or record.out_of_time
+                self.on_top += [c for c in left if c.transform in record.on_top]
                 if record.restart:
                     self.restarted.add(record.restart)
                     records.clear_current(self.run_dir)
@@ -506,6 +508,78 @@ class _Search:
         self._fresh = runs
         return verdict
 
+    def try_alone(self) -> None:
+        """Nothing is kept, so there is no stack: what would be tried on top of it is tried in pairs of fresh runs."""
+        if not self.kept_items():
+            for candidate in self.on_top:
+                if not (self.interrupted or self.script_failed):
+                    self.fresh(candidate)
+
+    def try_on_top(self, stack: StackVerdict | None) -> StackVerdict | None:
+        """Try what waits for it on top of the stack: runs with it beside the stack's own, with the same seeds.
+
+        Kept where they are certainly faster by `min_gain` and train as the plain script does; then they are the stack's runs.
+        """
+        for candidate in self.left(self.on_top):
+            if self.interrupted or stack is None or stack.passed is not True:
+                return stack
+            kept, name = list(self.kept_items()), self.title(candidate.transform)
+            if time.time() + len(STACK_TURNS) * self._arm_s > self.stack_deadline:
+                self.notes.append(f"no time was left to try {name} on top of what is kept")
+                continue
+            item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
+            self.say(f"what is kept with {name}, in fresh processes")
+            runs = [m for m in (self.arm((*kept, item), turn=turn) for turn in STACK_TURNS) if m is not None]
+            if self.interrupted:
+                return stack
+            found, proved = self._judged_on_top(candidate, runs, [*kept, item])
+            records.save_verdict(self.run_dir, found)
+            self.say(f"{name}: {found.status}, {found.reason}")
+            if found.status == KEPT:
+                stack, self._fresh["stack"] = proved, runs
+        return stack
+
+    def _judged_on_top(
+        self, candidate: Recommendation, runs: list[records.Measurement], kept: list[PlanItem]
+    ) -> tuple[Verdict, StackVerdict]:
+        """The verdict on a candidate that these fresh runs had on top of the stack, and theirs as the stack."""
+        stack = self._fresh["stack"]
+        verdict = _skipped(candidate, self.title(candidate.transform), "a fresh run with it gave no measurement")
+        verdict = dataclasses.replace(verdict, status="failed")
+        proved = self._judge(self._fresh["plain"], runs, kept)
+        if len(runs) < len(STACK_TURNS):
+            return verdict, proved
+        left_out = next((m.left_out[candidate.transform] for m in runs if candidate.transform in m.left_out), "")
+        if left_out:
+            return dataclasses.replace(verdict, status="not applicable", reason=left_out), proved
+        ratio, (off_us, on_us) = self._ratio(stack, runs, kept)
+        numerics = losses.compare([m.losses for m in stack], [m.losses for m in runs], precision=False)
+        status, gain, reason = INCONCLUSIVE, None, "too few steps were timed in fresh runs"
+        if ratio is not None:
+            gain = Interval(low=1.0 - 1.0 / ratio[0], high=1.0 - 1.0 / ratio[2], basis="on top, fresh processes")
+            told = f"{percent_text(gain.low)} to {percent_text(gain.high)} of the step saved on top of what is kept"
+            if gain.low > self.min_gain:
+                status, reason = KEPT, told
+            elif gain.high < self.min_gain:
+                status, reason = REVERTED, f"no gain above {percent_text(self.min_gain)}: {told}"
+            else:
+                reason = f"noise hides whether it gains {percent_text(self.min_gain)}: {told}"
+        if status == KEPT and (numerics.passed is False or proved.passed is not True):
+            status = REVERTED if numerics.passed is False or proved.passed is False else INCONCLUSIVE
+            reason = f"it changes the training: {numerics.detail if numerics.passed is False else proved.detail}"
+        verdict = dataclasses.replace(
+            verdict,
+            status=status,
+            reason=reason,
+            gain=gain,
+            effect=Check(passed=True, detail="on from the start in fresh runs"),
+            numerics=numerics,
+            timing=Check(passed=status == KEPT, detail=reason),
+            left_out_gain=gain,
+            blocks=Blocks(off_us=off_us, on_us=on_us, steps_per_block=ARM_STEPS),
+        )
+        return verdict, proved
+
     def leave_one_out(self, verdict: StackVerdict) -> StackVerdict:
         """Run the proved stack without each of its items in turn, the least of them first, while time is left.
 
@@ -516,32 +590,32 @@ class _Search:
             return verdict
         until = min(self.stack_deadline, time.time() + self.left_out_s)
         gains = {v.transform: v.gain.low for v in records.verdicts(self.run_dir) if v.gain is not None}
-        for item in sorted(kept, key=lambda i: gains.get(i.transform, 0.0)):
+        known = {v.transform for v in records.verdicts(self.run_dir) if v.left_out_gain is not None}
+        open_items = [item for item in kept if item.transform not in known]
+        for item in sorted(open_items, key=lambda i: gains.get(i.transform, 0.0)):
             rest, name = [i for i in kept if i is not item], self.title(item.transform)
             if len(kept) < 2:
                 break
-            if time.time() + len(LEFT_OUT_TURNS) * self._arm_s > until:
+            if time.time() + len(STACK_TURNS) * self._arm_s > until:
                 self.notes.append(f"no time was left to run the stack without {name}")
                 continue
             self.say(f"the stack without {name}, in fresh processes")
             runs = []
-            for turn in LEFT_OUT_TURNS:
+            for turn in STACK_TURNS:
                 found = self.arm(tuple(rest), turn=turn)
                 if self.interrupted:
                     return verdict
                 if found is not None and not found.left_out:  # without it another one may not apply: then it is needed
                     runs.append(found)
-            slower, _ = (
-                self._ratio(runs, self._fresh["stack"], kept) if len(runs) == len(LEFT_OUT_TURNS) else (None, ())
-            )
+            slower, _ = self._ratio(runs, self._fresh["stack"], kept) if len(runs) == len(STACK_TURNS) else (None, ())
             if slower is None:
                 continue
             gain = Interval(low=1.0 - 1.0 / slower[0], high=1.0 - 1.0 / slower[2], basis="left out, fresh processes")
             proved = self._judge(self._fresh["plain"], runs, rest) if gain.high < self.min_gain else None
             dropped = proved is not None and proved.passed is True
-            for known in records.verdicts(self.run_dir):
-                if known.transform == item.transform and known.status == KEPT:
-                    records.save_verdict(self.run_dir, dataclasses.replace(known, left_out_gain=gain))
+            for old in records.verdicts(self.run_dir):
+                if old.transform == item.transform and old.status == KEPT:
+                    records.save_verdict(self.run_dir, dataclasses.replace(old, left_out_gain=gain))
             if dropped and proved is not None:
                 self._revert(item, "the whole stack is as fast without it")
                 self.say(f"{name}: dropped, the whole stack is as fast without it")
@@ -719,7 +793,8 @@ def apply_search(
 
     try:
         search.all_rounds(ordered, profile, choose, recommend)
-        stack = search.stack()
+        search.try_alone()
+        stack = search.try_on_top(search.stack())
         if stack is not None:
             stack = search.leave_one_out(stack)
     except KeyboardInterrupt:

@@ -149,6 +149,16 @@ def test_restart_only_candidates_are_handed_back(tmp_path):
     assert not record.complete
 
 
+def test_what_is_tried_on_top_in_the_end_does_not_end_the_search(tmp_path, monkeypatch):
+    monkeypatch.setattr(live.planner, "ON_TOP", frozenset({"fresh_only", "does_not_apply"}))
+    verdicts, _ = search(tmp_path, "fresh_only", "does_not_apply", "faster")
+    assert {name: v.status for name, v in verdicts.items()} == {"does_not_apply": "not applicable", "faster": "kept"}
+    record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
+    assert record.complete
+    assert (record.restart, record.on_top) == ("", ("fresh_only",))
+    assert records.load_current(tmp_path) is None
+
+
 def test_nothing_begins_after_the_deadline(tmp_path):
     verdicts, reason = search(tmp_path, "faster", deadline_unix_s=time.time() - 1)
     assert verdicts == {}

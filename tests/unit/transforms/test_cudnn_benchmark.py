@@ -44,5 +44,9 @@ def test_not_with_changing_shapes_or_deterministic_algorithms(loop) -> None:
         assert "deterministic" in CudnnBenchmark().match(loop.training, {}).reason
 
 
+def test_a_running_loop_is_no_place_to_try_it() -> None:
+    assert not CudnnBenchmark.live  # shapes that have run keep the plan they had, whatever the flag says
+
+
 def test_not_on_a_cpu() -> None:
     assert not CudnnBenchmark().match(make_loop(steps=0).training, {}).applies

@@ -14,7 +14,7 @@ from advisor.core.findings import Interval, Recommendation, Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.trials import files, planfile, records, search
+from advisor.trials import files, planfile, planner, records, search
 
 
 def candidate(name, **more):
@@ -29,6 +29,7 @@ class Script:
         self.verdicts = {}  # transform → status, or a callable(session) → Exit
         self.step_us = {(): 1000.0}  # kept transforms → step time
         self.restart_only = set()
+        self.on_top = ()
         self.loss = lambda kept, step: 2.0 - 0.01 * step
         self.steps_a_life = None  # candidates a child gets through before the script ends by itself
         self.stops = Exit(code=0, stopped_by_advisor=True)
@@ -47,6 +48,10 @@ class Script:
             if current is None or current.transform != item.transform:
                 current = records.InTrial(transform=item.transform)
             records.save_current(self.run_dir, dataclasses.replace(current, phase="gate"))
+            if item.transform in planner.ON_TOP:
+                self.on_top += (item.transform,)
+                records.clear_current(self.run_dir)
+                continue
             if item.transform in self.restart_only:
                 storage.save(self.run_dir / records.SEARCH_FILE, records.SearchRecord(restart=item.transform))
                 return self.stops
@@ -58,7 +63,8 @@ class Script:
                 Verdict(transform=item.transform, status=outcome, reason="as told", semantics=item.semantics),
             )
             records.clear_current(self.run_dir)
-        storage.save(self.run_dir / records.SEARCH_FILE, records.SearchRecord(complete=True, model_hash="m0"))
+        done = records.SearchRecord(complete=True, model_hash="m0", on_top=self.on_top)
+        storage.save(self.run_dir / records.SEARCH_FILE, done)
         return self.stops
 
     def measure(self, session):
@@ -392,6 +398,77 @@ def test_what_a_fresh_run_cannot_apply_is_not_kept(script):
     _, plan, _, verdicts = apply(script, "tf32", "compile")
     assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32"]
     assert "no module was seen" in verdicts["compile"].reason
+
+
+# -- on top ---------------------------------------------------------------------------------------------------------
+
+BOTH = ("tf32", "cudnn_benchmark")
+
+
+def on_top(script, with_it, **more):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us |= {("tf32",): 500.0, BOTH: with_it}
+    return apply(script, "cudnn_benchmark", "tf32", **more)
+
+
+def test_a_small_change_for_fresh_processes_is_tried_on_top_of_the_stack(script):
+    log, plan, code, verdicts = on_top(script, 450.0)
+    arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
+    assert arms[4:6] == [BOTH, BOTH]  # beside the stack's own four
+    assert [s.seed for s in script.launches if s.mode == "measure"][4:6] == [search.SEED, search.SEED + 1]
+    assert sum(s.mode == "search" for s in script.launches) == 1
+    assert verdicts["cudnn_benchmark"].status == "kept"
+    assert 0.08 < verdicts["cudnn_benchmark"].gain.low < 0.1 < verdicts["cudnn_benchmark"].gain.high < 0.12
+    assert verdicts["cudnn_benchmark"].numerics.passed
+    # The plan's speed-up is that of the runs with it, and leaving it out is measured already.
+    assert log.stack.passed
+    assert log.stack.speedup == pytest.approx(1000 / 450, rel=0.02)
+    assert verdicts["cudnn_benchmark"].left_out_gain == verdicts["cudnn_benchmark"].gain
+    assert arms[6:] == [("cudnn_benchmark",), ("cudnn_benchmark",)]
+    assert [i.transform for i in plan.items if i.status == "kept"] == list(BOTH)
+    assert code == 0
+
+
+def test_on_top_nothing_is_kept_that_gains_nothing_or_trains_otherwise(script, tmp_path):
+    log, plan, _, verdicts = on_top(script, 500.0)
+    assert verdicts["cudnn_benchmark"].status in ("reverted", "inconclusive")
+    assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32"]
+    assert log.stack.speedup == pytest.approx(2.0, rel=0.02)
+
+    other = Script(tmp_path / "other")
+    other.loss = lambda kept, step: 2.0 + (0.2 * step if kept == BOTH else -0.01 * step)
+    _, plan, _, verdicts = on_top(other, 300.0)
+    assert verdicts["cudnn_benchmark"].status == "reverted"
+    assert "changes the training" in verdicts["cudnn_benchmark"].reason
+    assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32"]
+
+    failing = Script(tmp_path / "failing")
+    assert on_top(failing, None)[3]["cudnn_benchmark"].status == "failed"
+
+
+def test_on_top_of_nothing_it_has_pairs_of_its_own(script):
+    script.verdicts = {"tf32": "reverted"}
+    script.step_us[("cudnn_benchmark",)] = 800.0
+    log, _, _, verdicts = apply(script, "cudnn_benchmark", "tf32")
+    assert verdicts["cudnn_benchmark"].status == "kept"
+    assert len(verdicts["cudnn_benchmark"].blocks.off_us) == 3
+    assert log.stack.passed
+
+
+def test_no_time_left_for_what_comes_on_top(script, monkeypatch):
+    monkeypatch.setattr(search._Search, "arm", fast_arm(search._Search.arm))
+    log, _, _, verdicts = on_top(script, 450.0)
+    assert verdicts["cudnn_benchmark"].status == "skipped"
+    assert any("on top of what is kept" in note for note in log.notes)
+
+
+def fast_arm(arm):
+    def measured(self, *args, **more):
+        found = arm(self, *args, **more)
+        self._arm_s = 1e9  # as if each had taken that long
+        return found
+
+    return measured
 
 
 # -- fresh pairs ----------------------------------------------------------------------------------------------------
