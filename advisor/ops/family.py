@@ -16,6 +16,8 @@ from advisor.ops import dispatch, sources
 if TYPE_CHECKING:
     import torch
 
+    from advisor.ops.moments import Producer
+
 Arguments = tuple[Any, ...]
 
 
@@ -150,6 +152,12 @@ class Family:
     def finish(self) -> Callable[..., None] | None:
         """`finish(graph_module, report, *, compiled)`: a last look at the graph, after all families' rewrites; or None."""
         found: Callable[..., None] | None = getattr(self.module("rewrite"), "finish", None)
+        return found
+
+    @property
+    def produces(self) -> Mapping[Any, Producer]:
+        """Its functions whose kernels can leave a batch norm the moments of what they make."""
+        found: Mapping[Any, Producer] = getattr(self.module("rewrite"), "PRODUCES", {}) if self.captured else {}
         return found
 
     @property

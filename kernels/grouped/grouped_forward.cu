@@ -14,6 +14,8 @@
 //           128 bytes a clock, where the product takes 1.6. With a row of y at a time it would be 4.
 // Grid      (blocks over items, slabs of WARPS octets). Rows of x pass through a ring of STAGES rows in shared memory (cp.async);
 //           rows of y leave through shared memory in 16-byte vectors. A row costs two barriers: several blocks an SM hide them.
+// Moments   with MOMENTS also what a batch norm behind it needs (include/moments.cuh): [blocks over items, 3, C] fp32. A lane has the
+//           sums of two channels, in six registers, from the values that it stages; a warp has all of its octet's.
 // Numerics  fp32 sums on the tensor cores in a fixed order, rounded once; fp32 weights are rounded to x's dtype before. Two runs are
 //           bit-equal. With GROUP 4 the other group's products are with zero; where the result is not finite it is made again without.
 // Limits    padding 1, dilation 1, C a multiple of 8, x and y of one dtype.
@@ -22,6 +24,9 @@
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "grouped.cuh"
+#if MOMENTS
+#include "moments.cuh"
+#endif
 
 #define STORES ((TILES + 1) / 2)
 
@@ -66,8 +71,33 @@ __device__ __forceinline__ Vec16 within_groups(
 }
 #endif
 
+#if MOMENTS
+// Of this lane's two channels: sums of what is stored, less `shift`, and of its square.
+struct Sums {
+  float sum[2], square[2];
+  unsigned int shift;  // the block's first pixel, as it is stored; its registers are few
+};
+
+__device__ __forceinline__ float shift_of(const Sums& of, int channel) {
+  const Vec16 v = {{of.shift, 0u, 0u, 0u}};
+  float f[VEC];
+  widen(v, f);
+  return f[channel];
+}
+
+__device__ __forceinline__ void add(Sums& of, int channel, float f) {
+  const float d = f - shift_of(of, channel);
+  of.sum[channel] += d;
+  of.square[channel] += d * d;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_forward(
-    const Vec16* __restrict__ x, const Weight* __restrict__ weight, Vec16* __restrict__ y, int items, int batch, int octets,
+    const Vec16* __restrict__ x, const Weight* __restrict__ weight, Vec16* __restrict__ y,
+#if MOMENTS
+    float* __restrict__ moments,
+#endif
+    int items, int batch, int octets,
     int height, int width, int out_height, int out_width, int images, int strip, int strips, int segments, int segment_rows,
     int weight_out, int weight_in, int weight_row, int weight_column) {
   extern __shared__ __align__(16) Vec16 shared[];
@@ -119,6 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_forwar
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[q][i][e] = 0.f;
 
+#if MOMENTS
+  const int octet = blockIdx.y * WARPS + warp;
+  Sums of = {{0.f, 0.f}, {0.f, 0.f}, 0u};
+#endif
+
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const Item item = item_of(index, images, strip, strips, segments);
     const int begin = item.segment * segment_rows;
@@ -137,6 +172,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_forwar
       const bool inside = p < images * strip && image < batch && column < out_width && mine < octets;
       to[k] = inside ? (p / strip * out_height * out_width + column) * octets + mine : -1;
     }
+#if MOMENTS
+    unsigned int counted = 0;  // which of this lane's pixels, two a tile, are any
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+      const int p = i / 2 * 16 + i % 2 * 8 + lane / 4;
+      const bool inside = p < images * strip && item.image + p / strip < batch && item.column + p % strip < out_width;
+      counted |= (inside ? 1u : 0u) << i;
+    }
+#endif
     const Vec16* image = x + (i64)item.image * height * width * octets;
     Vec16* out_image = y + (i64)item.image * out_height * out_width * octets;
 
@@ -199,15 +243,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_forwar
 #pragma unroll
           for (int i = 0; i < TILES; ++i)
             stage_tile((unsigned int*)(staged + i * 16 * PIXEL + warp), sum[slot_of(u, 2)][i], 4 * PIXEL);
-          __syncthreads();
           const int out_row = begin + (q + u - 2) / STRIDE;
+#if MOMENTS
+          bool lost = false;
+#pragma unroll
+          for (int i = 0; i < TILES; ++i) {
+            const float(&d)[4] = sum[slot_of(u, 2)][i];
+            const float exact[VEC] = {d[0], d[1], d[2], d[3], 0.f, 0.f, 0.f, 0.f};
+            float f[VEC];
+            const Vec16 v = narrow(exact);
+            widen(v, f);
+            if (i == 0 && index == blockIdx.x && out_row == begin) {
+              const bool finite = f[0] - f[0] == 0.f && f[1] - f[1] == 0.f;
+              of.shift = __shfl_sync(0xffffffffu, finite ? v.w[0] : 0u, lane % 4);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              if (!(counted >> (2 * i + k / 2) & 1u)) continue;
+              if (GROUP < CG && f[k] - f[k] != 0.f)
+                lost = true;
+              else
+                add(of, k % 2, f[k]);
+            }
+          }
+#if GROUP < CG
+          if (lost && octet < octets) {
+#pragma unroll 1
+            for (int i = 0; i < 2 * TILES; ++i) {
+              if (!(counted >> i & 1u)) continue;
+              const int p = i / 2 * 16 + i % 2 * 8 + lane / 4;
+              unsigned short* at = (unsigned short*)(staged + p * PIXEL + warp) + lane % 4 * 2;
+              if (value_of(at[0]) - value_of(at[0]) == 0.f && value_of(at[1]) - value_of(at[1]) == 0.f) continue;
+              const Vec16 v = within_groups(
+                  x, weight, strides, item.image + p / strip, out_row, item.column + p % strip, octet, octets, height, width);
+              unsigned int own = 0;
+#pragma unroll
+              for (int k = 0; k < 4; ++k) own = k == lane % 4 ? v.w[k] : own;
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                if (value_of(at[e]) - value_of(at[e]) == 0.f) continue;
+                at[e] = (unsigned short)(own >> 16 * e);
+                add(of, e, value_of(at[e]));
+              }
+            }
+          }
+#endif
+#endif
+          __syncthreads();
           Vec16* line = out_image + (i64)out_row * out_width * octets;
 #pragma unroll
           for (int k = 0; k < STORES; ++k) {
             if (to[k] < 0) continue;
             const int p = k * 32 + pixel;
             Vec16 v = staged[p * PIXEL + threadIdx.x % WARPS];
-#if GROUP < CG
+#if GROUP < CG && !MOMENTS
             if (!finite(v))
               v = within_groups(
                   x, weight, strides, item.image + p / strip, out_row, item.column + p % strip, mine, octets, height, width);
@@ -218,4 +307,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_forwar
       }
     }
   }
+#if MOMENTS
+  int count = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item = item_of(index, images, strip, strips, segments);
+    count += min(images, batch - item.image) * min(strip, out_width - item.column) *
+             min(segment_rows, out_height - item.segment * segment_rows);
+  }
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes <<= 1) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      of.sum[e] += __shfl_xor_sync(0xffffffffu, of.sum[e], lanes);
+      of.square[e] += __shfl_xor_sync(0xffffffffu, of.square[e], lanes);
+    }
+  }
+  if (lane < 4 && octet < octets) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      leave_moments(moments, blockIdx.x, octets * 8, octet * 8 + 2 * lane + e, count, shift_of(of, e), of.sum[e], of.square[e]);
+  }
+#endif
 }

@@ -164,7 +164,9 @@ def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name
     model = build(package, name)
     calls: list[object] = []
     forked = batchnorm_act.forked_batchnorm_act
-    monkeypatch.setattr(batchnorm_act, "forked_batchnorm_act", lambda *given: calls.append(given) or forked(*given))
+    monkeypatch.setattr(
+        batchnorm_act, "forked_batchnorm_act", lambda *given, **named: calls.append(given) or forked(*given, **named)
+    )
     reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
     captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
     captured(torch.randn(2, 3, 224, 224, device="meta"))

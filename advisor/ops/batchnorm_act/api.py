@@ -52,6 +52,7 @@ class _BatchNormAct(torch.autograd.Function):
         slope: float,
         one_launch: bool | None,
         forked: bool,
+        moments: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.affine = weight is not None, bias is not None
@@ -68,6 +69,7 @@ class _BatchNormAct(torch.autograd.Function):
             activation,
             slope,
             one_launch=one_launch,
+            moments=moments,
         )
         ctx.save_for_backward(x, weight, bias, saved, mask)
         # Only a second derivative needs the residual again; the bit mask serves the first.
@@ -81,7 +83,7 @@ class _BatchNormAct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         given = [dy for dy in gradients if dy is not None]
         if not given:  # nobody used the result
-            return (None,) * 12
+            return (None,) * 13
         x, weight, bias, saved, mask = ctx.saved_tensors
         twice = torch.is_grad_enabled()  # create_graph=True: a second derivative is wanted
         # To make a slice, as a concatenation's gradient has it, dense for the kernels would cost what the sum does.
@@ -109,7 +111,7 @@ class _BatchNormAct(torch.autograd.Function):
             dresidual if ctx.residual else None,
             dweight if has_weight else None,
             dbias if has_bias else None,
-            *[None] * 8,
+            *[None] * 9,
         )
 
 
@@ -178,6 +180,7 @@ def batchnorm_act(
     slope: float = 0.01,
     *,
     one_launch: bool | None = None,
+    moments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """act(batch_norm(x) + residual) in training mode; running statistics are updated in place.
 
@@ -187,6 +190,7 @@ def batchnorm_act(
         activation: a key of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
         one_launch: False takes two kernels a pass, True one where a cluster's registers hold a channel's rows, None one
             where that is measured to win.
+        moments: of x, as the kernel that made it left them (ops/moments.py), in place of a pass over x; None for that pass.
 
     Returns:
         A new tensor like x.
@@ -205,9 +209,8 @@ def batchnorm_act(
             x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
         )
     engaged[activation if residual is None else f"add+{activation}"] += 1
-    result: torch.Tensor = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch, False
-    )
+    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch)
+    result: torch.Tensor = _BatchNormAct.apply(*common, False, moments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -224,6 +227,7 @@ def forked_batchnorm_act(
     slope: float = 0.01,
     *,
     one_launch: bool | None = None,
+    moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `batchnorm_act`, for a result that is used twice: two tensors over one memory, each to be used in one place.
 
@@ -235,15 +239,25 @@ def forked_batchnorm_act(
         activation=activation, residual=residual is not None, dtype=storage.name(x.dtype), variant=spec.FORKED
     )
     if dispatch.refusal(unsupported(x, residual, activation), wins):
-        statistics = (running_mean, running_var)
         y = batchnorm_act(
-            x, residual, *statistics, weight, bias, momentum, eps, activation, slope, one_launch=one_launch
+            x,
+            residual,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            momentum,
+            eps,
+            activation,
+            slope,
+            one_launch=one_launch,
+            moments=moments,
         )
         return y, y
     engaged[f"{activation if residual is None else f'add+{activation}'} {spec.FORKED}"] += 1
-    both: tuple[torch.Tensor, torch.Tensor] = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch, True
-    )
+    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch)
+    both: tuple[torch.Tensor, torch.Tensor]
+    both = _BatchNormAct.apply(*common, True, moments)  # type: ignore[no-untyped-call]
     return both
 
 

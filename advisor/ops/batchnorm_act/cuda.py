@@ -162,6 +162,7 @@ def forward(
     *,
     in_place: bool = True,
     one_launch: bool | None = None,
+    moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns y (like x), saved fp32, and mask (bytes; empty without a residual or an activation).
 
@@ -169,7 +170,8 @@ def forward(
     variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
 
     Without running statistics saved is [4, C] too, and its last two rows mean nothing. `one_launch` False takes two launches, True one where
-    registers hold the rows, None one where spec says that it wins.
+    registers hold the rows, None one where spec says that it wins. With two, `moments` of x (ops/moments.py) spare the first its
+    pass over x.
     """
     weight, bias = aligned(weight), aligned(bias)
     if running_mean is None or running_var is None:
@@ -211,26 +213,29 @@ def forward(
         )
         return y, saved, mask
     plan = _plan(x, activation, residual is not None)
-    partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
-    plan.stats(
-        plan.stats_grid,
-        plan.block,
-        (
-            x.data_ptr(),
-            partial.data_ptr(),
-            nvrtc.tickets(x.device),
-            saved.data_ptr(),
-            *running,
-            *updated,
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            np.float32(momentum),
-            np.float32(eps),
-        ),
-        0,
-        stream,
-    )
+    if moments is not None:
+        merge_moments(moments, saved, running, updated, momentum, eps)
+    else:
+        partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
+        plan.stats(
+            plan.stats_grid,
+            plan.block,
+            (
+                x.data_ptr(),
+                partial.data_ptr(),
+                nvrtc.tickets(x.device),
+                saved.data_ptr(),
+                *running,
+                *updated,
+                plan.rows,
+                plan.vectors,
+                plan.tile,
+                np.float32(momentum),
+                np.float32(eps),
+            ),
+            0,
+            stream,
+        )
     plan.apply(
         plan.grid,
         plan.block,
@@ -251,6 +256,47 @@ def forward(
         stream,
     )
     return y, saved, mask
+
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """The launch that merges moments, ready to pass."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    sizes: tuple[Any, Any]  # parts, channels
+
+
+@lru_cache(maxsize=4096)
+def _merge(parts: int, channels: int, device: int) -> _Merge:
+    defines = tuple(spec.moments_defines().items())
+    return _Merge(
+        kernel=nvrtc.function(spec.MOMENTS, spec.KERNELS[spec.MOMENTS][0], defines, device),
+        grid=(-(-channels // spec.MOMENTS_CHANNELS), 1, 1),
+        block=(spec.MOMENTS_THREADS, 1, 1),
+        sizes=(np.int32(parts), np.int32(channels)),
+    )
+
+
+def merge_moments(
+    moments: torch.Tensor,
+    saved: torch.Tensor,
+    running: tuple[int, int],
+    updated: tuple[int, int],
+    momentum: float,
+    eps: float,
+) -> None:
+    """A norm's statistics from the moments [parts, 3, C] that the kernel before it left (ops/moments.py).
+
+    Writes mean and inverse standard deviation to `saved`, and the new running statistics to the addresses `updated`; `running` are
+    those of the old ones.
+    """
+    device = moments.device.index or 0
+    plan = _merge(moments.shape[0], moments.shape[2], device)
+    addresses = (moments.data_ptr(), saved.data_ptr(), *running, *updated)
+    arguments = (*addresses, *plan.sizes, np.float32(momentum), np.float32(eps))
+    plan.kernel(plan.grid, plan.block, arguments, 0, nvrtc.stream(device))
 
 
 def backward(

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, storage
+from advisor.ops import dispatch, match, moments, storage
 from advisor.ops.batchnorm_act import api, spec
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -198,15 +198,25 @@ def _substitute(
 
 
 def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
-    """Results that are used in several places are given out twice, so that the kernels add up the two gradients.
+    """Norms take the moments of what they normalise from the kernel that made it; and results that are used in several places are
+    given out twice, so that the kernels add up the two gradients.
 
-    The last of all rewrites: some look for one node with several users. Inductor, with `compiled`, adds gradients up itself.
+    The last of all rewrites: producers are there by now, and some rewrites look for one node with several users. Inductor, with
+    `compiled`, adds gradients up itself, and its operations leave no moments.
     """
     if compiled:
         return
+    moments.pair(graph_module.graph, {api.batchnorm_act: _takes_moments})
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target is api.batchnorm_act and _may_fork(node):
             _fork(node)
+
+
+def _takes_moments(norm: fx.Node) -> str:
+    x = match.value(norm.args[0])
+    if x is None or match.static_shape(x) is None:
+        return "its input's shape is not known"
+    return spec.takes_moments(x.numel() * x.element_size(), norm.args[1] is not None)
 
 
 # What is said of a tensor's whole gradient, which neither of two handles has.

@@ -14,6 +14,7 @@ FORWARD = "batchnorm/batchnorm_act_forward.cu"
 BACKWARD = "batchnorm/batchnorm_act_backward.cu"
 HELD_FORWARD = "batchnorm/batchnorm_act_held_forward.cu"
 HELD_BACKWARD = "batchnorm/batchnorm_act_held_backward.cu"
+MOMENTS = "batchnorm/batchnorm_moments.cu"
 FROZEN_FORWARD = "batchnorm/batchnorm_act_frozen_forward.cu"
 FROZEN_BACKWARD = "batchnorm/batchnorm_act_frozen_backward.cu"
 KERNELS = {
@@ -21,6 +22,7 @@ KERNELS = {
     BACKWARD: ("batchnorm_act_backward_reduce", "batchnorm_act_backward_apply"),
     HELD_FORWARD: ("batchnorm_act_held_forward",),
     HELD_BACKWARD: ("batchnorm_act_held_backward",),
+    MOMENTS: ("batchnorm_merge_moments",),
     FROZEN_FORWARD: ("batchnorm_act_frozen_forward",),
     FROZEN_BACKWARD: ("batchnorm_act_frozen_backward",),
 }
@@ -57,6 +59,10 @@ HELD_THREADS = 512
 HELD_ROWS = {HELD_FORWARD: 14, HELD_BACKWARD: 16}  # a thread's, as many as its registers hold without spilling
 HELD_FORKED_ROWS = 10  # of HELD_BACKWARD with two gradients: three tensors
 MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of a row, a cache line
+MOMENTS_THREADS, MOMENTS_CHANNELS = (
+    512,
+    8,
+)  # of a block that merges moments; the latter is written into the source as well
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
 # docs/decisions/0001-batchnorm-launch.md.
@@ -100,6 +106,8 @@ _PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDU
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
+    if source == MOMENTS:
+        return (moments_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD) else (False,)
     if source in HELD_ROWS:
         return tuple(
@@ -119,6 +127,16 @@ def defines(dtype: str, activation: str, residual: bool, *, forked: bool = False
     """Macros of one variant of the two launches. `forked`, of BACKWARD alone, takes two gradients."""
     found = {**_macros(dtype, activation, residual), "THREADS": THREADS, "MAX_TILE": MAX_TILE}
     return {**found, "FORK": 1} if forked else found
+
+
+def moments_defines() -> dict[str, int]:
+    """Macros of MOMENTS."""
+    return {"THREADS": MOMENTS_THREADS}
+
+
+def takes_moments(nbytes: int, residual: bool) -> str:
+    """Why a norm over a tensor of this size has no use for the moments that the kernel before it can leave; empty where it has."""
+    return "" if wins_in_one_launch(nbytes, residual) else "one launch reads the tensor once"
 
 
 def held_threads(source: str) -> int:

@@ -65,9 +65,10 @@ class _BatchNormMaxPool(torch.autograd.Function):
         activation: str,
         slope: float,
         pool: Window,
+        moments: torch.Tensor | None,
     ) -> torch.Tensor:
         y, saved, index, chosen = cuda.forward(
-            x, running_mean, running_var, weight, bias, momentum, eps, activation, slope, pool
+            x, running_mean, running_var, weight, bias, momentum, eps, activation, slope, pool, moments=moments
         )
         ctx.save_for_backward(x, weight, bias, saved, index, chosen)
         ctx.eps, ctx.variant = eps, (activation, slope, pool)
@@ -81,7 +82,7 @@ class _BatchNormMaxPool(torch.autograd.Function):
             found = _differentiable_backward(ctx, dy, x, weight, bias, index)
         else:
             found = cuda.backward(alignment.nhwc(dy), x, saved, index, chosen, weight, bias, *ctx.variant)
-        return (*found, None, None, None, None, None, None, None)
+        return (*found, *[None] * 8)
 
 
 def _differentiable_backward(
@@ -119,6 +120,8 @@ def batchnorm_max_pool(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     ceil_mode: bool = False,
+    *,
+    moments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """max_pool2d(act(batch_norm(x))) in training mode; running statistics are updated in place.
 
@@ -126,6 +129,7 @@ def batchnorm_max_pool(
         x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
         running_mean, running_var, weight, bias: [C] fp32.
         activation: one of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
+        moments: of x, as the kernel that made it left them (ops/moments.py), in place of a pass over x; None for that pass.
 
     Returns:
         A new tensor [N, C, OH, OW] like x.
@@ -141,7 +145,7 @@ def batchnorm_max_pool(
         )
     engaged[activation] += 1
     result: torch.Tensor = _BatchNormMaxPool.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, running_mean, running_var, momentum, eps, activation, slope, pool
+        x, weight, bias, running_mean, running_var, momentum, eps, activation, slope, pool, moments
     )
     return result
 

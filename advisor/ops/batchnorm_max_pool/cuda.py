@@ -16,6 +16,7 @@ import torch
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.batchnorm_act.cuda import merge_moments
 from advisor.ops.batchnorm_max_pool import spec
 from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Window
@@ -104,12 +105,13 @@ def forward(
     window: Window,
     *,
     in_place: bool = True,
+    moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns y [N, C, OH, OW], saved fp32, positions (bytes, like y) and the chosen elements of x (like y).
 
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
     variance after them; `in_place` updates `running_mean` and `running_var` instead. x: [N, C, H, W] channels_last, fp16, bf16
-    or fp32.
+    or fp32. `moments` of x (ops/moments.py) spare a pass over it.
     """
     device = x.device.index or 0
     n, c, h, w = x.shape
@@ -118,27 +120,30 @@ def forward(
     shape = (n, c, *plan.out_size)
     y, chosen, index = nhwc(shape, x), nhwc(shape, x), nhwc(shape, x, torch.uint8)
     saved = torch.empty((2 if in_place else 4, c), dtype=torch.float32, device=x.device)
-    partial = torch.empty(plan.stats.partials, dtype=torch.float32, device=x.device)
     stream = nvrtc.stream(device)
-    plan.stats.kernel(
-        plan.stats.grid,
-        plan.stats.block,
-        (
-            x.data_ptr(),
-            partial.data_ptr(),
-            nvrtc.tickets(x.device),
-            saved.data_ptr(),
-            running_mean.data_ptr(),
-            running_var.data_ptr(),
-            running_mean.data_ptr() if in_place else saved.data_ptr() + 8 * c,
-            running_var.data_ptr() if in_place else saved.data_ptr() + 12 * c,
-            *plan.stats.sizes,
-            np.float32(momentum),
-            np.float32(eps),
-        ),
-        0,
-        stream,
-    )
+    running = running_mean.data_ptr(), running_var.data_ptr()
+    updated = running if in_place else (saved.data_ptr() + 8 * c, saved.data_ptr() + 12 * c)
+    if moments is not None:
+        merge_moments(moments, saved, running, updated, momentum, eps)
+    else:
+        partial = torch.empty(plan.stats.partials, dtype=torch.float32, device=x.device)
+        plan.stats.kernel(
+            plan.stats.grid,
+            plan.stats.block,
+            (
+                x.data_ptr(),
+                partial.data_ptr(),
+                nvrtc.tickets(x.device),
+                saved.data_ptr(),
+                *running,
+                *updated,
+                *plan.stats.sizes,
+                np.float32(momentum),
+                np.float32(eps),
+            ),
+            0,
+            stream,
+        )
     plan.forward.kernel(
         plan.forward.grid,
         plan.forward.block,

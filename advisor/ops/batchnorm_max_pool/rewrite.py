@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, storage
+from advisor.ops import dispatch, match, moments, storage
 from advisor.ops.batchnorm_act.rewrite import BatchNorm, batch_norm, copy_back
 from advisor.ops.batchnorm_max_pool import api, spec
 from advisor.ops.pooling.rewrite import max_pool_window
@@ -119,3 +119,9 @@ def _substitute(
             fused = graph.call_function(api.batchnorm_max_pool, arguments)
     match.replace(pool, fused, nodes)
     return running
+
+
+def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Norms take the moments of what they normalise from the kernel that made it, as behind a network's first convolution."""
+    if not compiled:
+        moments.pair(graph_module.graph, {api.batchnorm_max_pool: lambda norm: ""})

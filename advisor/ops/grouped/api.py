@@ -80,15 +80,20 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
-    """y, channels_last: from the kernel or, where that is faster, PyTorch's own. Nothing is recorded for a backward."""
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, call: spec.Call, *, moments: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y, channels_last: from the kernel or, where that is faster, PyTorch's own; and the kernel's moments, if asked for.
+
+    Nothing is recorded for a backward.
+    """
     reason = spec.forward_wins(call.group, call.stride)
     if reason:
         fell_back[reason] += 1
         y = _pytorch(x, weight, call.stride, call.channels // call.group)
-        return y.contiguous(memory_format=torch.channels_last)
+        return y.contiguous(memory_format=torch.channels_last), None
     engaged[spec.name(call.group, call.stride)] += 1
-    return cuda.forward(x, weight, call)
+    return cuda.forward(x, weight, call, moments=moments)
 
 
 def _gradients(
@@ -115,21 +120,29 @@ def _differentiable_backward(
 
 class _GroupedConv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return _forward(x, weight, call)  # without grad mode, as all of this function
+        y, parts = _forward(x, weight, call, moments=moments)  # without grad mode, as all of this function
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        return y, parts
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        dy, _ = gradients
+        if dy is None:  # nobody used the result
+            return None, None, None, None
         x, weight = ctx.saved_tensors
         call: spec.Call = ctx.call
         wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             groups = call.channels // call.group
-            return (*_differentiable_backward(dy, x, weight, call.stride, groups, wanted), None)
-        return (*_gradients(dy, x, weight, call, wanted), None)
+            return (*_differentiable_backward(dy, x, weight, call.stride, groups, wanted), None, None)
+        return (*_gradients(dy, x, weight, call, wanted), None, None)
 
 
 def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
@@ -143,14 +156,28 @@ def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: i
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on).
     """
+    return _grouped_conv2d(x, weight, stride, groups, moments=False)[0]
+
+
+def grouped_conv2d_moments(
+    x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `grouped_conv2d`, and the result's moments for a batch norm (ops/moments.py); None where PyTorch's own forward ran."""
+    return _grouped_conv2d(x, weight, stride, groups, moments=True)
+
+
+def _grouped_conv2d(
+    x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int, *, moments: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = _autocast(x)
     reason = _refusal(x, weight, stride, groups)
     if reason:
         fell_back[reason] += 1
-        return _pytorch(x, weight, stride, groups)
+        return _pytorch(x, weight, stride, groups), None
     call = spec.call(tuple(x.shape), groups, stride)
-    result: torch.Tensor = _GroupedConv2d.apply(x, weight, call)  # type: ignore[no-untyped-call]
-    return result
+    found: tuple[torch.Tensor, torch.Tensor | None]
+    found = _GroupedConv2d.apply(x, weight, call, moments)  # type: ignore[no-untyped-call]
+    return found
 
 
 @torch.library.custom_op("advisor::grouped_conv2d", mutates_args=())
@@ -161,7 +188,7 @@ def grouped_conv2d_op(x: torch.Tensor, weight: torch.Tensor, stride: int, groups
     if reason:
         fell_back[reason] += 1
         return _pytorch(x, weight, stride, groups).contiguous(memory_format=torch.channels_last)
-    return _forward(x, weight, spec.call(tuple(x.shape), groups, stride))
+    return _forward(x, weight, spec.call(tuple(x.shape), groups, stride))[0]
 
 
 @grouped_conv2d_op.register_fake

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from advisor.ops import moments_cases
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.grouped import api, reference, spec
 
@@ -74,12 +75,30 @@ def _case(
     )
 
 
+def _with_norm(conv: Case, group: int, stride: int) -> tuple[Case, ...]:
+    """With a batch norm behind it; nothing where PyTorch's own forward leaves it no moments."""
+    if spec.forward_wins(group, stride):
+        return ()
+    call = spec.call(conv.shape, conv.shape[1] // group, stride)
+    result = (call.batch, call.channels, call.out_height, call.out_width)
+    return moments_cases.cases(conv, api.grouped_conv2d_moments, result, partial(spec.moments_win, group, stride))
+
+
 _ALSO_FP16 = ((4, 1), (8, 2), (24, 1))
-BENCHMARK = tuple(
+_ALONE = tuple(
     _case((256, channels, side, side), dtype, group, stride)
     for dtype in ("bfloat16", "float16")
     for group, channels, stride, side in spec.TRAINED
     if dtype == "bfloat16" or (group, stride) in _ALSO_FP16
+)
+BENCHMARK = (
+    *_ALONE,
+    *(
+        case
+        for group, channels, stride, side in spec.TRAINED
+        if not spec.wins(dtype="bfloat16", group=group, stride=stride)
+        for case in _with_norm(_case((256, channels, side, side), "bfloat16", group, stride), group, stride)
+    ),
 )
 # Odd sizes, one to three pixels, one image, slabs that are not full, strips of a wide row, many images side by side, all groups.
 VERIFICATION = (
@@ -100,4 +119,16 @@ VERIFICATION = (
     _case((2, 40, 4, 5), "bfloat16", 40),
     _case((1, 64, 3, 4), "bfloat16", 64),
     _case((2, 64, 3, 4), "bfloat16", 64, 2),
+    *(
+        _with_norm(_case(shape, dtype, group, stride), group, stride)[0]
+        for shape, dtype, group, stride in (
+            ((3, 40, 7, 9), "bfloat16", 4, 1),
+            ((3, 40, 7, 9), "bfloat16", 4, 2),
+            ((2, 32, 4, 5), "float16", 8, 1),
+            ((1, 8, 3, 115), "bfloat16", 8, 1),
+            ((2, 72, 9, 20), "bfloat16", 24, 1),
+            ((1, 48, 7, 4), "float16", 24, 2),
+            ((5, 32, 4, 7), "bfloat16", 32, 1),
+        )
+    ),
 )

@@ -33,11 +33,12 @@ def _int32(*values: int) -> tuple[np.int32, ...]:
 
 
 def _plan(
-    source: str, call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, transposed: bool
+    source: str, call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, transposed: bool, moments: bool
 ) -> tuple[spec.Plan, tuple[tuple[str, int], ...], tuple[np.int32, ...]]:
     """The plan, the macros, and the sizes with which all kernels begin."""
     plan = spec.plan(source, call, nvrtc.sm_count(device))
-    macros = spec.defines(call, plan, storage.name(dtype), storage.name(weight_dtype), transposed=transposed)
+    names = storage.name(dtype), storage.name(weight_dtype)
+    macros = spec.defines(call, plan, *names, transposed=transposed, moments=moments)
     sizes = _int32(
         *(plan.items, call.batch, call.channels // spec.OCTET),
         *(call.height, call.width, call.out_height, call.out_width),
@@ -55,8 +56,9 @@ def _convolution(
     weight_strides: tuple[int, ...],
     device: int,
     transposed: bool,
+    moments: bool = False,
 ) -> _Launch:
-    plan, macros, sizes = _plan(source, call, dtype, weight_dtype, device, transposed)
+    plan, macros, sizes = _plan(source, call, dtype, weight_dtype, device, transposed, moments)
     kernel = nvrtc.function(source, spec.KERNELS[source][0], macros, device)
     return _Launch(kernel, (*plan.grid, 1), (plan.threads, 1, 1), (*sizes, *_int32(*weight_strides)), plan.shared_bytes)
 
@@ -66,13 +68,22 @@ def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
-    """Returns y [N, C, OH, OW] channels_last in x's dtype. x: channels_last; weight [C, C / groups, 3, 3], any strides."""
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, call: Call, *, moments: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns y [N, C, OH, OW] channels_last in x's dtype and, if asked for, its moments [parts, 3, C] fp32 (ops/moments.py).
+
+    x: channels_last; weight [C, C / groups, 3, 3], any strides.
+    """
     device = x.device.index or 0
     y = _output(x, call.out_height, call.out_width)
-    launch = _convolution(spec.FORWARD, call, x.dtype, weight.dtype, weight.stride(), device, False)
-    launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
-    return y
+    launch = _convolution(spec.FORWARD, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
+    if not moments:
+        launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
+        return y, None
+    parts = torch.empty((launch.grid[0], 3, call.channels), dtype=torch.float32, device=x.device)
+    launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), parts.data_ptr(), device=device)
+    return y, parts
 
 
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
@@ -90,7 +101,7 @@ def _weight(
     call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
 ) -> tuple[_Launch, _Launch, int]:
     """Partial sums, their sum, and how many values they are."""
-    plan, macros, sizes = _plan(spec.BACKWARD_WEIGHT, call, dtype, weight_dtype, device, False)
+    plan, macros, sizes = _plan(spec.BACKWARD_WEIGHT, call, dtype, weight_dtype, device, False, False)
     partial, total = (
         nvrtc.function(spec.BACKWARD_WEIGHT, entry, macros, device) for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]
     )

@@ -7,6 +7,7 @@ from torch import fx
 
 from advisor.ops import dispatch, match
 from advisor.ops.grouped import api, spec
+from advisor.ops.moments import Producer
 
 
 def _grouped(node: fx.Node) -> match.Conv2d | str:
@@ -51,3 +52,13 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
                 new = graph.call_function(api.grouped_conv2d, (call.x, call.weight, call.stride[0], call.groups))
         report.matched[match.path(node)] = spec.name(call.weight_shape[1], call.stride[0])
         match.replace(node, new)
+
+
+def _moments_win(node: fx.Node) -> str:
+    weight, stride = match.value(node.args[1]), node.args[2]
+    if weight is None or not isinstance(stride, int):
+        return "its sizes are not known"
+    return spec.moments_win(int(weight.shape[1]), stride)
+
+
+PRODUCES = {api.grouped_conv2d: Producer(api.grouped_conv2d_moments, _moments_win)}

@@ -49,6 +49,8 @@ _SLOWER = frozenset({(32, 1)})  # 1024x7x7: the sum of both passes 1.004 of cuDN
 # Where cuDNN's forward is the faster one all the same: in 0.95, 0.75 and 0.74 of the kernel's time (with 8 channels that was at
 # a slab of 4). The backward, twice as long and 1.5 to 2.0 times faster than cuDNN's, stays the kernels'.
 _FORWARD_SLOWER = frozenset({(8, 2), (16, 2), (32, 2)})
+# Where a batch norm behind the convolution is measured to be faster with the moments that the forward leaves of its result.
+_MOMENTS_FASTER: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ def forward_wins(group: int, stride: int) -> str:
     if (group, stride) in _FORWARD_SLOWER and not FORWARD_ALWAYS:
         return f"forward of {group} channels a group at stride {stride}: cuDNN's is faster"
     return ""
+
+
+def moments_win(group: int, stride: int) -> str:
+    """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
+    return forward_wins(group, stride) or ("" if (group, stride) in _MOMENTS_FASTER else UNMEASURED)
 
 
 def unsupported(
@@ -307,9 +314,11 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
     )
 
 
-def defines(call: Call, plan: Plan, dtype: str, weight_dtype: str, *, transposed: bool) -> dict[str, int]:
-    """Macros of every source."""
-    return {
+def defines(
+    call: Call, plan: Plan, dtype: str, weight_dtype: str, *, transposed: bool, moments: bool = False
+) -> dict[str, int]:
+    """Macros of every source. `moments`, of FORWARD alone, leaves the result's."""
+    found = {
         "GROUP": call.group,
         "CG": max(call.group, OCTET),
         "STRIDE": call.stride,
@@ -322,6 +331,7 @@ def defines(call: Call, plan: Plan, dtype: str, weight_dtype: str, *, transposed
         "STORAGE": STORAGE[dtype],
         "WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype],
     }
+    return {**found, "MOMENTS": 1} if moments else found
 
 
 # Layers of ResNeXt-50 32x4d and RegNetY-3.2GF at 224 x 224: (channels a group, C, stride, side of the input).
@@ -362,6 +372,9 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
                 continue  # fp16 differs from bf16 in conversions only
             for transposed in turns:
                 found[tuple(defines(sized, planned, dtype, weight_dtype, transposed=transposed).items())] = None
+            if source == FORWARD:
+                macros = defines(sized, planned, dtype, weight_dtype, transposed=False, moments=True)
+                found[tuple(macros.items())] = None
     return tuple(dict(macros) for macros in found)
 
 
