@@ -465,6 +465,7 @@ def apply(
         ask=None if auto else ask,
         min_gain=min_gain,
         max_time_s=max(0.0, max_time_s - (time.monotonic() - started)),
+        profiled_s=time.monotonic() - started,
         max_pairs=max_pairs,
         recommend=anew,
         run_dir=run_dir,

@@ -90,6 +90,8 @@ class ModelRow:
     trials: tuple[str, ...]  # "channels_last: kept, 29–31 %"
     losses: str
     apply_s: float
+    spent_s: dict[str, float]  # of these, by phase of the search
+    trial_s: dict[str, float]  # by change, over all rounds
     kernel_sha: dict[str, str]
     torch: str
     date: str
@@ -164,6 +166,11 @@ def _measured(
         trials=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in found.log.verdicts),
         losses=stack.detail,
         apply_s=found.log.seconds,
+        spent_s=dict(found.log.spent),
+        trial_s={
+            name: math.fsum(v.seconds for v in found.log.verdicts if v.transform == name)
+            for name in dict.fromkeys(v.transform for v in found.log.verdicts)
+        },
         kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
         torch=torch.__version__,
         date=datetime.date.today().isoformat(),

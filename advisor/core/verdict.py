@@ -53,6 +53,7 @@ class Verdict:
     # Share of the final stack's step that it saves there, by leaving it out in fresh processes; None where that was not tried.
     left_out_gain: Interval | None = None
     memory_delta_bytes: int = 0
+    seconds: float = 0.0  # that its trial took, in the process that ended it
     matched: tuple[str, ...] = ()  # module paths or kernels it took effect on
     unmatched: tuple[str, ...] = ()  # "path: why not"
 
@@ -99,6 +100,7 @@ class TrialLog:
     rounds: tuple[Round, ...] = ()
     stack: StackVerdict | None = None
     files_written: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # in all, the first profile included
+    spent: dict[str, float] = field(default_factory=dict)  # of these, by phase
     complete: bool = True
     notes: tuple[str, ...] = ()

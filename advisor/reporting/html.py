@@ -125,6 +125,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "axis": charts.gain_axis(trials) if trials else None,
         "attempts": _attempts(trials) if trials else [],
         "rounds": _rounds(trials) if trials else [],
+        "spent": wording.spent(trials) if trials else "",
         "losses": charts.loss_plot(trials.stack.losses_plain, trials.stack.losses_stack)
         if trials and trials.stack
         else None,

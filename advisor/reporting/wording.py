@@ -217,6 +217,12 @@ def trials_headline(trials: TrialLog) -> str:
     return f"The stack failed its comparison with the plain script: {stack.detail}."
 
 
+def spent(trials: TrialLog) -> str:
+    """Where the search's time went, most first: "timed blocks 41 s, numeric gate 30 s"; what took under a second is left out."""
+    ordered = sorted(trials.spent.items(), key=lambda item: -item[1])
+    return ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in ordered if seconds >= 1.0)
+
+
 def round_headline(trials: TrialLog, number: int) -> str:
     """From which profile a round's predictions come."""
     if number == 1:

@@ -63,6 +63,8 @@ class Transform(ABC):
     title: ClassVar[str]
     semantics: ClassVar[Semantics]
     live: ClassVar[bool] = True  # can be switched between two steps of a running loop
+    # Its effect is told by traces before and after; False where live state alone proves it (what ran is counted).
+    traced: ClassVar[bool] = True
     conflicts: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()  # transforms to be settled first
     order: ClassVar[int] = 50  # lower is tried earlier among equals

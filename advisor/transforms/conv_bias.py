@@ -48,6 +48,7 @@ class ConvBiasBeforeNorm(Transform):
     id = "conv_bias"
     title = "no convolution bias before batch norm"
     semantics = Semantics.REASSOCIATED
+    traced = False  # calls are counted
     after = ("channels_last", "amp_bf16", "amp_fp16")
     order = 50
 

@@ -283,14 +283,13 @@ class CudaGraphs(Transform):
     id = "cuda_graphs"
     title = "CUDA graphs for forward and backward"
     semantics = Semantics.REASSOCIATED
+    traced = False  # replays are counted
     after = (
         "amp_bf16",
         "amp_fp16",
         "channels_last",
         *catalog.transforms(),
         "fused_casts",
-        "compile",
-        "cudnn_benchmark",
     )
     order = 70
 

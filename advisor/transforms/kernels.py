@@ -33,6 +33,7 @@ class KernelTransform(Transform):
     """Substitutes one family's operations; `of` makes the class for a family."""
 
     semantics = Semantics.REASSOCIATED
+    traced = False  # places in the graph and launches are counted by the family itself
     after = ("channels_last",)
     order = 40
     family: ClassVar[Family]

@@ -44,6 +44,7 @@ class DevicePrefetch(Transform):
     id = "prefetch"
     title = "host-to-device prefetch on a side stream"
     semantics = Semantics.EXACT
+    traced = False  # batches are counted
     order = 30
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

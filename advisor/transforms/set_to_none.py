@@ -36,6 +36,7 @@ class SetToNone(Transform):
     id = "set_to_none"
     title = "drop gradients instead of zeroing them"
     semantics = Semantics.EXACT
+    traced = False  # calls are counted
     order = 45
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

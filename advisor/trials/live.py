@@ -40,7 +40,7 @@ from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import cuda_graphs, registry
 from advisor.transforms.base import Transform
-from advisor.trials import planfile, planner, records
+from advisor.trials import planfile, planner, records, spent
 from advisor.trials.batches import BatchWatch
 from advisor.trials.disturbance import MachineWatch
 from advisor.trials.gate import Gate
@@ -217,6 +217,7 @@ class SearchDriver:
         self._step_us = 0.0
         self._trace_before: StepProfile | None = None
         self._ends_at = math.inf
+        self._watch = spent.Stopwatch(spent.START)
         self._machine: MachineWatch | None = None
         self._routine = self._search()
         next(self._routine)
@@ -301,6 +302,7 @@ class SearchDriver:
                     return
 
     def _conclude(self, verdict: Verdict) -> None:
+        self._tell_spent()
         records.save_verdict(self.session.folder, verdict)
         records.clear_current(self.session.folder)
         tell(
@@ -324,12 +326,18 @@ class SearchDriver:
             notes=tuple(self._notes),
         )
         storage.save(self.session.folder / records.SEARCH_FILE, record)
+        self._tell_spent()
+
+    def _tell_spent(self) -> None:
+        told = records.Spent(seconds=self._watch.seconds())
+        storage.save(self.session.folder / records.TRIALS_DIR / records.SPENT_FILE, told)
 
     # -- one candidate ----------------------------------------------------------------------------------------------
 
     def _try(self, candidate: Recommendation) -> Generator[None, StepEvent, Verdict | None]:
         """The verdict on one candidate; None when only fresh processes can try it."""
-        limit = self.session.trial_timeout_s
+        self._watch.enter(spent.LOOK)
+        limit, begun = self.session.trial_timeout_s, time.monotonic()
         self._ends_at = time.monotonic() + limit
         if self.session.deadline_unix_s:
             self._ends_at = min(self._ends_at, time.monotonic() + self.session.deadline_unix_s - time.time())
@@ -362,6 +370,7 @@ class SearchDriver:
                 first_step_us=first_us,
                 break_even_steps=math.ceil(first_us / saved) if saved and saved > 0 else None,
                 memory_delta_bytes=memory,
+                seconds=time.monotonic() - begun,
                 matched=sites[0],
                 unmatched=sites[1],
                 **checks,
@@ -387,12 +396,16 @@ class SearchDriver:
             if not transform.live:
                 return None
             switch = _Switch(self.training, transform, parameters, self._rivals(candidate, transform))
-            traced = current.traced and not proved and type(transform).effect is not Transform.effect
+            states_effect = type(transform).effect is not Transform.effect
+            traced = current.traced and transform.traced and not proved and states_effect
             if traced and self._trace_before is None and not graphs.alive():
+                self._watch.enter(spent.TRACE)
                 self._trace_before = yield from self._trace()
+                self._watch.enter(spent.LOOK)
                 captured = yield from self._capture(gate)
 
             if not proved:
+                self._watch.enter(spent.GATE)
                 self._note(dataclasses.replace(current, phase="gate"))
                 if captured:
                     with self._alarm():
@@ -409,6 +422,7 @@ class SearchDriver:
                 if numerics.passed is None:
                     return verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
 
+            self._watch.enter(spent.SETTLE)
             self._note(dataclasses.replace(current, phase="warm-up"))
             switch.on()  # after the gate it is on already
             if fed:
@@ -427,6 +441,7 @@ class SearchDriver:
             sites = transform.sites(self.training) or sites
             after = None
             if not proved:
+                self._watch.enter(spent.TRACE)
                 self._note(dataclasses.replace(current, phase="effect"))
                 # Processes died under the tracer beside captured graphs, and only there: what is on by then, and what has
                 # run, is shown by the live state (docs/decisions/0018).
@@ -439,6 +454,7 @@ class SearchDriver:
             current = dataclasses.replace(
                 current, numerics=checks["numerics"], effect=checks["effect"], first_step_us=first_us
             )
+            self._watch.enter(spent.BLOCKS)
             self._note(times.noted(dataclasses.replace(current, phase="timing")))
             decision, memory = yield from self._time(switch, times, current)
             checks["timing"] = Check(
@@ -464,6 +480,7 @@ class SearchDriver:
                 raise
             return verdict("failed", f"{type(error).__name__}: {_first_line(error)}")
         finally:
+            self._watch.enter(spent.UNDO)
             gate.release()
             watch.stop()
             # On a lost device nothing can be taken back; the process ends with it.
@@ -702,6 +719,7 @@ class SearchDriver:
         )
 
     def _note(self, current: records.InTrial) -> None:
+        self._tell_spent()
         records.save_current(self.session.folder, current)
 
     def _synchronize(self) -> None:

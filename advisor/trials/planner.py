@@ -32,10 +32,14 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"fused_optimizer"}),
     # Behind the kernels, which read some weights as they are, and before graphs: a replay hides the casts from `match`.
     frozenset({"fused_casts"}),
-    frozenset({"compile"}),
     frozenset({"cuda_graphs"}),
+    frozenset({"compile"}),
     frozenset({"compile_max_autotune"}),
 )
+# Half a minute and more each, and what they gain hangs on what else is kept: beside kernels and graphs `compile` lost in every net
+# tried on an H200 (20 to 40 s each). They wait until the step with what is kept has been profiled, and are tried if the
+# middle of their prediction for that step is a gain.
+DEAR = frozenset({"compile", "compile_max_autotune"})
 # What needs fresh processes and gains little is tried last, on top of the proven stack, whose fresh runs it is compared with: two
 # more then suffice, where pairs of its own take six or more.
 ON_TOP = frozenset({"cudnn_benchmark"})
@@ -95,6 +99,13 @@ def _idle(item: Recommendation) -> bool:
 
 def _expected(item: Recommendation) -> float:
     return 0.0 if item.predicted is None else 0.5 * (item.predicted.low + item.predicted.high)
+
+
+def promises(item: Recommendation, min_gain: float) -> bool:
+    """Whether its prediction leaves `min_gain` possible; of what is dear, whether it expects as much."""
+    if item.predicted is None:
+        return True
+    return (_expected(item) if item.transform in DEAR else item.predicted.high) >= min_gain
 
 
 def second_look(

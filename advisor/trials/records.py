@@ -16,6 +16,7 @@ CURRENT_FILE = "current.json"
 SEARCH_FILE = "search.json"
 MEASURE_FILE = "measure.json"
 FAULT_FILE = "fault.txt"
+SPENT_FILE = "spent.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,13 @@ class InTrial:
     numerics: Check | None = None  # once passed
     effect: Check | None = None
     first_step_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """`trials/spent.json`: where the time of the running search process went so far, seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,14 @@ def load_current(run_dir: Path) -> InTrial | None:
         return storage.load(run_dir / TRIALS_DIR / CURRENT_FILE, InTrial)
     except AdvisorError:
         return None
+
+
+def spent(run_dir: Path) -> dict[str, float]:
+    """Seconds by phase, as the last search process told; empty when it told nothing."""
+    try:
+        return storage.load(run_dir / TRIALS_DIR / SPENT_FILE, Spent).seconds
+    except AdvisorError:
+        return {}
 
 
 def native_fault(run_dir: Path) -> str:

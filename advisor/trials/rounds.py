@@ -46,31 +46,31 @@ def candidates(
     recommended: Sequence[Recommendation],
     profile: StepProfile | None,
     min_gain: float,
+    waiting: Sequence[Recommendation] = (),
 ) -> tuple[Recommendation, ...]:
     """What round `number` tries, in order, each marked with the round.
 
     New is what no earlier round had among its candidates (`known`). What had its turn gets another when
     `planner.second_look` says so. What is predicted to stay below `min_gain` is left out; predictions are for `profile`'s
-    step, and None without a profile.
+    step, and None without a profile. `waiting` has had no turn yet and is judged by its prediction for this step as well.
     """
     before = {planner.identity(item) for item in known}
     kept = {v.transform for v in verdicts if v.status == "kept"}
     new = [
         r
         for r in recommended
-        if planner.identity(r) not in before
-        and r.transform not in kept
-        and (r.predicted is None or r.predicted.high >= min_gain)
+        if planner.identity(r) not in before and r.transform not in kept and planner.promises(r, min_gain)
     ]
     asked_again = {planner.identity(r): r for r in recommended}
     latest = {planner.identity(r): r for r in known}
     step = profile.step_us or profile.wall_us if profile is not None else None
     again = []
-    for candidate in planner.second_look(verdicts, tuple(latest.values()), step.median if step is not None else 0.0):
+    step_us = step.median if step is not None else 0.0
+    for candidate in (*waiting, *planner.second_look(verdicts, tuple(latest.values()), step_us)):
         found = asked_again.get(planner.identity(candidate))
         if found is None:
             predicted = predict(profile, candidate.transform, candidate.parameters) if profile is not None else None
             found = dataclasses.replace(candidate, predicted=predicted)
-        if found.predicted is None or found.predicted.high >= min_gain:
+        if planner.promises(found, min_gain):
             again.append(found)
     return tuple(dataclasses.replace(r, round=number) for r in planner.order([*new, *again], profile))

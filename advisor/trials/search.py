@@ -13,6 +13,7 @@ import datetime
 import math
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from advisor.profiling import environment, launcher
 from advisor.profiling.assemble import assemble
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
-from advisor.trials import files, losses, planfile, planner, records, rounds
+from advisor.trials import files, losses, planfile, planner, records, rounds, spent
 from advisor.trials.statistics import (
     INCONCLUSIVE,
     KEPT,
@@ -108,6 +109,7 @@ class _Search:
     ended_early: int = 0  # search processes whose script came to its own end
     known: tuple[Recommendation, ...] = ()  # candidates of all rounds so far, in the order of trial
     history: list[Round] = field(default_factory=list)
+    seconds: Counter[str] = field(default_factory=Counter)  # by phase of trials/spent.py
     _crashes: int = 0
     _arm_s: float = 0.0  # what the latest arm took
     _fresh: dict[str, list[records.Measurement]] = field(default_factory=dict)  # runs of the stack's comparison
@@ -291,31 +293,28 @@ class _Search:
 
         `known` and `history` hold all candidates and the rounds made; interrupted, what there is of both.
         """
-        number, found, step_us, folder = 1, tuple(first), _step_us(profile), ""
+        number, step_us, folder = 1, _step_us(profile), ""
+        found = tuple(c for c in first if c.transform not in planner.DEAR)
+        waiting = tuple(c for c in first if c.transform in planner.DEAR)
+        self.known += tuple(first)
         on: tuple[PlanItem, ...] = ()
         while True:
-            self.known += found
             self.history.append(Round(number=number, step_us=step_us, kept=_names(on), folder=folder))
-            self.candidates = choose(found)
-            self.history[-1] = dataclasses.replace(self.history[-1], tried=_names(self.candidates))
-            if self.candidates:
-                self.live(self.candidates)
-            kept = self.kept_items()
-            if self.interrupted or self.script_failed or self.late or number == rounds.MOST:
+            self._take_turns(choose(found))
+            if waiting and not self._ended() and not self._step_has_changed(number, on):
+                # It is what it was, and so are the predictions of what waits.
+                self._take_turns(choose(waiting))
+                waiting = ()
+            if self._ended() or number == rounds.MOST or not self._step_has_changed(number, on):
                 return
-            if set(_names(kept)) <= set(_names(on)):
-                return
-            verdicts = records.verdicts(self.run_dir)
-            if not rounds.moved(verdicts, number) and not planner.second_look(verdicts, self.known):
-                return
-            number, on = number + 1, kept
+            number, on = number + 1, self.kept_items()
             if self.deadline - time.time() < rounds.LEAST_S + (rounds.WARMUP + rounds.STEPS) * step_us / 1e6:
                 self.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
                 return
             again, folder = None, f"{ROUND_DIR}-{number}"
             asked: Sequence[Recommendation] = ()
             if recommend is not None and profile is not None:
-                again = self.profile(kept, profile.environment, self.run_dir / folder, number)
+                again = self.profile(on, profile.environment, self.run_dir / folder, number)
                 if self.interrupted:
                     return
                 if again is not None:
@@ -323,9 +322,36 @@ class _Search:
             if again is None:
                 folder = ""
             step_us = _step_us(again)
-            found = rounds.candidates(number, records.verdicts(self.run_dir), self.known, asked, again, self.min_gain)
+            found = rounds.candidates(
+                number, records.verdicts(self.run_dir), self.known, asked, again, self.min_gain, waiting
+            )
+            chosen = {planner.identity(c) for c in found}
+            for candidate in waiting:
+                if planner.identity(candidate) not in chosen:
+                    reason = "predicted to gain nothing worth its first step beside what is kept"
+                    records.save_verdict(self.run_dir, _skipped(candidate, self.title(candidate.transform), reason))
+            self.known = (*(c for c in self.known if c not in waiting), *found)
+            waiting = ()
             if not found:
                 return
+
+    def _take_turns(self, chosen: Sequence[Recommendation]) -> None:
+        """Try these in the running round."""
+        self.candidates = chosen
+        tried = (*self.history[-1].tried, *_names(chosen))
+        self.history[-1] = dataclasses.replace(self.history[-1], tried=tried)
+        if chosen:
+            self.live(chosen)
+
+    def _ended(self) -> bool:
+        return self.interrupted or self.script_failed or self.late
+
+    def _step_has_changed(self, number: int, on: Sequence[PlanItem]) -> bool:
+        """Whether round `number`, begun with `on`, has kept what another round may build on."""
+        if set(_names(self.kept_items())) <= set(_names(on)):
+            return False
+        verdicts = records.verdicts(self.run_dir)
+        return rounds.moved(verdicts, number) or bool(planner.second_look(verdicts, self.known))
 
     def profile(
         self, kept: tuple[PlanItem, ...], machine: Environment, folder: Path, number: int
@@ -337,6 +363,7 @@ class _Search:
             folder.mkdir(parents=True, exist_ok=True)
             ended = self._run(
                 "profile",
+                phase=spent.ROUNDS,
                 run_dir=str(folder),
                 files_dir=str(self.run_dir),
                 kept=kept,
@@ -364,13 +391,14 @@ class _Search:
 
     # -- fresh processes --------------------------------------------------------------------------------------------
 
-    def arm(self, kept: tuple[PlanItem, ...], turn: int = 0) -> records.Measurement | None:
+    def arm(self, phase: str, kept: tuple[PlanItem, ...], turn: int = 0) -> records.Measurement | None:
         """One fresh process with these changes, seeded by its turn; None when it gave no measurement."""
         path = self.run_dir / records.MEASURE_FILE
         path.unlink(missing_ok=True)
         began = time.time()
         ended = self._run(
             "measure",
+            phase=phase,
             kept=kept,
             warmup=ARM_WARMUP,
             steps=ARM_STEPS,
@@ -402,7 +430,7 @@ class _Search:
             arms = {}
             for on in (False, True) if len(pairs) % 2 == 0 else (True, False):
                 self.say(f"{name}: fresh runs, pair {len(pairs) + 1}, {'with' if on else 'without'} it")
-                arms[on] = self.arm((*kept, item) if on else kept)
+                arms[on] = self.arm(spent.PAIRS, (*kept, item) if on else kept)
                 if arms[on] is None:
                     break
             off, on_arm = arms.get(False), arms.get(True)
@@ -480,7 +508,7 @@ class _Search:
                 self.say(f"comparing in fresh processes, round {turn + 1}: {told}")
                 # A seed for each turn: the plain runs then span what chance does to the losses, where the same seed twice would
                 # span nothing, and a training that rounding sends another way would look broken.
-                found = self.arm(tuple(kept) if arm == "stack" else (), turn=len(runs[arm]))
+                found = self.arm(spent.STACK, tuple(kept) if arm == "stack" else (), turn=len(runs[arm]))
                 if self.interrupted:
                     return StackVerdict(
                         passed=None, detail="interrupted before the kept changes were compared together"
@@ -503,7 +531,9 @@ class _Search:
             if not kept or self.interrupted:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
             self.say(f"without {self.title(dropped.transform)}, in fresh processes")
-            runs["stack"] = [m for m in (self.arm(tuple(kept)), self.arm(tuple(kept))) if m is not None]
+            runs["stack"] = [
+                m for m in (self.arm(spent.STACK, tuple(kept)), self.arm(spent.STACK, tuple(kept))) if m is not None
+            ]
             verdict = self._judge(runs["plain"], runs["stack"], kept)
         self._fresh = runs
         return verdict
@@ -529,7 +559,9 @@ class _Search:
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
             self.say(f"what is kept with {name}, in fresh processes")
-            runs = [m for m in (self.arm((*kept, item), turn=turn) for turn in STACK_TURNS) if m is not None]
+            runs = [
+                m for m in (self.arm(spent.ON_TOP, (*kept, item), turn=turn) for turn in STACK_TURNS) if m is not None
+            ]
             if self.interrupted:
                 return stack
             found, proved = self._judged_on_top(candidate, runs, [*kept, item])
@@ -602,7 +634,7 @@ class _Search:
             self.say(f"the stack without {name}, in fresh processes")
             runs = []
             for turn in STACK_TURNS:
-                found = self.arm(tuple(rest), turn=turn)
+                found = self.arm(spent.LEFT_OUT, tuple(rest), turn=turn)
                 if self.interrupted:
                     return verdict
                 if found is not None and not found.left_out:  # without it another one may not apply: then it is needed
@@ -690,7 +722,10 @@ class _Search:
 
     # -- launching --------------------------------------------------------------------------------------------------
 
-    def _run(self, mode: str, *, timeout_s: float, **orders: Any) -> Exit:
+    def _run(self, mode: str, *, timeout_s: float, phase: str = "", **orders: Any) -> Exit:
+        """Start the script in this mode; its time counts as `phase`, or as the phases that a search tells of."""
+        began = time.monotonic()
+        (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
         session = Session(
             mode=mode,
             script=self.command.words[0],
@@ -711,6 +746,8 @@ class _Search:
             self.interrupted = True
             ended = Exit(code=130, signal=int(signal.SIGINT))
         finally:
+            wall_s = time.monotonic() - began
+            self.seconds.update({phase: wall_s} if phase else spent.of_process(wall_s, records.spent(self.run_dir)))
             for problem in files.restore(self.run_dir):
                 self.notes.append(f"could not be put back: {problem}")
                 self.script_failed = True  # another start would find other files
@@ -743,6 +780,7 @@ def apply_search(
     max_time_s: float = 600.0,
     max_pairs: int = 20,
     recommend: Recommend | None = None,
+    profiled_s: float = 0.0,
     run_dir: Path,
     say: Say,
     launch: Launch = launcher.launch,
@@ -754,6 +792,7 @@ def apply_search(
             None leaves later rounds to `planner.second_look` alone.
         ask: asked before each candidate; None tries all of them (`--auto`).
         max_time_s: no candidate begins after this, less what the comparison of the stack needs.
+        profiled_s: what the first profile took, for the account of the time; `max_time_s` is without it.
         max_pairs: most pairs of blocks, or of fresh runs, in a trial.
 
     Returns:
@@ -812,6 +851,7 @@ def apply_search(
         )
     if search.interrupted:
         search.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
+    seconds = time.time() - started + profiled_s
     log = TrialLog(
         script=command.words[0],
         argv=command.words[1:],
@@ -819,7 +859,8 @@ def apply_search(
         rounds=tuple(search.history),
         stack=stack,
         files_written=written,
-        seconds=time.time() - started,
+        seconds=seconds,
+        spent=spent.whole(seconds, {spent.PROFILE: profiled_s, **search.seconds}),
         complete=not (search.interrupted or search.script_failed or search.late),
         notes=tuple(search.notes),
     )

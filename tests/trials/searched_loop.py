@@ -228,6 +228,10 @@ class Traced(Wrapped):
         return Check(passed=True, detail=f"before {before is not None}, after {after is not None}")
 
 
+class Counted(Traced):
+    id, traced = "counted", False
+
+
 class Captures(Traced):
     """Has a (planted) captured graph alive in the process from its first step on."""
 
@@ -275,7 +279,7 @@ CHANGES = {
     c.id: c
     for c in (
         Nothing, Faster, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
-        FreshOnly, Dies, Traced, Captures,
+        FreshOnly, Dies, Traced, Counted, Captures,
     )
 }  # fmt: skip
 

@@ -56,6 +56,8 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path):
     assert len(kept.blocks.off_us) == len(kept.blocks.on_us) >= 6
     assert 0.15 < kept.timing.numbers["gain"] < 0.6
     assert kept.title == "a change of the tests"
+    assert kept.seconds > 0
+    assert {"numeric gate", "timed blocks", "matching"} < set(records.spent(tmp_path))
     record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
     assert record.complete
     assert record.model_hash
@@ -112,6 +114,11 @@ def test_what_cannot_be_taken_back_ends_the_process(tmp_path):
     assert verdicts["cannot_go_back"].status == "failed"
     assert "faster" not in verdicts
     assert not storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).complete
+
+
+def test_what_live_state_proves_is_not_traced(tmp_path):
+    verdicts, _ = search(tmp_path, "counted", max_pairs=2)
+    assert verdicts["counted"].effect.detail == "before False, after False"
 
 
 def test_nothing_is_traced_beside_captured_graphs(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import samples
 
 from advisor.core.findings import Findings
+from advisor.core.verdict import TrialLog
 from advisor.reporting import wording
 
 
@@ -70,6 +71,11 @@ def test_headline_of_trials_claims_only_what_was_proved(passed, start):
     changed = replace(log, stack=replace(log.stack, passed=passed))
     assert wording.headline(samples.resnet50(), None, changed).startswith(start)
     assert wording.usable(changed) is (passed is not False)
+
+
+def test_where_the_time_went_is_told_most_first():
+    log = TrialLog(script="a", argv=(), spent={"numeric gate": 30.2, "timed blocks": 41.0, "rest": 0.3})
+    assert wording.spent(log) == "timed blocks 41 s, numeric gate 30 s"
 
 
 def test_headline_without_a_kept_change():

@@ -127,7 +127,9 @@ def test_no_change_of_kernels_is_no_effect(profile) -> None:
     transform = FusedOptimizer()
     assert transform.effect(loop.training, None, None).passed is False
     undo = transform.apply(loop.training, {})
-    same = profile(KernelRow(name="multi_tensor", kind="optimizer", op="aten::_foreach_add_", phase="optimizer", calls=8))
+    same = profile(
+        KernelRow(name="multi_tensor", kind="optimizer", op="aten::_foreach_add_", phase="optimizer", calls=8)
+    )
     # The traced window ends inside the optimizer's step: its kernels may be of no phase that is known.
     fused = profile(KernelRow(name="multi_tensor", kind="optimizer", op="aten::_fused_sgd_", phase="other", calls=2))
     assert transform.effect(loop.training, same, same).passed is False

@@ -296,3 +296,31 @@ def test_what_was_too_small_for_a_long_step_is_tried_on_a_shorter_one(step_us, h
         blocks=Blocks(off_us=(1000.0, 1010.0)),
     )
     assert len(planner.second_look([small], [candidate("fused_optimizer")], step_us)) == tried
+
+
+def test_compile_waits_until_the_rest_is_settled_and_must_still_promise_a_gain(script, monkeypatch) -> None:
+    script.status = {"amp_bf16": "kept", "compile": "reverted"}
+    for middle, status, modes in (
+        (0.2, "reverted", ["search", "profile", "search"]),
+        (0.0, "skipped", ["search", "profile"]),
+    ):
+        predicted = Interval(low=middle - 0.1, high=middle + 0.1)
+        monkeypatch.setattr(rounds, "predict", lambda *a, predicted=predicted: predicted)
+        script.launches, script.anew = [], [[]]
+        log, _ = apply(script, candidate("compile", 0.5), candidate("amp_bf16"))
+        assert script.modes() == modes
+        (found,) = [v for v in log.verdicts if v.transform == "compile"]
+        assert found.status == status
+        assert [v.transform for v in log.verdicts].count("amp_bf16") == 1
+        for path in records.verdict_files(script.run_dir):
+            path.unlink()
+    assert "beside what is kept" in found.reason
+
+
+def test_compile_is_tried_at_once_where_nothing_else_is_or_helps(script) -> None:
+    script.status, script.anew = {"amp_bf16": "reverted", "compile": "kept"}, [[]]
+    log, verdicts = apply(script, candidate("compile", 0.5), candidate("amp_bf16"))
+    assert verdicts["compile", 1].status == "kept"
+    assert script.modes()[:2] == ["search", "search"]
+    assert log.rounds[0].tried == ("amp_bf16", "compile")
+    assert log.stack.passed

@@ -14,7 +14,7 @@ from advisor.core.findings import Interval, Recommendation, Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.trials import files, planfile, planner, records, search
+from advisor.trials import files, planfile, planner, records, search, spent
 
 
 def candidate(name, **more):
@@ -60,7 +60,13 @@ class Script:
                 return outcome(session)
             records.save_verdict(
                 self.run_dir,
-                Verdict(transform=item.transform, status=outcome, reason="as told", semantics=item.semantics),
+                Verdict(
+                    transform=item.transform,
+                    status=outcome,
+                    reason="as told",
+                    semantics=item.semantics,
+                    round=item.round,
+                ),
             )
             records.clear_current(self.run_dir)
         done = records.SearchRecord(complete=True, model_hash="m0", on_top=self.on_top)
@@ -171,6 +177,22 @@ def test_nothing_is_left_out_when_time_is_up(script, monkeypatch):
     assert sum("no time was left to run the stack without" in note for note in log.notes) == 2
 
 
+def test_the_log_tells_where_the_time_went(script):
+    def told(session):
+        seconds = {spent.GATE: 1e-9, spent.BLOCKS: 2e-9}
+        storage.save(script.run_dir / "trials" / records.SPENT_FILE, records.Spent(seconds=seconds))
+        script.verdicts["tf32"] = "kept"
+        return script.search(session)
+
+    script.verdicts = {"tf32": told, "compile": "kept"}
+    script.step_us[("tf32", "compile")] = 500.0
+    log, *_ = apply(script, "tf32", "compile", profiled_s=100.0)
+    assert log.spent[spent.PROFILE] == 100.0
+    assert log.spent[spent.GATE] == 1e-9
+    assert {spent.START, spent.STACK, spent.LEFT_OUT} < set(log.spent)
+    assert sum(log.spent.values()) == pytest.approx(log.seconds)
+
+
 def test_nothing_to_do_is_a_good_answer(script):
     log, plan, code, _ = apply(script)
     assert (code, log.verdicts, log.stack, plan.items) == (0, (), None, ())
@@ -184,7 +206,7 @@ def test_only_inconclusive_trials_say_so_in_the_exit_code(script):
 
 
 def test_a_script_that_ends_too_early_is_started_again_with_what_is_left(script):
-    script.verdicts = {"tf32": "kept", "channels_last": "reverted", "compile": "reverted"}
+    script.verdicts = {"tf32": "kept", "channels_last": "reverted", "fused_optimizer": "reverted"}
     script.steps_a_life = 1
     script.step_us[("tf32",)] = 700.0
     _, _, _, verdicts = apply(script, *script.verdicts)
