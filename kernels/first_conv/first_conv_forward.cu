@@ -15,11 +15,16 @@
 //           while this one's are multiplied. A warp takes 16 pixels by 8 * NT channels at a time, WARPS_N warps side by side.
 //           Columns of a product are dealt to channels so that a lane holds 2 * min(NT, 4) neighbouring ones: stores of 16
 //           (8) bytes a lane, of 64 (32) a pixel, with nothing exchanged.
+// Moments   with MOMENTS also what a batch norm behind it needs (include/moments.cuh): [grid * WARPS_M, 3, OUT] fp32, a part a warp,
+//           of the values that its lanes store, in 5 * NT registers.
 // Numerics  fp32 sums and bias, rounded once. Each output's sum is in one order: two runs are bit-equal.
 // Limits    OUT a multiple of 8; 2^31 elements of x and y an image.
 
 #include "first_conv.cuh"
 #include "mma.cuh"
+#if MOMENTS
+#include "moments.cuh"
+#endif
 
 #define PAIRS ((SIDE * PIX + LEAD + 1) / 2)  // of neighbouring values in a row of taps
 #define ALL_PAIRS (SIDE * PAIRS)
@@ -57,10 +62,35 @@ __device__ __forceinline__ int channel_of(int warp_n, int j, int n) {
   return (warp_n * NT + j / GROUP * GROUP) * 8 + n / 2 * 2 * GROUP + j % GROUP * 2 + n % 2;
 }
 
+#if MOMENTS
+// Of a lane's 2 * NT channels, in the order of its sums: sums of what is stored, less `shift`, and of its square.
+struct Sums {
+  float sum[NT][2], square[NT][2];
+  unsigned int shift[NT];  // the warp's first pixel, as it is stored
+};
+
+__device__ __forceinline__ float stored(unsigned int pair, int half) {
+  return widen<STORAGE>((unsigned short)(half ? pair >> 16 : pair & 0xffffu));
+}
+
+__device__ __forceinline__ void add(Sums& of, int j, unsigned int pair) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float d = stored(pair, e) - stored(of.shift[j], e);
+    of.sum[j][e] += d;
+    of.square[j][e] += d * d;
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) first_conv_forward(
     const X* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias,
     unsigned short* __restrict__ y, i64 tiles, i64 x_image, i64 x_row, i64 x_column, i64 x_channel, int height, int width,
-    int out_height, int out_width, int pad_height, int strips, int bands, int weight_channels_last) {
+    int out_height, int out_width, int pad_height, int strips, int bands, int weight_channels_last
+#if MOMENTS
+    , float* __restrict__ moments
+#endif
+) {
   __shared__ __align__(16) unsigned short shared[SHARED];
   __shared__ __align__(16) float of_bias[CHANNELS];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -88,6 +118,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) first_conv_for
       for (int h = 0; h < 2; ++h)
         taps[s][j][h] = *(const unsigned int*)(shared + channel_of(warp_n, j, g) * TAP_PITCH + s * 16 + h * 8 + t * 2);
   __syncthreads();
+
+#if MOMENTS
+  Sums of;
+  int count = 0;  // pixels of this warp
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    of.sum[j][0] = of.sum[j][1] = of.square[j][0] = of.square[j][1] = 0.f;
+    of.shift[j] = 0u;
+  }
+#endif
 
   i64 index = blockIdx.x;
   unsigned short* held = shared;
@@ -135,6 +175,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) first_conv_for
           mma_bf16(sum[j], a, taps[s][j]);
 #endif
       }
+#if MOMENTS
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        const unsigned int pairs[2] = {operands(sum[j][0], sum[j][1]), operands(sum[j][2], sum[j][3])};
+        if (count == 0) {
+          const float low = stored(pairs[0], 0), high = stored(pairs[0], 1);
+          of.shift[j] = __shfl_sync(0xffffffffu, low - low == 0.f && high - high == 0.f ? pairs[0] : 0u, t);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (ow + g + 8 * h < out_width) add(of, j, pairs[h]);
+      }
+      count += out_width - ow < 16 ? out_width - ow : 16;
+#endif
       unsigned short* to = image_y + ((i64)oh * out_width + ow) * OUT;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -159,4 +213,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) first_conv_for
     held = next;
     next = swap;
   }
+#if MOMENTS
+#pragma unroll
+  for (int j = 0; j < NT; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes <<= 1) {
+        of.sum[j][e] += __shfl_xor_sync(0xffffffffu, of.sum[j][e], lanes);
+        of.square[j][e] += __shfl_xor_sync(0xffffffffu, of.square[j][e], lanes);
+      }
+      const int channel = channel_of(warp_n, j, 2 * t + e);
+      if (g == 0 && channel < OUT)
+        leave_moments(
+            moments, blockIdx.x * WARPS_M + warp_m, OUT, channel, count, stored(of.shift[j], e), of.sum[j][e], of.square[j][e]);
+    }
+#endif
 }

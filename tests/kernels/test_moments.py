@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,12 @@ from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.batchnorm_act import cuda, spec
 from advisor.ops.batchnorm_act.forward import layer
 from advisor.ops.batchnorm_max_pool import api as max_pool
+from advisor.ops.first_conv import api as first_conv
 from advisor.ops.grouped import api as grouped
-from advisor.ops.grouped import cases as grouped_cases
 from advisor.ops.grouped import spec as grouped_spec
+from advisor.ops.moments_cases import APART
 
+PRODUCERS = ("grouped", "first_conv")
 FAMILIES = ("batchnorm_max_pool", "batchnorm_act", "grouped")
 
 
@@ -82,7 +85,7 @@ def test_a_part_left_out_would_be_seen(emulated, monkeypatch: pytest.MonkeyPatch
     assert not torch.allclose(saved[0], values.mean(0), rtol=1e-3)
 
 
-# What is changed in a kernel, and in which case of a norm behind a grouped convolution the check must see it.
+# What is changed in a kernel, and in which case of a norm behind a convolution the check must see it.
 FAULTS = {
     "pixels outside the image are counted": (
         "const bool inside = p < images * strip && item.image + p / strip < batch && item.column + p % strip < out_width;\n      counted",
@@ -95,16 +98,36 @@ FAULTS = {
         "grouped 3x3 of 24 s1+bn+relu",
     ),
     "the workspace stays as it was": ("leave_moments(moments, blockIdx.x,", "if (blockIdx.x) leave_moments(moments, blockIdx.x,", "grouped 3x3 of 8 s1+bn+relu"),
+    "pixels beside the first image's are counted": (
+        "if (ow + g + 8 * h < out_width) add(of, j, pairs[h]);", "add(of, j, pairs[h]);", "first conv k3 s2 to 16+bn+relu"
+    ),
+    "a warp's moments are left out": ("blockIdx.x * WARPS_M + warp_m, OUT", "blockIdx.x * WARPS_M, OUT", "first conv k3 s2 to 16+bn+relu"),
     "the other group's products count": ("if (lost && octet < octets) {", "if (false) {", "grouped 3x3 of 4 s1+bn+relu"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_planted_in_the_grouped_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_fault_planted_in_a_producer_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before, after, name = FAULTS[fault]
     emulated.use(sm_count=1)  # so that a block has more than one row
-    case = next(c for c in grouped_cases.VERIFICATION if c.name == name and c.shape[0] > 1)
-    assert not passes_with(monkeypatch, catalog.get("grouped"), case, before, after)
+    family, case = next(
+        (family, case)
+        for family in (catalog.get(identifier) for identifier in PRODUCERS)
+        for case in family.verification
+        if case.name == name and case.shape[0] > 1
+    )
+    assert not passes_with(monkeypatch, family, case, before, after)
+
+
+def test_every_producer_is_verified_with_a_norm_behind_it() -> None:
+    assert {family.id for family in catalog.FAMILIES if family.produces} == set(PRODUCERS)
+    for identifier in PRODUCERS:
+        family = catalog.get(identifier)
+        assert any("+bn+relu" in case.name for case in family.verification)
+        leaving = {case.name for case in family.benchmark if "+bn+relu" in case.name}
+        assert {name.removesuffix(APART) for name in leaving if name.endswith(APART)} == {
+            name for name in leaving if not name.endswith(APART)
+        }
 
 
 def test_the_stored_values_are_counted(emulated) -> None:
@@ -211,6 +234,30 @@ def test_a_norm_takes_the_moments_of_the_convolution_before_it(
         assert float((mine - other).norm() / other.norm()) < 2.0**-8
 
 
+def test_a_stems_norm_takes_the_moments_of_the_first_convolution(emulated) -> None:
+    torch.manual_seed(0)
+    stem = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ).train()
+    plain = copy.deepcopy(stem)
+    x = torch.randn(2, 16, 20, 3).permute(0, 3, 1, 2).bfloat16()
+    reports = {family: match.MatchReport() for family in ("batchnorm_max_pool", "first_conv")}
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.compile(stem, backend=match.backend(reports, mode=None), dynamic=False)(x)
+        want = plain(x)
+    assert dict(emulated.launches) == {
+        "first_conv_forward": 1,
+        "batchnorm_merge_moments": 1,
+        "batchnorm_max_pool_forward": 1,
+    }
+    assert float((y - want).detach().norm() / want.detach().norm()) < 0.01
+    y.float().square().sum().backward()
+    want.float().square().sum().backward()
+    for mine, other in zip(stem.parameters(), plain.parameters(), strict=True):
+        assert float((mine.grad - other.grad).norm() / other.grad.norm()) < 0.02
+
+
 @pytest.mark.usefixtures("_small_norms_take_moments")
 def test_two_norms_over_one_tensor_share_its_moments(emulated) -> None:
     nodes, _ = targets("two norms")
@@ -278,6 +325,8 @@ def test_a_convolution_that_falls_back_leaves_none_and_the_norm_reads_its_input(
     assert sum(grouped.fell_back.values()) == before + 1
     y, parts = grouped.grouped_conv2d_moments(x.contiguous(memory_format=torch.channels_last), weight, 2, 2)
     assert parts is None  # at stride 2 PyTorch's forward is the faster one
+    image = torch.randn(1, 3, 8, 8).bfloat16()  # and neither is its weight
+    assert first_conv.first_conv2d_moments(image, torch.randn(16, 3, 3, 3))[1] is None
     z = norm.batchnorm_act(y, None, torch.zeros(16), torch.ones(16), None, None, 0.1, 1e-5, "relu", moments=parts)
     torch.testing.assert_close(z, F.relu(F.batch_norm(y, None, None, training=True)), rtol=0.02, atol=0.02)
 

@@ -59,10 +59,8 @@ HELD_THREADS = 512
 HELD_ROWS = {HELD_FORWARD: 14, HELD_BACKWARD: 16}  # a thread's, as many as its registers hold without spilling
 HELD_FORKED_ROWS = 10  # of HELD_BACKWARD with two gradients: three tensors
 MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of a row, a cache line
-MOMENTS_THREADS, MOMENTS_CHANNELS = (
-    512,
-    8,
-)  # of a block that merges moments; the latter is written into the source as well
+# Of a block that merges moments; the channels are written into the source as well.
+MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
 # docs/decisions/0001-batchnorm-launch.md.

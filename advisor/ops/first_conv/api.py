@@ -173,21 +173,29 @@ class _FirstConv2d(torch.autograd.Function):
         bias: torch.Tensor | None,
         call: spec.Call,
         compute: torch.dtype,
-    ) -> torch.Tensor:
+        moments: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias)
         ctx.call, ctx.compute = call, compute
-        return cuda.forward(x, weight, None if bias is None else bias.contiguous(), call, compute)
+        bias = None if bias is None else bias.contiguous()
+        y, parts = cuda.forward(x, weight, bias, call, compute, moments=moments)
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        return y, parts
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        dy, _ = gradients
+        if dy is None:  # nobody used the result
+            return (None,) * 6
         x, weight, bias = ctx.saved_tensors
         call, compute = ctx.call, ctx.compute
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
             wanted = (False, *ctx.needs_input_grad[1:3])
             found = _differentiable_backward(dy, x, weight, bias, call.stride, call.padding, compute, wanted)
-            return (*found, None, None)
-        return (None, *_gradients(dy, x, weight, bias, call, compute), None, None)
+            return (*found, None, None, None)
+        return (None, *_gradients(dy, x, weight, bias, call, compute), None, None, None)
 
 
 def first_conv2d(
@@ -208,16 +216,34 @@ def first_conv2d(
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on); channels_last where the kernels ran.
     """
+    return _first_conv2d(x, weight, bias, stride, padding, moments=False)[0]
+
+
+def first_conv2d_moments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: Pair = (0, 0),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `first_conv2d`, and the result's moments for a batch norm (ops/moments.py); None where PyTorch's own ran."""
+    return _first_conv2d(x, weight, bias, stride, padding, moments=True)
+
+
+def _first_conv2d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: Pair, *, moments: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     compute = computed_in(x)
     reason = _refusal(x, weight, bias, stride, padding, compute)
     if reason:
         fell_back[reason] += 1
-        return _pytorch(x, weight, bias, stride, padding, compute)
+        return _pytorch(x, weight, bias, stride, padding, compute), None
     channels, kernel = weight.shape[0], weight.shape[-1]
     engaged[spec.name(kernel, stride, channels)] += 1
     call = spec.call(tuple(x.shape), channels, kernel, stride, padding, bias is not None)
-    result: torch.Tensor = _FirstConv2d.apply(x, weight, bias, call, compute)  # type: ignore[no-untyped-call]
-    return result
+    found: tuple[torch.Tensor, torch.Tensor | None]
+    found = _FirstConv2d.apply(x, weight, bias, call, compute, moments)  # type: ignore[no-untyped-call]
+    return found
 
 
 @torch.library.custom_op("advisor::first_conv2d", mutates_args=())
@@ -239,7 +265,7 @@ def first_conv2d_op(
     channels, kernel = weight.shape[0], weight.shape[-1]
     engaged[spec.name(kernel, stride, channels)] += 1
     call = spec.call(tuple(x.shape), channels, kernel, stride, pads, bias is not None)
-    return cuda.forward(x, weight, None if bias is None else bias.contiguous(), call, compute)
+    return cuda.forward(x, weight, None if bias is None else bias.contiguous(), call, compute)[0]
 
 
 @first_conv2d_op.register_fake

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import storage
+from advisor.ops import moments_cases, storage
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.first_conv import api, reference, spec
 
@@ -102,10 +102,29 @@ def _case(
     )
 
 
-BENCHMARK = tuple(
+def _with_norm(conv: Case, channels: int, kernel: int, stride: int) -> tuple[Case, Case]:
+    call = spec.call(conv.shape, channels, kernel, stride, (kernel // 2, kernel // 2), False)
+    result = (call.batch, channels, call.out_height, call.out_width)
+    wins = partial(spec.moments_win, kernel, stride, channels)
+    return moments_cases.cases(conv, api.first_conv2d_moments, result, wins)
+
+
+_ALONE = tuple(
     _case((n, spec.IN_CHANNELS, side, side), dtype, channels, kernel, stride, bias=bias)
     for dtype in ("bfloat16", "float16")
     for (n, side), channels, kernel, stride, bias in (_TRAINED if dtype == "bfloat16" else _TRAINED[:1])
+)
+# Norms stand behind those without a bias.
+BENCHMARK = (
+    *_ALONE,
+    *(
+        case
+        for (n, side), channels, kernel, stride, bias in _TRAINED
+        if not bias
+        for case in _with_norm(
+            _case((n, spec.IN_CHANNELS, side, side), "bfloat16", channels, kernel, stride), channels, kernel, stride
+        )
+    ),
 )
 # Rows that can be copied as they are and rows that cannot, odd sizes, more taps than image, unequal padding and none, several
 # strips of columns, tiles that the image does not fill, channels that fill no group of products, parameters in 16 bits.
@@ -121,4 +140,14 @@ VERIFICATION = (
     _case((1, 3, 14, 11), "bfloat16", 40, 5, 3, (0, 2), weight_dtype="bfloat16"),
     _case((1, 3, 10, 24), "float16", 80, 6, 2, (2, 2)),
     _case((1, 3, 8, 272), "bfloat16", 8, 4, 2, (3, 3)),
+    *(
+        _with_norm(_case(shape, dtype, channels, kernel, stride), channels, kernel, stride)[0]
+        for shape, dtype, channels, kernel, stride in (
+            ((2, 3, 32, 40), "bfloat16", 64, 7, 2),
+            ((1, 3, 19, 23), "float16", 64, 7, 2),
+            ((3, 3, 15, 17), "bfloat16", 16, 3, 2),
+            ((2, 3, 8, 136), "bfloat16", 64, 3, 1),
+            ((3, 3, 9, 16), "float16", 32, 3, 2),
+        )
+    ),
 )

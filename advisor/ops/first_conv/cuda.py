@@ -54,32 +54,53 @@ def _strides(n: int, c: int, h: int, w: int) -> tuple[np.int64, ...]:
 
 @lru_cache(maxsize=4096)
 def _forward(
-    call: Call, dtype: torch.dtype, compute: torch.dtype, weight_dtype: torch.dtype, dense: bool, device: int
-) -> _Launch:
+    call: Call,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+    weight_dtype: torch.dtype,
+    dense: bool,
+    device: int,
+    moments: bool,
+) -> tuple[_Launch, int]:
+    """The launch, and the parts of the moments that it leaves."""
     names = storage.name(dtype), storage.name(compute), storage.name(weight_dtype)
     raw = spec.copied(call, dtype=names[0], compute=names[1], dense=dense)
-    defines = spec.forward_defines(call, *names, raw=raw)
+    defines = spec.forward_defines(call, *names, raw=raw, moments=moments)
     kernel = nvrtc.function(spec.FORWARD, spec.KERNELS[spec.FORWARD][0], tuple(defines.items()), device)
-    return _launch(kernel, call, defines, device)
+    launch = _launch(kernel, call, defines, device)
+    return launch, spec.moment_parts(defines, launch.grid[0])
 
 
 _LAYOUT = (np.int32(0), np.int32(1))
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, compute: torch.dtype
-) -> torch.Tensor:
-    """Returns y [N, C, OH, OW] channels_last in the dtype `compute`. x: [N, 3, H, W] of any strides; bias [C]: contiguous."""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: Call,
+    compute: torch.dtype,
+    *,
+    moments: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns y [N, C, OH, OW] channels_last in the dtype `compute` and, if asked for, its moments [parts, 3, C] fp32.
+
+    x: [N, 3, H, W] of any strides; bias [C]: contiguous.
+    """
     device = x.device.index or 0
-    plan = _forward(call, x.dtype, compute, weight.dtype, _dense(x), device)
+    plan, parts = _forward(call, x.dtype, compute, weight.dtype, _dense(x), device, moments)
     weight = _parameter(weight)
     shape = (call.batch, call.channels, call.out_height, call.out_width)
     y = torch.empty(shape, dtype=compute, device=x.device, memory_format=torch.channels_last)
     pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
     layout = _LAYOUT[_channels_last(weight)]
-    arguments = (*pointers, plan.tiles, *_strides(*x.stride()), *plan.sizes, layout)
+    arguments: tuple[Any, ...] = (*pointers, plan.tiles, *_strides(*x.stride()), *plan.sizes, layout)
+    left = None
+    if moments:
+        left = torch.empty((parts, 3, call.channels), dtype=torch.float32, device=x.device)
+        arguments = (*arguments, left.data_ptr())
     plan.kernel(plan.grid, plan.block, arguments, 0, nvrtc.stream(device))
-    return y
+    return y, left
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from torch import fx
 
 from advisor.ops import dispatch, match
 from advisor.ops.first_conv import api, spec
+from advisor.ops.moments import Producer
 
 
 def _first(node: fx.Node) -> match.Conv2d | str:
@@ -57,3 +58,14 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
                 )
         report.matched[match.path(node)] = spec.name(call.weight_shape[-1], call.stride[0], call.weight_shape[0])
         match.replace(node, new)
+
+
+def _moments_win(node: fx.Node) -> str:
+    weight, stride = match.value(node.args[1]), node.args[3]
+    shape = None if weight is None else match.static_shape(weight)
+    if shape is None or not isinstance(stride, int):
+        return "its sizes are not known"
+    return spec.moments_win(shape[-1], stride, shape[0])
+
+
+PRODUCES = {api.first_conv2d: Producer(api.first_conv2d_moments, _moments_win)}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import storage
+from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "first_conv/first_conv_forward.cu"
 BACKWARD_WEIGHT = "first_conv/first_conv_backward_weight.cu"
@@ -35,6 +36,9 @@ REGISTERS, SCHEDULERS = 65536, 4  # of an SM
 # sm_100: 57 and 41 for 7 x 7 taps and 64 channels).
 FORWARD_REGISTERS, WEIGHT_REGISTERS = 64, 40
 SUM_COLUMNS = 32  # that a block of the last pass adds up; written into the source as well
+# (taps a side, stride, channels) for which a batch norm behind the convolution is measured to be faster with the moments that the
+# forward leaves of its result.
+_MOMENTS_FASTER: frozenset[tuple[int, int, int]] = frozenset()
 MAX_ELEMENTS = 2**31 - 1  # of an image and of its result: offsets inside them are 32 bits wide
 
 
@@ -74,6 +78,11 @@ def wins(**_: object) -> str:
     2.3 and 1.6.
     """
     return ""
+
+
+def moments_win(kernel: int, stride: int, channels: int) -> str:
+    """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
+    return "" if (kernel, stride, channels) in _MOMENTS_FASTER else UNMEASURED
 
 
 def unsupported(
@@ -209,8 +218,13 @@ def _base_defines(call: Call, dtype: str, compute: str, weight_dtype: str, raw: 
     }
 
 
-def forward_defines(call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool) -> dict[str, int]:
-    """Macros of FORWARD: as many channels a warp as its registers hold weights for, in groups of 32 (or 16)."""
+def forward_defines(
+    call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool, moments: bool = False
+) -> dict[str, int]:
+    """Macros of FORWARD: as many channels a warp as its registers hold weights for, in groups of 32 (or 16).
+
+    With `moments` it leaves those of its result, a part a warp of pixels: `moment_parts`.
+    """
     pixel = 4 if call.stride % 2 else 3
     lead = call.padding[1] * pixel % 2
     steps = _ceil(call.kernel * _ceil(call.kernel * pixel + lead, 2), 8)
@@ -222,13 +236,19 @@ def forward_defines(call: Call, dtype: str, compute: str, weight_dtype: str, *, 
     each = max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or registers(n * group) <= TAPS_AND_SUMS))
     beside = groups // each
     threads = 32 * beside * max(1, THREADS // 32 // beside)
-    return {
+    found = {
         **_base_defines(call, dtype, compute, weight_dtype, raw),
         "NT": each * group,
         "WARPS_N": beside,
         "THREADS": threads,
         "MIN_BLOCKS": _blocks(threads, registers(each * group) + FORWARD_REGISTERS),
     }
+    return {**found, "MOMENTS": 1} if moments else found
+
+
+def moment_parts(defines: dict[str, int], grid: int) -> int:
+    """Parts of the moments that `grid` blocks of FORWARD leave."""
+    return grid * (defines["THREADS"] // 32 // defines["WARPS_N"])
 
 
 def weight_defines(call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool) -> dict[str, int]:
@@ -277,8 +297,11 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             if dtype == "float16" and (kernel, stride) != (7, 2):
                 continue  # fp16 differs from bf16 in conversions only
             raw = copied(sized, dtype=dtype, compute=compute, dense=True)
-            make = forward_defines if source == FORWARD else weight_defines
-            found.append(make(sized, dtype, compute, weight_dtype, raw=raw))
+            names = dtype, compute, weight_dtype
+            if source == FORWARD:
+                found += [forward_defines(sized, *names, raw=raw, moments=moments) for moments in (False, True)]
+            else:
+                found.append(weight_defines(sized, *names, raw=raw))
     return tuple(found)
 
 
