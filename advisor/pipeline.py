@@ -500,32 +500,44 @@ def _recover(say: Say) -> None:
     """Put back what a killed search had set aside."""
     from advisor.trials import files
 
-    restored, foreign = files.restore_pending(Path(RUNS_DIR))
-    for path in restored:
+    found = files.restore_pending(Path(RUNS_DIR))
+    for path in found.restored:
         say(f"put back after an interrupted search: {path}")
-    for path in foreign:
+    for problem in found.problems:
+        say(f"could not be put back after an interrupted search: {problem}")
+    for path in found.foreign:
         say(
             f"{path} holds files that a search elsewhere set aside; if they are yours, `advisor doctor --recover {path}` "
             "puts them back"
         )
 
 
-def recover(run_dir: Path) -> tuple[str, ...]:
-    """Put back what an interrupted search in this run folder had set aside, because the user asks for it.
+def recover(run_dir: Path | None, say: Say) -> bool:
+    """Put back what an interrupted search had set aside: in this run folder, or in each below advisor-runs/ here.
 
     Returns:
-        Paths that could not be put back, each with the reason.
+        Whether everything is back in its place. `say` has been told what was put back, and what was not and why.
 
     Raises:
-        AdvisorError: when nothing was set aside there.
+        AdvisorError: when nothing was set aside in `run_dir`, or its search still runs.
     """
     from advisor.trials import files
 
-    if not (run_dir / "files" / files.JOURNAL).is_file():
-        raise AdvisorError(
-            f"no search was interrupted in {run_dir}", expected=f"a run folder with files/{files.JOURNAL}"
-        )
-    return files.restore(run_dir)
+    found = (
+        files.restore_pending(Path(RUNS_DIR))
+        if run_dir is None
+        else files.Pending(problems=files.restore_asked(run_dir))
+    )
+    restored = found.restored if run_dir is None else (str(run_dir),) * (not found.problems)
+    for path in restored:
+        say(f"the files set aside in {path} are back in their places")
+    for problem in found.problems:
+        say(f"could not be put back: {problem}")
+    for path in found.foreign:
+        say(f"left alone: {path} was searched elsewhere; `advisor doctor --recover {path}` puts its files back")
+    if not (restored or found.problems or found.foreign):
+        say(f"no interrupted search in {RUNS_DIR}/ here has anything set aside")
+    return not found.problems
 
 
 def run(

@@ -17,11 +17,12 @@ from advisor.core.storage import to_plain
 @click.option("--measure", is_flag=True, help="Measure this machine's rates anew, even where they are known.")
 @click.option(
     "--recover",
-    metavar="RUN",
-    type=click.Path(path_type=Path),
-    help="Put back the files that an interrupted search in this run folder had set aside.",
+    metavar="[RUN]",
+    is_flag=False,
+    flag_value="",
+    help="Put back the files that interrupted searches had set aside: in this run folder, or in all of advisor-runs/ here.",
 )
-def doctor(*, as_json: bool, measure: bool, recover: Path | None) -> None:
+def doctor(*, as_json: bool, measure: bool, recover: str | None) -> None:
     """Say what can be measured on this machine, what cannot and why, and how to get the rest.
 
     It also tells how well predicted gains have held in the trials made here; ADVISOR_LEDGER names another file for these.
@@ -33,14 +34,11 @@ def doctor(*, as_json: bool, measure: bool, recover: Path | None) -> None:
     if recover is not None:
         from advisor import pipeline
 
-        problems = pipeline.recover(recover)
-        for problem in problems:
-            output.say(f"could not be put back: {problem}", sys.stdout)
-        if problems:
+        if not pipeline.recover(Path(recover) if recover else None, lambda line: output.say(line, sys.stdout)):
             raise AdvisorError(
-                f"{len(problems)} files of {recover} were not put back", fix=f"They are in {recover}/files/kept-aside."
+                "not every file could be put back",
+                fix="Those that were not are in files/kept-aside of their run folder.",
             )
-        output.say(f"the files set aside in {recover} are back in their places", sys.stdout)
         return
     from advisor.profiling import doctor as examination
     from advisor.reporting.terminal import checks_text

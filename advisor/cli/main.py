@@ -79,7 +79,8 @@ class AdvisorGroup(click.Group):
             code = _fail(str(error), error.exit_code)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "advisor"
-            code = _fail(f"{error.format_message().rstrip('.')}. See `{command} --help`.", ExitCode.USAGE)
+            told = " ".join(error.format_message().split())  # click lists choices a line each
+            code = _fail(f"{told.rstrip('.')}. See `{command} --help`.", ExitCode.USAGE)
         except click.ClickException as error:
             code = _fail(error.format_message(), ExitCode.USAGE)
         except (click.Abort, KeyboardInterrupt):

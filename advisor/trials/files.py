@@ -15,6 +15,7 @@ programs the script starts. `torch.save` and `torch.jit.save`, which write nativ
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -22,19 +23,24 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import stat
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor.core.errors import AdvisorError
 from advisor.profiling import environment
+from advisor.profiling.launcher import SUPERVISOR_VARIABLE
 
-JOURNAL = "journal.jsonl"
+JOURNAL, OWNERS = "journal.jsonl", "owners"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WRITE = os.O_WRONLY | os.O_RDWR
 # Folders whose content is a cache: made again by whoever needs it, and worthless to put back.
 _CACHE_PARTS = frozenset({"__pycache__", ".cache", ".triton", ".nv", ".cupy", ".pytest_cache", ".git"})
@@ -63,8 +69,10 @@ class Guard:
         self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
         self._settled: set[str] = set()
         self.active = True
-        if not _alive(run_dir.resolve()):
+        if _running(run_dir) is None:
             hold(run_dir)
+        else:
+            _own(self.root)
         sys.addaudithook(self._hook)  # cannot be removed again; `stop` makes it idle
 
     def stop(self) -> None:
@@ -266,6 +274,7 @@ def protect(run_dir: Path) -> Guard:
 
     Call once a process, as early as may be.
     """
+    _end_with_supervisor()
     for name, value in tracker_environment(run_dir).items():
         os.environ[name] = value
     guard = Guard(run_dir)
@@ -347,36 +356,63 @@ def restore(run_dir: Path) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def restore_pending(runs: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What `restore_pending` found: run folders put back, folders with a journal that nobody here vouches for, and files
+    that could not be put back, each with the reason."""
+
+    restored: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def restore_pending(runs: Path) -> Pending:
     """Restore every run under the folder `runs` whose search was killed before it could.
 
     A journal says what to move where, so one that came with somebody else's run folder is not obeyed: only searches that
-    this user's advisor has noted in the user's own cache folder are restored.
-
-    Returns:
-        The run folders that were restored, and those with a journal that nobody here vouches for.
+    this user's advisor has noted in the user's own cache folder are restored. One that still runs is left alone.
     """
-    restored, foreign = [], []
+    restored: list[str] = []
+    foreign: list[str] = []
+    problems: list[str] = []
     for journal in sorted(runs.glob(f"*/files/{JOURNAL}")):
         run_dir = journal.parent.parent
-        if _alive(run_dir):
+        if _running(run_dir) is not None:
             continue
-        if _vouched(run_dir):
-            restore(run_dir)
-            restored.append(str(run_dir))
-        else:
+        if not _vouched(run_dir):
             foreign.append(str(run_dir))
-    return tuple(restored), tuple(foreign)
+        elif failed := restore(run_dir):
+            problems += failed
+        else:
+            restored.append(str(run_dir))
+    return Pending(tuple(restored), tuple(foreign), tuple(problems))
+
+
+def restore_asked(run_dir: Path) -> tuple[str, ...]:
+    """As `restore`, for a user who names the run folder.
+
+    Raises:
+        AdvisorError: when nothing was set aside there, or its search still runs.
+    """
+    if not (run_dir / "files" / JOURNAL).is_file():
+        raise AdvisorError(f"no search was interrupted in {run_dir}", expected=f"a run folder with files/{JOURNAL}")
+    process = _running(run_dir)
+    if process is not None:
+        raise AdvisorError(
+            f"the search in {run_dir} still runs, in process {process}", fix="It puts the files back when it ends."
+        )
+    return restore(run_dir)
 
 
 def hold(run_dir: Path) -> None:
-    """Note which process searches in this run folder, so that another advisor does not restore under its feet.
+    """Note that this process searches in this run folder, so that another advisor does not restore under its feet.
 
     A token goes into the run folder and into the user's cache folder: `restore_pending` obeys the journal while they agree.
     """
     folder = run_dir.resolve() / "files"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "owner").write_text(str(os.getpid()), encoding="ascii")
+    (folder / OWNERS).unlink(missing_ok=True)
+    _own(folder)
     token = secrets.token_hex(16)
     with contextlib.suppress(OSError):  # without a cache folder nothing is restored unasked
         noted = _noted(run_dir)
@@ -402,13 +438,52 @@ def _vouched(run_dir: Path) -> bool:
         return False
 
 
-def _alive(run_dir: Path) -> bool:
+def _own(folder: Path) -> None:
+    """Add this process to those that search here: a script goes on when the advisor that started it is killed."""
+    with open(folder / OWNERS, "a", encoding="ascii") as owners:
+        owners.write(f"{os.getpid()} {_started(os.getpid())}\n")
+
+
+def _running(run_dir: Path) -> int | None:
+    """Another process than this one that searches in this run folder; None when all have ended."""
     try:
-        pid = int((run_dir / "files" / "owner").read_text(encoding="ascii"))
-        os.kill(pid, 0)
-    except (OSError, ValueError, OverflowError):
-        return False
-    return pid != os.getpid()
+        lines = (run_dir / "files" / OWNERS).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            pid, started = map(int, line.split())
+            os.kill(pid, 0)
+            if pid != os.getpid() and _started(pid) == started:
+                return pid
+    return None
+
+
+def _started(pid: int) -> int:
+    """When a process began, in clock ticks since boot: a later process can have its number. 0 where there is no /proc.
+
+    Raises:
+        ProcessLookupError: when it has ended, though nobody may have asked for its exit code.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    state, *rest = text[text.rindex(")") + 1 :].split()
+    if state in "ZX":
+        raise ProcessLookupError(pid)
+    return int(rest[18])
+
+
+def _end_with_supervisor() -> None:
+    """On Linux this process gets SIGTERM when the advisor that started it dies: nobody else would end its search."""
+    supervisor = os.environ.get(SUPERVISOR_VARIABLE, "")
+    if supervisor != str(os.getppid()):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if supervisor != str(os.getppid()):  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _undo(root: Path, entry: dict[str, str]) -> None:
@@ -456,8 +531,13 @@ def _move(source: str, target: str) -> None:
 def _copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Copy with times and mode; `target` is whole or absent at every moment, so that a crash leaves no half copy."""
     temporary = os.fspath(target) + ".advisor-part"
-    shutil.copy2(source, temporary, follow_symlinks=False)
-    os.replace(temporary, target)
+    try:
+        shutil.copy2(source, temporary, follow_symlinks=False)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _journal(run_dir: Path, *, done: bool = False) -> list[dict[str, str]]:

@@ -310,6 +310,29 @@ def checks(monkeypatch):
     monkeypatch.setattr("advisor.profiling.doctor.checks", lambda *, measure: found)
 
 
+def test_doctor_recovers_one_run_or_all_that_are_here(invoke, pipeline):
+    asked = []
+
+    def recover(run_dir, say):
+        asked.append(run_dir)
+        say("told")
+        return run_dir is None
+
+    pipeline.recover = recover
+    assert invoke("doctor", "--recover").stdout == "told\n"
+    failed = invoke("doctor", "--recover", "advisor-runs/one")
+    assert asked == [None, Path("advisor-runs/one")]
+    assert failed.exit_code == 2
+    assert "not every file could be put back" in failed.stderr
+
+
+def test_wrong_usage_is_one_line(invoke):
+    found = invoke("bench")
+    assert found.exit_code == 2
+    assert found.stderr.count("\n") == 1
+    assert "ops, models, tune" in found.stderr
+
+
 def test_doctor(invoke, checks, monkeypatch):
     monkeypatch.setattr("advisor.trials.ledger.told_here", lambda: "17 of 20 measured gains lay where predicted")
     text = invoke("doctor").stdout

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
+from advisor.core.errors import AdvisorError
 from advisor.trials import files
 
 ROOT = Path(files.__file__).parents[2]
@@ -201,9 +203,9 @@ def test_kill_in_the_middle_then_the_next_start_restores(work):
     )
     assert result.returncode == -signal.SIGKILL
     assert tree(work) != before
-    assert files.restore_pending(run_dir.parent) == ((str(run_dir),), ())
+    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
     assert tree(work) == before
-    assert files.restore_pending(run_dir.parent) == ((), ())
+    assert files.restore_pending(run_dir.parent) == files.Pending()
 
 
 @pytest.mark.parametrize("forged", ["copied elsewhere", "another token", "no token"])
@@ -216,7 +218,7 @@ def test_a_journal_that_came_from_elsewhere_is_not_obeyed(work, forged):
         (run_dir / "files" / "token").write_text("0" * 32)
     else:
         (run_dir / "files" / "token").unlink()
-    assert files.restore_pending(run_dir.parent) == ((), (str(run_dir),))
+    assert files.restore_pending(run_dir.parent) == files.Pending(foreign=(str(run_dir),))
     assert tree(work) == changed
     files.restore(run_dir)  # asked for by name
     assert tree(work) != changed
@@ -237,14 +239,89 @@ def test_a_name_in_a_journal_cannot_lead_outside(work):
     assert not (work / "stolen.txt").exists()
 
 
-def test_a_running_search_is_left_alone(work):
-    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
-    (run_dir / "files" / "owner").write_text("1")  # a process that lives and is not ours
+@pytest.fixture
+def other():
+    """A process that lives and is not ours; and the line that it would note."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        os.kill(1, 0)
-    except PermissionError:
-        pytest.skip("cannot signal process 1 here")
-    assert files.restore_pending(run_dir.parent) == ((), ())
+        yield process, f"{process.pid} {files._started(process.pid)}\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_running_search_is_left_alone(work, other):
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    changed = tree(work)
+    with open(run_dir / "files" / files.OWNERS, "a") as owners:
+        owners.write(other[1])
+    assert files.restore_pending(run_dir.parent) == files.Pending()
+    with pytest.raises(AdvisorError, match=f"still runs, in process {other[0].pid}"):
+        files.restore_asked(run_dir)
+    assert tree(work) == changed
+    other[0].kill()
+    other[0].wait()
+    assert files.restore_asked(run_dir) == ()
+    assert tree(work) != changed
+    with pytest.raises(AdvisorError, match="no search was interrupted"):
+        files.restore_asked(run_dir)
+
+
+def test_a_later_process_with_the_number_of_a_dead_search_does_not_hold_it(work, other):
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    if not files._started(os.getpid()):
+        pytest.skip("no /proc here")
+    (run_dir / "files" / files.OWNERS).write_text(f"{other[0].pid} 1\n")
+    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+
+
+def test_what_cannot_be_put_back_is_told_and_tried_again(work):
+    before = tree(work)
+    run_dir, _ = run(work, 'open("log.csv", "w").write("x"); os.remove("notes.txt"); os.mkdir("notes.txt")')
+    (work / "notes.txt" / "in the way").touch()
+    found = files.restore_pending(run_dir.parent)
+    assert found.restored == ()
+    assert [problem.partition(":")[0] for problem in found.problems] == [str(work / "notes.txt")]
+    (work / "notes.txt" / "in the way").unlink()
+    (work / "notes.txt").rmdir()
+    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+    assert tree(work) == before
+
+
+def test_a_script_that_outlives_its_advisor_ends_or_at_least_holds_its_files(work):
+    """kill -9 of the supervisor alone: the orphan must not write on while the next start puts its files back."""
+    run_dir = work.parent / "runs" / "one"
+    child = f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from advisor.trials import files
+files.protect(Path({str(run_dir)!r}))
+open("log.csv", "a").write("x")
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+    supervisor = f"""
+import os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from advisor.trials import files
+files.hold(Path({str(run_dir)!r}))
+environment = {{**os.environ, "ADVISOR_SUPERVISOR": str(os.getpid())}}
+subprocess.run([sys.executable, "-c", {child!r}], env=environment)
+"""
+    before = tree(work)
+    process = subprocess.Popen([sys.executable, "-c", supervisor], cwd=work, stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    assert files.restore_pending(run_dir.parent) == files.Pending()
+    process.kill()
+    process.communicate()  # its output ends when the child, which has it too, is about to
+    deadline = time.monotonic() + 60.0
+    while (orphan := files._running(run_dir)) == pid and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert orphan is None
+    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+    assert tree(work) == before
 
 
 def test_a_journal_cut_off_by_a_crash_still_restores(work):
