@@ -11,6 +11,7 @@ import pytest
 
 from advisor.ops import catalog, dispatch
 from advisor.ops.family import Case, Family, kernel_sha
+from advisor.ops.moments_cases import APART
 from advisor.resources import kernels_dir
 
 REPO = kernels_dir().parent
@@ -31,6 +32,10 @@ def of(case: Case, rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if (r["name"], tuple(r["shape"]), r["dtype"]) == (case.name, case.shape, case.dtype)]
 
 
+def time(rows: Iterable[Row]) -> float:
+    return float(sum(r["advisor_ms"] for r in rows))
+
+
 def faults(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
     """Where dispatch contradicts the rows. A case is one call: its passes are dispatched together and judged together."""
     found = []
@@ -38,8 +43,14 @@ def faults(cases: Sequence[Case], rows: Sequence[Row]) -> list[str]:
         found += [f"{case.label}: dispatched without any measurement" for case in cases if not case.wins()]
     for case in cases:
         mine = of(case, rows)
-        if mine and not case.wins() and sum(r["advisor_ms"] for r in mine) >= sum(r["eager_ms"] for r in mine):
+        if mine and not case.wins() and time(mine) >= sum(r["eager_ms"] for r in mine):
             found.append(f"{case.label}: dispatched, and not faster")
+        other = next(
+            (c for c in cases if (c.name, c.shape, c.dtype) == (case.name + APART, case.shape, case.dtype)), None
+        )
+        beside = of(other, rows) if other else []
+        if mine and beside and not case.wins() and time(mine) >= time(beside):
+            found.append(f"{case.label}: the norm takes the convolution's moments, and is not faster with them")
         for row in mine:
             if row["kernel_sha"] != kernel_sha(case.passes[row["pass"]]):
                 found.append(f"{case.label} {row['pass']}: measured with other kernel sources")
@@ -84,3 +95,12 @@ def test_dispatch_without_a_measurement_would_be_seen() -> None:
 def test_results_of_another_source_would_be_seen() -> None:
     stale = {**row("forward", 1.0, 2.0), "kernel_sha": "0" * 64}
     assert "other kernel sources" in faults([CASE], [stale])[0]
+
+
+def test_moments_that_do_not_pay_would_be_seen() -> None:
+    alone = replace(CASE, wins=lambda: "")
+    apart = replace(alone, name=CASE.name + APART)
+    rows = [row("forward", 1.0, 2.0), {**row("forward", 0.9, 2.0), "name": apart.name}]
+    assert "not faster with them" in faults([alone, apart], rows)[0]
+    assert faults([replace(alone, wins=lambda: "slower here"), apart], rows) == []
+    assert faults([alone, apart], [rows[0], {**rows[1], "advisor_ms": 1.1}]) == []
