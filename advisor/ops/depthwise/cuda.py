@@ -49,6 +49,27 @@ def _band(
     return kernel, shape.grid, (plan.block.threads, 1, 1), tuple(map(np.int32, arguments))
 
 
+def _ring_arguments(call: Call, shape: spec.Geometry) -> tuple[Any, ...]:
+    sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding)
+    return tuple(
+        map(
+            np.int32,
+            (shape.items, shape.vectors, shape.tile, *sizes, shape.strips, shape.segments, shape.segment_rows),
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def _strips(
+    call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
+) -> _Launch:
+    ring = spec.strips_ring(call, _name(dtype))
+    shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=False)
+    defines = spec.ring_defines(call, ring, _name(dtype), _name(weight_dtype), backward=False, bias=bias, flip=flip)
+    kernel = nvrtc.function(spec.STRIPS, spec.KERNELS[spec.STRIPS][0], tuple(defines.items()), device)
+    return kernel, shape.grid, (ring.threads, 1, 1), _ring_arguments(call, shape)
+
+
 @lru_cache(maxsize=4096)
 def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> _Launch:
     config = spec.forward_config(call, _name(dtype))
@@ -69,6 +90,8 @@ def _convolve(
     device = x.device.index or 0
     if spec.banded(call, _name(x.dtype), "data" if flip else "forward"):
         kernel, grid, block, sizes = _band(call, "forward", x.dtype, weight.dtype, device, flip, bias is not None)
+    elif spec.ringed(call, _name(x.dtype), "data" if flip else "forward"):
+        kernel, grid, block, sizes = _strips(call, x.dtype, weight.dtype, device, flip, bias is not None)
     else:
         kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
     pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
@@ -125,30 +148,37 @@ class _Weight:
     partials: int  # fp32 values
 
 
+def _summed(call: Call, launch: _Launch, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> _Weight:
+    """`launch`, which writes a block's partial sums, and the one that adds them up."""
+    config = spec.weight_config(call, _name(dtype))
+    defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
+    total = nvrtc.function(spec.BACKWARD_WEIGHT, spec.KERNELS[spec.BACKWARD_WEIGHT][1], defines, device)
+    columns = (call.kernel**2 + 1) * call.channels
+    blocks = launch[1][0]
+    grid = (-(-columns // spec.SUM_COLUMNS), 1, 1)
+    return _Weight(
+        partial=launch,
+        total=(total, grid, (config.threads, 1, 1), (np.int32(blocks), np.int32(call.channels))),
+        partials=blocks * columns,
+    )
+
+
 @lru_cache(maxsize=4096)
 def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
+    if spec.banded(call, _name(dtype), "weight"):
+        return _summed(
+            call, _band(call, "weight", dtype, weight_dtype, device, False, bias), dtype, weight_dtype, device
+        )
     config = spec.weight_config(call, _name(dtype))
     shape = spec.weight_geometry(call, config, nvrtc.sm_count(device))
     defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
-    kernel, total = (
-        nvrtc.function(spec.BACKWARD_WEIGHT, entry, defines, device) for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]
-    )
+    kernel = nvrtc.function(spec.BACKWARD_WEIGHT, spec.KERNELS[spec.BACKWARD_WEIGHT][0], defines, device)
     sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding, call.dilation)
     arguments = (
         np.int64(shape.items),
         *map(np.int32, (shape.vectors, shape.tile, *sizes, shape.strips, shape.segments, shape.segment_rows)),
     )
-    block = (config.threads, 1, 1)
-    columns = (call.kernel**2 + 1) * call.channels
-    launch = (kernel, shape.grid, block, arguments)
-    if spec.banded(call, _name(dtype), "weight"):
-        launch = _band(call, "weight", dtype, weight_dtype, device, False, bias)
-    blocks = launch[1][0]
-    return _Weight(
-        partial=launch,
-        total=(total, (-(-columns // spec.SUM_COLUMNS), 1, 1), block, (np.int32(blocks), np.int32(call.channels))),
-        partials=blocks * columns,
-    )
+    return _summed(call, (kernel, shape.grid, (config.threads, 1, 1), arguments), dtype, weight_dtype, device)
 
 
 def backward_weight(
@@ -167,3 +197,32 @@ def backward_weight(
     pointers = (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr())
     kernel(grid, block, (*pointers, *sizes), 0, stream)
     return dweight, dbias
+
+
+@lru_cache(maxsize=4096)
+def _backward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
+    ring = spec.backward_ring(call, _name(dtype))
+    shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=True)
+    defines = spec.ring_defines(call, ring, _name(dtype), _name(weight_dtype), backward=True, bias=bias)
+    kernel = nvrtc.function(spec.BACKWARD, spec.KERNELS[spec.BACKWARD][0], tuple(defines.items()), device)
+    launch = (kernel, shape.grid, (ring.threads, 1, 1), _ring_arguments(call, shape))
+    return _summed(call, launch, dtype, weight_dtype, device)
+
+
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns dx like x, dweight like weight and dbias like bias (None without one). dy and x: channels_last, one dtype."""
+    device = x.device.index or 0
+    plan = _backward(call, x.dtype, weight.dtype, device, bias is not None)
+    dx = _output(dy, call.height, call.width)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    dbias = None if bias is None else torch.empty_like(bias)
+    stream = nvrtc.stream(device)
+    kernel, grid, block, sizes = plan.partial
+    pointers = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), dx.data_ptr(), partial.data_ptr())
+    kernel(grid, block, (*pointers, *sizes), 0, stream)
+    kernel, grid, block, sizes = plan.total
+    kernel(grid, block, (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), *sizes), 0, stream)
+    return dx, dweight, dbias

@@ -13,7 +13,11 @@ BACKWARD_DATA = "depthwise/depthwise_backward_data.cu"
 BACKWARD_WEIGHT = "depthwise/depthwise_backward_weight.cu"
 BAND = "depthwise/depthwise_band.cu"
 BAND_WEIGHT = "depthwise/depthwise_band_weight.cu"
+STRIPS = "depthwise/depthwise_strips.cu"
+BACKWARD = "depthwise/depthwise_backward.cu"
 KERNELS = {
+    STRIPS: ("depthwise_strips",),
+    BACKWARD: ("depthwise_backward",),
     BAND: ("depthwise_band",),
     BAND_WEIGHT: ("depthwise_band_weight",),
     FORWARD: ("depthwise_forward",),
@@ -30,7 +34,9 @@ THREADS = 128  # a multiple of 4 warps, one for each of an SM's schedulers
 SUM_COLUMNS = 32  # of partial sums that a block of the last pass adds up; written into the source as well
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
+SECTOR = 32  # bytes that DRAM and L2 move at least
 MAX_SEGMENTS = 8
+MAX_PASSES = 16  # items that a thread of the ring kernels takes one after the other, at most
 ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
 REGISTERS = 65536  # of an SM
 BAND_TAPS = (3, 5, 7)  # whose windows of 8 outputs are at most 16 pixels
@@ -436,8 +442,12 @@ def band(call: Call, kind: str) -> Band:
 
 def sources(call: Call, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The kernels that forward and backward run."""
-    forward = BAND if banded(call, dtype, "forward") else FORWARD
-    data = BAND if banded(call, dtype, "data") else FORWARD if call.stride == 1 else BACKWARD_DATA
+    forward = STRIPS if ringed(call, dtype, "forward") else BAND if banded(call, dtype, "forward") else FORWARD
+    if ringed(call, dtype, "backward"):
+        return (forward,), (BACKWARD, BACKWARD_WEIGHT)
+    data = BAND if banded(call, dtype, "data") else BACKWARD_DATA
+    if call.stride == 1 and data != BAND:
+        data = STRIPS if ringed(call, dtype, "data") else FORWARD
     weight = (BAND_WEIGHT,) if banded(call, dtype, "weight") else ()
     return (forward,), (data, *weight, BACKWARD_WEIGHT)
 
@@ -487,6 +497,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with in the test for spills: all strides and strips of k 3, 5 and 7, the largest k, each storage."""
     if source in (BAND, BAND_WEIGHT):
         return _band_variants(source)
+    if source in (STRIPS, BACKWARD):
+        return _ring_variants(source)
     found = []
     for kernel in (3, 5, 7, 15):
         for stride in (1, 2):
@@ -506,6 +518,20 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
                     found += [
                         weight_defines(sized, config, dtype, weight_dtype) for config in _WEIGHT[kernel, stride, wide]
                     ]
+    return tuple(found)
+
+
+def _ring_variants(source: str) -> tuple[dict[str, int], ...]:
+    """Each strip in bf16 and fp32, fp16 once; the calls of networks' channel counts."""
+    backward = source == BACKWARD
+    found = []
+    for (kernel, stride, wide), rings in (_BACKWARD if backward else _STRIPS).items():
+        sized = call((64, 192, 56, 56), kernel, stride, (kernel // 2, kernel // 2), 1)
+        for dtype in ("float32",) if wide else ("bfloat16", "float16") if (kernel, stride) == (3, 1) else ("bfloat16",):
+            for ring in rings:
+                fitted = fit(ring, sized, dtype, backward=backward)
+                bias = kernel == 7
+                found.append(ring_defines(sized, fitted, dtype, "float32", backward=backward, bias=bias))
     return tuple(found)
 
 
@@ -549,13 +575,18 @@ class Geometry:
     segment_rows: int
 
 
-def tile_of(vectors: int, threads: int, most: int) -> int:
-    """Channel vectors a block covers: those that leave fewest threads idle, and of these the widest."""
+def tile_of(vectors: int, threads: int, most: int, vector_bytes: int) -> int:
+    """Channel vectors a block covers: those that leave few threads idle and whose bytes fill the sectors that they touch.
 
-    def busy(tile: int) -> float:
-        return (threads // tile * tile / threads) * (vectors / (-(-vectors // tile) * tile))
+    A tile of one vector leaves no thread idle, and moves 32 bytes for each 4: on an H200 such tiles cost up to four times.
+    """
 
-    return max(range(1, min(vectors, threads, most) + 1), key=lambda tile: (round(busy(tile), 3), tile))
+    def worth(tile: int) -> float:
+        busy = (threads // tile * tile / threads) * (vectors / (-(-vectors // tile) * tile))
+        piece = tile * vector_bytes
+        return busy * piece / (piece + SECTOR + (SECTOR if piece % SECTOR and tile < vectors else 0))
+
+    return max(range(1, min(vectors, threads, most) + 1), key=lambda tile: (round(worth(tile), 3), tile))
 
 
 def _geometry(
@@ -568,7 +599,7 @@ def _geometry(
         halo: rows that a segment reads beyond its own.
     """
     vectors = call.channels // CHANNELS
-    tile = tile_of(vectors, config.threads, most)
+    tile = tile_of(vectors, config.threads, most, 2 * CHANNELS)
     tiles = -(-vectors // tile)
     per_pass = config.threads // tile
     at_once = max(1, sm_count * config.blocks // (tiles * groups))
@@ -616,6 +647,167 @@ def weight_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
     groups = -(-call.kernel // config.tap_rows)
     halo = -(-config.tap_rows // call.stride) - 1
     return _geometry(call, config, rows, columns, call.dilation**2, halo, groups, MAX_TILE, sm_count)
+
+
+# ---- the kernels whose pixels come through a ring in shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What STRIPS or BACKWARD is compiled with: a thread owns `channels` channels and `strip` pixels (of dy) of a row.
+
+    `depth` steps of a thread's pixels lie in shared memory, one of them being worked on. `blocks` of `threads` threads run on an
+    SM at once. A block covers at most `tile` channels.
+    """
+
+    strip: int
+    channels: int
+    depth: int
+    blocks: int
+    threads: int = THREADS
+    keep_taps: bool = True  # in registers; BACKWARD can read them from shared memory a row at a time
+    tile: int = 128
+
+
+# As many blocks an SM as leave registers enough that nothing is spilled on sm_80 and sm_90. By (k, stride, fp32 storage); where there
+# are two, the width of the row decides.
+_STRIPS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
+    (3, 1, False): (Ring(7, 2, 4, 4), Ring(4, 4, 4, 3)),
+    (3, 2, False): (Ring(7, 2, 2, 3), Ring(4, 2, 3, 4)),
+    (5, 1, False): (Ring(7, 2, 4, 3), Ring(4, 2, 4, 4)),
+    (5, 2, False): (Ring(7, 2, 2, 2, tile=64), Ring(4, 2, 3, 3, tile=64)),
+    (7, 1, False): (Ring(7, 2, 4, 2, tile=64), Ring(4, 2, 4, 2, tile=64)),
+    (3, 1, True): (Ring(4, 2, 4, 4),),
+    (3, 2, True): (Ring(4, 2, 2, 4),),
+    (5, 1, True): (Ring(4, 2, 3, 3),),
+    (5, 2, True): (Ring(2, 2, 2, 3),),
+    (7, 1, True): (Ring(4, 2, 3, 2, tile=64),),
+}
+_BACKWARD: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
+    (3, 1, False): (Ring(7, 2, 4, 3, tile=64), Ring(4, 2, 4, 3, tile=64)),
+    (3, 2, False): (Ring(7, 2, 2, 2, tile=64), Ring(4, 2, 3, 3, tile=64), Ring(2, 2, 4, 4, tile=64)),
+    (5, 1, False): (Ring(4, 2, 4, 2, tile=64),),
+    (5, 2, False): (Ring(4, 2, 3, 2, keep_taps=False, tile=64), Ring(2, 2, 4, 3, keep_taps=False, tile=64)),
+    (3, 1, True): (Ring(4, 2, 3, 3, tile=64),),
+    (3, 2, True): (Ring(2, 2, 3, 4, tile=64),),
+    (5, 1, True): (Ring(4, 2, 2, 2, keep_taps=False, tile=64),),
+    (5, 2, True): (Ring(2, 2, 2, 2, keep_taps=False, tile=64),),
+}
+
+
+def ringed(call: Call, dtype: str, kind: str) -> bool:
+    """Whether STRIPS takes the "forward" (or, with stride 1, the data gradient alone), or BACKWARD all gradients of this call."""
+    table = _BACKWARD if kind == "backward" else _STRIPS
+    return (
+        (call.kernel, call.stride, dtype == "float32") in table
+        and call.dilation == 1
+        and not banded(call, dtype, "forward" if kind == "forward" else "weight")
+    )
+
+
+def strips_ring(call: Call, dtype: str) -> Ring:
+    """For STRIPS."""
+    return _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
+
+
+def backward_ring(call: Call, dtype: str) -> Ring:
+    """For BACKWARD."""
+    columns = -(-call.width // call.stride)
+    return _ring(_BACKWARD[call.kernel, call.stride, dtype == "float32"], columns, call, dtype, backward=True)
+
+
+def _ring(rings: tuple[Ring, ...], columns: int, call: Call, dtype: str, *, backward: bool) -> Ring:
+    """The strip that covers a row with the least work, as deep as shared memory allows."""
+    edge = call.kernel // call.stride
+    ring = min(rings, key=lambda r: (-(-columns // r.strip) * (r.strip + edge), -r.strip))
+    return fit(ring, call, dtype, backward=backward)
+
+
+def fit(ring: Ring, call: Call, dtype: str, *, backward: bool) -> Ring:
+    """`ring` with channels that divide the call's, and no deeper than shared memory allows."""
+    if call.channels % ring.channels:
+        ring = replace(ring, channels=CHANNELS)
+    while ring.depth > 2 and ring_bytes(ring, call, dtype, backward=backward) > SHARED_BYTES:
+        ring = replace(ring, depth=ring.depth - 1)
+    return ring
+
+
+def ring_bytes(ring: Ring, call: Call, dtype: str, *, backward: bool) -> int:
+    """Shared memory of a block."""
+    k, s = call.kernel, call.stride
+    if backward:
+        chunks = ring.strip + -(-k // s) - 1 + s * s * ring.strip
+    else:
+        chunks = s * (s * (ring.strip - 1) + k)
+    size = ring.channels * (4 if dtype == "float32" else 2)
+    return ring.depth * chunks * ring.threads * size + ring.tile // ring.channels * 4 * _tap_words(k, ring.channels)
+
+
+def _tap_words(kernel: int, channels: int) -> int:
+    """Words in shared memory of a channel vector's taps (depthwise.cuh)."""
+    row = -(-kernel * channels // 4) * 4
+    return kernel * row + (4 if kernel * row // 4 % 2 == 0 else 0)
+
+
+def ring_defines(
+    call: Call, ring: Ring, dtype: str, weight_dtype: str, *, backward: bool, bias: bool, flip: bool = False
+) -> dict[str, int]:
+    """Macros of BACKWARD or of STRIPS."""
+    own = {"UP": call.stride, "PHASE": call.padding[1] % call.stride, "KEEP_TAPS": int(ring.keep_taps)}
+    if not backward:
+        own = {"STRIDE": call.stride, "FLIP": int(flip)}
+    return {
+        "K": call.kernel,
+        "CH": ring.channels,
+        "STRIP": ring.strip,
+        "DEPTH": ring.depth,
+        "THREADS": ring.threads,
+        "MIN_BLOCKS": ring.blocks,
+        "MAX_TILE": ring.tile // ring.channels,
+        "STORAGE": STORAGE[dtype],
+        "WEIGHT_STORAGE": STORAGE[weight_dtype],
+        "BIAS": int(bias),
+        **own,
+    }
+
+
+def ring_geometry(call: Call, ring: Ring, dtype: str, sm_count: int, *, backward: bool) -> Geometry:
+    """Of STRIPS or BACKWARD: the passes of a block over items and the rows of an item that are done first.
+
+    An SM is taken to move a constant number of rows a second while all its blocks are resident, and three quarters of that with
+    fewer; a block's start (its taps) and end (its sums) count as rows.
+    """
+    vectors = call.channels // ring.channels
+    size = ring.channels * (4 if dtype == "float32" else 2)
+    tile = tile_of(vectors, ring.threads, ring.tile // ring.channels, size)
+    per_pass, tiles = ring.threads // tile, -(-vectors // tile)
+    if backward:
+        rows = (call.height - 1 + call.padding[0]) // call.stride + 1 - call.padding[0] // call.stride
+        strips = -(--(-call.width // call.stride) // ring.strip)
+        block_rows, halo = 2 + call.kernel**2 / ring.strip, -(-call.kernel // call.stride) - 1
+    else:
+        rows, strips = call.out_height, -(-call.out_width // ring.strip)
+        block_rows, halo = 1 + call.kernel**2 / 16, -(-call.kernel // call.stride) - 1
+
+    def cost(passes: int, segments: int, segment_rows: int) -> float:
+        blocks = tiles * -(-call.batch * strips * segments // (per_pass * passes))
+        waves, left = divmod(-(-blocks // sm_count), ring.blocks)
+        time = waves * ring.blocks + (max(left, 0.75 * ring.blocks) if left else 0)
+        return time * (block_rows + passes * (segment_rows + (halo if segments > 1 else 0) + ITEM_ROWS))
+
+    cuts = {-(-rows // -(-rows // wanted)): -(-rows // wanted) for wanted in range(1, min(MAX_SEGMENTS, rows) + 1)}
+    found = [(cost(p, segments, high), p, segments, high) for p in range(1, MAX_PASSES + 1) for segments, high in cuts.items()]
+    _, passes, segments, segment_rows = min(found)
+    items = call.batch * strips * segments
+    return Geometry(
+        grid=(-(-items // (per_pass * passes)), tiles, 1),
+        items=items,
+        vectors=vectors,
+        tile=tile,
+        strips=strips,
+        segments=segments,
+        segment_rows=segment_rows,
+    )
 
 
 def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
