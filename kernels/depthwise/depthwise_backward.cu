@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_back
 #if BIAS
           if (a + u >= owned >> 8) {
 #pragma unroll
-            for (int v = 0; v < COLUMNS; ++v)
+            for (int v = 0; v < LEFT + STRIP; ++v)
               if (v >= LEFT || v >= (owned & 255)) {
 #pragma unroll
                 for (int j = 0; j < CH; ++j) db[j] += window[u][v][j];

@@ -212,14 +212,27 @@ def test_the_operation_of_the_library(emulated) -> None:
 
 # What is changed in a kernel, and in which case the check must see it.
 FAULTS = {
-    "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 bias", "float32"),
-    "a column too far": ("at >= 0 && at < width", "at >= 0 && at < width - 1", "depthwise k3 s1 bias", "float32"),
-    "last rows lost": (
-        "if (done >= begin && done < end) put(sum[q], to);",
-        "",
+    "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 d2 bias", "float32"),
+    "a column too far": ("at >= 0 && at < width", "at >= 0 && at < width - 1", "depthwise k3 s1 d2 bias", "float32"),
+    "last rows lost": ("if (done >= begin && done < end) put(sum[q], to);", "", "depthwise k3 s1 d2 bias", "float32"),
+    "no bias from the strips": ("BIAS ? widen_weight", "false ? widen_weight", "depthwise k3 s1 bias", "float32"),
+    "the strips' last rows lost": ("if (done < end) put(sum[q]);", "", "depthwise k3 s1 bias", "float32"),
+    "a column of the ring too far": (
+        "< (unsigned int)width",
+        "<= (unsigned int)width",
         "depthwise k3 s1 bias",
         "float32",
     ),
+    "a row above the image read": ("(row + e >= 0 && row + e < height)", "true", "depthwise k3 s2", "float32"),
+    "the ring read too early": ("cp_async_wait<DEPTH - 2>();", "", "depthwise k3 s1 bias", "float32"),
+    "a strip's bias counted twice": ("v >= LEFT || v >= (owned & 255)", "true", "depthwise k3 s1 bias", "float32"),
+    "dy below the image": (
+        "if ((unsigned int)(a + u) < (unsigned int)out_height)",
+        "if (true)",
+        "depthwise k3 s1 bias",
+        "float32",
+    ),
+    "columns of the wrong parity": ("(v + PHASE) / UP - i", "v / UP - i", "depthwise k3 s2", "float32"),
     "no bias from the tensor cores": ("total += mine[lane * 8 + n];", "", "depthwise k3 s1 bias", "bfloat16"),
     "a band one pixel off": (
         "g + lead - 2 * j : j + lead -",

@@ -140,6 +140,8 @@ VERIFICATION = tuple(
         _case((1, 4, 17, 16), dtype, 15),
         _case((1, 4, 16, 33), dtype, 15, 2),
         _case((2, 16, 6, 7), dtype, 3, weight_dtype=dtype, bias=True),
+        _case((2, 24, 9, 11), dtype, 3, 2, bias=True),
+        _case((2, 40, 12, 9), dtype, 5, 2, padding=(2, 1)),
     )
     if dtype != "float32" or case.name != "depthwise k3 s1 bias" or case.shape != (2, 16, 6, 7)
 )

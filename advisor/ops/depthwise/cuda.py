@@ -60,9 +60,7 @@ def _ring_arguments(call: Call, shape: spec.Geometry) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _strips(
-    call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
-) -> _Launch:
+def _strips(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool) -> _Launch:
     ring = spec.strips_ring(call, _name(dtype))
     shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=False)
     defines = spec.ring_defines(call, ring, _name(dtype), _name(weight_dtype), backward=False, bias=bias, flip=flip)
@@ -224,5 +222,11 @@ def backward(
     pointers = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), dx.data_ptr(), partial.data_ptr())
     kernel(grid, block, (*pointers, *sizes), 0, stream)
     kernel, grid, block, sizes = plan.total
-    kernel(grid, block, (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), *sizes), 0, stream)
+    kernel(
+        grid,
+        block,
+        (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), *sizes),
+        0,
+        stream,
+    )
     return dx, dweight, dbias

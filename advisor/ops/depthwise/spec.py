@@ -735,12 +735,11 @@ def fit(ring: Ring, call: Call, dtype: str, *, backward: bool) -> Ring:
 def ring_bytes(ring: Ring, call: Call, dtype: str, *, backward: bool) -> int:
     """Shared memory of a block."""
     k, s = call.kernel, call.stride
+    of_step = s * (s * (ring.strip - 1) + k)
     if backward:
-        chunks = ring.strip + -(-k // s) - 1 + s * s * ring.strip
-    else:
-        chunks = s * (s * (ring.strip - 1) + k)
+        of_step = ring.strip + -(-k // s) - 1 + s * s * ring.strip
     size = ring.channels * (4 if dtype == "float32" else 2)
-    return ring.depth * chunks * ring.threads * size + ring.tile // ring.channels * 4 * _tap_words(k, ring.channels)
+    return ring.depth * of_step * ring.threads * size + ring.tile // ring.channels * 4 * _tap_words(k, ring.channels)
 
 
 def _tap_words(kernel: int, channels: int) -> int:
@@ -783,7 +782,7 @@ def ring_geometry(call: Call, ring: Ring, dtype: str, sm_count: int, *, backward
     per_pass, tiles = ring.threads // tile, -(-vectors // tile)
     if backward:
         rows = (call.height - 1 + call.padding[0]) // call.stride + 1 - call.padding[0] // call.stride
-        strips = -(--(-call.width // call.stride) // ring.strip)
+        strips = -(-call.width // (call.stride * ring.strip))
         block_rows, halo = 2 + call.kernel**2 / ring.strip, -(-call.kernel // call.stride) - 1
     else:
         rows, strips = call.out_height, -(-call.out_width // ring.strip)
@@ -796,7 +795,11 @@ def ring_geometry(call: Call, ring: Ring, dtype: str, sm_count: int, *, backward
         return time * (block_rows + passes * (segment_rows + (halo if segments > 1 else 0) + ITEM_ROWS))
 
     cuts = {-(-rows // -(-rows // wanted)): -(-rows // wanted) for wanted in range(1, min(MAX_SEGMENTS, rows) + 1)}
-    found = [(cost(p, segments, high), p, segments, high) for p in range(1, MAX_PASSES + 1) for segments, high in cuts.items()]
+    found = [
+        (cost(p, segments, high), p, segments, high)
+        for p in range(1, MAX_PASSES + 1)
+        for segments, high in cuts.items()
+    ]
     _, passes, segments, segment_rows = min(found)
     items = call.batch * strips * segments
     return Geometry(
