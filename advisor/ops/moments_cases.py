@@ -35,9 +35,7 @@ def _inputs(generator: torch.Generator, n: int, *, conv: Case, channels: int) ->
 
 def _normalised(y: torch.Tensor, norm: Any, moments: torch.Tensor | None) -> torch.Tensor:
     mean, var, weight, bias = norm
-    return api.batchnorm_act(
-        y, None, mean, var, weight, bias, 0.1, 1e-5, _ACTIVATION, one_launch=False, moments=moments
-    )
+    return api.batchnorm_act(y, None, mean, var, weight, bias, 0.1, 1e-5, _ACTIVATION, way=spec.TWO, moments=moments)
 
 
 def _leaving(*arguments: Any, producer: Callable[..., Any]) -> torch.Tensor:

@@ -78,8 +78,12 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
 
 
 @cache
-def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
-    """The compiled kernel `entry` of `kernels/<name>`: call as `f(grid, block, arguments, 0, stream(device))`.
+def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0) -> Any:
+    """The compiled kernel `entry` of `kernels/<name>`: call as `f(grid, block, arguments, shared_bytes, stream(device))`.
+
+    With `enable_cooperative_groups=True` it is launched cooperatively: all its blocks run at once, or the driver refuses the launch.
+    `most_dynamic`: the most bytes of dynamic shared memory that a launch will ask for, where that and the kernel's own are
+    more than 48 KiB.
 
     Raises:
         AdvisorError: when the compiler refuses the source; the compiler's own message is shown.
@@ -88,7 +92,10 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
 
     try:
         with cupy.cuda.Device(device):
-            return _module(name, defines, device).get_function(entry).kernel
+            raw = _module(name, defines, device).get_function(entry)
+            if most_dynamic:
+                raw.max_dynamic_shared_size_bytes = most_dynamic
+            return raw.kernel
     except cupy.cuda.compiler.CompileException as error:
         raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None
 

@@ -101,6 +101,12 @@ class Module:
         macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
         self.path = _build(self.text, (*_KERNEL_FLAGS, *macros))
         self.library = ctypes.PyDLL(str(self.path))
+        for edge in (self.library.emulated_shared_begin, self.library.emulated_shared_end):
+            edge.restype = ctypes.c_void_p
+
+    def static_shared(self) -> int:
+        """Bytes of static shared memory."""
+        return (self.library.emulated_shared_end() or 0) - (self.library.emulated_shared_begin() or 0)
 
     def parameters(self, entry: str) -> tuple[str, ...]:
         """The entry's parameters, each as kind and size: "p8", "c8" (const pointer), "i4", "f4" …"""

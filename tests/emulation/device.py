@@ -20,8 +20,10 @@ from emulation import compiler
 from emulation.compiler import EmulationError
 
 _CLUSTER = 8  # blocks, without asking for more
+_COOPERATIVE = 16  # blocks that the runtime has room for
 _LIMITS = (2**31 - 1, 65535, 65535)
 _STATIC_AND_DYNAMIC_SHARED = 227 * 1024
+_WITHOUT_ASKING = 48 * 1024  # of shared memory; more is an attribute of the kernel
 
 
 class _Region(ctypes.Structure):
@@ -38,6 +40,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("cluster", ctypes.c_uint),
+        ("cooperative", ctypes.c_uint),
         ("dynamic_bytes", ctypes.c_size_t),
         ("shared_begin", ctypes.c_void_p),
         ("shared_end", ctypes.c_void_p),
@@ -109,15 +112,19 @@ class _Memory:
 
 
 class Entry:
-    """One kernel, called as CuPy's: `f(grid, block, arguments, shared_bytes, stream)`."""
+    """One kernel, called as CuPy's: `f(grid, block, arguments, shared_bytes, stream, enable_cooperative_groups)`."""
 
     def __init__(self, device: Device, module: compiler.Module, name: str) -> None:
         if name not in module.entries:
             raise EmulationError(f"no entry {name}; the source has {', '.join(module.entries)}")
         self._device, self._module, self.name = device, module, name
         self._parameters = module.parameters(name)
+        self._static = module.static_shared()
+        self.most_dynamic = 0  # bytes of dynamic shared memory that were asked for
 
-    def _check(self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int) -> None:
+    def _check(
+        self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int, cooperative: bool
+    ) -> None:
         if len(arguments) != len(self._parameters):
             raise EmulationError(f"{self.name} has {len(self._parameters)} parameters, {len(arguments)} were passed")
         if not all(1 <= n <= limit for n, limit in zip(grid, _LIMITS, strict=False)):
@@ -128,8 +135,13 @@ class Entry:
             raise EmulationError(f"{self.name}: no cluster has {self._module.cluster} blocks")
         if not 1 <= np.prod(block) <= 1024 or any(n < 1 for n in block) or (*block, 1, 1)[2] > 64:
             raise EmulationError(f"{self.name}: no block can be {tuple(block)}")
-        if not 0 <= shared <= _STATIC_AND_DYNAMIC_SHARED:
-            raise EmulationError(f"{self.name}: no block has {shared} bytes of shared memory")
+        if cooperative and (np.prod(grid) > min(self._device.sm_count(0), _COOPERATIVE) or self._module.cluster > 1):
+            raise EmulationError(f"{self.name}: not all of {tuple(grid)} blocks run at the same time")
+        used = shared + self._static
+        if not 0 <= shared <= used <= _STATIC_AND_DYNAMIC_SHARED:
+            raise EmulationError(f"{self.name}: no block has {used} bytes of shared memory")
+        if used > _WITHOUT_ASKING and shared > self.most_dynamic:
+            raise EmulationError(f"{self.name}: {shared} bytes of dynamic shared memory were not asked for")
         for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):
             if kind[0] in "pc":
                 fits, expected = type(value) is int, "an address as int"
@@ -140,14 +152,20 @@ class Entry:
                 raise EmulationError(f"{self.name}: argument {number} is {value!r}; expected {expected}")
 
     def __call__(
-        self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int = 0, stream: Any = None
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: Sequence[Any],
+        shared: int = 0,
+        stream: Any = None,
+        enable_cooperative_groups: bool = False,
     ) -> None:
         """Run to the end. The tensors' own memory is written only when nothing was wrong.
 
         Raises:
             EmulationError: for a wrong argument, an access outside a tensor, a barrier that not all threads reach …
         """
-        self._check(grid, block, arguments, shared)
+        self._check(grid, block, arguments, shared, enable_cooperative_groups)
         device = self._device
         buffers: dict[int, _Buffer] = {}
         values: list[Any] = []  # what the pointers in `argv` point to
@@ -166,7 +184,7 @@ class Entry:
                 buffer.names.append(f"argument {number}")
                 buffer.written |= kind[0] == "p"
                 values.append(np.array(buffer.region.data + value - begin, dtype=np.uint64))
-            self._run(grid, block, values, shared, list(buffers.values()))
+            self._run(grid, block, values, shared, enable_cooperative_groups, list(buffers.values()))
             for buffer in buffers.values():
                 if offset := buffer.written_outside():
                     raise EmulationError(f"{self.name} writes {buffer.where(buffer.region.data + offset)}")
@@ -182,19 +200,24 @@ class Entry:
             raise EmulationError(f"{self.name} leaves a ticket that is not zero")
 
     def _run(
-        self, grid: Sequence[int], block: Sequence[int], values: list[Any], shared: int, buffers: list[_Buffer]
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        values: list[Any],
+        shared: int,
+        cooperative: bool,
+        buffers: list[_Buffer],
     ) -> None:
         library = self._module.library
         argv = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         message = ctypes.create_string_buffer(512)
-        for edge in (library.emulated_shared_begin, library.emulated_shared_end):
-            edge.restype = ctypes.c_void_p
         launch = _Launch(
             entry=ctypes.cast(getattr(library, f"emulated_{self.name}"), ctypes.c_void_p).value,
             arguments=ctypes.addressof(argv),
             grid=(*grid, 1, 1)[:3],
             block=(*block, 1, 1)[:3],
-            cluster=self._module.cluster,
+            cluster=int(np.prod(grid)) if cooperative else self._module.cluster,
+            cooperative=cooperative,
             dynamic_bytes=shared,
             shared_begin=library.emulated_shared_begin(),
             shared_end=library.emulated_shared_end(),
@@ -246,8 +269,12 @@ class Device:
     def tickets(self, device: torch.device) -> int:
         return self.counters.data_ptr()
 
-    def function(self, name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int) -> Entry:
-        return Entry(self, compiler.module(name, tuple(sorted(defines))), entry)
+    def function(
+        self, name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0
+    ) -> Entry:
+        found = Entry(self, compiler.module(name, tuple(sorted(defines))), entry)
+        found.most_dynamic = most_dynamic
+        return found
 
     def compiled(self, source: str, entry: str, defines: Mapping[str, int] | None = None) -> Entry:
         """A kernel from its text: for tests of kernels that are no file."""

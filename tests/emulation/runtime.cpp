@@ -1,5 +1,6 @@
 // Runs emulated kernels: clusters of blocks (of one, mostly) one after another, the threads of a block as fibers, both in a
-// random order. The blocks of a cluster run by turns, each until its threads wait for the others' or have returned.
+// random order. The blocks of a cluster run by turns, each until its threads wait for the others' or have returned. So do
+// all blocks of a cooperative launch, as if they were one cluster.
 //
 // A thread runs until it waits (barrier, warp operation) or returns. Then the next one does; when none can run, the
 // waits are resolved, or the launch fails with what holds it. Every memory fault inside a kernel ends the launch, not
@@ -27,7 +28,7 @@ uint3 block_index, block_size, grid_size;
 
 namespace {
 
-enum class State { ready, at_barrier, at_warp, at_cluster, returned };
+enum class State { ready, at_barrier, at_warp, at_cluster, at_grid, returned };
 
 struct Copy {
   void* to;
@@ -51,7 +52,7 @@ struct Fiber : Thread {
   jmp_buf resume;
 };
 
-// One block of the cluster that runs. Made once; a stack's first page cannot be touched.
+// One block of the cluster, or of the cooperative launch, that runs. Made once; a stack's first page cannot be touched.
 struct Block {
   Fiber* fibers = nullptr;  // kMostThreads of them
   char* stacks = nullptr;
@@ -61,13 +62,15 @@ struct Block {
   enum { waiting, running, done } state;
 };
 
-constexpr unsigned kMostBlocks = 8;  // of a cluster, without asking for more
+constexpr unsigned kMostBlocks = 16;  // of a cooperative launch; of a cluster 8, without asking for more
 constexpr size_t kStack = 256 << 10;
 constexpr unsigned kMostThreads = 1024;
 constexpr long kMostSpins = 20'000'000;
 
 Block blocks[kMostBlocks];
-unsigned cluster;     // blocks of one
+unsigned cluster;     // blocks of one; all of a cooperative launch
+bool cooperative;
+bool advanced;        // a block has begun, ended or passed the grid's barrier since the last round of turns
 unsigned here;        // the one whose turn it is
 Fiber* fibers;        // its threads
 char *shared_begin, *shared_end;
@@ -137,6 +140,7 @@ const char* place(const Fiber& f, char (&text)[64]) {
     case State::at_barrier: snprintf(text, sizeof text, "waits at the barrier of line %d", f.line); break;
     case State::at_warp: snprintf(text, sizeof text, "waits in a warp operation with mask 0x%08x", f.mask); break;
     case State::at_cluster: snprintf(text, sizeof text, "waits at the cluster's barrier"); break;
+    case State::at_grid: snprintf(text, sizeof text, "waits at the grid's barrier"); break;
     case State::returned: snprintf(text, sizeof text, "has returned"); break;
     default: snprintf(text, sizeof text, "can run");
   }
@@ -182,10 +186,17 @@ bool resolve_warps() {
   return any;
 }
 
-bool any_at_cluster() {
+// Whether threads of the block wait for other blocks.
+bool any_outside() {
   for (unsigned i = 0; i < threads; ++i)
-    if (fibers[i].state == State::at_cluster) return true;
+    if (fibers[i].state == State::at_cluster || fibers[i].state == State::at_grid) return true;
   return false;
+}
+
+// Lets the block's threads that wait for the grid look again.
+void wake() {
+  for (unsigned i = 0; i < threads; ++i)
+    if (fibers[i].state == State::at_grid) fibers[i].state = State::ready;
 }
 
 // Lets the threads go on for whom all others of the cluster have arrived. True when there were any.
@@ -214,8 +225,10 @@ bool resolve_cluster() {
     const Fiber* behind = nullptr;
     for (unsigned i = 0; i < threads; ++i)
       if (fibers[i].state != State::returned && (!behind || fibers[i].arrivals < behind->arrivals)) behind = &fibers[i];
-    for (unsigned i = 0; i < threads; ++i)
+    for (unsigned i = 0; i < threads; ++i) {
       if (fibers[i].state == State::at_cluster) fail_stuck(fibers[i], *behind, "the cluster's barrier");
+      if (fibers[i].state == State::at_grid) fail_stuck(fibers[i], fibers[i], "blocks that never come to the grid's barrier");
+    }
   }
   fail("no block of a cluster can go on");
 }
@@ -278,16 +291,19 @@ void begin(Block& block) {
 // Runs the block whose turn it is until all its threads have returned, or none can go on before the cluster does.
 void run_block() {
   std::vector<unsigned> order;
+  advanced |= blocks[here].state == Block::waiting;
   blocks[here].state = Block::running;
+  wake();
   for (;;) {
     order.clear();
     for (unsigned i = 0; i < threads; ++i)
       if (fibers[i].state == State::ready) order.push_back(i);
     if (order.empty()) {
       if (resolve_warps()) continue;
-      if (any_at_cluster()) return;
+      if (any_outside()) return;
       if (resolve_barrier()) continue;
       blocks[here].state = Block::done;
+      advanced = true;
       return;
     }
     shuffle(order);
@@ -316,11 +332,12 @@ void run_cluster(unsigned first, size_t dynamic_bytes) {
       if (blocks[b].state != Block::done) order.push_back(b);
     if (order.empty()) return;
     shuffle(order);
+    advanced = false;
     for (unsigned b : order) {
       turn_to(b);
       run_block();
     }
-    if (!resolve_cluster())
+    if (!resolve_cluster() && !advanced)
       for (unsigned b : order)
         if (blocks[b].state != Block::done) fail_cluster();
   }
@@ -403,6 +420,12 @@ const void* in_block_of_cluster(const void* at, int rank) {
   return block.dynamic + (p - dynamic);
 }
 
+void wait_for_grid(bool (*reached)(const void* at, unsigned wanted), const void* at, unsigned wanted) {
+  if (!cooperative) fail("waits for the other blocks of a launch that is not cooperative");
+  while (!reached(at, wanted)) wait(State::at_grid);
+  advanced = true;
+}
+
 void pause() { wait(State::ready); }
 
 void spin() {
@@ -449,7 +472,7 @@ struct Region {
 struct Launch {
   Entry entry;
   void* const* arguments;
-  unsigned grid[3], block[3], cluster;
+  unsigned grid[3], block[3], cluster, cooperative;
   size_t dynamic_bytes;
   char *shared_begin, *shared_end;
   uint64_t seed;
@@ -527,6 +550,7 @@ void emulation_release(Region* region) { munmap(region->map, region->map_bytes);
 // 0 when the kernel ran to its end; -1 with a message; else the number of the signal that stopped it.
 int emulation_launch(Launch* l) {
   cluster = l->cluster;
+  cooperative = l->cooperative;
   Region shared[kMostBlocks];
   for (unsigned b = 0; b < cluster; ++b) {
     if (!blocks[b].fibers) make_fibers(blocks[b]);

@@ -290,6 +290,57 @@ def clusters(emulated, grid: int = 8, **change: str) -> torch.Tensor:
     return y
 
 
+# Each block publishes its rank in global memory, and adds up what the others published.
+GRID = """
+#include "grid_barrier.cuh"
+extern "C" __global__ void ranks(float* mine, float* y, unsigned int* ticket) {
+  unsigned int leave = 0u;
+  if (threadIdx.x == 0) {
+    mine[blockIdx.x] = blockIdx.x;
+    %s grid_arrive(ticket);
+    %s grid_wait(ticket, gridDim.x);
+    leave = grid_leave(ticket);
+  }
+  __syncthreads();
+  float sum = 0.f;
+  for (int i = 0; i < gridDim.x; ++i) sum += mine[i];
+  y[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+  if (threadIdx.x == 0) grid_left(ticket, gridDim.x, leave);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arrive", "wait", "cooperative", "message"),
+    [
+        ("", "", True, ""),
+        ("", "//", True, "nan"),
+        ("if (blockIdx.x)", "", True, "never come to the grid's barrier"),
+        ("", "", False, "not cooperative"),
+    ],
+)
+def test_blocks_of_a_cooperative_launch_wait_for_each_other(
+    emulated, arrive: str, wait: str, cooperative: bool, message: str
+) -> None:
+    emulated.use(sm_count=4)
+    kernel = emulated.compiled(
+        (INCLUDE / "grid_barrier.cuh").read_text() + GRID.replace('#include "grid_barrier.cuh"', "") % (arrive, wait),
+        "ranks",
+    )
+    mine, y = torch.full((4,), float("nan")), vector(4 * 40)
+    arguments = (mine.data_ptr(), y.data_ptr(), emulated.tickets(mine.device))
+    emulated.memory.note(emulated.counters)
+    if message not in ("", "nan"):
+        with pytest.raises(EmulationError, match=message):
+            kernel((4,), (40,), arguments, 0, None, cooperative)
+        return
+    kernel((4,), (40,), arguments, 0, None, cooperative)
+    assert bool(y.isnan().any()) is (message == "nan")
+    assert message or torch.equal(y, torch.full((160,), 6.0))
+    with pytest.raises(EmulationError, match=r"not all of .* run at the same time"):
+        kernel((5,), (40,), arguments, 0, None, True)
+
+
 def test_blocks_of_a_cluster_read_each_others_shared_memory(emulated):
     y = clusters(emulated)
     assert torch.equal(y[:4], torch.full((4, 32), 6.0))

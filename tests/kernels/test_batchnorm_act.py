@@ -71,6 +71,67 @@ def test_a_cluster_holds_every_row_of_its_tile(rows: int, vectors: int, dtype: s
     assert shape.tile * 2 * storage.vector_width(dtype) <= spec.held_threads(source)  # a thread a sum
 
 
+@given(
+    rows=st.integers(2, 300_000),
+    vectors=st.integers(1, 600),
+    dtype=st.sampled_from(sorted(storage.STORAGE)),
+    sms=st.integers(1, 200),
+    source=st.sampled_from(sorted(spec.GRID_ROWS)),
+    activation=st.sampled_from(sorted(spec.RESIDUAL_ACTIVATIONS)),
+    forked=st.booleans(),
+    arch=st.sampled_from((80, 86, 90)),
+)
+def test_the_chip_holds_every_row_of_a_tile(
+    rows: int, vectors: int, dtype: str, sms: int, source: str, activation: str, forked: bool, arch: int
+) -> None:
+    channels, forked = vectors * storage.vector_width(dtype), forked and source == spec.GRID_BACKWARD
+    shape = spec.grid(source, rows, channels, dtype, activation, residual=True, forked=forked, sm_count=sms, arch=arch)
+    hold, slots = spec.grid_rows(source, activation, forked=forked), spec.grid_slots(arch, dtype)
+    tensors = 2 if source == spec.GRID_BACKWARD else 1
+    if shape is None:  # not even with all of the chip's rows, or a row is wider than the blocks
+        chip = sms * spec.GRID_THREADS * (hold + slots // tensors)
+        assert rows * vectors > 0.6 * chip - 2 * spec.GRID_THREADS * sms or vectors > sms
+        return
+    assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE)
+    assert shape.tile * (shape.tiles - 1) < vectors <= shape.tile * shape.tiles
+    assert shape.blocks * shape.tiles <= sms
+    assert rows <= (hold + shape.kept) * shape.blocks * (spec.GRID_THREADS // shape.tile)
+    assert tensors * shape.kept + shape.ahead == shape.slots <= slots
+    assert shape.tile * storage.vector_width(dtype) <= spec.GRID_THREADS  # a thread a channel
+    assert 2 * shape.tile * storage.vector_width(dtype) // 4 <= spec.GRID_THREADS
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        ((128, 64, 32, 32), (8, 132, 2, 16), (8, 132, 10)),
+        ((128, 128, 16, 16), (8, 132, 0, 8), (8, 132, 2)),
+        ((128, 512, 4, 4), (8, 128, 0, 2), (8, 128, 0)),
+        ((256, 256, 14, 14), (8, 132, 10, 14), None),
+        ((256, 960, 7, 7), (12, 130, 9, 15), None),
+        ((256, 80, 14, 14), (5, 132, 0, 8), (5, 132, 2)),
+        ((256, 256, 56, 56), None, None),
+    ],
+)
+def test_tensors_of_some_megabytes_lie_on_the_h200(shape: tuple[int, ...], forward: object, backward: object) -> None:
+    n, c, h, w = shape
+    found = [
+        spec.grid(source, n * h * w, c, "bfloat16", "relu", residual=True, sm_count=132, arch=90)
+        for source in (spec.GRID_FORWARD, spec.GRID_BACKWARD)
+    ]
+    one, other = found
+    assert forward == (one and (one.tile, one.tiles * one.blocks, one.kept, one.ahead))
+    assert backward == (other and (other.tile, other.tiles * other.blocks, other.kept))
+
+
+def test_the_shared_memory_asked_for_is_what_a_block_may_have() -> None:
+    for dtype, scratch in (("bfloat16", 16 * 512 * 4), ("float32", 8 * 512 * 4)):
+        constants = 5 * 16 * storage.vector_width(dtype) * 4
+        for arch, kib in ((80, 163), (86, 99), (90, 227)):
+            used = spec.grid_slots(arch, dtype) * 16 * spec.GRID_THREADS + scratch + constants
+            assert kib * 1024 - 16 * spec.GRID_THREADS < used <= kib * 1024
+
+
 @pytest.mark.parametrize(
     ("shape", "tile", "blocks"),
     [((128, 512, 4, 4), 4, 128), ((128, 256, 8, 8), 2, 128), ((128, 128, 16, 16), 1, 128), ((256, 2048, 7, 7), 4, 512)],
@@ -83,10 +144,13 @@ def test_small_tensors_spread_over_the_h200(shape: tuple[int, ...], tile: int, b
 
 
 def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
-    assert "two launches" in spec.wins_in_one_launch(spec.HELD_BYTES + 1, False)
-    assert spec.wins_in_one_launch(spec.HELD_BYTES, False) == ""
-    assert "two launches" in spec.wins_in_one_launch(spec.HELD_BYTES, True)
-    assert spec.wins_in_one_launch(spec.HELD_BYTES // 2, True) == ""
+    small = spec.HELD_BYTES
+    for backward in (False, True):
+        grid = max(small, spec.GRID_BYTES[spec.GRID_BACKWARD if backward else spec.GRID_FORWARD][1])
+        assert spec.ways(grid + 1, False, backward=backward) == (spec.TWO,)
+        assert spec.CLUSTER in spec.ways(small, False, backward=backward)
+        assert spec.CLUSTER not in spec.ways(small, True, backward=backward)
+        assert spec.CLUSTER in spec.ways(small // 2, True, backward=backward)
 
 
 @given(

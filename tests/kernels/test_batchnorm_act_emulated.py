@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulation import compiler, device
 from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
@@ -14,8 +15,8 @@ from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 FAMILY = catalog.get("batchnorm_act")
 
 
-def case(dtype: str, activation: str, residual: bool, shape: tuple[int, ...], one_launch: bool | None = False):
-    return cases._case(shape, dtype, activation, residual, one_launch=one_launch)
+def case(dtype: str, activation: str, residual: bool, shape: tuple[int, ...], way: str | None = spec.TWO):
+    return cases._case(shape, dtype, activation, residual, way=way)
 
 
 # What is taken out or changed, and by what the check must see it.
@@ -56,8 +57,95 @@ HELD_FAULTS = {
 def test_a_fault_planted_in_the_kernels_of_one_launch_is_found(
     emulated, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    held = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, one_launch=True)
+    held = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
     assert not passes_with(monkeypatch, FAMILY, held, *HELD_FAULTS[fault])
+
+
+# As above, in the launch of the whole grid, with one row a thread in registers and one in shared memory.
+GRID_FAULTS = {
+    "no barrier among the blocks": ("    grid_wait(ticket + blockIdx.y, blocks);\n", ""),
+    "a block that never arrives": ("    grid_arrive(ticket", "    if (blockIdx.x) grid_arrive(ticket"),
+    "ticket left": ("*ticket = 0u;", ";"),
+    "one block's sums left out": ("p < blocks; p += groups", "p < blocks - 1; p += groups"),
+    "a block's sums in another's place": ("* blocks + blockIdx.x) * columns", "* blocks + (blockIdx.x & ~1u)) * columns"),
+    "no barrier before the block's sums": ("  __syncthreads();\n  float* const mine", "  float* const mine"),
+    "no barrier before the column's sums": ("  __syncthreads();\n  first = second", "  first = second"),
+    "no barrier before the constants": ("  __syncthreads();\n  Channel k;\n#pragma", "  Channel k;\n#pragma"),
+    "copies of x not waited for": ("cp_async_wait<1>();", ""),
+    "copies of the residual not waited for": ("cp_async_wait<0>();\n  __syncthreads();", "__syncthreads();"),
+    "copies of dy not waited for": ("cp_async_wait<0>();\n  for", "for"),
+    "one row less": ("t.vector < 0 ? 0 : rows;", "t.vector < 0 ? 0 : rows - 1;"),
+    "one row more": ("t.vector < 0 ? 0 : rows;", "t.vector < 0 ? 0 : rows + t.stride;"),
+    "the neighbour's residual": ("? other[row * THREADS]", "? other[(row - 1) * THREADS]"),
+    "dy not masked": ("held = narrow(g);", ""),
+    "mask of the neighbour": ("mask[place] = (unsigned char)bits", "mask[place ^ 1] = (unsigned char)bits"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_row(emulated, monkeypatch: pytest.MonkeyPatch):
+    """The device, with kernels of the whole grid that hold one row a thread in registers: quickly compiled."""
+    monkeypatch.setattr(spec, "GRID_ROWS", dict.fromkeys(spec.GRID_ROWS, 1))
+    emulated.use()
+    return emulated
+
+
+@pytest.mark.parametrize("fault", GRID_FAULTS)
+def test_a_fault_planted_in_the_kernels_of_the_whole_grid_is_found(
+    one_row, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
+    assert not passes_with(monkeypatch, FAMILY, grid, *GRID_FAULTS[fault])
+
+
+def test_blocks_that_wait_for_each_other_are_launched_so_that_all_run(one_row, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = device.Entry.__call__
+    monkeypatch.setattr(device.Entry, "__call__", lambda *given, **_: call(*given))
+    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
+    with pytest.raises(compiler.EmulationError, match="not cooperative"):
+        verify.check(FAMILY, grid, "cpu")
+
+
+@pytest.mark.parametrize("tiles", [(1,), (3,), (5,), (16,)])
+def test_every_width_of_a_tile_of_the_whole_grid_gives_the_same_result(
+    one_row, monkeypatch, tiles: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(spec, "GRID_TILES", tiles)
+    one_row.use(sm_count=16)
+    for forked in (False, True):
+        grid = cases._case((3, 128, 9, 7), "bfloat16", "relu", True, way=spec.GRID, forked=forked)
+        row = verify.check(FAMILY, grid, "cpu")
+        assert row["passed"], row["detail"]
+    assert one_row.launches["batchnorm_act_grid_forward"]
+    assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
+
+
+def test_the_whole_grid_goes_as_far_as_the_chip_holds(one_row) -> None:
+    grid = cases._case((4, 64, 28, 28), "bfloat16", "relu", True, way=spec.GRID)
+    rows = 3136 // 64  # passes of a block over a tile of eight vectors
+    for sms, arch, forward, backward in (
+        (4, 90, True, True),
+        (3, 90, True, False),
+        (1, 90, False, False),
+        (3, 86, False, False),
+    ):
+        one_row.launches.clear()
+        one_row.use(sm_count=sms, arch=arch)
+        held = 1 + spec.grid_slots(arch, "bfloat16"), 1 + spec.grid_slots(arch, "bfloat16") // 2
+        assert tuple(-(-rows // sms) <= h for h in held) == (forward, backward)
+        assert verify.check(FAMILY, grid, "cpu")["passed"]
+        assert bool(one_row.launches["batchnorm_act_grid_forward"]) is forward
+        assert bool(one_row.launches["batchnorm_act_grid_backward"]) is backward
+        assert bool(one_row.launches["batchnorm_act_stats"]) is not forward
+
+
+@pytest.mark.parametrize(("window", "grid"), [((0, 0), False), ((0, 32256), True), ((32256, 1 << 30), False)])
+def test_size_decides_on_the_whole_grid(one_row, monkeypatch, window: tuple[int, int], grid: bool) -> None:
+    monkeypatch.setattr(spec, "GRID_BYTES", dict.fromkeys(spec.GRID_BYTES, window))
+    assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
+    assert bool(one_row.launches["batchnorm_act_grid_forward"]) is grid
+    assert bool(one_row.launches["batchnorm_act_grid_backward"]) is grid
+    assert bool(one_row.launches["batchnorm_act_held_forward"]) is not grid
 
 
 FROZEN_FAULTS = {
@@ -79,12 +167,12 @@ def test_a_fault_planted_in_the_frozen_kernels_is_found(emulated, monkeypatch: p
 def test_every_width_of_a_tile_in_one_launch_gives_the_same_result(emulated, sm_count: int, tile: int) -> None:
     emulated.use(sm_count=sm_count)
     assert spec.held(spec.HELD_FORWARD, 252, 64, "bfloat16", sm_count=sm_count).tile == tile
-    row = verify.check(FAMILY, cases._case((4, 64, 9, 7), "bfloat16", "relu", True, one_launch=True), "cpu")
+    row = verify.check(FAMILY, cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER), "cpu")
     assert row["passed"], row["detail"]
 
 
 def test_one_launch_goes_as_far_as_registers_hold(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, one_launch=True)
+    one = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
     for rows, forward, backward in ((1, True, True), (0, False, False)):
         emulated.launches.clear()
         monkeypatch.setattr(spec, "HELD_ROWS", dict.fromkeys(spec.HELD_ROWS, rows))

@@ -23,21 +23,24 @@ from advisor.ops.batchnorm_act.rewrite import finish, rewrite
 FAMILY = catalog.get("batchnorm_act")
 
 FAULTS = {
-    "the second gradient left out": (False, "g[j] += other[j];", ";"),
-    "the first gradient twice": (False, "widen(above.part[1], other)", "widen(above.part[0], other)"),
-    "dresidual not masked": (False, "store(dresidual + first + u * step, narrow(g));", "store(dresidual + first + u * step, vx[u]);"),
-    "dresidual of the neighbour": (False, "dresidual + first + u * step", "dresidual + first + (u ^ 1) * step"),
-    "dresidual left out": (False, "store(dresidual + first + u * step, narrow(g));", ""),
-    "one launch: the second gradient left out": (True, "g[j] += other[j];", ";"),
-    "one launch: dresidual without the second": (True, "vdy[u] = narrow(g);", ""),
-    "one launch: the neighbour's gradient": (True, "load_last(dy2 + at + u * step)", "load_last(dy2 + (at ^ 1) + u * step)"),
+    "the second gradient left out": (spec.TWO, "g[j] += other[j];", ";"),
+    "the first gradient twice": (spec.TWO, "widen(above.part[1], other)", "widen(above.part[0], other)"),
+    "dresidual not masked": (spec.TWO, "store(dresidual + first + u * step, narrow(g));", "store(dresidual + first + u * step, vx[u]);"),
+    "dresidual of the neighbour": (spec.TWO, "dresidual + first + u * step", "dresidual + first + (u ^ 1) * step"),
+    "dresidual left out": (spec.TWO, "store(dresidual + first + u * step, narrow(g));", ""),
+    "one launch: the second gradient left out": (spec.CLUSTER, "g[j] += other[j];", ";"),
+    "one launch: dresidual without the second": (spec.CLUSTER, "vdy[u] = narrow(g);", ""),
+    "whole grid: the second gradient left out": (spec.GRID, "g[j] += other[j];", ";"),
+    "whole grid: dresidual without the second": (spec.GRID, "held = narrow(g);", ""),
+    "whole grid: the neighbour's gradient": (spec.GRID, "load_last(dy2 + at + u * step)", "load_last(dy2 + (at ^ 1) + u * step)"),
+    "one launch: the neighbour's gradient": (spec.CLUSTER, "load_last(dy2 + at + u * step)", "load_last(dy2 + (at ^ 1) + u * step)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernels_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    one_launch, before, after = FAULTS[fault]
-    case = cases._case((3, 72, 9, 7), "bfloat16", "relu", True, one_launch=one_launch, forked=True)
+    way, before, after = FAULTS[fault]
+    case = cases._case((3, 72, 9, 7), "bfloat16", "relu", True, way=way, forked=True)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
 
 
@@ -74,14 +77,21 @@ def test_a_change_in_place_of_one_handle_is_seen_by_who_saved_the_other(emulated
 
 
 @pytest.mark.parametrize(
-    ("activation", "residual", "one_launch"),
-    [("relu", True, False), ("none", True, True), ("relu", False, False), ("silu", False, True)],
+    ("activation", "residual", "way"),
+    [
+        ("relu", True, spec.TWO),
+        ("none", True, spec.CLUSTER),
+        ("relu", False, spec.TWO),
+        ("silu", False, spec.CLUSTER),
+        ("relu", True, spec.GRID),
+        ("silu", False, spec.GRID),
+    ],
 )
-def test_two_gradients_do_what_their_sum_does(emulated, activation: str, residual: bool, one_launch: bool) -> None:
+def test_two_gradients_do_what_their_sum_does(emulated, activation: str, residual: bool, way: str) -> None:
     inputs, dy = arguments(activation, residual), above()
-    both = api.forked_batchnorm_act(*inputs, one_launch=one_launch)
+    both = api.forked_batchnorm_act(*inputs, way=way)
     mine = torch.autograd.grad(both, leaves(inputs), dy)
-    plain = api.batchnorm_act(*inputs, one_launch=one_launch)
+    plain = api.batchnorm_act(*inputs, way=way)
     for got, want in zip(mine, torch.autograd.grad(plain, leaves(inputs), dy[0] + dy[1]), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -126,8 +136,8 @@ def test_a_handle_that_is_not_used_costs_nothing(emulated, used: int) -> None:
 
 def test_without_an_activation_the_residuals_gradient_is_the_one_from_above(emulated) -> None:
     inputs, (dy, _) = arguments("none"), above()
-    for one_launch in (True, False):
-        y = api.batchnorm_act(*inputs, one_launch=one_launch)
+    for way in spec.WAYS:
+        y = api.batchnorm_act(*inputs, way=way)
         dx, dresidual, *_ = torch.autograd.grad(y, leaves(inputs), dy)
         assert dresidual.data_ptr() == dy.data_ptr()
         assert dx.data_ptr() != dy.data_ptr()

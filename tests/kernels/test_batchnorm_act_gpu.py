@@ -202,17 +202,20 @@ def test_compiled_op_matches_the_function():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("activation", "residual"), VARIANTS)
-@pytest.mark.parametrize("shape", [(2, 8, 1, 1), (3, 72, 9, 9), (128, 512, 4, 4), (64, 128, 16, 16)], ids=str)
-def test_one_launch_gives_what_two_give(shape, activation, residual, dtype):
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 1, 1), (3, 72, 9, 9), (128, 512, 4, 4), (64, 128, 16, 16), (120, 64, 32, 32)], ids=str
+)
+@pytest.mark.parametrize("way", [spec.CLUSTER, spec.GRID])
+def test_one_launch_gives_what_two_give(shape, activation, residual, dtype, way):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs thread-block clusters")
     x, r, running, weight, bias, dy = case(shape, dtype, residual, seed=sum(shape))
     found = []
-    for one in (False, True, True):
+    for one in (spec.TWO, way, way):
         buffers = [b.clone() for b in running]
         poison()
-        y, saved, mask = cuda.forward(x, r, *buffers, weight, bias, 0.1, 1e-5, activation, 0.01, one_launch=one)
-        gradients = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, 0.01, residual, one_launch=one)
+        y, saved, mask = cuda.forward(x, r, *buffers, weight, bias, 0.1, 1e-5, activation, 0.01, way=one)
+        gradients = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, 0.01, residual, way=one)
         found.append([y, *buffers, *(g for g in gradients if g.numel())])
     two, first, second = found
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -221,16 +224,17 @@ def test_one_launch_gives_what_two_give(shape, activation, residual, dtype):
         assert relative(mine, other.double(), 0.05 * dy.double().norm().item()) < 2 * OUTPUT_BOUND[dtype] + 1e-4
 
 
-def test_one_launch_is_captured_in_a_graph_and_replayed():
+@pytest.mark.parametrize("way", [spec.CLUSTER, spec.GRID])
+def test_one_launch_is_captured_in_a_graph_and_replayed(way):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs thread-block clusters")
     x, r, running, weight, bias, _ = case((32, 512, 4, 4), torch.bfloat16, True, seed=9)
     arguments = (x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
-    cuda.forward(*arguments, one_launch=True)
+    cuda.forward(*arguments, way=way)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        y, _, _ = cuda.forward(*arguments, one_launch=True)
+        y, _, _ = cuda.forward(*arguments, way=way)
     x.copy_(torch.randn_like(x))
     for _ in range(3):
         graph.replay()

@@ -50,7 +50,7 @@ class _BatchNormAct(torch.autograd.Function):
         eps: float,
         activation: str,
         slope: float,
-        one_launch: bool | None,
+        way: str | None,
         forked: bool,
         moments: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -68,13 +68,13 @@ class _BatchNormAct(torch.autograd.Function):
             eps,
             activation,
             slope,
-            one_launch=one_launch,
+            way=way,
             moments=moments,
         )
         ctx.save_for_backward(x, weight, bias, saved, mask)
         # Only a second derivative needs the residual again; the bit mask serves the first.
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
-        ctx.one_launch = one_launch
+        ctx.way = way
         # A second tensor over the same memory. To autograd no view of the first, but with its version: a change in place of
         # either is seen by whoever has saved the other.
         return (y, y.detach()) if forked else y
@@ -103,7 +103,7 @@ class _BatchNormAct(torch.autograd.Function):
                 ctx.activation,
                 ctx.slope,
                 ctx.residual,
-                one_launch=ctx.one_launch,
+                way=ctx.way,
             )
         has_weight, has_bias = ctx.affine
         return (
@@ -179,7 +179,7 @@ def batchnorm_act(
     activation: str = "none",
     slope: float = 0.01,
     *,
-    one_launch: bool | None = None,
+    way: str | None = None,
     moments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """act(batch_norm(x) + residual) in training mode; running statistics are updated in place.
@@ -188,8 +188,7 @@ def batchnorm_act(
         x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
         residual: like x, or None. running_mean, running_var, weight, bias: [C] fp32; None where the norm has none.
         activation: a key of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
-        one_launch: False takes two kernels a pass, True one where a cluster's registers hold a channel's rows, None one
-            where that is measured to win.
+        way: one of spec.WAYS, how each pass is launched where that can be; None for the one that is measured to be fastest.
         moments: of x, as the kernel that made it left them (ops/moments.py), in place of a pass over x; None for that pass.
 
     Returns:
@@ -209,7 +208,7 @@ def batchnorm_act(
             x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
         )
     engaged[activation if residual is None else f"add+{activation}"] += 1
-    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch)
+    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, way)
     result: torch.Tensor = _BatchNormAct.apply(*common, False, moments)  # type: ignore[no-untyped-call]
     return result
 
@@ -226,7 +225,7 @@ def forked_batchnorm_act(
     activation: str = "none",
     slope: float = 0.01,
     *,
-    one_launch: bool | None = None,
+    way: str | None = None,
     moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `batchnorm_act`, for a result that is used twice: two tensors over one memory, each to be used in one place.
@@ -250,12 +249,12 @@ def forked_batchnorm_act(
             eps,
             activation,
             slope,
-            one_launch=one_launch,
+            way=way,
             moments=moments,
         )
         return y, y
     engaged[f"{activation if residual is None else f'add+{activation}'} {spec.FORKED}"] += 1
-    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, one_launch)
+    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, way)
     both: tuple[torch.Tensor, torch.Tensor]
     both = _BatchNormAct.apply(*common, True, moments)  # type: ignore[no-untyped-call]
     return both

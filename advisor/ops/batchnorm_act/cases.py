@@ -28,6 +28,16 @@ _TRAINED = (
 )
 # Those of CIFAR ResNet-18 at batch 128 and of ResNet-50 at batch 256 whose rows fit a cluster's registers.
 _HELD = ((128, 512, 4, 4), (128, 256, 8, 8), (128, 128, 16, 16), (256, 2048, 7, 7), (256, 1024, 14, 14))
+# Those that the registers and shared memory of all SMs hold, of the same, MobileNetV3 and EfficientNet-B0.
+_ON_CHIP = (
+    (128, 64, 32, 32),
+    *_HELD[:3],
+    (256, 256, 14, 14),
+    (256, 512, 7, 7),
+    (256, 960, 7, 7),
+    (256, 80, 14, 14),
+    (256, 40, 28, 28),
+)
 # Whose results are used twice: the ends of ResNet-50's blocks, those of CIFAR ResNet-18 at batch 128, MobileNetV2's.
 _BLOCK_ENDS = ((256, 256, 56, 56), (256, 512, 28, 28), (256, 1024, 14, 14), (256, 2048, 7, 7))
 _SMALL_BLOCK_ENDS = ((128, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8), (128, 512, 4, 4))
@@ -117,11 +127,11 @@ def _case(
     activation: str,
     residual: bool,
     *,
-    one_launch: bool | None = None,
+    way: str | None = None,
     without: str = "",
     forked: bool = False,
 ) -> Case:
-    """In training mode: as it is dispatched or, named so, in one launch a pass or in two.
+    """In training mode: as it is dispatched or, named so, in one of spec.WAYS.
 
     `forked` takes two gradients, whose sum in PyTorch is autograd's: outside what torch.compile sees, here as wherever a graph
     gives one tensor out twice.
@@ -131,32 +141,34 @@ def _case(
     elements = math.prod(shape)
     moved = {"elements": elements, "itemsize": itemsize, "activation": activation, "residual": residual}
     twice, once = spec.bytes_moved(**moved, forked=forked), spec.held_bytes_moved(**moved, forked=forked)
-    sources = {"forward": (spec.FORWARD, spec.HELD_FORWARD), "backward": (spec.BACKWARD, spec.HELD_BACKWARD)}
-    passes = {}
-    dispatched = not spec.wins_in_one_launch(elements * itemsize, residual)
-    for (kind, (two, one)), of_two, of_one in zip(sources.items(), twice, once, strict=True):
-        wanted = dispatched if one_launch is None else one_launch
-        held = forked and kind == "backward"
-        if wanted and spec.held(one, n * h * w, c, dtype, sm_count=_H200_SMS, forked=held) is not None:
-            passes[kind] = Work(kernels=(one,), nbytes=of_one)
-        else:
-            passes[kind] = Work(kernels=(two,), nbytes=of_two)
+    passes, as_dispatched = {}, True
+    for kind, of_two, of_one in zip(("forward", "backward"), twice, once, strict=True):
+        launch: Callable[..., tuple[str, object]] = partial(
+            spec.launch,
+            *(n * h * w, c, dtype, activation),
+            residual=residual,
+            forked=forked,
+            backward=kind == "backward",
+            sm_count=_H200_SMS,
+            arch=90,
+        )
+        kernel, one = launch(way=way)
+        as_dispatched &= kernel == launch()[0]
+        passes[kind] = Work(kernels=(kernel,), nbytes=of_two if one is None else of_one)
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
     variant = spec.FORKED if forked else without
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=variant)
     function: Callable[..., Any] = api.forked_batchnorm_act if forked else api.batchnorm_act
     plain: Callable[..., Any] = reference.forked_batchnorm_act if forked else reference.batchnorm_act
-    if one_launch:
-        wins = partial(spec.wins_in_one_launch, elements * itemsize, residual)
-    elif one_launch is False and dispatched:
-        wins = partial(str, "one launch is faster at this size")
+    if not as_dispatched:
+        wins = partial(str, "slower than another way at this size, or not measured")
     return Case(
-        name=" ".join(filter(None, (spec.name(activation, residual), variant, _LAUNCHES[one_launch]))),
+        name=" ".join(filter(None, (spec.name(activation, residual), variant, way))),
         shape=shape,
         dtype=dtype,
         passes=passes,
         inputs=partial(inputs, shape=shape, dtype=dtype, activation=activation, residual=residual),
-        ours=function if one_launch is None else partial(function, one_launch=one_launch),
+        ours=function if way is None else partial(function, way=way),
         eager=plain,
         reference=plain,
         wins=wins,
@@ -198,7 +210,6 @@ def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: 
     )
 
 
-_LAUNCHES = {None: "", True: "one launch", False: "two launches"}
 _MEASURED = (("relu", False), ("relu", True), ("none", False), ("hardswish", False))
 
 _RELU = (("relu", False), ("relu", True))
@@ -213,11 +224,22 @@ BENCHMARK = (
     ),
     # One launch beside two, which the cases above have for the shapes that stand there too.
     *(_case(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
-    *(_case(shape, "bfloat16", *variant, one_launch=True) for shape in _HELD for variant in _RELU),
+    *(_case(shape, "bfloat16", *variant, way=spec.CLUSTER) for shape in _HELD for variant in _RELU),
     *(
-        _case(shape, dtype, "relu", False, one_launch=one)
+        _case(shape, dtype, "relu", False, way=way)
         for shape, dtype in ((_HELD[0], "float32"), (_HELD[1], "float16"))
-        for one in (False, True)
+        for way in (spec.TWO, spec.CLUSTER)
+    ),
+    *(
+        _case(shape, "bfloat16", *variant, way=way)
+        for shape in _ON_CHIP
+        for variant in _RELU
+        for way in (spec.TWO, spec.GRID)
+    ),
+    *(
+        _case(shape, "bfloat16", "relu", True, way=way, forked=True)
+        for shape in _SMALL_BLOCK_ENDS
+        for way in (spec.TWO, spec.GRID)
     ),
     *(_frozen_case(_LARGE, "bfloat16", *variant, wanted) for variant in _RELU for wanted in (True, False)),
     *(_case(_LARGE, "bfloat16", "relu", False, without=what) for what in (spec.NO_AFFINE, spec.NO_STATISTICS)),
@@ -241,17 +263,18 @@ _IN_TURN = tuple(
 # emulated: of what the sources in one launch, and frozen, share with these there is less.
 VERIFICATION = (
     *(
-        _case(_ODD[(i + second) % len(_ODD)], dtype, *variant, one_launch=False)
+        _case(_ODD[(i + second) % len(_ODD)], dtype, *variant, way=spec.TWO)
         for i, (variant, dtype) in _EACH
         for second in (0, 2)
     ),
-    *(_case(*one, one_launch=True) for one in _IN_TURN),
+    *(_case(*one, way=spec.CLUSTER) for one in _IN_TURN),
+    *(_case(*one, way=spec.GRID) for one in _IN_TURN[::2]),
     *(_frozen_case(*one, i % 2 == 0) for i, one in enumerate(_IN_TURN)),
     _frozen_case(_ODD[1], "bfloat16", "relu", True, True),
     _frozen_case(_ODD[2], "bfloat16", "relu", False, True),
     _frozen_case(_ODD[3], "float16", "silu", False, True),
-    *(_case(*one, one_launch=i % 3 == 0, forked=True) for i, one in enumerate(_IN_TURN)),
-    *(_case(_ODD[i], "bfloat16", "relu", True, one_launch=i == 1, forked=True) for i in range(2)),
-    _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, one_launch=False),
-    _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, one_launch=False),
+    *(_case(*one, way=spec.WAYS[i % 3], forked=True) for i, one in enumerate(_IN_TURN)),
+    *(_case(_ODD[i], "bfloat16", "relu", True, way=way, forked=True) for i, way in enumerate(spec.WAYS)),
+    _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, way=spec.TWO),
+    _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, way=spec.TWO),
 )

@@ -64,49 +64,77 @@ def _launch(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A launch in which each cluster holds its tile's rows, ready to pass."""
+class _OneLaunch:
+    """A launch in which a cluster holds its tile's rows, or, where it has partial sums, all blocks hold the tensor; ready to pass."""
 
     kernel: Any
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    sizes: tuple[Any, Any, Any]  # rows, vectors, tile
+    sizes: tuple[Any, ...]  # rows, vectors, tile; with partial sums also kept, and of the forward ahead
+    shared: int = 0  # bytes of dynamic shared memory
+    partials: int = 0  # fp32 values
+
+    def run(self, device: torch.device, before: tuple[Any, ...], behind: tuple[Any, ...], stream: Any) -> None:
+        """Launch with these arguments before and behind the partial sums and their tickets, which a cluster has none of.
+
+        With partial sums the launch is cooperative: its blocks wait for each other.
+        """
+        if not self.partials:
+            self.kernel(self.grid, self.block, (*before, *behind), 0, stream)
+            return
+        partial = torch.empty(self.partials, dtype=torch.float32, device=device)
+        arguments = (*before, partial.data_ptr(), nvrtc.tickets(device), *behind)
+        self.kernel(self.grid, self.block, arguments, self.shared, stream, enable_cooperative_groups=True)
 
 
 @lru_cache(maxsize=4096)
-def _held(
-    source: str,
+def _one_launch(
     rows: int,
     channels: int,
     dtype: torch.dtype,
     activation: str,
     residual: bool,
     forked: bool,
+    backward: bool,
+    way: str | None,
     device: int,
-) -> _Held | None:
-    name = storage.name(dtype)
-    shape = spec.held(source, rows, channels, name, sm_count=nvrtc.sm_count(device), forked=forked)
-    if shape is None or nvrtc.arch(device) < spec.NEEDS_ARCH[source]:
-        return None
-    defines = tuple(spec.held_defines(source, name, activation, residual, forked=forked).items())
-    return _Held(
-        kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
-        grid=(spec.HELD_CLUSTER, shape.tiles, 1),
-        block=(spec.held_threads(source), 1, 1),
-        sizes=(np.int32(rows), np.int32(shape.vectors), np.int32(shape.tile)),
+) -> _OneLaunch | None:
+    """The one launch where spec says so, or `way`; None for two."""
+    name, arch = storage.name(dtype), nvrtc.arch(device)
+    source, shape = spec.launch(
+        rows,
+        channels,
+        name,
+        activation,
+        residual=residual,
+        forked=forked,
+        backward=backward,
+        sm_count=nvrtc.sm_count(device),
+        arch=arch,
+        way=way,
     )
-
-
-def _in_one_launch(
-    source: str, x: torch.Tensor, activation: str, residual: bool, one_launch: bool | None, *, forked: bool = False
-) -> _Held | None:
-    """The one launch, where it is wanted (None: where spec says so) and a cluster's registers hold the rows."""
-    if one_launch is None:
-        one_launch = not spec.wins_in_one_launch(x.numel() * x.element_size(), residual)
-    if not one_launch:
+    if shape is None:
         return None
-    n, c, h, w = x.shape
-    return _held(source, n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
+    entry, sizes = spec.KERNELS[source][0], (rows, shape.vectors, shape.tile)
+    if isinstance(shape, spec.Held):
+        held = tuple(spec.held_defines(source, name, activation, residual, forked=forked).items())
+        return _OneLaunch(
+            kernel=nvrtc.function(source, entry, held, device),
+            grid=(spec.HELD_CLUSTER, shape.tiles, 1),
+            block=(spec.held_threads(source), 1, 1),
+            sizes=tuple(map(np.int32, sizes)),
+        )
+    defines = tuple(spec.grid_defines(source, name, activation, residual, forked=forked).items())
+    slot = 16 * spec.GRID_THREADS
+    kept = (shape.kept,) if backward else (shape.kept, shape.ahead)
+    return _OneLaunch(
+        kernel=nvrtc.function(source, entry, defines, device, spec.grid_slots(arch, name) * slot),
+        grid=(shape.blocks, shape.tiles, 1),
+        block=(spec.GRID_THREADS, 1, 1),
+        sizes=tuple(map(np.int32, (*sizes, *kept))),
+        shared=shape.slots * slot,
+        partials=shape.tiles * shape.blocks * 2 * shape.tile * storage.vector_width(name),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +189,7 @@ def forward(
     slope: float,
     *,
     in_place: bool = True,
-    one_launch: bool | None = None,
+    way: str | None = None,
     moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns y (like x), saved fp32, and mask (bytes; empty without a residual or an activation).
@@ -169,9 +197,9 @@ def forward(
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
     variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
 
-    Without running statistics saved is [4, C] too, and its last two rows mean nothing. `one_launch` False takes two launches, True one where
-    registers hold the rows, None one where spec says that it wins. With two, `moments` of x (ops/moments.py) spare the first its
-    pass over x.
+    Without running statistics saved is [4, C] too, and its last two rows mean nothing. `way` is one of spec.WAYS, and TWO is taken
+    where what it names cannot hold the rows; None takes what spec says is fastest. `moments` of x (ops/moments.py) spare two launches the
+    first's pass over x: they are taken whatever the way.
     """
     weight, bias = aligned(weight), aligned(bias)
     if running_mean is None or running_var is None:
@@ -188,14 +216,14 @@ def forward(
     stream = nvrtc.stream(device)
     running = (running_mean.data_ptr(), running_var.data_ptr())
     updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
-    held = _in_one_launch(spec.HELD_FORWARD, x, activation, residual is not None, one_launch)
-    if held is not None:
-        held.kernel(
-            held.grid,
-            held.block,
+    n, _, h, w = x.shape
+    wanted = way if moments is None else spec.TWO
+    one = _one_launch(n * h * w, channels, x.dtype, activation, residual is not None, False, False, wanted, device)
+    if one is not None:
+        one.run(
+            x.device,
+            (x.data_ptr(), 0 if residual is None else residual.data_ptr()),
             (
-                x.data_ptr(),
-                0 if residual is None else residual.data_ptr(),
                 *running,
                 weight.data_ptr(),
                 bias.data_ptr(),
@@ -203,12 +231,11 @@ def forward(
                 *updated,
                 y.data_ptr(),
                 mask.data_ptr(),
-                *held.sizes,
+                *one.sizes,
                 np.float32(momentum),
                 np.float32(eps),
                 np.float32(slope),
             ),
-            0,
             stream,
         )
         return y, saved, mask
@@ -311,12 +338,12 @@ def backward(
     slope: float,
     residual: bool,
     *,
-    one_launch: bool | None = None,
+    way: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dresidual (like x; empty without a residual), dweight and dbias [C] fp32.
 
     dy, dy2: like x, channels_last; the caller makes them so. What came from above is their sum, or dy alone, which is dresidual
-    itself then where there is no activation. `one_launch` as in `forward`; the two need not agree.
+    itself then where there is no activation. `way` as in `forward`; the two need not agree.
     """
     weight, bias = aligned(weight), aligned(bias)
     device = x.device.index or 0
@@ -333,24 +360,21 @@ def backward(
     above = (dy.data_ptr(), 0 if dy2 is None else dy2.data_ptr())
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
-    held = _in_one_launch(spec.HELD_BACKWARD, x, activation, residual, one_launch, forked=forked)
-    if held is not None:
-        held.kernel(
-            held.grid,
-            held.block,
+    n, _, h, w = x.shape
+    one = _one_launch(n * h * w, channels, x.dtype, activation, residual, forked, True, way, device)
+    if one is not None:
+        one.run(
+            x.device,
+            (*above, x.data_ptr(), mask.data_ptr()),
             (
-                *above,
-                x.data_ptr(),
-                mask.data_ptr(),
                 *common,
                 dx.data_ptr(),
                 dresidual.data_ptr(),
                 base + 8 * channels,
                 base + 12 * channels,
-                *held.sizes,
+                *one.sizes,
                 np.float32(slope),
             ),
-            0,
             stream,
         )
         return dx, dresidual, dweight, dbias

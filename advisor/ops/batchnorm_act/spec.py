@@ -15,6 +15,8 @@ BACKWARD = "batchnorm/batchnorm_act_backward.cu"
 HELD_FORWARD = "batchnorm/batchnorm_act_held_forward.cu"
 HELD_BACKWARD = "batchnorm/batchnorm_act_held_backward.cu"
 MOMENTS = "batchnorm/batchnorm_moments.cu"
+GRID_FORWARD = "batchnorm/batchnorm_act_grid_forward.cu"
+GRID_BACKWARD = "batchnorm/batchnorm_act_grid_backward.cu"
 FROZEN_FORWARD = "batchnorm/batchnorm_act_frozen_forward.cu"
 FROZEN_BACKWARD = "batchnorm/batchnorm_act_frozen_backward.cu"
 KERNELS = {
@@ -23,6 +25,8 @@ KERNELS = {
     HELD_FORWARD: ("batchnorm_act_held_forward",),
     HELD_BACKWARD: ("batchnorm_act_held_backward",),
     MOMENTS: ("batchnorm_merge_moments",),
+    GRID_FORWARD: ("batchnorm_act_grid_forward",),
+    GRID_BACKWARD: ("batchnorm_act_grid_backward",),
     FROZEN_FORWARD: ("batchnorm_act_frozen_forward",),
     FROZEN_BACKWARD: ("batchnorm_act_frozen_backward",),
 }
@@ -37,6 +41,11 @@ NO_AFFINE, NO_STATISTICS, FROZEN = "no affine parameters", "no running statistic
 # A batch norm whose result is used twice: it gives out two handles of it and takes a gradient for each, which the kernels add
 # up (docs/decisions/0014-two-gradients.md).
 FORKED = "forked"
+
+# How a pass over a tensor is launched: in two launches, in one whose clusters of blocks hold their channels' rows, or in one
+# whose blocks hold the whole tensor (docs/decisions/0022-batch-norm-in-one-launch.md).
+TWO, CLUSTER, GRID = "two launches", "one launch", "whole grid"
+WAYS = (TWO, CLUSTER, GRID)
 
 THREADS = 512
 # Channel vectors a block covers. 16 x 16 bytes of a row is two cache lines, and the last block of a tile has little to add
@@ -62,9 +71,28 @@ MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of 
 # Of a block that merges moments; the channels are written into the source as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
+# One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor. The bytes of x, from and
+# up to, for which it is taken: none before it is measured.
+GRID_BYTES = {GRID_FORWARD: (0, 0), GRID_BACKWARD: (0, 0)}
+GRID_THREADS = 512
+# Rows of a thread that registers hold without spilling; the slope of an activation beyond ReLU wants some for itself. Shared
+# memory holds the rest.
+GRID_ROWS = {GRID_FORWARD: 14, GRID_BACKWARD: 6}
+GRID_SLOPED_ROWS = 5  # of GRID_BACKWARD, beyond ReLU
+GRID_FORKED_ROWS = {False: 4, True: 3}  # of GRID_BACKWARD with two gradients; True: beyond ReLU
+MAX_GRID_TILE = 16  # vectors
+GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
+# Shared memory of one block, in KiB, where it is not 99 (sm_86, sm_89, sm_120).
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
 # docs/decisions/0001-batchnorm-launch.md.
-TUNABLE = {"HELD_BYTES": (0, 4 << 20, 1 << 40), "HELD_THREADS": (256, 512), "HELD_CLUSTER": (4, 8)}
+TUNABLE = {
+    "HELD_BYTES": (0, 4 << 20, 1 << 40),
+    "HELD_THREADS": (256, 512),
+    "HELD_CLUSTER": (4, 8),
+    "GRID_TILES": (GRID_TILES, (1, 2, 4, 5), (8, 10, 12, 16)),
+    "GRID_ROWS": (GRID_ROWS, {GRID_FORWARD: 10, GRID_BACKWARD: 5}, {GRID_FORWARD: 4, GRID_BACKWARD: 3}),
+}
 
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
 _MEASURED = frozenset({"none", "relu", "relu6", "silu", "hardswish"})
@@ -94,9 +122,11 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     return ""
 
 
-def wins_in_one_launch(nbytes: int, residual: bool) -> str:
-    """Why a tensor of this size takes two launches; empty where one is measured to be faster."""
-    return "" if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else "two launches are faster at this size"
+def ways(nbytes: int, residual: bool, *, backward: bool) -> tuple[str, ...]:
+    """TWO, CLUSTER and GRID by measured speed for an x of this size: the first that can be had is taken, TWO always can."""
+    fewest, most = GRID_BYTES[GRID_BACKWARD if backward else GRID_FORWARD]
+    grid = (GRID,) if fewest < nbytes <= most else ()
+    return (*grid, CLUSTER, TWO) if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else (*grid, TWO)
 
 
 _PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDUAL_ACTIVATIONS)))
@@ -106,7 +136,11 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
     if source == MOMENTS:
         return (moments_defines(),)
-    forks = (False, True) if source in (BACKWARD, HELD_BACKWARD) else (False,)
+    forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
+    if source in GRID_ROWS:
+        return tuple(
+            grid_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
+        )
     if source in HELD_ROWS:
         return tuple(
             held_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
@@ -134,7 +168,7 @@ def moments_defines() -> dict[str, int]:
 
 def takes_moments(nbytes: int, residual: bool) -> str:
     """Why a norm over a tensor of this size has no use for the moments that the kernel before it can leave; empty where it has."""
-    return "" if wins_in_one_launch(nbytes, residual) else "one launch reads the tensor once"
+    return "one launch reads the tensor once" if CLUSTER in ways(nbytes, residual, backward=False) else ""
 
 
 def held_threads(source: str) -> int:
@@ -154,6 +188,24 @@ def held_defines(source: str, dtype: str, activation: str, residual: bool, *, fo
         "THREADS": held_threads(source),
         "CLUSTER": HELD_CLUSTER,
         "HOLD": held_rows(source, forked=forked),
+    }
+    return {**found, "FORK": 1} if forked else found
+
+
+def grid_rows(source: str, activation: str, *, forked: bool) -> int:
+    """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers. `forked`, of the latter alone, takes two gradients."""
+    sloped = source == GRID_BACKWARD and activation not in ("none", "relu")
+    rows = min(GRID_SLOPED_ROWS, GRID_ROWS[source]) if sloped else GRID_ROWS[source]
+    return min(GRID_FORKED_ROWS[sloped], rows) if forked else rows
+
+
+def grid_defines(source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False) -> dict[str, int]:
+    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD."""
+    found = {
+        **_macros(dtype, activation, residual),
+        "THREADS": GRID_THREADS,
+        "MAX_TILE": MAX_GRID_TILE,
+        "HOLD": grid_rows(source, activation, forked=forked),
     }
     return {**found, "FORK": 1} if forked else found
 
@@ -246,6 +298,107 @@ def held(source: str, rows: int, channels: int, dtype: str, *, sm_count: int, fo
     return Held(tile=tile, tiles=-(-vectors // tile), vectors=vectors)
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Launch geometry of GRID_FORWARD and GRID_BACKWARD: grid (blocks, tiles), `tile` of a row's `vectors` a block."""
+
+    tile: int
+    tiles: int
+    blocks: int
+    vectors: int
+    kept: int  # rows of a thread in shared memory
+    ahead: int  # rows of the residual, likewise
+    slots: int  # vectors of a thread in shared memory
+
+
+def grid_slots(arch: int, dtype: str) -> int:
+    """Vectors of a thread for which a block's shared memory has room, beside the sums and constants of its channels."""
+    width = vector_width(dtype)
+    sums = max(2 * width * 4, 32) * GRID_THREADS + 5 * MAX_GRID_TILE * width * 4
+    return (_SHARED_KIB.get(arch, 99) * 1024 - sums) // (16 * GRID_THREADS)
+
+
+@lru_cache(maxsize=4096)
+def grid(
+    source: str,
+    rows: int,
+    channels: int,
+    dtype: str,
+    activation: str,
+    *,
+    residual: bool,
+    forked: bool = False,
+    sm_count: int,
+    arch: int,
+) -> Grid | None:
+    """The geometry in which all blocks together hold the tensor; None where it does not fit.
+
+    Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
+    bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column.
+    """
+    vectors, slots = channels // vector_width(dtype), grid_slots(arch, dtype)
+    if rows * vectors >= 2**31:
+        return None
+    hold = grid_rows(source, activation, forked=forked)
+    best: tuple[float, Grid] | None = None
+    for tile in GRID_TILES:
+        tiles = -(-vectors // tile)
+        if tile > vectors or tiles > sm_count:
+            continue
+        rows_per_pass = GRID_THREADS // tile
+        blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
+        passes = -(-rows // (blocks * rows_per_pass))
+        kept = max(0, passes - hold)
+        used = kept * (2 if source == GRID_BACKWARD else 1)
+        if used > slots:
+            continue
+        ahead = min(passes, slots - used) if residual and source == GRID_FORWARD else 0
+        moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / tile)
+        merged = blocks * 2 * tile * vector_width(dtype) * 4
+        if best is None or moved + merged < best[0]:
+            found = Grid(
+                tile=tile, tiles=tiles, blocks=blocks, vectors=vectors, kept=kept, ahead=ahead, slots=used + ahead
+            )
+            best = moved + merged, found
+    return None if best is None else best[1]
+
+
+@lru_cache(maxsize=4096)
+def launch(
+    rows: int,
+    channels: int,
+    dtype: str,
+    activation: str,
+    *,
+    residual: bool,
+    forked: bool,
+    backward: bool,
+    sm_count: int,
+    arch: int,
+    way: str | None = None,
+) -> tuple[str, Held | Grid | None]:
+    """The source that a pass is launched from, and its geometry where that is one launch.
+
+    `way` of WAYS, and TWO where what it names cannot hold the rows; None for the first of `ways` that can. `forked` takes
+    two gradients.
+    """
+    nbytes = rows * channels * (16 // vector_width(dtype))
+    forked = forked and backward
+    for wanted in (way,) if way else ways(nbytes, residual, backward=backward):
+        found: Held | Grid | None = None
+        source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
+            backward
+        ]
+        if wanted == CLUSTER and arch >= NEEDS_ARCH[source]:
+            found = held(source, rows, channels, dtype, sm_count=sm_count, forked=forked)
+        elif wanted == GRID:
+            options = {"residual": residual, "forked": forked, "sm_count": sm_count, "arch": arch}
+            found = grid(source, rows, channels, dtype, activation, **options)
+        if found is not None:
+            return source, found
+    return (BACKWARD if backward else FORWARD), None
+
+
 def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:
     """Bytes the two launches of the forward and of the backward must move: tensor passes, with one bit an element for the mask."""
     mask = elements // 8 if residual and activation != "none" else 0
@@ -256,7 +409,7 @@ def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool
 
 
 def held_bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:
-    """Bytes that the forward and the backward must move in one launch each: every tensor once."""
+    """Bytes that the forward and the backward must move in one launch each, of either kind: every tensor once."""
     mask = elements // 8 if residual and activation != "none" else 0
     forward = elements * itemsize * (3 if residual else 2) + mask
     tensors = 3 + forked + writes_residual_gradient(activation, residual, forked=forked)

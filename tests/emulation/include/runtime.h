@@ -43,6 +43,9 @@ void cluster_arrive();
 void cluster_wait();
 const void* in_block_of_cluster(const void* at, int rank);  // the same place in that block's shared memory
 
+// Waits until reached(at, wanted), with other blocks of a cooperative launch running meanwhile.
+void wait_for_grid(bool (*reached)(const void* at, unsigned wanted), const void* at, unsigned wanted);
+
 // What a launch does, for one thread.
 using Entry = void (*)(void* const* arguments);
 

@@ -1,0 +1,228 @@
+// Batch normalisation (+ residual add) + activation, training mode. Backward in one launch of the whole GPU that reads dy and x once
+// and keeps them on chip.
+//
+//   g = dy * act'(z)      dbias = sum_m g      dweight = invstd * sum_m g * (x - mean)
+//   dx = weight * invstd * (g - dbias / M - (x - mean) * invstd^2 * sum_m g (x - mean) / M)      dresidual = g
+//
+// FORK      y was used twice: dy is the sum of two gradients, dy and dy2, as in batchnorm_act_backward.cu.
+// Shapes    dy, dy2, x, dx, dresidual: [M, C] NHWC; mask and saved as any forward wrote them; weight, bias, dweight, dbias: [C] fp32.
+// Replaces  the two launches of batchnorm_act_backward.cu where x and dy fit the registers and the shared memory of all SMs.
+// Bytes     2 reads (+1/16 mask; FORK: +1), 1 write (+1 where dresidual is not dy itself: an activation, or FORK): 3 passes over the
+//           tensor in place of 5, or 4 in place of 6, or with FORK 5 in place of 7.
+// Bound     as in batchnorm_act_grid_forward.cu: L2 or DRAM, and a chain of some 5 us. Arithmetic: 100 instructions a pair of
+//           vectors and warp. Expected on an H200, bf16, ReLU, x from DRAM and dy from L2 (two launches measured 23.5 us at 12.6
+//           MB on average):
+//             16.8 MB 128x64x32x32  loads 7, stores 4.2: 17 us          8.4 MB 128x128x16x16  11 us       4.2 MB 128x256x8x8 8 us
+//             12.8 MB 256x512x7x7   14 us                               8.0 MB 256x80x14x14   11 us
+// Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of x and dy a thread in registers, `kept` more in shared
+//           memory, all under way at once; of those dy2 and the mask follow UNROLL rows at a time.
+// Numerics  those of the two launches (with FORK dx always comes of a rounded g): z by the forward's expression, or the forward's bits; fp64 across warps and blocks.
+// Limits    M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; with a residual only slopes of 0 or 1 (none,
+//           ReLU, ReLU6); every block on an SM at once.
+
+#include "vector.cuh"
+#include "activation.cuh"
+#include "cp_async.cuh"
+#include "grid_tile.cuh"
+#include "prefetch.cuh"
+
+#ifndef FORK
+#define FORK 0
+#endif
+#define BY_MASK (RESIDUAL && ACT != 0)
+#define KEEPS_G (RESIDUAL && (ACT != 0 || FORK))  // dresidual is written: it is not dy itself
+// Between the sums and dx the chip holds dy, of which g is made a second time, or g: dy or zero, or a sum.
+#define MAKES_G_TWICE (ACT > 2 && !FORK)
+#define HOLDS_G (!MAKES_G_TWICE && (ACT != 0 || FORK))
+
+#ifndef UNROLL
+#define UNROLL (FORK ? 4 : 8)  // rows of shared memory at a time: their masks, or their other gradients, are under way together
+#endif
+
+// Constants of this thread's VEC channels.
+struct Channel {
+  float mean[VEC], scale[VEC];
+#if ACT != 0 && !RESIDUAL
+  float offset[VEC];
+#endif
+};
+
+__device__ __forceinline__ void fetch(const float* constant, int tile, int tx, float (&k)[VEC]) {
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) k[j] = constant[j * tile + tx];
+}
+
+// g[j] = (dy[j] + dy2[j]) * act'(z[j]);  d[j] = x[j] - mean[j]
+__device__ __forceinline__ void gradient(
+    const Channel& k, const Vec16& vx, const Vec16& dy, const Vec16& dy2, unsigned int bits, float slope, float (&g)[VEC],
+    float (&d)[VEC]) {
+  widen(vx, d);
+  widen(dy, g);
+#if FORK
+  float other[VEC];
+  widen(dy2, other);
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) g[j] += other[j];
+#endif
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    d[j] -= k.mean[j];
+#if BY_MASK
+    g[j] = (bits >> j) & 1u ? g[j] : 0.f;
+#elif ACT != 0
+    g[j] *= slope_at(d[j] * k.scale[j] + k.offset[j], slope);
+#endif
+  }
+}
+
+// Adds a vector's gradient to the sums. Afterwards `held`, which was dy, is what store_gradients wants.
+__device__ __forceinline__ void accumulate(
+    const Channel& k, const Vec16& vx, Vec16& held, const Vec16& dy2, unsigned int bits, float slope, float (&sum)[VEC],
+    float (&product)[VEC]) {
+  float g[VEC], d[VEC];
+  gradient(k, vx, held, dy2, bits, slope, g, d);
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    sum[j] += g[j];
+    product[j] += g[j] * d[j];
+  }
+#if HOLDS_G
+  held = narrow(g);  // so that neither z nor the bits are needed again
+#endif
+}
+
+__device__ __forceinline__ void store_gradients(
+    const Channel& k, const Vec16& vx, const Vec16& held, const float (&c1)[VEC], const float (&c2)[VEC], Vec16* dx,
+    Vec16* dresidual, int place, float slope) {
+  float g[VEC], d[VEC];
+  widen(vx, d);
+  widen(held, g);
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    d[j] -= k.mean[j];
+#if MAKES_G_TWICE
+    g[j] *= slope_at(d[j] * k.scale[j] + k.offset[j], slope);
+#endif
+  }
+#if KEEPS_G
+  store(dresidual + place, held);
+#endif
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) g[j] = k.scale[j] * (g[j] - c1[j] - d[j] * c2[j]);
+  store(dx + place, narrow(g));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_backward(
+    const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, const Vec16* __restrict__ x,
+    const unsigned char* __restrict__ mask, float* __restrict__ partial, unsigned int* __restrict__ ticket,
+    const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
+    Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
+    int rows, int vectors, int tile, int kept, float slope) {
+  extern __shared__ __align__(16) Vec16 slots[];  // [2][kept][THREADS]
+  __shared__ __align__(16) float scratch[GRID_SCRATCH];
+  __shared__ float constant[5 * GRID_WIDTH];
+  const GridTile t = grid_tile(tile, vectors);
+  const int width = tile * VEC, channels = vectors * VEC;
+  const int end = t.vector < 0 ? 0 : rows;
+  const int at = t.first * vectors + t.vector, step = t.stride * vectors;
+  Vec16 *const slot = slots + threadIdx.x, *const above = slot + kept * THREADS;
+  for (int k = 0; k < kept; ++k) {
+    const int place = at + (HOLD + k) * step;
+    if (t.first + (HOLD + k) * t.stride < end) {
+      cp_async16(slot + k * THREADS, x + place);
+      cp_async16(above + k * THREADS, dy + place);
+#if FORK
+      prefetch_l2(dy2 + place);
+#endif
+    }
+  }
+  cp_async_commit();
+  Vec16 vx[HOLD], vdy[HOLD], vdy2[HOLD];
+  unsigned int bits[HOLD];
+#pragma unroll
+  for (int u = 0; u < HOLD; ++u) {
+    bits[u] = 0u;
+    if (t.first + u * t.stride < end) {
+      vx[u] = load_last(x + at + u * step);
+      vdy[u] = load_last(dy + at + u * step);
+#if FORK
+      vdy2[u] = load_last(dy2 + at + u * step);
+#endif
+#if BY_MASK
+      bits[u] = mask[at + u * step];
+#endif
+    }
+  }
+  const int c = grid_channel(tile, vectors);
+  if (c >= 0) {  // while the loads are under way
+    constant[threadIdx.x] = saved[c];
+    constant[width + threadIdx.x] = saved[channels + c] * weight[c];
+    constant[2 * width + threadIdx.x] = bias[c];
+  }
+  __syncthreads();
+  Channel k;
+  float sum[VEC], product[VEC];
+  fetch(constant, tile, t.tx, k.mean);
+  fetch(constant + width, tile, t.tx, k.scale);
+#if ACT != 0 && !RESIDUAL
+  fetch(constant + 2 * width, tile, t.tx, k.offset);
+#endif
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) sum[j] = product[j] = 0.f;
+#pragma unroll
+  for (int u = 0; u < HOLD; ++u)
+    if (t.first + u * t.stride < end) accumulate(k, vx[u], vdy[u], vdy2[u], bits[u], slope, sum, product);
+  cp_async_wait<0>();
+  for (int base = 0; base < kept; base += UNROLL) {
+    Vec16 other[UNROLL];
+    unsigned int kept_bits[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int row = HOLD + base + u;
+      kept_bits[u] = 0u;
+      if (base + u < kept && t.first + row * t.stride < end) {
+#if FORK
+        other[u] = load_last(dy2 + at + row * step);
+#endif
+#if BY_MASK
+        kept_bits[u] = mask[at + row * step];
+#endif
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int row = base + u;
+      if (row < kept && t.first + (HOLD + row) * t.stride < end) {
+        Vec16 held = above[row * THREADS];
+        accumulate(k, slot[row * THREADS], held, other[u], kept_bits[u], slope, sum, product);
+#if HOLDS_G
+        above[row * THREADS] = held;
+#endif
+      }
+    }
+  }
+  double first, second;
+  const unsigned int leave = sum_over_grid(tile, sum, product, scratch, partial, ticket, first, second);
+  if (c >= 0) {
+    const double invstd = (double)saved[channels + c], inverse = 1.0 / (double)rows;
+    constant[3 * width + threadIdx.x] = (float)(first * inverse);
+    constant[4 * width + threadIdx.x] = (float)(second * inverse * invstd * invstd);
+    if (blockIdx.x == 0) {
+      dbias[c] = (float)first;
+      dweight[c] = (float)(second * invstd);
+    }
+  }
+  __syncthreads();
+  float c1[VEC], c2[VEC];
+  fetch(constant + 3 * width, tile, t.tx, c1);
+  fetch(constant + 4 * width, tile, t.tx, c2);
+#pragma unroll
+  for (int u = 0; u < HOLD; ++u)
+    if (t.first + u * t.stride < end) store_gradients(k, vx[u], vdy[u], c1, c2, dx, dresidual, at + u * step, slope);
+#pragma unroll UNROLL
+  for (int row = 0; row < kept; ++row)
+    if (t.first + (HOLD + row) * t.stride < end)
+      store_gradients(
+          k, slot[row * THREADS], above[row * THREADS], c1, c2, dx, dresidual, at + (HOLD + row) * step, slope);
+  if (threadIdx.x == 0) grid_left(ticket + blockIdx.y, gridDim.x, leave);
+}

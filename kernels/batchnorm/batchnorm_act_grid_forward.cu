@@ -1,0 +1,183 @@
+// Batch normalisation in training mode, then an optional residual add, then an activation, in one launch of the whole GPU that
+// reads x once and keeps it on chip.
+//
+//   mean[c] = 1/M sum_m x[m,c]        var[c] = 1/M sum_m (x[m,c] - mean[c])^2        (biased)
+//   z = (x - mean) * weight / sqrt(var + eps) + bias (+ residual)                    y = act(z)
+//   running_mean += momentum * (mean - running_mean);  running_var likewise with var * M / (M - 1)
+//
+// Shapes    as in batchnorm_act_forward.cu: x, residual, y: [M, C] with M = N*H*W, rows contiguous (NHWC), fp16, bf16 or fp32;
+//           C a multiple of VEC. weight, bias, running_*: [C] fp32 (running_*_out may be the same memory). saved: [2, C] fp32
+//           (mean, 1/sqrt(var + eps)). mask: [M, C/VEC] bytes, only with a residual and an activation.
+// Replaces  the two launches of batchnorm_act_forward.cu where x fits the registers and the shared memory of all SMs.
+// Bytes     1 read (+1 residual), 1 write (+1/16 mask): a third, or a quarter, less than in two launches.
+// Bound     L2 where x still lies there (H200: some 5.5 TB/s), else DRAM (4.2), and a chain that no size shortens: launch and
+//           first load 2 us, sums of the block 0.5, store + arrive + see + read the column's partial sums 4 x 0.6, constants
+//           0.3: some 5 us. Arithmetic: 70 instructions a vector and warp, 1 us per 64 KiB an SM, half of it under loads.
+//           Expected on an H200, warm, bf16, ReLU (two launches measured 20 us at 12.6 MB on average):
+//             16.8 MB 128x64x32x32  loads 3.2, stores 4.2: 12 us        25.7 MB 256x256x14x14  16 us
+//              8.4 MB 128x128x16x16 9 us     4.2 MB 128x256x8x8 7 us    12.8 MB 256x512x7x7    11 us
+//             24.1 MB 256x960x7x7   15 us    8.0 MB 256x80x14x14 9 us
+// Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of 16 bytes a thread in registers, `kept` more in shared
+//           memory, all under way at once: x first, then `ahead` rows of the residual, which land during the barrier.
+// Numerics  those of the two launches: fp32 sums of x - x[0,c], fp64 across warps and blocks.
+// Limits    M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; every block on an SM at once.
+
+#include "vector.cuh"
+#include "activation.cuh"
+#include "cp_async.cuh"
+#include "grid_tile.cuh"
+
+#ifndef UNROLL
+#define UNROLL 4  // rows that come from shared memory, or residual rows that were not fetched ahead, at a time
+#endif
+
+struct Channel {
+  float mean[VEC], scale[VEC], offset[VEC];
+};
+
+// y, and with a residual the mask, of one vector.
+__device__ __forceinline__ void apply(
+    const Channel& k, const Vec16& v, const Vec16& r, Vec16* y, unsigned char* mask, int place, float slope) {
+  float f[VEC];
+  widen(v, f);
+#if RESIDUAL
+  float g[VEC];
+  widen(r, g);
+  unsigned int bits = 0;
+#endif
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    float z = (f[j] - k.mean[j]) * k.scale[j] + k.offset[j];
+#if RESIDUAL
+    z += g[j];
+    bits |= (slope_at(z, 0.f) != 0.f ? 1u : 0u) << j;
+#endif
+    f[j] = activate(z, slope);
+  }
+  store(y + place, narrow(f));
+#if RESIDUAL && ACT != 0
+  mask[place] = (unsigned char)bits;  // fp32 uses the low four bits of its byte
+#endif
+}
+
+__device__ __forceinline__ void accumulate(const Vec16& v, const float (&shift)[VEC], float (&sum)[VEC], float (&square)[VEC]) {
+  float f[VEC];
+  widen(v, f);
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    const float d = f[j] - shift[j];
+    sum[j] += d;
+    square[j] += d * d;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forward(
+    const Vec16* __restrict__ x, const Vec16* __restrict__ residual, float* __restrict__ partial,
+    unsigned int* __restrict__ ticket, const float* running_mean, const float* running_var,
+    const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ saved, float* running_mean_out,
+    float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile, int kept,
+    int ahead, float momentum, float eps, float slope) {
+  extern __shared__ __align__(16) Vec16 slots[];  // [kept + ahead][THREADS]
+  __shared__ __align__(16) float scratch[GRID_SCRATCH];
+  __shared__ float constant[5 * GRID_WIDTH];
+  const GridTile t = grid_tile(tile, vectors);
+  const int width = tile * VEC, channels = vectors * VEC;
+  const int end = t.vector < 0 ? 0 : rows;
+  const int at = t.first * vectors + t.vector, step = t.stride * vectors;
+  Vec16* const slot = slots + threadIdx.x;
+  for (int k = 0; k < kept; ++k)
+    if (t.first + (HOLD + k) * t.stride < end) cp_async16(slot + k * THREADS, x + at + (HOLD + k) * step);
+  cp_async_commit();
+  Vec16 v[HOLD];
+#pragma unroll
+  for (int u = 0; u < HOLD; ++u)
+    if (t.first + u * t.stride < end) v[u] = load(x + at + u * step);
+  float sum[VEC], square[VEC], shift[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) sum[j] = square[j] = shift[j] = 0.f;
+  if (t.vector >= 0) widen(load(x + t.vector), shift);
+  const int c = grid_channel(tile, vectors);
+  if (c >= 0) {  // while the loads are under way: behind the barrier they would be waited for
+    constant[width + threadIdx.x] = weight[c];
+    constant[2 * width + threadIdx.x] = bias[c];
+    if (blockIdx.x == 0) {
+      constant[3 * width + threadIdx.x] = running_mean[c];
+      constant[4 * width + threadIdx.x] = running_var[c];
+    }
+  }
+  if (threadIdx.x < tile) {
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) constant[j * tile + t.tx] = shift[j];
+  }
+#if RESIDUAL
+  Vec16* const other = slot + kept * THREADS;
+  for (int k = 0; k < ahead; ++k)
+    if (t.first + k * t.stride < end) cp_async16(other + k * THREADS, residual + at + k * step);
+#endif
+  cp_async_commit();
+  cp_async_wait<1>();  // x is here, the residual may be under way
+#pragma unroll UNROLL
+  for (int k = 0; k < kept; ++k)
+    if (t.first + (HOLD + k) * t.stride < end) accumulate(slot[k * THREADS], shift, sum, square);
+#pragma unroll
+  for (int u = 0; u < HOLD; ++u)
+    if (t.first + u * t.stride < end) accumulate(v[u], shift, sum, square);
+  double first, second;
+  const unsigned int leave = sum_over_grid(tile, sum, square, scratch, partial, ticket, first, second);
+  if (c >= 0) {
+    const double inverse = 1.0 / (double)rows;
+    const double d = first * inverse;
+    double var = second * inverse - d * d;
+    var = var > 0.0 ? var : (var != var ? var : 0.0);
+    const float mean = (float)(d + (double)constant[threadIdx.x]), invstd = (float)(1.0 / sqrt(var + (double)eps));
+    constant[threadIdx.x] = mean;
+    constant[width + threadIdx.x] *= invstd;
+    if (blockIdx.x == 0) {
+      saved[c] = mean;
+      saved[channels + c] = invstd;
+      const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
+      running_mean_out[c] = old_mean + momentum * (mean - old_mean);
+      running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  Channel k;
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    k.mean[j] = constant[j * tile + t.tx];
+    k.scale[j] = constant[width + j * tile + t.tx];
+    k.offset[j] = constant[2 * width + j * tile + t.tx];
+  }
+  Vec16 r[UNROLL];
+#pragma unroll
+  for (int base = 0; base < HOLD; base += UNROLL) {
+#if RESIDUAL
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (base + u < HOLD && t.first + (base + u) * t.stride < end)
+        r[u] = base + u < ahead ? other[(base + u) * THREADS] : load(residual + at + (base + u) * step);
+#endif
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (base + u < HOLD && t.first + (base + u) * t.stride < end)
+        apply(k, v[base + u], r[u], y, mask, at + (base + u) * step, slope);
+  }
+  for (int base = 0; base < kept; base += UNROLL) {
+#if RESIDUAL
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int row = HOLD + base + u;
+      if (base + u < kept && t.first + row * t.stride < end)
+        r[u] = row < ahead ? other[row * THREADS] : load(residual + at + row * step);
+    }
+#endif
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int row = HOLD + base + u;
+      if (base + u < kept && t.first + row * t.stride < end)
+        apply(k, slot[(base + u) * THREADS], r[u], y, mask, at + row * step, slope);
+    }
+  }
+  if (threadIdx.x == 0) grid_left(ticket + blockIdx.y, gridDim.x, leave);
+}
