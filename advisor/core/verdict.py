@@ -44,6 +44,9 @@ class Verdict:
     predicted: Interval | None = None
     gain: Interval | None = None
     confidence: float = 0.99
+    together: tuple[
+        str, ...
+    ] = ()  # other transforms that were tried with it, as one: gates and `timing` are of all of them
     effect: Check | None = None
     numerics: Check | None = None
     timing: Check | None = None

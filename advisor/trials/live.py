@@ -15,7 +15,7 @@ import os
 import signal
 import statistics as stdlib_statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,7 @@ from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import cuda_graphs, registry
 from advisor.transforms.base import Transform
+from advisor.transforms.bundle import Bundle
 from advisor.trials import planfile, planner, records, spent
 from advisor.trials.batches import BatchWatch
 from advisor.trials.disturbance import MachineWatch
@@ -255,12 +256,13 @@ class SearchDriver:
             self._notes.append(f"{name}, kept before, could not be applied: {reason}")
         done = {records.attempt(v) for v in records.verdicts(session.folder)}
         restart, late = "", False
-        for candidate in session.candidates:
-            if records.attempt(candidate) in done:
-                continue
+        waiting = [c for c in session.candidates if records.attempt(c) not in done]
+        while waiting:
             if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
                 late = True
                 break
+            members = self._bundle(waiting)
+            candidate = planner.as_one(members) if members else waiting.pop(0)
             tell(
                 session,
                 "trial",
@@ -280,11 +282,66 @@ class SearchDriver:
             if verdict is None:
                 restart = candidate.transform
                 break
-            self._conclude(verdict)
+            if members and verdict.status == KEPT:
+                waiting = [c for c in waiting if c not in members]
+                self._conclude_members(members, verdict)
+            else:
+                self._conclude(verdict)
         else:
             self._write(restart, complete=True)
             return
         self._write(restart, out_of_time=late)
+
+    def _bundle(self, waiting: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+        """Of the candidates whose turn it is, those to be tried as one: what applies now, unless that was tried before, or one of
+        them is on trial already.
+        """
+        group = planner.bundle(waiting)
+        current = records.load_current(self.session.folder)
+        if current is not None and current.transform in {c.transform for c in group}:
+            return ()
+        members = tuple(c for c in group if self._applies(c))
+        known = {v.transform for v in records.verdicts(self.session.folder)}
+        return members if len(members) > 1 and planner.as_one(members).transform not in known else ()
+
+    def _applies(self, candidate: Recommendation) -> bool:
+        try:
+            return self.find(candidate.transform).match(self.training, {}).applies
+        except Exception:
+            return False  # its own trial tells why
+
+    def _transform(self, identifier: str) -> Transform:
+        names = identifier.split(planner.TOGETHER)
+        return Bundle(identifier, [self.find(name) for name in names]) if len(names) > 1 else self.find(identifier)
+
+    def _conclude_members(self, members: Sequence[Recommendation], verdict: Verdict) -> None:
+        """A kept bundle: each member has a verdict of its own, with the effect it had itself; the gain is of all of them."""
+        for place, member in enumerate(members):
+            transform = self.find(member.transform)
+            others = [m for m in members if m is not member]
+            titles = " and ".join(self.find(m.transform).title for m in others)
+            sites = transform.sites(self.training) or ((), ())
+            self._conclude(
+                dataclasses.replace(
+                    verdict,
+                    transform=member.transform,
+                    title=transform.title,
+                    reason=f"{verdict.reason}, together with {titles}",
+                    round=member.round,
+                    semantics=transform.semantics,
+                    predicted=member.predicted,
+                    gain=None,
+                    together=tuple(m.transform for m in others),
+                    effect=transform.effect(self.training, None, None),
+                    seconds=verdict.seconds / len(members),
+                    # Paid once, and so told once.
+                    first_step_us=0.0 if place else verdict.first_step_us,
+                    break_even_steps=None if place else verdict.break_even_steps,
+                    memory_delta_bytes=0 if place else verdict.memory_delta_bytes,
+                    matched=sites[0],
+                    unmatched=sites[1],
+                )
+            )
 
     def _warm_up(self) -> Steps:
         recent: list[StepEvent] = [(yield)]
@@ -379,7 +436,7 @@ class SearchDriver:
         transform: Transform | None = None
         lost = False
         try:
-            transform = self.find(candidate.transform)
+            transform = self._transform(candidate.transform)
             watch.start()
             captured = yield from self._capture(gate)
             fed = None if proved else watch.fed()

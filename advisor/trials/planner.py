@@ -7,6 +7,7 @@ then kernels, then whole-graph compilers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence, Set
 
 from advisor.core.findings import Recommendation
@@ -43,6 +44,10 @@ DEAR = frozenset({"compile", "compile_max_autotune"})
 # What needs fresh processes and gains little is tried last, on top of the proven stack, whose fresh runs it is compared with: two
 # more then suffice, where pairs of its own take six or more.
 ON_TOP = frozenset({"cudnn_benchmark"})
+# Put into one captured graph, each with rows on file that it wins wherever it is dispatched: neighbours of these are tried as one, with
+# one capture, one gate and one set of blocks, and one by one only where that fails or gains nothing.
+BUNDLED = frozenset({*catalog.transforms(), "fused_casts"})
+TOGETHER = " + "
 _UNKNOWN = next(i for i, stage in enumerate(STAGES) if "conv_bias" in stage)  # beside the kernels
 LONG_FIRST_STEP_US = 10e6
 _BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
@@ -99,6 +104,22 @@ def _idle(item: Recommendation) -> bool:
 
 def _expected(item: Recommendation) -> float:
     return 0.0 if item.predicted is None else 0.5 * (item.predicted.low + item.predicted.high)
+
+
+def bundle(candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+    """The first candidates, as far as they may be tried as one; a single one, or none, is no bundle."""
+    waiting = (c for c in candidates if c.transform not in ON_TOP)
+    found = tuple(itertools.takewhile(lambda c: c.transform in BUNDLED and not c.parameters, waiting))
+    return found if len(found) > 1 else ()
+
+
+def as_one(members: Sequence[Recommendation]) -> Recommendation:
+    """The candidate that stands for all of these."""
+    return Recommendation(
+        transform=TOGETHER.join(m.transform for m in members),
+        title=" and ".join(m.title or m.transform for m in members),
+        round=members[0].round,
+    )
 
 
 def promises(item: Recommendation, min_gain: float) -> bool:

@@ -33,10 +33,16 @@ PROFILE_TIMEOUT_S = 120.0
 def moved(verdicts: Sequence[Verdict], number: int) -> bool:
     """Whether what round `number` kept has changed the step enough to look at it anew."""
     kept = [v for v in verdicts if v.round == number and v.status == "kept"]
-    if any(v.gain is None for v in kept):
-        return True
-    left = math.prod(1.0 - 0.5 * (v.gain.low + v.gain.high) for v in kept if v.gain is not None)
-    return bool(kept) and left <= 1.0 - LEAST_MOVED
+    gains: dict[frozenset[str], float] = {}  # of those tried as one, one gain
+    for verdict in kept:
+        if verdict.gain is not None:
+            gain = 0.5 * (verdict.gain.low + verdict.gain.high)
+        elif verdict.together and verdict.timing is not None and "gain" in verdict.timing.numbers:
+            gain = verdict.timing.numbers["gain"]
+        else:
+            return True
+        gains[frozenset((verdict.transform, *verdict.together))] = gain
+    return bool(kept) and math.prod(1.0 - gain for gain in gains.values()) <= 1.0 - LEAST_MOVED
 
 
 def candidates(

@@ -841,7 +841,10 @@ def apply_search(
     for candidate in search.left(search.known):
         reason = skipped.get(records.attempt(candidate)) or _why_open(search)
         records.save_verdict(run_dir, _skipped(candidate, search.title(candidate.transform), reason))
-    verdicts = tuple(records.verdicts(run_dir))
+    verdicts = tuple(v for v in records.verdicts(run_dir) if planner.TOGETHER not in v.transform)
+    for split in records.verdicts(run_dir):
+        if planner.TOGETHER in split.transform:
+            search.notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
     written, temporary = files.written(run_dir)
     if temporary:
         search.notes.append(f"beside the files listed, {temporary} temporary ones were written and put away")

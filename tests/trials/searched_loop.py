@@ -136,6 +136,10 @@ class Faster(Waits):
     id, factor = "faster", 0.5
 
 
+class Quicker(Waits):
+    id, factor, title = "quicker", 0.8, "another change of the tests"
+
+
 class FasterStill(Waits):
     id, factor, conflicts = "faster_still", 0.1, ("faster",)
 
@@ -278,7 +282,7 @@ class FreshOnly(Waits):
 CHANGES = {
     c.id: c
     for c in (
-        Nothing, Faster, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
+        Nothing, Faster, Quicker, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
         FreshOnly, Dies, Traced, Counted, Captures,
     )
 }  # fmt: skip

@@ -3,11 +3,12 @@ import json
 import re
 import time
 
+import pytest
 from searched_loop import candidates, find, train
 
 from advisor.core import storage
 from advisor.core.plan import PlanItem
-from advisor.core.verdict import Check
+from advisor.core.verdict import Check, Verdict
 from advisor.profiling.session import Session
 from advisor.trials import live, records
 from advisor.trials.gate import GateResult
@@ -62,6 +63,68 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path):
     assert record.complete
     assert record.model_hash
     assert records.load_current(tmp_path) is None
+
+
+@pytest.fixture
+def bundled(monkeypatch):
+    names = ("faster", "quicker", "wrong", "no_effect", "slower", "nothing", "does_not_apply")
+    monkeypatch.setattr(live.planner, "BUNDLED", frozenset(names))
+
+
+@pytest.mark.usefixtures("bundled")
+def test_changes_known_to_win_are_proved_in_one_trial(tmp_path):
+    verdicts, reason = search(tmp_path, "does_not_apply", "faster", "quicker", "faster_still")
+    assert reason == "search done"
+    assert {name: v.status for name, v in verdicts.items()} == {
+        "does_not_apply": "not applicable",
+        "faster": "kept",
+        "quicker": "kept",
+        "faster_still": "kept",  # on top of both, in whose place it may not be put
+    }
+    faster, quicker = verdicts["faster"], verdicts["quicker"]
+    assert (faster.together, quicker.together) == (("quicker",), ("faster",))
+    assert faster.reason.endswith("together with another change of the tests")
+    # One set of blocks, of both: 2 + 50 ms become 2 + 20, of which none can be told of either alone.
+    assert faster.blocks == quicker.blocks
+    assert faster.gain is quicker.gain is None
+    assert faster.timing.numbers["gain"] == pytest.approx(30 / 52, abs=0.02)
+    assert faster.numerics.passed
+    assert quicker.numerics.passed
+    assert faster.title != quicker.title
+    assert faster.first_step_us >= quicker.first_step_us == 0.0
+    assert verdicts["faster_still"].timing.numbers["gain"] == pytest.approx(18 / 22, abs=0.02)
+
+
+@pytest.mark.usefixtures("bundled")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [("wrong", "changes the training"), ("no_effect", "without effect"), ("slower", "slower")],
+)
+def test_what_fails_as_one_is_tried_one_by_one(tmp_path, other, told):
+    verdicts, _ = search(tmp_path, other, "quicker", "faster_still")
+    assert verdicts["quicker"].status == "kept"
+    assert verdicts["quicker"].together == ()
+    assert verdicts["quicker"].gain.low > 0.01
+    assert verdicts[other].status == "reverted"
+    assert told in verdicts[other].reason
+    assert verdicts[f"{other} + quicker"].status == "reverted"
+    assert verdicts["faster_still"].status == "kept"
+
+
+@pytest.mark.usefixtures("bundled")
+def test_changes_that_died_as_one_are_tried_one_by_one_in_the_next_process(tmp_path):
+    records.save_verdict(tmp_path, Verdict(transform="faster + quicker", status="failed", reason="signal 11"))
+    verdicts, _ = search(tmp_path, "faster", "quicker")
+    assert [verdicts[name].together for name in ("faster", "quicker")] == [(), ()]
+    assert {verdicts[name].status for name in ("faster", "quicker")} == {"kept"}
+
+
+@pytest.mark.usefixtures("bundled")
+def test_a_trial_begun_alone_is_gone_on_with_alone(tmp_path):
+    records.save_current(tmp_path, records.InTrial(transform="faster"))
+    verdicts, _ = search(tmp_path, "faster", "quicker")
+    assert "faster + quicker" not in verdicts
+    assert verdicts["faster"].together == ()
 
 
 def test_a_faster_rival_takes_the_place_of_a_kept_change(tmp_path):

@@ -46,6 +46,21 @@ def test_casts_are_put_together_once_kernels_are_settled_and_before_graphs():
     assert names(planner.order(found, profile(launch=50.0))) == ["amp_bf16", "first_conv", "fused_casts", "cuda_graphs"]
 
 
+def test_neighbouring_kernels_are_tried_as_one_up_to_the_next_other_change():
+    found = [
+        item("fused_pooling"),
+        item("cudnn_benchmark"),
+        item("first_conv"),
+        item("fused_optimizer"),
+        item("fused_casts"),
+    ]
+    members = planner.bundle(found)
+    assert names(members) == ["fused_pooling", "first_conv"]
+    assert planner.as_one(members).transform == "fused_pooling + first_conv"
+    assert planner.bundle(found[2:]) == planner.bundle(found[3:]) == planner.bundle([]) == ()
+    assert planner.bundle([item("fused_pooling", parameters={"a": "b"}), item("first_conv")]) == ()
+
+
 def test_after_is_honoured_and_a_circle_ends():
     items = [item("channels_last", after=("cudnn_benchmark",)), item("cudnn_benchmark")]
     assert names(planner.order(items)) == ["cudnn_benchmark", "channels_last"]

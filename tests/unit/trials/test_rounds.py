@@ -298,6 +298,15 @@ def test_what_was_too_small_for_a_long_step_is_tried_on_a_shorter_one(step_us, h
     assert len(planner.second_look([small], [candidate("fused_optimizer")], step_us)) == tried
 
 
+def test_the_gain_of_several_tried_as_one_moves_the_step_once() -> None:
+    def kept(name: str, other: str, gain: float) -> Verdict:
+        timing = Check(passed=True, detail="", numbers={"gain": gain})
+        return Verdict(transform=name, status="kept", reason="", together=(other,), timing=timing)
+
+    for gain, moved in ((0.06, False), (0.12, True)):  # twice 6 % would be more than a tenth
+        assert rounds.moved([kept("a", "b", gain), kept("b", "a", gain)], 1) is moved
+
+
 def test_compile_waits_until_the_rest_is_settled_and_must_still_promise_a_gain(script, monkeypatch) -> None:
     script.status = {"amp_bf16": "kept", "compile": "reverted"}
     for middle, status, modes in (

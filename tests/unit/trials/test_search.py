@@ -200,6 +200,21 @@ def test_nothing_to_do_is_a_good_answer(script):
     assert apply(script, "tf32", "compile")[2] == 0
 
 
+def test_a_trial_of_several_as_one_that_failed_is_a_note(script):
+    def split(session):
+        as_one = Verdict(transform="fused_pooling + first_conv", status="reverted", reason="no gain", title="both")
+        records.save_verdict(script.run_dir, as_one)
+        script.verdicts["fused_pooling"] = "reverted"
+        return script.search(session)
+
+    script.verdicts = {"fused_pooling": split, "first_conv": "kept"}
+    script.step_us[("first_conv",)] = 500.0
+    log, plan, _, verdicts = apply(script, "fused_pooling", "first_conv")
+    assert {n: v.status for n, v in verdicts.items()} == {"fused_pooling": "reverted", "first_conv": "kept"}
+    assert "both, tried as one: reverted, no gain" in log.notes
+    assert {i.transform for i in plan.items} == set(verdicts)
+
+
 def test_only_inconclusive_trials_say_so_in_the_exit_code(script):
     script.verdicts = {"tf32": "inconclusive"}
     assert apply(script, "tf32")[2] == 4

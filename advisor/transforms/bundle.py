@@ -1,0 +1,59 @@
+"""Several transforms switched as one: where each is known to win alone, one trial can prove what would else take one each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.patch import all_or_nothing
+
+_BY_LICENCE = (Semantics.EXACT, Semantics.REASSOCIATED, Semantics.PRECISION, Semantics.TRAINING)
+
+
+class Bundle(Transform):
+    """All members together, in their order; they take no parameters."""
+
+    def __init__(self, identifier: str, members: Sequence[Transform]) -> None:
+        self.members = tuple(members)
+        self.id, self.title = identifier, " and ".join(m.title for m in members)  # type: ignore[misc]
+        # It promises no more than the least strict of its members.
+        self.semantics = max((m.semantics for m in members), key=_BY_LICENCE.index)  # type: ignore[misc]
+        self.live = all(m.live for m in members)  # type: ignore[misc]
+        self.traced = any(m.traced for m in members)  # type: ignore[misc]
+        self.conflicts = tuple(name for m in members for name in m.conflicts)  # type: ignore[misc]
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        found = {m.title: m.match(training, parameters) for m in self.members}
+        unfit = [f"{title}: {match.reason}" for title, match in found.items() if not match.applies]
+        sites = tuple(site for match in found.values() for site in match.sites)
+        return Match(applies=not unfit, reason="; ".join(unfit), sites=sites)
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        with all_or_nothing() as undo:
+            for member in self.members:
+                undo.push(member.apply(training, parameters).run)
+        return undo
+
+    def release(self, training: Training) -> None:
+        for member in self.members:
+            member.release(training)
+
+    def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        found = [found for m in self.members if (found := m.sites(training)) is not None]
+        return tuple(s for sites, _ in found for s in sites), tuple(s for _, unmatched in found for s in unmatched)
+
+    def effects(
+        self, training: Training, before: StepProfile | None = None, after: StepProfile | None = None
+    ) -> dict[str, Check]:
+        """Each member's own effect, by its id."""
+        return {m.id: m.effect(training, before, after) for m in self.members}
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        found = self.effects(training, before, after)
+        failed = {name: check for name, check in found.items() if check.passed is False}
+        passed = False if failed else None if any(check.passed is None for check in found.values()) else True
+        return Check(passed=passed, detail="; ".join(f"{n}: {check.detail}" for n, check in (failed or found).items()))

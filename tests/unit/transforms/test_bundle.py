@@ -1,0 +1,62 @@
+"""Several transforms as one: all of them or none, and each answers for itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.core.findings import Semantics
+from advisor.core.verdict import Check
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.bundle import Bundle
+
+
+class Member(Transform):
+    def __init__(self, name, log, *, semantics=Semantics.EXACT, applies=True, effect=True, raises=False):
+        self.id = self.title = name
+        self.semantics, self.traced = semantics, False
+        self.log, self.applies, self.passed, self.raises = log, applies, effect, raises
+
+    def match(self, training, parameters):
+        return Match(applies=self.applies, reason="" if self.applies else "not here", sites=(f"{self.id}.site",))
+
+    def apply(self, training, parameters):
+        if self.raises:
+            raise RuntimeError("no")
+        self.log.append(f"{self.id} on")
+        undo = Undo()
+        undo.push(lambda: self.log.append(f"{self.id} off"))
+        return undo
+
+    def release(self, training):
+        self.log.append(f"{self.id} released")
+
+    def effect(self, training, before, after):
+        return Check(passed=self.passed, detail=f"of {self.id}")
+
+
+def test_members_go_on_in_order_and_off_in_the_other() -> None:
+    log: list[str] = []
+    bundle = Bundle("a + b", [Member("a", log), Member("b", log, semantics=Semantics.REASSOCIATED)])
+    assert (bundle.id, bundle.title, bundle.semantics) == ("a + b", "a and b", Semantics.REASSOCIATED)
+    assert bundle.live
+    assert not bundle.traced
+    assert bundle.match(None, {}).sites == ("a.site", "b.site")
+    undo = bundle.apply(None, {})
+    undo.run()
+    bundle.release(None)
+    assert log == ["a on", "b on", "b off", "a off", "a released", "b released"]
+    assert bundle.effect(None, None, None) == Check(passed=True, detail="a: of a; b: of b")
+
+
+def test_one_that_fails_fails_for_all_and_leaves_nothing_on() -> None:
+    log: list[str] = []
+    bundle = Bundle(
+        "a + b", [Member("a", log, effect=None), Member("b", log, applies=False, effect=False, raises=True)]
+    )
+    assert not bundle.match(None, {}).applies
+    assert bundle.match(None, {}).reason == "b: not here"
+    with pytest.raises(RuntimeError):
+        bundle.apply(None, {})
+    assert log == ["a on", "a off"]
+    assert bundle.effect(None, None, None) == Check(passed=False, detail="b: of b")
+    assert Bundle("a", [Member("a", log, effect=None)]).effect(None, None, None).passed is None
