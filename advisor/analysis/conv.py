@@ -20,6 +20,17 @@ def _dense_3x3(geometry: Geometry) -> bool:
     return _unit_3x3(geometry) and geometry.groups == 1 and all(d == 1 for d in geometry.dilation)
 
 
+def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
+    """A row predicate: the forward of a 1 x 1 convolution of stride 1 in one group, without bias, into a batch norm."""
+    of_the_kind = view.conv(lambda g: g.kernel == (1, 1) and g.groups == 1 and g.unit_stride and not g.transposed)
+
+    def wanted(row: KernelRow) -> bool:
+        fact = view.fact(row) if row.phase == "forward" and of_the_kind(row) else None
+        return fact is not None and fact.followed_by_bn and not fact.bias
+
+    return wanted
+
+
 def _unit_3x3(geometry: Geometry) -> bool:
     return geometry.kernel == (3, 3) and geometry.unit_stride and not geometry.transposed
 
@@ -39,6 +50,7 @@ def fill(view: View, table: MetricTable) -> None:
         "grouped_conv_frac": view.conv(lambda g: g.grouped),
         "large_conv_frac": view.conv(lambda g: max(g.kernel, default=0) >= LARGE_KERNEL and g.unit_stride),
         "first_conv_frac": view.conv(lambda g: g.in_channels <= FEW_CHANNELS and not g.transposed),
+        "pointwise_bn_frac": pointwise_before_norm(view),
         "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
         "winograd_eligible_frac": _strict(view.conv(_dense_3x3)),
         "fft_eligible_frac": _fp32(view.conv(lambda g: g.groups == 1 and max(g.kernel, default=0) >= FFT_KERNEL)),

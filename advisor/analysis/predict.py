@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from advisor.analysis.conv import bias_row
+from advisor.analysis.conv import bias_row, pointwise_before_norm
 from advisor.analysis.memory import BYTES, STATES
 from advisor.analysis.sync import is_scalar_read
 from advisor.analysis.view import (
@@ -44,6 +44,9 @@ BIAS_ACT_MERGED, SQUEEZE_EXCITE_MERGED, POOL_MERGED = 0.75, 0.7, 0.5
 CONCAT_MERGED = 1.0
 # The 7x7 stem on one H200 in bf16: 7 times as fast forward, 2 to 3 times backward.
 FIRST_CONV_BEST = 0.7
+# A 1x1 convolution's kernel that leaves the batch norm behind it its statistics takes about what cuDNN's takes, by its bytes; the
+# norm's pass over the result, which falls away, takes as long as the convolution less its input: at 64 -> 256 channels 0.7 of it.
+POINTWISE_MERGED = 0.7
 # A compiled batch norm reads at 88 % of DRAM bandwidth (KernelBench's H100 timings, 64x64x512x512 fp32).
 COMPILED_BEST = 0.88
 # Depthwise 3x3 NHWC forward on one H200: 0.291 ms needed, 0.513 ms taken.
@@ -651,6 +654,10 @@ def _grouped(view: View) -> list[KernelRow]:
     return list(filter(view.conv(lambda g: g.grouped), view.rows))
 
 
+def _pointwise(view: View) -> list[KernelRow]:
+    return list(filter(pointwise_before_norm(view), view.rows))
+
+
 def _bias_and_activation(view: View) -> list[KernelRow]:
     containers = view.normalised_containers()
     return [row for row in view.rows if view.is_unnormed(row, containers)]
@@ -748,6 +755,7 @@ _PREDICTORS: dict[str, _Predictor] = {
     "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
     "first_conv": _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST),
     "grouped_conv": _kernel_family(_grouped, "grouped convolutions"),
+    "pointwise_conv": _kernel_family(_pointwise, "1x1 convolutions before batch norms", merged=POINTWISE_MERGED),
     "compile": _compile(graphs=False),
     "compile_max_autotune": _compile(graphs=True),
     "cuda_graphs": _cuda_graphs,
@@ -758,5 +766,6 @@ _NEEDS_GPU = frozenset(
         *("fused_bn_act", "fused_bn_concat", "fused_bn_max_pool", "fused_pooling", "fused_upsample"),
         *("fused_layer_norm", "fused_group_norm", "uint8_batches"),
         *("fused_squeeze_excite", "fused_bias_act", "depthwise_conv", "first_conv", "grouped_conv"),
+        "pointwise_conv",
     )
 )

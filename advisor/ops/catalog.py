@@ -123,6 +123,14 @@ FAMILIES: tuple[Family, ...] = (
         having=lambda conv: conv.groups == 1 and conv.in_channels == 3,
     ),
     Family(
+        id="pointwise",
+        title="1x1 convolution kernels that leave a batch norm its statistics",
+        replaces="conv2d 1x1 of stride 1 before a batch norm of ours, with that one's pass over its result, channels_last",
+        transform="pointwise_conv",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups == 1 and conv.kernel_size == (1, 1) and conv.bias is None,
+    ),
+    Family(
         id="input",
         title="Normalisation of uint8 batches on the GPU",
         replaces="ToTensor and Normalize in loader workers, and the copy of fp32 batches",

@@ -21,11 +21,15 @@ import torch
 from torch import fx
 
 from advisor.ops import consumers, dispatch, match, nvrtc, storage
+from advisor.ops.pointwise.api import pointwise_conv2d
 
 ID = "weight_casts"
 # Elements of one group. Its gradients wait for each other, so this bounds the memory that waits: 2 + 4 bytes an element,
 # 96 MiB. torch's multi-tensor kernel takes at most 320 chunks of 65,536 elements a launch, 1.25 times as many.
 GROUP_ELEMENTS = 1 << 24
+
+# What casts its weights: PyTorch's own, and an operation of ours whose backward is PyTorch's.
+_LOWERED = {*consumers.LOWERED, pointwise_conv2d}
 
 engaged, fell_back = dispatch.counters(ID)
 
@@ -93,7 +97,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
 def _computed_in(node: fx.Node) -> torch.dtype | None:
     """The half precision in which autocast runs this convolution or product; None for any other node."""
     result = match.value(node)
-    lowered = node.op == "call_function" and node.target in consumers.LOWERED and result is not None
+    lowered = node.op == "call_function" and node.target in _LOWERED and result is not None
     return result.dtype if lowered and result is not None and result.dtype in consumers.HALF else None
 
 

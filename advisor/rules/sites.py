@@ -177,6 +177,14 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     ),
     "grouped_convolutions": _convs(lambda conv: conv.groups > 1 and conv.groups != conv.in_channels),
     "depthwise_convolutions": _convs(lambda conv: conv.groups > 1 and conv.groups == conv.in_channels),
+    "pointwise_convolutions": _convs(
+        lambda conv: (
+            max(conv.kernel, default=0) == 1
+            and max(conv.stride, default=0) == 1
+            and conv.groups == 1
+            and conv.followed_by_bn
+        )
+    ),
     "large_convolutions": _convs(lambda conv: max(conv.kernel, default=0) >= 7),
     "first_convolutions": _convs(lambda conv: conv.in_channels <= 4 and conv.groups == 1),
     "biased_convolutions": _convs(lambda conv: conv.bias and conv.followed_by_bn),

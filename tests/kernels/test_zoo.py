@@ -18,6 +18,7 @@ from advisor.ops import catalog, dispatch, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.first_conv import spec as first_conv
 from advisor.ops.grouped import spec as grouped
+from advisor.ops.pointwise import spec as pointwise
 
 TORCHVISION = (
     "resnet18",
@@ -95,6 +96,22 @@ def _is_grouped(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and 1 < module.groups < module.in_channels == module.out_channels
 
 
+def _pointwise_before_norms(model: nn.Module) -> int:
+    """1 x 1 convolutions whose batch norm comes next, as modules are written down; of ResNetV2 those that widen go into a sum."""
+    leaves = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AvgPool2d))]
+    sums = type(model).__name__ == "ResNetV2"
+    return sum(
+        isinstance(norm, nn.BatchNorm2d)
+        and isinstance(conv, nn.Conv2d)
+        and not (sums and conv.out_channels > conv.in_channels)
+        and conv.kernel_size == conv.stride == (1, 1)
+        and conv.groups == 1
+        and conv.bias is None
+        and conv.in_channels <= pointwise.MAX_IN_CHANNELS
+        for conv, norm in itertools.pairwise(leaves)
+    )
+
+
 # Networks with an activation behind each norm and the convolution behind that.
 PRE_ACTIVATION = {"densenet121", "resnetv2_50"}
 # Norms whose result a block and its shortcut take: the blocks' ends but the last, before which nothing else stands.
@@ -129,6 +146,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "grouped": lambda model: _count(model, _is_grouped),
     "bias_act": _bias_act_sites,
     "first_conv": lambda model: _count(model, _sees_an_image),
+    "pointwise": _pointwise_before_norms,
 }
 
 
@@ -152,7 +170,11 @@ def build(package: str, name: str) -> nn.Module:
 def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The sites are those of autocast, which meta tensors have none of.
     monkeypatch.setattr(first_conv, "COMPUTE", (*first_conv.COMPUTE, "float32"))
-    monkeypatch.setattr(grouped, "STORAGE", {**grouped.STORAGE, "float32": 0})
+    for family in (grouped, pointwise):
+        monkeypatch.setattr(family, "STORAGE", {**family.STORAGE, "float32": 0})
+    monkeypatch.setattr(
+        batchnorm_act.spec, "takes_moments", lambda nbytes, residual: ""
+    )  # in batches of two nothing is large
     with dispatch.everything():
         yield
 

@@ -174,6 +174,26 @@ def test_geometry_from_facts_with_and_without_the_roots_name_and_from_shapes() -
     numbers(metrics(like), large_conv_frac=0.1)
 
 
+def test_1x1_convolutions_before_norms_are_those_of_stride_1_without_bias_forward() -> None:
+    facts = (
+        profiles.conv("Net.a", 1, (64, 256), followed_by_bn=True),
+        profiles.conv("Net.bare", 1, (64, 32)),
+        profiles.conv("Net.biased", 1, (64, 16), bias=True, followed_by_bn=True),
+        profiles.conv("Net.strided", 1, (64, 128), stride=2, followed_by_bn=True),
+        profiles.conv("Net.wide", 3, (64, 64), followed_by_bn=True),
+        profiles.conv("Net.grouped", 1, (64, 64), groups=2, followed_by_bn=True),
+    )
+    rows = [
+        profiles.row(
+            name=fact.module, kind="conv", op="aten::convolution", module=fact.module, phase=phase, time_us=10.0
+        )
+        for fact in facts
+        for phase in ("forward", "backward")
+    ]
+    found = replace(profiles.with_rows(profiles.resnet50(), *rows), model=ModelFacts(convs=facts))
+    numbers(metrics(found), pointwise_bn_frac=1 / 12)
+
+
 def test_strict_fp32_and_unaligned_channels() -> None:
     base = profiles.resnet50()
     strict = [replace(row, tensor_core=False) for row in base.kernels]

@@ -422,6 +422,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "depthwise_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "first_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "grouped_conv": (lambda row: row.kind == "conv", ("launch", "other")),
+    "pointwise_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "cuda_graphs": (lambda row: False, ("launch", "other", "sync")),

@@ -1,0 +1,288 @@
+"""What the 1 x 1 convolution kernel supports, where it wins, and how it is launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops.dispatch import UNMEASURED
+
+FORWARD = "pointwise/pointwise_forward.cu"
+KERNELS = {FORWARD: ("pointwise_forward",)}
+
+STORAGE = {"float16": 1, "bfloat16": 2}
+MIN_ARCH = 80
+OCTET = 8  # channels in 16 bytes
+STEP = 16  # channels of x that one product of the tensor cores takes
+GROUP = 32  # channels of y that four of them make: 16 bytes a lane
+MAX_ROWS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
+MAX_IN_CHANNELS = 512  # more leave a block of few columns, and x would be read many times
+# What a block may have, and an SM, in bytes of shared memory; the system takes 1 KiB of each block.
+BLOCK_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+OTHER_SHARED_BYTES = 99 * 1024
+SYSTEM_BYTES = 1024
+SM_REGISTERS = 65536
+# A thread's registers without spilling, by (tiles, groups): what ptxas 13 needs for sm_80 to sm_100.
+REGISTERS = {(1, 1): 80, (2, 1): 80, (4, 1): 128, (1, 2): 128, (2, 2): 128, (4, 2): 255}
+
+WARPS = 8  # of a block, about
+TILES = 2  # of 16 rows a warp
+WIDE_FROM = 128  # channels of x from which a warp makes 64 columns, for less of x and w through shared memory
+MAX_GROUPS = 8  # of 32 columns a block
+WEIGHT_BYTES = 72 * 1024  # of a block's weights; 0: no bound but the block's shared memory
+STAGE_BYTES = 18 * 1024  # of a chunk of a tile's x
+MAX_STEPS = 8  # of a chunk
+MAX_STAGES = 4
+MAX_BLOCKS = 4  # on an SM
+TUNABLE = {
+    "TILES": (2, 4),
+    "WIDE_FROM": (64, 128, 1 << 30),
+    "WEIGHT_BYTES": (72 * 1024, 144 * 1024),
+    "MAX_STAGES": (3, 4),
+}
+
+
+def name(in_channels: int, out_channels: int) -> str:
+    """`1x1 64->256`."""
+    return f"1x1 {in_channels}->{out_channels}"
+
+
+def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
+    """Why PyTorch's own convolution and the batch norm's pass over its result are left in place; empty where the kernel wins.
+
+    `rows` are pixels, of all images.
+    """
+    return UNMEASURED
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why the kernel cannot take this call; empty when it can. `shape` is [N, CI, H, W]."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if weight_dtype != dtype:
+        return f"weight dtype {weight_dtype}"
+    if not channels_last:
+        return "input is not channels_last"
+    n, _, h, w = shape
+    if n * h * w == 0:
+        return "empty input"
+    if n * h * w > MAX_ROWS:
+        return "more pixels than 32 bits count"
+    return ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that the kernel knows, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if groups != 1 or weight_shape[1] != shape[1]:
+        return f"{groups} groups of {weight_shape[1]} channels"
+    if weight_shape[2:] != (1, 1):
+        return f"{weight_shape[2]} x {weight_shape[3]} taps"
+    if stride != (1, 1):
+        return f"stride {stride[0]} x {stride[1]}"
+    if padding != (0, 0):
+        return f"padding {padding[0]} x {padding[1]}"
+    for channels in (shape[1], weight_shape[0]):
+        if channels % OCTET or not channels:
+            return f"{channels} channels are no multiple of {OCTET}"
+    if shape[1] > MAX_IN_CHANNELS:
+        return f"{shape[1]} channels in, more than {MAX_IN_CHANNELS}"
+    return ""
+
+
+# ---- what is compiled, and how it is launched
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch: `warps_m` x `warps_n` warps, each `tiles` * 16 rows by `groups` * 32 columns.
+
+    A chunk of x is `steps` * 16 channels, of which `chunks` are all; `stages` of them are in the ring. `blocks` run on an SM at
+    once; it caps a thread's registers. grid: (blocks over rows, blocks over columns).
+    """
+
+    warps_m: int
+    warps_n: int
+    tiles: int
+    groups: int
+    steps: int
+    chunks: int
+    stages: int
+    blocks: int
+    shared_bytes: int
+    grid: tuple[int, int]
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 16 * self.warps_m * self.tiles
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return GROUP * self.warps_n * self.groups
+
+
+def shared_bytes(warps_m: int, warps_n: int, tiles: int, groups: int, steps: int, chunks: int, stages: int) -> int:
+    """Of a block: the weights of its columns, the ring, and one row of y for each row of warps."""
+    columns, rows, units = GROUP * warps_n * groups, 16 * warps_m * tiles, 2 * steps
+    return 16 * (columns * (chunks * units | 1) + stages * rows * (units | 1)) + 4 * warps_m * columns
+
+
+def arranged(
+    *,
+    rows: int,
+    out_channels: int,
+    sm_count: int,
+    arch: int,
+    warps_m: int,
+    warps_n: int,
+    tiles: int,
+    groups: int,
+    steps: int,
+    chunks: int,
+    stages: int,
+) -> Plan | None:
+    """The plan with these numbers: as many blocks as run at once, all with equally many tiles. None where no block fits."""
+    nbytes = shared_bytes(warps_m, warps_n, tiles, groups, steps, chunks, stages)
+    room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
+    if nbytes > room:
+        return None
+    at_once = SM_REGISTERS // (32 * warps_m * warps_n * REGISTERS[tiles, groups])
+    blocks = min((room + SYSTEM_BYTES) // (nbytes + SYSTEM_BYTES), at_once, MAX_BLOCKS)
+    if blocks < 1:
+        return None
+    slabs = -(-out_channels // (GROUP * warps_n * groups))
+    items = -(-rows // (16 * warps_m * tiles))
+    passes = -(-items // max(1, sm_count * blocks // slabs))
+    grid = -(-items // passes), slabs
+    return Plan(warps_m, warps_n, tiles, groups, steps, chunks, stages, blocks, nbytes, grid)
+
+
+def _split(total: int, most: int) -> int:
+    """The size of equal parts of `total`, none larger than `most`."""
+    return -(-total // -(-total // most))
+
+
+@lru_cache(maxsize=4096)
+def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: int) -> Plan:
+    """How the convolution of `rows` pixels is launched."""
+    all_steps, all_groups = -(-in_channels // STEP), -(-out_channels // GROUP)
+    room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
+    bound = min(WEIGHT_BYTES or room, room // 2)
+    most = max(1, min(MAX_GROUPS, bound // (2 * GROUP * STEP * all_steps)))
+    columns = _split(all_groups, most)
+    groups = 2 if columns % 2 == 0 and in_channels >= WIDE_FROM else 1
+    warps_n = columns // groups
+    tiles = TILES if (TILES, groups) != (4, 2) else 2
+    warps_m = max(1, WARPS // warps_n)
+    steps = _split(all_steps, max(1, min(MAX_STEPS, STAGE_BYTES // (2 * STEP * 16 * warps_m * tiles))))
+    chunks = -(-all_steps // steps)
+    for stages in range(MAX_STAGES, 1, -1):
+        found = arranged(
+            rows=rows,
+            out_channels=out_channels,
+            sm_count=sm_count,
+            arch=arch,
+            warps_m=warps_m,
+            warps_n=warps_n,
+            tiles=tiles,
+            groups=groups,
+            steps=steps,
+            chunks=chunks,
+            stages=stages,
+        )
+        if found is not None and (found.blocks > 1 or stages == 2):
+            return found
+    raise ValueError(f"no launch for {name(in_channels, out_channels)} on sm_{arch}")
+
+
+def defines(plan: Plan, dtype: str, *, moments: bool) -> dict[str, int]:
+    """Macros of one variant. `moments` leaves the result's."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "MOMENTS": int(moments),
+        "WARPS_M": plan.warps_m,
+        "WARPS_N": plan.warps_n,
+        "TILES": plan.tiles,
+        "GROUPS": plan.groups,
+        "STEPS": plan.steps,
+        "CHUNKS": plan.chunks,
+        "STAGES": plan.stages,
+        "MIN_BLOCKS": plan.blocks,
+    }
+
+
+# 1 x 1 convolutions before batch norms of ResNet-50, MobileNetV3-L and EfficientNet-B0 at 224 x 224: (channels in, out, side).
+TRAINED = (
+    (64, 64, 56),
+    (64, 256, 56),
+    (256, 64, 56),
+    (256, 128, 56),
+    (128, 512, 28),
+    (512, 128, 28),
+    (256, 1024, 14),
+    (16, 64, 112),
+    (64, 24, 56),
+    (24, 72, 56),
+    (72, 40, 28),
+    (40, 120, 28),
+    (40, 240, 28),
+    (80, 480, 14),
+    (112, 672, 14),
+    (160, 960, 7),
+)
+_SMS, _ARCH = 132, 90  # the macros depend little on them
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros to compile `source` with ahead: what the trained networks' layers ask for."""
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for dtype in ("bfloat16", "float16"):
+        for in_channels, out_channels, side in TRAINED if dtype == "bfloat16" else TRAINED[1:2]:
+            planned = plan(256 * side * side, in_channels, out_channels, _SMS, _ARCH)
+            found[tuple(defines(planned, dtype, moments=True).items())] = None
+    return tuple(dict(macros) for macros in found)
+
+
+def bytes_moved(rows: int, in_channels: int, out_channels: int) -> int:
+    """Bytes of the forward: x in and y out, 16 bits a value. The weights are left out."""
+    return 2 * rows * (in_channels + out_channels)
+
+
+def flops(rows: int, in_channels: int, out_channels: int) -> int:
+    """Operations of the forward; the backward has twice as many."""
+    return 2 * rows * in_channels * out_channels
