@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.ops import catalog
 from advisor.profiling.training import Training
 from advisor.transforms import tf32
 from advisor.transforms.base import Match, Transform, Undo
@@ -284,13 +283,7 @@ class CudaGraphs(Transform):
     title = "CUDA graphs for forward and backward"
     semantics = Semantics.REASSOCIATED
     traced = False  # replays are counted
-    after = (
-        "amp_bf16",
-        "amp_fp16",
-        "channels_last",
-        *catalog.transforms(),
-        "fused_casts",
-    )
+    after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "fused_bn_max_pool")
     order = 70
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

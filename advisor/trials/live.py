@@ -55,6 +55,7 @@ from advisor.trials.statistics import (
     decide,
     gain_interval,
     median,
+    stretch,
     trial,
 )
 
@@ -216,6 +217,7 @@ class SearchDriver:
         self._on_top: list[str] = []
         self._steps = 0
         self._step_us = 0.0
+        self._stretch = 1.0  # of the next trial's blocks, for the noise of the last
         self._trace_before: StepProfile | None = None
         self._ends_at = math.inf
         self._watch = spent.Stopwatch(spent.START)
@@ -671,7 +673,8 @@ class SearchDriver:
     ) -> Generator[None, StepEvent, tuple[Decision, int]]:
         step_s = max(self._step_us, 1.0) / 1e6
         # A process that ended before a pair was whole may be too short for one: the next tries with half as long ones.
-        wanted = min(MAX_BLOCK_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
+        # The last trial's noise is the best guess at this one's.
+        wanted = int(self._stretch * min(MAX_BLOCK_STEPS, math.ceil(BLOCK_S / step_s))) >> (current.starts - 1)
         times.steps = times.steps or max(MIN_BLOCK_STEPS, wanted)
         course = trial(lambda: times.pairs, switch.is_on, self.session.min_gain, self.session.max_pairs)
         watch = self._machine = self._machine or MachineWatch(self.training.device)
@@ -690,6 +693,7 @@ class SearchDriver:
             decision: Decision = done.value
         except _OutOfTime:
             decision = self._last_look(times)
+        self._stretch = stretch(times.pairs, self.session.min_gain, self._stretch)
         if times.off_us:
             self._step_us = median(times.on_us if decision.status == KEPT else times.off_us)
         return _against_the_wall(decision, times), times.on.peak_bytes - times.off.peak_bytes

@@ -29,6 +29,9 @@ HOPE_ERRORS = 1.5
 LEAST_DISTURBED, DISTURBED_FRAC = 8, 0.4
 # Six pairs find a 3 % gain at 1 % noise in most trials; twelve and twenty are for what is close to the threshold.
 STAGES = (6, 12, 20)
+# Blocks are made this many times longer at most: 20 pairs of 0.6 s blocks take half a minute, and drift comes in. A gain that must be
+# told apart more finely than the default threshold does not lengthen them further.
+MOST_STRETCHED, LEAST_GAIN = 4.0, 0.01
 # Fresh processes cost seconds each, and what needs them (loader workers) changes the step by tens of per cent.
 PROCESS_STAGES = (3, 4, 6)
 
@@ -154,6 +157,21 @@ def _hopeless(pairs: Sequence[tuple[float, float]], min_gain: float, most: int, 
     error = (high - mean) / t_quantile(0.5 + confidence / 2.0, degrees)
     final = t_quantile(0.5 + confidence / 2.0, most - 2 * cut - 1) * error * math.sqrt(len(pairs) / most)
     return abs(mean - math.log(1.0 - min_gain)) + HOPE_ERRORS * error < final
+
+
+def stretch(pairs: Sequence[tuple[float, float]], min_gain: float, before: float = 1.0) -> float:
+    """How many times as long the next trial's blocks should be, after a trial whose blocks were `before` times as long.
+
+    Six pairs tell `min_gain` where their log ratios spread by half of it (t at the first look's level over the root of six is 2).
+    Noise that is independent from block to block falls with the root of their length. Between 1 and `MOST_STRETCHED`; 1 as long as
+    fewer pairs than the first stage's have been seen.
+    """
+    if len(pairs) < STAGES[0] or not all(math.isfinite(v) and v > 0 for pair in pairs for v in pair):
+        return before
+    _, mean, high = log_ratio_interval([math.log(on / off) for off, on in pairs])
+    degrees = len(pairs) - 2 * int(TRIM_FRAC * len(pairs)) - 1
+    spread = (high - mean) / t_quantile(0.5 + CONFIDENCE / 2.0, degrees) * math.sqrt(len(pairs))
+    return min(MOST_STRETCHED, max(1.0, before * (spread / (0.5 * max(min_gain, LEAST_GAIN))) ** 2))
 
 
 def _share(fraction: float) -> str:

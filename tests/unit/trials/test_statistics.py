@@ -190,3 +190,16 @@ def test_means_tell_the_rate_of_bursts():
     assert low < point < high
     assert point == pytest.approx(49 / 24, rel=0.02)
     assert low > 1.5
+
+
+def test_blocks_grow_with_the_noise_of_the_trial_before_and_shrink_again():
+    def pairs(spread, count=6):
+        return [(1000.0, 1000.0 * math.exp(spread * (-1) ** i)) for i in range(count)]
+
+    assert st.stretch(pairs(0.001), 0.01) == 1.0
+    assert 2.0 < st.stretch(pairs(0.006), 0.01) < 4.0
+    assert st.stretch(pairs(0.05), 0.01) == st.MOST_STRETCHED
+    assert st.stretch(pairs(0.05), 0.2) == 1.0  # a large gain is told apart all the same
+    assert st.stretch(pairs(0.001), 0.01, before=4.0) == 1.0
+    assert st.stretch(pairs(0.05, 5), 0.01, before=2.0) == 2.0  # too few to tell
+    assert st.stretch([(0.0, 1.0)] * 6, 0.01, before=2.0) == 2.0
