@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.autograd import forward_ad
 
 from advisor.core.errors import AdvisorError
@@ -48,6 +49,11 @@ def transformed() -> str:
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     return ""
+
+
+def alone() -> bool:
+    """Whether this process trains by itself: no collectives of a process group take SMs beside its kernels for long."""
+    return not (distributed.is_available() and distributed.is_initialized())
 
 
 @cache

@@ -6,7 +6,7 @@
 // go to L2 (__ldcg).
 
 __device__ __forceinline__ void grid_arrive(unsigned int* ticket) {
-  asm volatile("fence.acq_rel.gpu; red.release.gpu.global.add.u32 [%0], 1;" :: "l"(ticket) : "memory");
+  asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(ticket) : "memory");
 }
 
 __device__ __forceinline__ void grid_wait(unsigned int* ticket, unsigned int blocks) {

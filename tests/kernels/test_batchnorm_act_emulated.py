@@ -148,6 +148,13 @@ def test_size_decides_on_the_whole_grid(one_row, monkeypatch, window: tuple[int,
     assert bool(one_row.launches["batchnorm_act_held_forward"]) is not grid
 
 
+def test_beside_collectives_no_launch_waits_for_all_sms(one_row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "GRID_BYTES", dict.fromkeys(spec.GRID_BYTES, (0, 1 << 30)))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
+    assert not [kernel for kernel in one_row.launches if "grid" in kernel]
+
+
 FROZEN_FAULTS = {
     "statistics of the batch": ("mean[j] = running_mean[c]", "mean[j] = 0.f"),
     "one row less": ("if (row + u * stride >= rows) continue;", "if (row + u * stride >= rows - 1) continue;"),

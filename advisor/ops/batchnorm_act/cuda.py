@@ -97,6 +97,7 @@ def _one_launch(
     forked: bool,
     backward: bool,
     way: str | None,
+    alone: bool,
     device: int,
 ) -> _OneLaunch | None:
     """The one launch where spec says so, or `way`; None for two."""
@@ -112,6 +113,7 @@ def _one_launch(
         sm_count=nvrtc.sm_count(device),
         arch=arch,
         way=way,
+        alone=alone,
     )
     if shape is None:
         return None
@@ -217,8 +219,8 @@ def forward(
     running = (running_mean.data_ptr(), running_var.data_ptr())
     updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
     n, _, h, w = x.shape
-    wanted = way if moments is None else spec.TWO
-    one = _one_launch(n * h * w, channels, x.dtype, activation, residual is not None, False, False, wanted, device)
+    shape = n * h * w, channels, x.dtype, activation, residual is not None
+    one = _one_launch(*shape, False, False, way if moments is None else spec.TWO, nvrtc.alone(), device)
     if one is not None:
         one.run(
             x.device,
@@ -361,7 +363,7 @@ def backward(
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
     n, _, h, w = x.shape
-    one = _one_launch(n * h * w, channels, x.dtype, activation, residual, forked, True, way, device)
+    one = _one_launch(n * h * w, channels, x.dtype, activation, residual, forked, True, way, nvrtc.alone(), device)
     if one is not None:
         one.run(
             x.device,

@@ -122,10 +122,14 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     return ""
 
 
-def ways(nbytes: int, residual: bool, *, backward: bool) -> tuple[str, ...]:
-    """TWO, CLUSTER and GRID by measured speed for an x of this size: the first that can be had is taken, TWO always can."""
+def ways(nbytes: int, residual: bool, *, backward: bool, alone: bool = True) -> tuple[str, ...]:
+    """TWO, CLUSTER and GRID by measured speed for an x of this size: the first that can be had is taken, TWO always can.
+
+    Not `alone` are kernels beside which others run for long: gradients' collectives, on whose SMs a launch that wants all SMs
+    at once would wait.
+    """
     fewest, most = GRID_BYTES[GRID_BACKWARD if backward else GRID_FORWARD]
-    grid = (GRID,) if fewest < nbytes <= most else ()
+    grid = (GRID,) if alone and fewest < nbytes <= most else ()
     return (*grid, CLUSTER, TWO) if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else (*grid, TWO)
 
 
@@ -376,15 +380,16 @@ def launch(
     sm_count: int,
     arch: int,
     way: str | None = None,
+    alone: bool = True,
 ) -> tuple[str, Held | Grid | None]:
     """The source that a pass is launched from, and its geometry where that is one launch.
 
-    `way` of WAYS, and TWO where what it names cannot hold the rows; None for the first of `ways` that can. `forked` takes
+    `way` of WAYS, and TWO where what it names cannot hold the rows; None for the first of `ways` that can, `alone` or not. `forked` takes
     two gradients.
     """
     nbytes = rows * channels * (16 // vector_width(dtype))
     forked = forked and backward
-    for wanted in (way,) if way else ways(nbytes, residual, backward=backward):
+    for wanted in (way,) if way else ways(nbytes, residual, backward=backward, alone=alone):
         found: Held | Grid | None = None
         source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
             backward
