@@ -78,7 +78,7 @@ GRID_THREADS = 512
 # Rows of a thread that registers hold without spilling; the slope of an activation beyond ReLU wants some for itself. Shared
 # memory holds the rest.
 GRID_ROWS = {GRID_FORWARD: 14, GRID_BACKWARD: 6}
-GRID_SLOPED_ROWS = 5  # of GRID_BACKWARD, beyond ReLU
+GRID_SLOPED_ROWS = 4  # of GRID_BACKWARD, beyond ReLU
 GRID_FORKED_ROWS = {False: 4, True: 3}  # of GRID_BACKWARD with two gradients; True: beyond ReLU
 MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
