@@ -358,7 +358,7 @@ class _Search:
     ) -> StepProfile | None:
         """A short profile of the script with these changes on, in a fresh process; None, with a note, when there is none."""
         self.say(f"round {number}: profiling the script with what is kept ({', '.join(map(self.title, _names(kept)))})")
-        reason = ""
+        reason, ended = "", None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             ended = self._run(
@@ -382,6 +382,13 @@ class _Search:
         fault, self.fault = self.fault, ""
         if self.interrupted:
             return None
+        eager = tuple(item for item in kept if item.transform != "cuda_graphs")
+        if ended is not None and ended.signal in TRACER_FAULTS and len(eager) < len(kept):
+            # The tracer has been seen to die beside captured graphs; replays are paused in the traced window anyway.
+            self.notes.append(
+                f"round {number}: the process died of signal {ended.signal}; profiled without CUDA graphs"
+            )
+            return self.profile(eager, machine, folder, number)
         if found is None or (found.step_us is None and found.wall_us is None) or not found.kernels or reason or fault:
             told = fault or reason or "too little was measured"
             self.notes.append(f"round {number}: the script with what is kept could not be profiled: {told}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from loops import check_undo_is_exact, twins
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
+from advisor.ops import weight_casts
+from advisor.transforms import capture, registry
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.bundle import Bundle
 
@@ -60,3 +64,21 @@ def test_one_that_fails_fails_for_all_and_leaves_nothing_on() -> None:
     assert log == ["a on", "a off"]
     assert bundle.effect(None, None, None) == Check(passed=False, detail="b: of b")
     assert Bundle("a", [Member("a", log, effect=None)]).effect(None, None, None).passed is None
+
+
+@pytest.fixture
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_kernel_families_share_one_capture_and_leave_nothing() -> None:
+    loop, plain = twins()
+    bundle = Bundle("both", [registry.get("fused_bn_act"), registry.get("fused_casts")])
+    undo = bundle.apply(loop.training, {})
+    assert capture.current(loop.model).families == {"batchnorm_act", weight_casts.ID}
+    undo.run()
+    assert capture.current(loop.model) is None
+    check_undo_is_exact(bundle, loop, plain)

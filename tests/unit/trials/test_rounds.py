@@ -222,6 +222,32 @@ def test_a_profile_that_fails_is_a_note_and_the_second_look_stays(script) -> Non
             path.unlink()
 
 
+def test_a_profile_that_dies_beside_graphs_is_made_without_them(script) -> None:
+    script.status = {"amp_bf16": "kept", "cuda_graphs": "kept", "fused_layer_norm": "reverted"}
+    script.anew = [[candidate("fused_layer_norm", 0.4)]]
+    inner, script.profiled = script.__call__, [profile(), profile(250.0)]
+
+    def launch(command, session, **more):
+        ended = inner(command, session, **more)
+        graphed = "cuda_graphs" in [item.transform for item in session.kept]
+        return Exit(code=139, signal=int(signal.SIGSEGV)) if session.mode == "profile" and graphed else ended
+
+    log, _, _ = search.apply_search(
+        COMMAND,
+        [candidate("amp_bf16"), candidate("cuda_graphs")],
+        profile(),
+        run_dir=script.run_dir,
+        say=script.said.append,
+        launch=launch,
+        recommend=script.recommend,
+    )
+    profiles = [[i.transform for i in s.kept] for s in script.launches if s.mode == "profile"]
+    assert profiles == [["amp_bf16", "cuda_graphs"], ["amp_bf16"]]
+    assert log.rounds[1].step_us == 250.0
+    assert log.rounds[1].tried == ("fused_layer_norm",)
+    assert any("profiled without CUDA graphs" in note for note in log.notes)
+
+
 def test_a_profile_that_cannot_be_read_is_a_note(script, monkeypatch) -> None:
     def unreadable(folder, machine, exit_code):
         raise AdvisorError("no session.json")
