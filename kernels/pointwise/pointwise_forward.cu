@@ -154,46 +154,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forw
     }
 
     const int begin = tile * BM + wm * WARP_ROWS + g;
-#pragma unroll
-    for (int n = 0; n < GROUPS; ++n) {
+    Vec16* to = y + (i64)begin * out_units + unit;
 #if MOMENTS
-      if (tile == blockIdx.x) {
+    if (tile == blockIdx.x) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
         if (g == 0) {
           float f[VEC];
           widen(eight(d[0] + 4 * n, 0), f);
 #pragma unroll
           for (int j = 0; j < 8; ++j) shift[n * 32 + j] = finite_or_zero(f[j]);
         }
-        __syncwarp();
       }
-      float about[8];
-#pragma unroll
-      for (int j = 0; j < 8; j += 4) {
-        const float4 v = *(const float4*)(shift + n * 32 + j);
-        about[j] = v.x, about[j + 1] = v.y, about[j + 2] = v.z, about[j + 3] = v.w;
-      }
-#endif
-#pragma unroll
-      for (int m = 0; m < TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = begin + m * 16 + half * 8;
-          if (row >= rows) continue;
-          const Vec16 v = eight(d[m] + 4 * n, 2 * half);
-          if (unit + 4 * n < out_units) store(y + (i64)row * out_units + unit + 4 * n, v);
-#if MOMENTS
-          float f[VEC];
-          widen(v, f);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const float distance = f[j] - about[j];
-            sum[n][j] += distance;
-            square[n][j] += distance * distance;
-          }
-          count += n == 0;
-#endif
-        }
+      __syncwarp();
     }
+#endif
+    // Once for whole tiles, without a branch a row, and once for the last.
+    auto leave = [&](bool whole) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+        const bool inside = unit + 4 * n < out_units;
+#if MOMENTS
+        float about[8];
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+          const float4 v = *(const float4*)(shift + n * 32 + j);
+          about[j] = v.x, about[j + 1] = v.y, about[j + 2] = v.z, about[j + 3] = v.w;
+        }
+#endif
+#pragma unroll
+        for (int m = 0; m < TILES; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = m * 16 + half * 8;
+            if (!whole && row >= rows - begin) continue;
+            const Vec16 v = eight(d[m] + 4 * n, 2 * half);
+            if (inside) store(to + (i64)row * out_units + 4 * n, v);
+#if MOMENTS
+            float f[VEC];
+            widen(v, f);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              const float distance = f[j] - about[j];
+              sum[n][j] += distance;
+              square[n][j] += distance * distance;
+            }
+            count += n == 0;
+#endif
+          }
+      }
+    };
+    if (rows - tile * BM >= BM)
+      leave(true);
+    else
+      leave(false);
   }
 
 #if MOMENTS

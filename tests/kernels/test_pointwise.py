@@ -219,7 +219,7 @@ def test_a_call_that_the_kernel_does_not_take_runs_pytorchs_and_leaves_no_moment
 # What is changed in the kernel, and a shape at which it shows.
 FAULTS = {
     "columns in memory's order": ("return p % 8 / 2 * 8 + p / 8 * 2 + p % 2;", "return p;"),
-    "a row behind the end counted": ("if (row >= rows) continue;", "if (row >= rows + 1) continue;"),
+    "a row behind the end counted": ("row >= rows - begin", "row > rows - begin"),
     "read before it is there": ("cp_async_wait<STAGES - 2>();", ""),
     "moments of what is not rounded": ("widen(v, f);", "for (int j = 0; j < 8; ++j) f[j] = d[m][4 * n + j / 2][2 * half + j % 2];"),
     "warps joined as if of one mean": ("delta * delta * (all * part / (all + part))", "0.0"),
