@@ -12,12 +12,21 @@
 // Grid      (blocks over strips, channel tiles). A thread walks down a strip of STRIP pixels. Input rows come through its ring in
 //           shared memory DEPTH - 1 steps ahead; each is widened once and added to the SLOTS output rows that it reaches, whose sums
 //           stay in registers, as all taps do.
+// Moments   with MOMENTS also what a batch norm behind it needs (include/moments.cuh): [blocks over strips, 3, C] fp32. A thread adds up
+//           what it stores, and the block its threads.
 // Numerics  fp32 FMA in a fixed order, rounded once. No atomics: two runs are bit-equal.
 // Limits    C a multiple of CH; no dilation; an image row's bytes below 2^31.
 
 #include "channels.cuh"
 #include "depthwise.cuh"
 #include "depthwise_ring.cuh"
+#ifndef MOMENTS
+#define MOMENTS 0
+#endif
+#if MOMENTS
+#include "moments.cuh"
+#include "thread_moments.cuh"
+#endif
 
 #define SLOTS ((K + STRIDE - 1) / STRIDE)
 #define COLUMNS (STRIDE * (STRIP - 1) + K)
@@ -26,7 +35,11 @@
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_strips(
     const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
     int items, int vectors, int tile, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
-    int strips, int segments, int segment_rows) {
+    int strips, int segments, int segment_rows
+#if MOMENTS
+    , float* __restrict__ moments
+#endif
+) {
   __shared__ __align__(16) Chunk ring[DEPTH * STAGE];
   __shared__ __align__(16) float taps[MAX_TILE * TAPS_OF_VECTOR];
   const Tile t = tile_of(tile, vectors);
@@ -54,8 +67,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_stri
     cp_async_commit();
     into = into == last_stage ? first_stage : ahead(into, STAGE);
   };
+#if MOMENTS
+  static_assert(sizeof(ring) >= 3 * CH * THREADS * sizeof(float), "the block's moments lie where its pixels did");
+  ThreadMoments of = no_moments();
+#endif
   auto put = [&](const float (&values)[STRIP][CH]) {
-    if (done >= begin) put_columns<STRIP>(to, pixel, wanted, values);
+    if (done >= begin) {
+#if MOMENTS
+      add_pixels<STRIP>(of, values, wanted);
+#endif
+      put_columns<STRIP>(to, pixel, wanted, values);
+    }
     ++done;
     to += out_row_bytes;
   };
@@ -88,12 +110,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_stri
   if (item < items) start();
   stage_taps(taps, weight, tile, vectors, FLIP);
   __syncthreads();
+#if !MOMENTS  // whose sums all threads of the block go through
   if (!t.active) return;
+#endif
   float kept[K][ROW], bias_of[CH];
 #pragma unroll
   for (int r = 0; r < K; ++r) tap_row(taps + t.tx * TAPS_OF_VECTOR, r, kept[r]);
 #pragma unroll
-  for (int j = 0; j < CH; ++j) bias_of[j] = BIAS ? widen_weight(bias[t.vector * CH + j]) : 0.f;
+  for (int j = 0; j < CH; ++j) bias_of[j] = BIAS && (!MOMENTS || t.active) ? widen_weight(bias[t.vector * CH + j]) : 0.f;
 
   while (item < items) {
     float sum[SLOTS][STRIP][CH];  // slot q: output row m - q
@@ -140,4 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_stri
     item += gridDim.x * t.strips_per_pass;
     if (item < items) start();
   }
+#if MOMENTS
+  __syncthreads();  // everybody's pixels are read
+  leave_block_moments(of, (float*)ring, moments, tile, t.strips_per_pass, vectors * CH);
+#endif
 }

@@ -23,7 +23,7 @@ from advisor.ops.grouped import api as grouped
 from advisor.ops.grouped import spec as grouped_spec
 from advisor.ops.moments_cases import APART
 
-PRODUCERS = ("grouped", "first_conv", "pointwise")
+PRODUCERS = ("depthwise", "grouped", "first_conv", "pointwise")
 FAMILIES = ("batchnorm_max_pool", "batchnorm_act", "grouped")
 
 

@@ -132,22 +132,28 @@ def _gradients(
 class _DepthwiseConv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, moments: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias)
         ctx.call = call
-        return cuda.forward(x, weight.contiguous(), bias, call)
+        y, parts = cuda.forward(x, weight.contiguous(), bias, call, moments=moments)
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        return y, parts
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        dy, _ = gradients
+        if dy is None:  # nobody used the result
+            return (None,) * 5
         x, weight, bias = ctx.saved_tensors
         call = ctx.call
-        dx_wanted, dweight_wanted, dbias_wanted, _ = ctx.needs_input_grad
+        dx_wanted, dweight_wanted, dbias_wanted, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
-            return (*_differentiable_backward(dy, x, weight, bias, call, ctx.needs_input_grad[:3]), None)
+            return (*_differentiable_backward(dy, x, weight, bias, call, ctx.needs_input_grad[:3]), None, None)
         found = _gradients(dy, x, weight.contiguous(), bias, call, (dx_wanted, dweight_wanted or dbias_wanted))
-        return (*found, None)
+        return (*found, None, None)
 
 
 def _differentiable_backward(
@@ -197,15 +203,44 @@ def depthwise_conv2d(
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on).
     """
+    return _depthwise_conv2d(x, weight, bias, stride, padding, dilation, moments=False)[0]
+
+
+def depthwise_conv2d_moments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: Pair = (0, 0),
+    dilation: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `depthwise_conv2d`, and the result's moments for a batch norm (ops/moments.py).
+
+    None in their place where PyTorch's own ran, or a kernel that leaves none.
+    """
+    return _depthwise_conv2d(x, weight, bias, stride, padding, dilation, moments=True)
+
+
+def _depthwise_conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: int,
+    padding: Pair,
+    dilation: int,
+    *,
+    moments: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = _autocast(x)
     reason = _refusal(x, weight, bias, stride, padding, dilation)
     if reason:
         fell_back[reason] += 1
-        return _pytorch(x, weight, bias, stride, padding, dilation)
+        return _pytorch(x, weight, bias, stride, padding, dilation), None
     call = spec.call(tuple(x.shape), weight.shape[-1], stride, padding, dilation)
     engaged[spec.name(call.kernel, stride, dilation)] += 1
-    result: torch.Tensor = _DepthwiseConv2d.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
-    return result
+    found: tuple[torch.Tensor, torch.Tensor | None]
+    found = _DepthwiseConv2d.apply(x, weight, bias, call, moments)  # type: ignore[no-untyped-call]
+    return found
 
 
 @torch.library.custom_op("advisor::depthwise_conv2d", mutates_args=())
@@ -221,7 +256,7 @@ def depthwise_conv2d_op(
         return _pytorch(x, weight, bias, stride, pads, dilation).contiguous(memory_format=torch.channels_last)
     engaged[spec.name(weight.shape[-1], stride, dilation)] += 1
     call = spec.call(tuple(x.shape), weight.shape[-1], stride, pads, dilation)
-    return cuda.forward(x, weight.contiguous(), bias, call)
+    return cuda.forward(x, weight.contiguous(), bias, call)[0]
 
 
 @depthwise_conv2d_op.register_fake

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from advisor.ops import moments_cases
 from advisor.ops.depthwise import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 
@@ -109,15 +110,39 @@ def _case(
     )
 
 
-BENCHMARK = tuple(
+# Those with a batch norm behind them, at large and small sizes.
+_WITH_NORM = (
+    ((3, 1), ((32, 112), (144, 56), (384, 14), (960, 7))),
+    ((3, 2), ((96, 112), (576, 14))),
+    ((5, 1), ((240, 28), (672, 14))),
+    ((5, 2), ((72, 56), (672, 14))),
+)
+
+
+def _with_norm(conv: Case, kernel: int, stride: int) -> tuple[Case, Case]:
+    call = spec.call(conv.shape, kernel, stride, (kernel // 2, kernel // 2), 1)
+    result = (call.batch, call.channels, call.out_height, call.out_width)
+    return moments_cases.cases(conv, api.depthwise_conv2d_moments, result, partial(spec.moments_win, call, conv.dtype))
+
+
+_ALONE = tuple(
     _case((256, c, side, side), dtype, kernel, stride, bias=kernel == _BIASED)
     for dtype in ("bfloat16", "float16", "float32")
     for (kernel, stride), sizes in _TRAINED
     for c, side in (sizes if dtype == "bfloat16" else sizes[:1])
 )
+BENCHMARK = (
+    *_ALONE,
+    *(
+        case
+        for (kernel, stride), sizes in _WITH_NORM
+        for c, side in sizes
+        for case in _with_norm(_case((256, c, side, side), "bfloat16", kernel, stride), kernel, stride)
+    ),
+)
 # Odd sizes, one pixel, no padding and unequal padding, C that fills no tile, rows cut into segments, dilated lattices of unequal
 # size, taps that reach over the whole image.
-VERIFICATION = tuple(
+_ODD = tuple(
     case
     for dtype in spec.STORAGE
     for case in (
@@ -144,4 +169,17 @@ VERIFICATION = tuple(
         _case((2, 40, 12, 9), dtype, 5, 2, padding=(2, 1)),
     )
     if dtype != "float32" or case.name != "depthwise k3 s1 bias" or case.shape != (2, 16, 6, 7)
+)
+VERIFICATION = (
+    *_ODD,
+    *(
+        _with_norm(_case(shape, dtype, kernel, stride), kernel, stride)[0]
+        for shape, dtype, kernel, stride in (
+            ((3, 40, 9, 13), "float32", 3, 1),
+            ((3, 24, 9, 13), "bfloat16", 3, 1),
+            ((2, 72, 11, 8), "float16", 3, 2),
+            ((2, 24, 14, 10), "bfloat16", 5, 1),
+            ((2, 16, 10, 16), "float32", 5, 2),
+        )
+    ),
 )

@@ -60,10 +60,19 @@ def _ring_arguments(call: Call, shape: spec.Geometry) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _strips(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool) -> _Launch:
-    ring = spec.strips_ring(call, _name(dtype))
+def _strips(
+    call: Call,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: int,
+    flip: bool,
+    bias: bool,
+    moments: bool = False,
+) -> _Launch:
+    ring = spec.strips_ring(call, _name(dtype), moments=moments)
     shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=False)
-    defines = spec.ring_defines(call, ring, _name(dtype), _name(weight_dtype), backward=False, bias=bias, flip=flip)
+    names = _name(dtype), _name(weight_dtype)
+    defines = spec.ring_defines(call, ring, *names, backward=False, bias=bias, flip=flip, moments=moments)
     kernel = nvrtc.function(spec.STRIPS, spec.KERNELS[spec.STRIPS][0], tuple(defines.items()), device)
     return kernel, shape.grid, (ring.threads, 1, 1), _ring_arguments(call, shape)
 
@@ -101,11 +110,23 @@ def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
-    """Returns y [N, C, OH, OW] channels_last in x's dtype. x: channels_last; weight [C, 1, k, k], bias [C]: contiguous."""
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, *, moments: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns y [N, C, OH, OW] channels_last in x's dtype and, if asked for and STRIPS runs, its moments [parts, 3, C] fp32.
+
+    x: channels_last; weight [C, 1, k, k], bias [C]: contiguous.
+    """
     y = _output(x, call.out_height, call.out_width)
-    _convolve(call, x, weight, bias, y, False)
-    return y
+    if not moments or not spec.ringed(call, _name(x.dtype), "forward"):
+        _convolve(call, x, weight, bias, y, False)
+        return y, None
+    device = x.device.index or 0
+    kernel, grid, block, sizes = _strips(call, x.dtype, weight.dtype, device, False, bias is not None, True)
+    parts = torch.empty((grid[0], 3, call.channels), dtype=torch.float32, device=x.device)
+    pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    kernel(grid, block, (*pointers, *sizes, parts.data_ptr()), 0, nvrtc.stream(device))
+    return y, parts
 
 
 @lru_cache(maxsize=4096)

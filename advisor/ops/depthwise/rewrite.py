@@ -7,6 +7,7 @@ from torch import fx
 
 from advisor.ops import dispatch, match
 from advisor.ops.depthwise import api, spec
+from advisor.ops.moments import Producer
 
 
 def _depthwise(node: fx.Node) -> match.Conv2d | str:
@@ -52,3 +53,16 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
                 )
         report.matched[match.path(node)] = spec.name(call.weight_shape[-1], stride, dilation)
         match.replace(node, new)
+
+
+def _moments_win(node: fx.Node) -> str:
+    given, found = match.value(node.args[0]), match.value(node)
+    weight, (stride, padding, dilation) = match.value(node.args[1]), node.args[3:6]
+    shape = None if given is None else match.static_shape(given)
+    if shape is None or weight is None or found is None:
+        return "its sizes are not known"
+    call = spec.call(shape, int(weight.shape[-1]), stride, padding, dilation)  # type: ignore[arg-type]
+    return spec.moments_win(call, match.dtype_name(found))
+
+
+PRODUCES = {api.depthwise_conv2d: Producer(api.depthwise_conv2d_moments, _moments_win)}

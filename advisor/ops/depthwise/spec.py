@@ -36,6 +36,8 @@ SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
 SECTOR = 32  # bytes that DRAM and L2 move at least
 MAX_SEGMENTS = 8
+# (k, stride) for which a batch norm behind the convolution is measured to be faster with the moments that STRIPS leaves of its result.
+_MOMENTS_FASTER: frozenset[tuple[int, int]] = frozenset()
 MAX_PASSES = 16  # items that a thread of the ring kernels takes one after the other, at most
 ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
 REGISTERS = 65536  # of an SM
@@ -115,6 +117,13 @@ def wins(*, channels: int, kernel: int, stride: int, dilation: int) -> str:
     if channels % 8:
         measured = (kernel, stride) == (3, 1)
     return "" if measured and dilation == 1 else UNMEASURED
+
+
+def moments_win(call: Call, dtype: str) -> str:
+    """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
+    if not ringed(call, dtype, "forward"):
+        return "another kernel's forward leaves no moments"
+    return "" if (call.kernel, call.stride) in _MOMENTS_FASTER else UNMEASURED
 
 
 def unsupported(
@@ -532,6 +541,9 @@ def _ring_variants(source: str) -> tuple[dict[str, int], ...]:
                 fitted = fit(ring, sized, dtype, backward=backward)
                 bias = kernel == 7
                 found.append(ring_defines(sized, fitted, dtype, "float32", backward=backward, bias=bias))
+                if not backward:
+                    fitted = _leaving(fitted, sized, dtype)
+                    found.append(ring_defines(sized, fitted, dtype, "float32", backward=False, bias=bias, moments=True))
     return tuple(found)
 
 
@@ -705,9 +717,20 @@ def ringed(call: Call, dtype: str, kind: str) -> bool:
     )
 
 
-def strips_ring(call: Call, dtype: str) -> Ring:
-    """For STRIPS."""
-    return _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
+# (k, stride, strip) of STRIPS in 16-bit storage where sums for moments leave registers for one block fewer an SM.
+_MOMENTS_BLOCK_LESS = frozenset({(5, 1, 4)})
+
+
+def strips_ring(call: Call, dtype: str, *, moments: bool = False) -> Ring:
+    """For STRIPS, which with `moments` leaves those of its result."""
+    ring = _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
+    return _leaving(ring, call, dtype) if moments else ring
+
+
+def _leaving(ring: Ring, call: Call, dtype: str) -> Ring:
+    """With room in registers for the sums of moments."""
+    less = dtype != "float32" and (call.kernel, call.stride, ring.strip) in _MOMENTS_BLOCK_LESS
+    return replace(ring, blocks=ring.blocks - 1) if less else ring
 
 
 def backward_ring(call: Call, dtype: str) -> Ring:
@@ -749,12 +772,20 @@ def _tap_words(kernel: int, channels: int) -> int:
 
 
 def ring_defines(
-    call: Call, ring: Ring, dtype: str, weight_dtype: str, *, backward: bool, bias: bool, flip: bool = False
+    call: Call,
+    ring: Ring,
+    dtype: str,
+    weight_dtype: str,
+    *,
+    backward: bool,
+    bias: bool,
+    flip: bool = False,
+    moments: bool = False,
 ) -> dict[str, int]:
-    """Macros of BACKWARD or of STRIPS."""
+    """Macros of BACKWARD or of STRIPS, which with `moments` leaves those of its result."""
     own = {"UP": call.stride, "PHASE": call.padding[1] % call.stride, "KEEP_TAPS": int(ring.keep_taps)}
     if not backward:
-        own = {"STRIDE": call.stride, "FLIP": int(flip)}
+        own = {"STRIDE": call.stride, "FLIP": int(flip), **({"MOMENTS": 1} if moments else {})}
     return {
         "K": call.kernel,
         "CH": ring.channels,
