@@ -215,7 +215,7 @@ FAULTS = {
     "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 d2 bias", "float32"),
     "a column too far": ("at >= 0 && at < width", "at >= 0 && at < width - 1", "depthwise k3 s1 d2 bias", "float32"),
     "last rows lost": ("if (done >= begin && done < end) put(sum[q], to);", "", "depthwise k3 s1 d2 bias", "float32"),
-    "no bias from the strips": ("BIAS ? widen_weight", "false ? widen_weight", "depthwise k3 s1 bias", "float32"),
+    "no bias from the strips": ("BIAS && (!MOMENTS", "false && (!MOMENTS", "depthwise k3 s1 bias", "float32"),
     "the strips' last rows lost": ("if (done < end) put(sum[q]);", "", "depthwise k3 s1 bias", "float32"),
     "a column of the ring too far": (
         "< (unsigned int)width",
