@@ -41,11 +41,11 @@ def test_its_cases_are_told_apart_and_complete(family: Family) -> None:
         assert all(work.nbytes > 0 and work.unit in ("matrix", "vector") for work in case.passes.values())
 
 
-def test_every_source_is_benchmarked_by_some_family() -> None:
+def test_every_source_is_run_by_some_familys_cases() -> None:
     run = {
         name
         for family in catalog.FAMILIES
-        for case in family.benchmark
+        for case in (*family.benchmark, *family.verification)
         for work in case.passes.values()
         for name in work.kernels
     }
