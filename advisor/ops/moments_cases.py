@@ -16,6 +16,7 @@ from advisor.ops.family import Arguments, Case, Work
 
 APART = " apart"
 _ACTIVATION = "relu"
+_H200_SMS = 132
 _NORM = 4  # arguments of the norm, behind the convolution's
 # How near the kink a value may be brought to its other side by the rounding of the convolution's result to 16 bits.
 _KINK = 0.05
@@ -35,7 +36,7 @@ def _inputs(generator: torch.Generator, n: int, *, conv: Case, channels: int) ->
 
 def _normalised(y: torch.Tensor, norm: Any, moments: torch.Tensor | None) -> torch.Tensor:
     mean, var, weight, bias = norm
-    return api.batchnorm_act(y, None, mean, var, weight, bias, 0.1, 1e-5, _ACTIVATION, way=spec.TWO, moments=moments)
+    return api.batchnorm_act(y, None, mean, var, weight, bias, 0.1, 1e-5, _ACTIVATION, moments=moments)
 
 
 def _leaving(*arguments: Any, producer: Callable[..., Any]) -> torch.Tensor:
@@ -66,23 +67,13 @@ def cases(
         producer: as `conv.ours`, which returns the moments too.
         wins: why the norm takes no moments from this convolution; empty where it does.
     """
-    elements, itemsize = math.prod(result), getattr(torch, conv.dtype).itemsize
-    moved = spec.bytes_moved(elements=elements, itemsize=itemsize, activation=_ACTIVATION, residual=False, forked=False)
-    spared = (elements * itemsize, 0)
+    norm = {kind: _norm(result, conv.dtype, backward=kind == "backward") for kind in conv.passes}
+    leaving_norm = {**norm, "forward": _norm(result, conv.dtype, backward=False, moments=True)}
     leaving = Case(
         name=f"{conv.name}+{spec.name(_ACTIVATION, False)}",
         shape=conv.shape,
         dtype=conv.dtype,
-        passes={
-            kind: replace(
-                work,
-                kernels=(*work.kernels, *norm),
-                nbytes=work.nbytes + nbytes - less,
-            )
-            for (kind, work), norm, nbytes, less in zip(
-                conv.passes.items(), ((spec.MOMENTS, spec.FORWARD), (spec.BACKWARD,)), moved, spared, strict=True
-            )
-        },
+        passes={kind: _together(work, leaving_norm[kind]) for kind, work in conv.passes.items()},
         inputs=partial(_inputs, conv=conv, channels=result[1]),
         ours=partial(_leaving, producer=producer),
         eager=partial(_plain, function=conv.eager),
@@ -91,18 +82,28 @@ def cases(
         steady=partial(_steady, conv=conv),
         gradient_floor=0.05,  # as of a norm alone
     )
-    forward = leaving.passes["forward"]
-    reading = Work(
-        kernels=tuple(k for k in forward.kernels if k != spec.MOMENTS),
-        nbytes=forward.nbytes + spared[0],
-        flops=forward.flops,
-        unit=forward.unit,
-    )
     apart = replace(
         leaving,
         name=leaving.name + APART,
-        passes={**leaving.passes, "forward": reading},
+        passes={kind: _together(work, norm[kind]) for kind, work in conv.passes.items()},
         ours=partial(_apart, conv=conv),
         wins=lambda: "" if wins() else "the norm takes its statistics from the convolution",
     )
     return leaving, apart
+
+
+def _norm(result: tuple[int, ...], dtype: str, *, backward: bool, moments: bool = False) -> Work:
+    """The norm's share of a pass over a tensor of this shape, as it is launched on an H200."""
+    n, c, h, w = result
+    elements, itemsize = math.prod(result), getattr(torch, dtype).itemsize
+    moved = {"elements": elements, "itemsize": itemsize, "activation": _ACTIVATION, "residual": False, "forked": False}
+    if moments:  # which leave the tensor's second reading alone
+        return Work(kernels=(spec.MOMENTS, spec.FORWARD), nbytes=spec.held_bytes_moved(**moved)[0])
+    common = {"residual": False, "forked": False, "backward": backward, "sm_count": _H200_SMS, "arch": 90}
+    kernel, one = spec.launch(n * h * w, c, dtype, _ACTIVATION, **common)
+    nbytes = (spec.bytes_moved if one is None else spec.held_bytes_moved)(**moved)[backward]
+    return Work(kernels=(kernel,), nbytes=nbytes)
+
+
+def _together(conv: Work, norm: Work) -> Work:
+    return replace(conv, kernels=(*conv.kernels, *norm.kernels), nbytes=conv.nbytes + norm.nbytes)

@@ -172,7 +172,7 @@ def moments_defines() -> dict[str, int]:
 
 def takes_moments(nbytes: int, residual: bool) -> str:
     """Why a norm over a tensor of this size has no use for the moments that the kernel before it can leave; empty where it has."""
-    return "one launch reads the tensor once" if CLUSTER in ways(nbytes, residual, backward=False) else ""
+    return "" if ways(nbytes, residual, backward=False)[0] == TWO else "one launch reads the tensor once"
 
 
 def held_threads(source: str) -> int:
