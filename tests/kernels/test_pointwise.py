@@ -120,6 +120,37 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("channels", "side", "reason"),
+    [
+        *(((c, out), side, "") for c, out, side in ((64, 256, 56), (256, 64, 56), (128, 512, 28), (16, 96, 112))),
+        *(((c, out), 14, "") for c, out in ((112, 672), (240, 80))),
+        ((160, 960), 7, "12544 pixels: too few to gain"),
+        ((512, 128), 28, "512 channels in: cuDNN is as fast"),
+        ((256, 1024), 14, "256 channels in, 1024 out: cuDNN is faster where arithmetic bounds"),
+    ],
+)
+def test_what_was_measured_to_win_is_dispatched(channels: tuple[int, int], side: int, reason: str) -> None:
+    call = {"rows": 256 * side * side, "in_channels": channels[0], "out_channels": channels[1]}
+    assert [spec.wins(dtype=dtype, **call) for dtype in ("bfloat16", "float16")] == [reason] * 2
+    assert spec.wins(dtype="float32", **call) == dispatch.UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("channels", "expected"),
+    [
+        ((64, 256), (1, 8, 4, 4, 1)),  # all columns in one block, whose 8 warps stand side by side
+        ((24, 72), (2, 3, 4, 2, 1)),
+        ((256, 64), (4, 2, 2, 8, 2)),  # long chunks rather than large tiles, so that two blocks share an SM
+        ((128, 512), (1, 8, 4, 8, 1)),
+    ],
+)
+def test_a_plan_is_as_was_measured_to_be_fast(channels: tuple[int, int], expected: tuple[int, ...]) -> None:
+    plan = spec.plan(256 * 28 * 28, *channels, 132, 90)
+    assert (plan.warps_m, plan.warps_n, plan.tiles, plan.steps, plan.chunks) == expected
+    assert (plan.groups, plan.stages, plan.blocks) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
     ("shape", "out", "dtype"),
     [
         ((3, 24, 9, 11), 72, torch.float16),  # channels that fill neither a step nor a block's columns

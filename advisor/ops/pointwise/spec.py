@@ -26,20 +26,22 @@ SM_REGISTERS = 65536
 REGISTERS = {(1, 1): 80, (2, 1): 80, (4, 1): 128, (1, 2): 128, (2, 2): 128, (4, 2): 255}
 
 WARPS = 8  # of a block, about
-TILES = 2  # of 16 rows a warp
-WIDE_FROM = 128  # channels of x from which a warp makes 64 columns, for less of x and w through shared memory
 MAX_GROUPS = 8  # of 32 columns a block
-WEIGHT_BYTES = 72 * 1024  # of a block's weights; 0: no bound but the block's shared memory
-STAGE_BYTES = 18 * 1024  # of a chunk of a tile's x
+WEIGHT_BYTES = 90 * 1024  # of a block's weights
 MAX_STEPS = 8  # of a chunk
-MAX_STAGES = 4
-MAX_BLOCKS = 4  # on an SM
-TUNABLE = {
-    "TILES": (2, 4),
-    "WIDE_FROM": (64, 128, 1 << 30),
-    "WEIGHT_BYTES": (72 * 1024, 144 * 1024),
-    "MAX_STAGES": (3, 4),
-}
+STAGES = 2  # chunks in the ring
+MAX_TILES = 4  # of 16 rows a warp
+BLOCKS = 2  # that an SM should hold at least
+MAX_BLOCKS = 4
+TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": (4, 8)}
+
+# On an H200 in bf16 at batch 256, with the batch norm behind it, against cuDNN's convolution and that norm's own pass: saved 0.10 of
+# 0.25 ms at 64 -> 256 on 56x56, 0.11 of 0.26 at 16 -> 64 on 112x112, 0.04 of 0.14 at 128 -> 512 on 28x28. From there on, in
+# operations for a byte of x and y, mma.sync is what bounds it and nothing was gained: 512 -> 128 on 28x28 as fast, 480 -> 112 on
+# 14x14 slower, 256 -> 1024 on 14x14 slower. Nor was it on 7x7 (160 -> 960), where everything is in L2 and short.
+MOST_IN_CHANNELS = 256
+MOST_INTENSITY = 103  # CI * CO / (CI + CO)
+FEWEST_ROWS = 256 * 14 * 14
 
 
 def name(in_channels: int, out_channels: int) -> str:
@@ -52,7 +54,15 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
 
     `rows` are pixels, of all images.
     """
-    return UNMEASURED
+    if dtype not in STORAGE:
+        return UNMEASURED
+    if rows < FEWEST_ROWS:
+        return f"{rows} pixels: too few to gain"
+    if in_channels > MOST_IN_CHANNELS:
+        return f"{in_channels} channels in: cuDNN is as fast"
+    if in_channels * out_channels > MOST_INTENSITY * (in_channels + out_channels):
+        return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
+    return ""
 
 
 def unsupported(
@@ -199,35 +209,39 @@ def _split(total: int, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: int) -> Plan:
-    """How the convolution of `rows` pixels is launched."""
+    """How the convolution of `rows` pixels is launched.
+
+    Long chunks, then large tiles, as far as BLOCKS blocks share an SM; where not even the smallest do, what fits one. On an H200
+    that is within a few per cent of the fastest of 15 ways tried for each of 20 shapes. 64 columns a warp were faster at 64 -> 256
+    alone, and deeper rings nowhere.
+    """
     all_steps, all_groups = -(-in_channels // STEP), -(-out_channels // GROUP)
-    room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
-    bound = min(WEIGHT_BYTES or room, room // 2)
+    bound = min(WEIGHT_BYTES, BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES) // 2)
     most = max(1, min(MAX_GROUPS, bound // (2 * GROUP * STEP * all_steps)))
-    columns = _split(all_groups, most)
-    groups = 2 if columns % 2 == 0 and in_channels >= WIDE_FROM else 1
-    warps_n = columns // groups
-    tiles = TILES if (TILES, groups) != (4, 2) else 2
-    warps_m = max(1, WARPS // warps_n)
-    steps = _split(all_steps, max(1, min(MAX_STEPS, STAGE_BYTES // (2 * STEP * 16 * warps_m * tiles))))
-    chunks = -(-all_steps // steps)
-    for stages in range(MAX_STAGES, 1, -1):
-        found = arranged(
-            rows=rows,
-            out_channels=out_channels,
-            sm_count=sm_count,
-            arch=arch,
-            warps_m=warps_m,
-            warps_n=warps_n,
-            tiles=tiles,
-            groups=groups,
-            steps=steps,
-            chunks=chunks,
-            stages=stages,
-        )
-        if found is not None and (found.blocks > 1 or stages == 2):
-            return found
-    raise ValueError(f"no launch for {name(in_channels, out_channels)} on sm_{arch}")
+    warps_n = _split(all_groups, most)
+    alone = None
+    for most_steps in dict.fromkeys((MAX_STEPS, min(4, MAX_STEPS), 2, 1)):
+        steps = _split(all_steps, most_steps)
+        for tiles in (t for t in (4, 2, 1) if t <= MAX_TILES):
+            found = arranged(
+                rows=rows,
+                out_channels=out_channels,
+                sm_count=sm_count,
+                arch=arch,
+                warps_m=max(1, WARPS // warps_n),
+                warps_n=warps_n,
+                tiles=tiles,
+                groups=1,
+                steps=steps,
+                chunks=-(-all_steps // steps),
+                stages=STAGES,
+            )
+            if found is not None and found.blocks >= BLOCKS:
+                return found
+            alone = alone or found
+    if alone is None:
+        raise ValueError(f"no launch for {name(in_channels, out_channels)} on sm_{arch}")
+    return alone
 
 
 def defines(plan: Plan, dtype: str, *, moments: bool) -> dict[str, int]:
@@ -246,21 +260,25 @@ def defines(plan: Plan, dtype: str, *, moments: bool) -> dict[str, int]:
     }
 
 
-# 1 x 1 convolutions before batch norms of ResNet-50, MobileNetV3-L and EfficientNet-B0 at 224 x 224: (channels in, out, side).
+# 1 x 1 convolutions before batch norms of ResNet-50, ResNeXt-50, MobileNets and EfficientNet-B0 at 224 x 224: (channels in, out, side).
 TRAINED = (
     (64, 64, 56),
+    (64, 128, 56),
     (64, 256, 56),
     (256, 64, 56),
     (256, 128, 56),
     (128, 512, 28),
     (512, 128, 28),
     (256, 1024, 14),
+    (32, 16, 112),
     (16, 64, 112),
+    (16, 96, 112),
     (64, 24, 56),
     (24, 72, 56),
     (72, 40, 28),
     (40, 120, 28),
     (40, 240, 28),
+    (240, 80, 14),
     (80, 480, 14),
     (112, 672, 14),
     (160, 960, 7),
