@@ -102,6 +102,12 @@ FAULTS = {
         "if (ow + g + 8 * h < out_width) add(of, j, pairs[h]);", "add(of, j, pairs[h]);", "first conv k3 s2 to 16+bn+relu"
     ),
     "a warp's moments are left out": ("blockIdx.x * WARPS_M + warp_m, OUT", "blockIdx.x * WARPS_M, OUT", "first conv k3 s2 to 16+bn+relu"),
+    "columns beside the image are counted": (
+        "if (!(wanted >> v & 1u)) continue;\n#pragma unroll\n    for (int j = 0; j < CH; ++j) {\n      const float d",
+        "#pragma unroll\n    for (int j = 0; j < CH; ++j) {\n      const float d",
+        "depthwise k5 s1+bn+relu",
+    ),
+    "a thread's moments are left out": ("for (int ty = 0; ty < strips_per_pass", "for (int ty = 1; ty < strips_per_pass", "depthwise k5 s1+bn+relu"),
     "the other group's products count": ("if (lost && octet < octets) {", "if (false) {", "grouped 3x3 of 4 s1+bn+relu"),
 }  # fmt: skip
 

@@ -176,10 +176,8 @@ VERIFICATION = (
         _with_norm(_case(shape, dtype, kernel, stride), kernel, stride)[0]
         for shape, dtype, kernel, stride in (
             ((3, 40, 9, 13), "float32", 3, 1),
-            ((3, 24, 9, 13), "bfloat16", 3, 1),
             ((2, 72, 11, 8), "float16", 3, 2),
             ((2, 24, 14, 10), "bfloat16", 5, 1),
-            ((2, 16, 10, 16), "float32", 5, 2),
         )
     ),
 )

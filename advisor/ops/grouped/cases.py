@@ -132,12 +132,9 @@ VERIFICATION = (
         _with_norm(_case(shape, dtype, group, stride), group, stride)[0]
         for shape, dtype, group, stride in (
             ((3, 40, 7, 9), "bfloat16", 4, 1),
-            ((3, 40, 7, 9), "bfloat16", 4, 2),
             ((2, 32, 4, 5), "float16", 8, 1),
-            ((1, 8, 3, 115), "bfloat16", 8, 1),
             ((2, 72, 9, 20), "bfloat16", 24, 1),
             ((1, 48, 7, 4), "float16", 24, 2),
-            ((5, 32, 4, 7), "bfloat16", 32, 1),
         )
     ),
 )
