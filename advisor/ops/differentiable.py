@@ -1,10 +1,23 @@
-"""Gradients of an operation through PyTorch's own operations, for second derivatives and where kernels do not run."""
+"""Gradients of an operation through PyTorch's own operations, for second derivatives and where kernels cannot run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
+
+from advisor.ops import nvrtc
+
+
+def wanted(dy: torch.Tensor) -> bool:
+    """Whether a backward that got `dy` is to be made of PyTorch's own operations, asked inside it.
+
+    So it is when a second derivative is wanted (create_graph=True), and when `dy` is a batch of gradients (is_grads_batched=True,
+    or torch.func.vmap over a backward), which has no memory that a kernel could read.
+    """
+    return torch.is_grad_enabled() or bool(nvrtc.transformed()) or is_legacy_batchedtensor(dy)
 
 
 def gradients(
@@ -22,3 +35,8 @@ def gradients(
         there = [t for t in leaves if t is not None]
         found = iter(torch.autograd.grad(function(*leaves), there, dy, create_graph=again))
     return tuple(None if t is None else next(found) for t in leaves)
+
+
+def gradient(function: Callable[[torch.Tensor], torch.Tensor], dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As `gradients`, of the one input `x`."""
+    return cast(torch.Tensor, gradients(function, dy, (x,))[0])

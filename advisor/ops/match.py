@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -45,14 +46,18 @@ class MatchReport:
     graphs: int = 0
 
 
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')  # of a traceback
+
+
 def path(node: fx.Node) -> str:
     """`layer1.0.bn1`: the module that makes this call, and the node's name too where it makes several of the kind.
 
-    The node's name alone for a function outside any module.
+    For a function outside any module below the captured one: the node's name and the line that calls it, `out (net.py:26)`.
     """
     found = _module(node)
     if not found:
-        return node.name
+        lines = _LINE.findall(node.meta.get("stack_trace") or "")
+        return f"{node.name} ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else node.name
     alike = (other for other in node.graph.nodes if other.target == node.target and other is not node)
     return f"{found}.{node.name}" if any(_module(other) == found for other in alike) else found
 

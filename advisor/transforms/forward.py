@@ -5,12 +5,13 @@ remembered, so a layer that is switched off and on again finds the same callable
 
 The composition is installed as the instance attribute `forward`, so hooks, `state_dict`, parameters and the class stay as
 they are. Copies and pickles of the module are those of the plain module: a second instance attribute, `__reduce_ex__`, leaves
-both attributes out of the copied state.
+these attributes out of the copied state; and so is what torch.jit.script sees, through a third, `__prepare_scriptable__`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,8 @@ _Key = tuple[tuple[int, Layer], ...]
 class InstalledForward:
     """What stands in `module.forward` while a stack has layers: calls the current composition.
 
-    With no layers left it calls the module's own forward, so a reference that someone kept stays right.
+    With no layers left it calls the module's own forward, so a reference that someone kept stays right. Exported and traced is
+    the module's own forward too, as in copies and pickles: a graph of what the user wrote, in which no layer's capture could stand.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -43,7 +45,13 @@ class InstalledForward:
         self.composed = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return self.original(*args, **kwargs)
         return self.composed(*args, **kwargs)
+
+    @property
+    def __code__(self) -> Any:  # torch.export reads the names of arguments there
+        return self.original.__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Reached only when the module's class copies its own __dict__; the copy is in `memo` by then if it is made rightly.
@@ -82,6 +90,28 @@ class _PlainReduce:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.stack.module, "__reduce_ex__")
+
+
+class _PlainTwin:
+    """`module.__prepare_scriptable__` while layers are installed: the module without them, over the same parameters."""
+
+    def __init__(self, stack: ForwardStack) -> None:
+        self.stack = stack
+
+    def __call__(self) -> torch.nn.Module:
+        module = self.stack.module
+        twin = type(module).__new__(type(module))
+        twin.__dict__ = self.stack.plain_state(module.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(copy.copy, memo.get(id(self.stack.module), self.stack.module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (copy.copy, self.stack.module)
+
+
+_ATTRIBUTES = {"__reduce_ex__": _PlainReduce, "__prepare_scriptable__": _PlainTwin}
 
 
 class ForwardStack:
@@ -167,9 +197,8 @@ class ForwardStack:
 
     def plain_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """`state`, an instance dictionary of the module, as it would be without layers."""
-        plain = {
-            name: value for name, value in state.items() if not isinstance(value, (InstalledForward, _PlainReduce))
-        }
+        ours = (InstalledForward, *_ATTRIBUTES.values())
+        plain = {name: value for name, value in state.items() if not isinstance(value, ours)}
         if self._own is not None and "forward" in state and "forward" not in plain:
             plain["forward"] = self._own
         return plain
@@ -196,7 +225,7 @@ class ForwardStack:
             self._own = module.__dict__.get("forward")
             self._forward = InstalledForward(self._original())
             module.__dict__["forward"] = self._forward
-            module.__dict__["__reduce_ex__"] = _PlainReduce(self)
+            module.__dict__.update((name, kind(self)) for name, kind in _ATTRIBUTES.items())
             self._installed.add(module)
             _watch_replicas(self._installed)
         self._forward.composed = composed
@@ -212,8 +241,9 @@ class ForwardStack:
                 attributes["forward"] = self._own
             else:
                 del attributes["forward"]
-        if isinstance(attributes.get("__reduce_ex__"), _PlainReduce):
-            del attributes["__reduce_ex__"]
+        for name, kind in _ATTRIBUTES.items():
+            if isinstance(attributes.get(name), kind):
+                del attributes[name]
         self._forward = self._own = None
         self._installed.discard(module)
         _watch_replicas(self._installed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import is_nhwc, nhwc, realigned
 from advisor.ops.batchnorm_act import cuda, reference, spec
 
@@ -85,7 +85,7 @@ class _BatchNormAct(torch.autograd.Function):
         if not given:  # nobody used the result
             return (None,) * 13
         x, weight, bias, saved, mask = ctx.saved_tensors
-        twice = torch.is_grad_enabled()  # create_graph=True: a second derivative is wanted
+        twice = differentiable.wanted(given[0])
         # To make a slice, as a concatenation's gradient has it, dense for the kernels would cost what the sum does.
         if len(given) == 2 and (twice or not all(map(is_nhwc, given))):
             given = [given[0] + given[1]]
@@ -139,7 +139,7 @@ def _slope(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
     """The activation's derivative at z, differentiable itself."""
     if activation == "none":
         return torch.ones_like(z)
-    return torch.autograd.grad(reference.activate(z, activation, slope).sum(), z, create_graph=True)[0]
+    return differentiable.gradient(lambda z: reference.activate(z, activation, slope), torch.ones_like(z), z)
 
 
 def _differentiable_backward(
@@ -293,7 +293,7 @@ class _FrozenBatchNormAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             found = _frozen_differentiable_backward(dy, *ctx.saved_tensors, *ctx.variant)
         else:
             found = cuda.frozen_backward(nhwc(dy), *ctx.saved_tensors, *ctx.variant)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import nhwc, realigned
 from advisor.ops.batchnorm_act import reference
 from advisor.ops.batchnorm_concat import cuda, spec
-from advisor.ops.differentiable import gradients
 
 engaged, fell_back = dispatch.counters("batchnorm_concat")
 
@@ -86,7 +85,7 @@ class _Append(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             if corrections is None:
                 feature = gradient.narrow(1, *new)
-            elif torch.is_grad_enabled():
+            elif differentiable.wanted(gradient):
                 feature = _corrected(gradient, corrections, x, moments).narrow(1, *new)
             else:
                 feature = cuda.append_backward(cuda.rows(gradient), corrections, cuda.rows(x), moments, *new)
@@ -132,7 +131,7 @@ class _BatchNormAct(torch.autograd.Function):
         if dy is None:
             return later, corrections, None, None, *nothing
         x, moments, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             dx, dweight, dbias = _differentiable_backward(dy, x, weight, bias, *ctx.variant)
             return dx if later is None else later + dx, corrections, dweight, dbias, *nothing
         behind = None
@@ -160,7 +159,7 @@ def _differentiable_backward(
     def function(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return reference.batchnorm_act(x, None, None, None, weight, bias, 0.0, eps, activation, slope)
 
-    return gradients(function, dy, (x, weight, bias))
+    return differentiable.gradients(function, dy, (x, weight, bias))
 
 
 def unsupported(feature: torch.Tensor, channels: int) -> str:

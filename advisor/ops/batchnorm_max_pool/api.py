@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
 from advisor.ops.pooling.api import flat_indices
@@ -78,7 +78,7 @@ class _BatchNormMaxPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         x, weight, bias, saved, index, chosen = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             found = _differentiable_backward(ctx, dy, x, weight, bias, index)
         else:
             found = cuda.backward(alignment.nhwc(dy), x, saved, index, chosen, weight, bias, *ctx.variant)
@@ -87,7 +87,7 @@ class _BatchNormMaxPool(torch.autograd.Function):
 
 def _differentiable_backward(
     ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, index: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor | None, ...]:
     """The backward as the gradient of differentiable torch ops, in fp32; which elements were chosen is taken as constant."""
     activation, slope, pool = ctx.variant
     at = flat_indices(index, tuple(x.shape), pool).flatten(2)
@@ -100,9 +100,7 @@ def _differentiable_backward(
         y = activate(z, activation, slope)
         return y.flatten(2).gather(2, at).view(dy.shape)
 
-    # Leaves of their own graph where the caller's need no gradient, so that autograd.grad has all three to give.
-    leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight, bias)]
-    return torch.autograd.grad(pooled(*leaves), leaves, dy.float(), create_graph=True)
+    return differentiable.gradients(pooled, dy.float(), (x, weight, bias))
 
 
 def batchnorm_max_pool(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, dense, is_aligned, is_nhwc, nhwc
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import cuda, reference, spec
@@ -147,7 +147,7 @@ class _BiasAct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         saved, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope, ctx.dim)
         else:
             dy = dense(dy, torch.channels_last if ctx.dim == 1 else torch.contiguous_format)
@@ -161,10 +161,10 @@ def _differentiable_backward(
     """dx and dbias in differentiable torch ops. The slope of a piecewise linear activation is constant."""
     z = saved.float()
     if activation in spec.FROM_OUTPUT:
-        z = z.detach().requires_grad_()
+        z = z.detach()
     elif bias is not None:
         z = z + reference.over_channels(bias.float(), z, dim)
-    dx = torch.autograd.grad(activate(z, activation, slope), z, dy.float(), create_graph=True)[0]
+    dx = differentiable.gradient(lambda z: activate(z, activation, slope), dy.float(), z)
     return dx.to(saved.dtype), dx.sum([d for d in range(dx.dim()) if d != dim % dx.dim()])
 
 
@@ -221,7 +221,7 @@ class _ScaleAdd(torch.autograd.Function):
         dy, *twin = gradients
         half = twin[0] if twin else None
         branch, scale, keep, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             d = dy if half is None else dy + half.to(dy.dtype)
             return *_differentiable_scale_backward(d, branch, scale, keep, ctx.residual, bias, ctx.dtype), None, None
         dbranch, dbias, dscale, dresidual = cuda.scale_add_backward(

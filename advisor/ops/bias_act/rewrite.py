@@ -263,6 +263,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     called. A Linear layer's bias and activation are left to Inductor, which has them with its own casts in one pass. `report`
     gains one entry a site, under the path of the convolution or Linear layer or that of the module that adds.
     """
+    seen: set[str] = set()
     for node in list(graph_module.graph.nodes):
         if node._erased:
             continue
@@ -270,8 +271,9 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         if site is None:
             continue
         path = match.path(site.x if isinstance(site, _Activation) and site.product else node)
-        if path in report.matched or path in report.unmatched:
+        if path in seen:
             path = f"{path}.{node.name}"
+        seen.add(path)
         if isinstance(site, _ScaledAdd) and not compiled:
             site = next((more for more in _with_neighbours(site) if not _refusal(more)), site)
         reason = _refusal(site) or (_inductor(site) if compiled else "")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import differentiable, dispatch, nvrtc
 from advisor.ops.depthwise import cuda, spec
 
 engaged, fell_back = dispatch.counters("depthwise")
@@ -150,7 +150,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         call = ctx.call
         dx_wanted, dweight_wanted, dbias_wanted, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             return (*_differentiable_backward(dy, x, weight, bias, call, ctx.needs_input_grad[:3]), None, None)
         found = _gradients(dy, x, weight.contiguous(), bias, call, (dx_wanted, dweight_wanted or dbias_wanted))
         return (*found, None, None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.first_conv import cuda, spec
 
 engaged, fell_back = dispatch.counters("first_conv")
@@ -191,7 +191,7 @@ class _FirstConv2d(torch.autograd.Function):
             return (None,) * 6
         x, weight, bias = ctx.saved_tensors
         call, compute = ctx.call, ctx.compute
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             wanted = (False, *ctx.needs_input_grad[1:3])
             found = _differentiable_backward(dy, x, weight, bias, call.stride, call.padding, compute, wanted)
             return (*found, None, None, None)

@@ -105,7 +105,7 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         x, weight, bias, saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             dx, dweight, dbias = _differentiable(dy, x, ctx.groups, weight, bias, ctx.eps, ctx.activation)
             return dx, None, dweight, dbias, None, None, None
         dy = nhwc(dy)

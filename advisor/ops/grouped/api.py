@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.grouped import cuda, spec
 
 engaged, fell_back = dispatch.counters("grouped")
@@ -139,7 +139,7 @@ class _GroupedConv2d(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         call: spec.Call = ctx.call
         wanted = ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             groups = call.channels // call.group
             return (*_differentiable_backward(dy, x, weight, call.stride, groups, wanted), None, None)
         return (*_gradients(dy, x, weight, call, wanted), None, None)

@@ -98,7 +98,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             return (*_differentiable(dy, x, weight, bias, ctx.eps, ctx.dim), None, None, None)
         dy = dense(dy, _format(ctx.dim))
         dx, dweight, dbias = cuda.backward(dy, x, weight, ctx.eps, ctx.dim)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -73,10 +73,10 @@ class _MaxPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         (index,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             flat = torch.zeros((*ctx.shape[:2], ctx.shape[2] * ctx.shape[3]), dtype=dy.dtype, device=dy.device)
             at = flat_indices(index, ctx.shape, ctx.window).flatten(2)
-            return flat.scatter_add(2, at, dy.flatten(2)).view(ctx.shape), None
+            return flat.scatter_add(2, at, dy.reshape(flat.shape[:2] + at.shape[2:])).view(ctx.shape), None
         return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
 
 
@@ -92,7 +92,7 @@ class _AvgPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         window, count_include_pad, divisor_override = ctx.call
-        if torch.is_grad_enabled():
+        if differentiable.wanted(dy):
             like = dy.new_zeros(()).expand(ctx.shape)  # only its shape is read
             dx = torch.ops.aten.avg_pool2d_backward(
                 dy,
@@ -117,7 +117,7 @@ class _GlobalAvgPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        if torch.is_grad_enabled():
+        if differentiable.wanted(dy):
             return (dy / (ctx.shape[2] * ctx.shape[3])).expand(ctx.shape)
         return cuda.global_avg_pool_backward(alignment.aligned(dy), ctx.shape)
 

@@ -103,7 +103,7 @@ class _SqueezeExcite(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         x, w1, b1, w2, b2, saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative is wanted
+        if differentiable.wanted(dy):
             return (*_differentiable(dy, x, w1, b1, w2, b2, ctx.activation, ctx.gate), None, None)
         dy = nhwc(dy)
         dx, dw1, db1, dw2, db2 = cuda.backward(dy, x, saved, w1, w2, ctx.activation, ctx.gate)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import cuda, spec
@@ -106,7 +106,7 @@ class _UpsampleConcat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        twice = torch.is_grad_enabled()  # create_graph=True: a second derivative is wanted
+        twice = differentiable.wanted(dy)
         if not twice:
             dy = alignment.nhwc(dy)
         given: list[torch.Tensor | None] = []

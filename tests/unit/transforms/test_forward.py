@@ -9,6 +9,8 @@ import io
 import pickle
 import pickletools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +176,7 @@ def test_a_copy_has_a_plain_forward_on_its_own_parameters(cls) -> None:
         assert torch.equal(net(torch.ones(3)), torch.full((3,), 2.0))
         if cls is Net:
             assert "forward" not in twin.__dict__
-            assert "__reduce_ex__" not in twin.__dict__
+            assert not {"__reduce_ex__", "__prepare_scriptable__"} & set(twin.__dict__)
         assert torch.equal(copy.deepcopy(twin)(torch.ones(3)), torch.full((3,), 7.0))
     shallow = copy.copy(net)
     assert torch.equal(shallow(torch.ones(3)), torch.ones(3))
@@ -256,3 +258,53 @@ def test_data_parallel_on_one_device_and_replicas() -> None:
     assert torch.equal(replica(torch.ones(3)), torch.full((3,), 9.0))
     assert log == []
     assert torch.equal(net(torch.ones(3)), torch.full((3,), 2.0))
+
+
+class Convolution(nn.Module):
+    """What a user might script: the source of its forward is in a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return torch.relu(self.conv(x)) * scale
+
+
+def captured(inner: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """As a kernel family's capture: no tracer may see it."""
+    return torch.compile(inner, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        lambda net, x: torch.jit.script(net),
+        lambda net, x: torch.jit.script(nn.Sequential(net)),
+        lambda net, x: torch.jit.trace(net, x),
+        lambda net, x: torch.export.export(net, (x,)).module(),
+        lambda net, x: torch.export.export(net, (x,), strict=True).module(),
+        lambda net, x: torch.fx.symbolic_trace(net),
+        lambda net, x: torch.compile(net, backend="eager", fullgraph=True),
+    ],
+    ids=["script", "script a parent", "trace", "export", "strict export", "fx", "compile"],
+)
+def test_what_the_user_makes_of_the_module_is_what_the_plain_module_gives(made_of: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    net, x = Convolution(), torch.randn(1, 1, 3, 3)
+    want = net(x)
+    stack = ForwardStack.of(net)
+    stack.set(CAPTURE, captured)
+    assert torch.equal(made_of(net, x)(x), want)
+    assert torch.equal(net(x), want)
+    stack.clear(CAPTURE)
+    assert not {"forward", "__reduce_ex__", "__prepare_scriptable__"} & set(net.__dict__)
+
+
+def test_what_is_exported_has_no_layer_in_it() -> None:
+    net, x = Convolution(), torch.randn(1, 1, 3, 3)
+    ForwardStack.of(net).set(CAPTURE, layer("capture", []))
+    assert not torch.equal(net(x), Convolution.forward(net, x))
+    assert torch.equal(torch.export.export(net, (x,)).module()(x), Convolution.forward(net, x))
+    assert torch.equal(torch.jit.trace(net, x, check_trace=False)(x), Convolution.forward(net, x))
