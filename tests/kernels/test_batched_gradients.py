@@ -13,7 +13,7 @@ SMALLEST: dict[tuple[str, ...], tuple[Family, Case]] = {}
 for _family in catalog.FAMILIES:
     for _case in sorted(_family.verification, key=lambda case: torch.Size(case.shape).numel(), reverse=True):
         if "backward" in _case.passes and _case.dtype == "float32":
-            SMALLEST[_family.id, *_case.passes["backward"].kernels] = _family, _case
+            SMALLEST[(_family.id, *_case.passes["backward"].kernels)] = _family, _case
 # Operations whose PyTorch's own backward takes no batch of channels_last gradients either.
 NOT_IN_PYTORCH = "querying is_contiguous inside of vmap"
 

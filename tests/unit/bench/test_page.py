@@ -35,10 +35,9 @@ FIELDS = (
 @pytest.mark.parametrize(("kind", "row_type"), [("ops", ops.OpRow), ("models", models.ModelRow)])
 def test_rows_on_file_are_what_the_benchmarks_write(kind: str, row_type: type) -> None:
     names = {field.name.removesuffix("_") for field in dataclasses.fields(row_type)}
-    assert set(FIELDS) <= names
     for file in FOLDER.glob(f"*/{kind}.json"):
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            assert set(row) == names, row["name"]
+            assert set(FIELDS) <= set(row) <= names, row["name"]
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
