@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C._autograd import DeviceType, _disable_profiler, _profiler_enabled
@@ -22,6 +22,7 @@ from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler as autograd_profiler
 
 from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
+from advisor.profiling import graphs
 from advisor.profiling.annotate import Annotator
 from advisor.profiling.clock import BURST
 from advisor.profiling.hostcalls import is_launch
@@ -47,6 +48,8 @@ _RUNTIME_ACTIVITIES = frozenset({"cuda_runtime", "cuda_driver"})
 _RUNTIME_NAME = re.compile(r"^cu(da)?[A-Z]\w+$")
 # Kineto reads its log level when it is set up first; above all its levels it prints nothing into the script's stderr.
 _KINETO_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
+# Kineto takes CUPTI down after a trace only when this is "1"; otherwise each launch goes on costing host time (docs/decisions/0018).
+_TEARDOWN = "TEARDOWN_CUPTI"
 _ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg)")
 
 
@@ -63,6 +66,24 @@ def quiet_kineto() -> Iterator[None]:
         os.environ.pop(_KINETO_LEVEL, None)
 
 
+def choose_teardown(ours: str, *, wanted: bool) -> str:
+    """Kineto takes CUPTI down after the coming trace where that is `wanted`, and not beside captured graphs.
+
+    Taken down and set up again beside captured graphs CUPTI has crashed (pytorch#112507); there few launches are left to cost
+    anything. What the user, or torch, has set stays.
+
+    Args:
+        ours: what an earlier call returned; empty before the first.
+
+    Returns:
+        What is set now, or empty where it is not ours. It has to stay set: Kineto reads it at the next trace's start as well.
+    """
+    if os.environ.get(_TEARDOWN, "") != ours:
+        return ""
+    ours = os.environ[_TEARDOWN] = "1" if wanted and not graphs.alive() else "0"
+    return ours
+
+
 class TraceCollector:
     """Traces from `start` to `stop`. Neither ever raises for want of a GPU, of counters, or of a free profiler.
 
@@ -73,6 +94,8 @@ class TraceCollector:
         step_s: usual time of a step with no profiler on, from which the counters' interval follows; 0 if unknown.
         compiled: whether the step runs compiled code; None where nobody knows.
     """
+
+    _teardown: ClassVar[str] = ""  # of this process, as chosen for the latest trace
 
     def __init__(
         self,
@@ -109,6 +132,8 @@ class TraceCollector:
             )
             if self._cuda:
                 torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
+                # The counters are CUPTI's too, and would go down with it.
+                TraceCollector._teardown = choose_teardown(TraceCollector._teardown, wanted=self._dram is None)
             with quiet_kineto():
                 profile._prepare_trace()  # type: ignore[no-untyped-call]
             profile._start_trace()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -433,3 +434,24 @@ def test_counters_that_are_refused_are_a_note_with_the_reason(monkeypatch: pytes
     trace = trace_collector.stop()
     assert any("INSUFFICIENT_PRIVILEGES" in note for note in trace.notes)
     assert trace.dram.start_ns == []
+
+
+@pytest.mark.parametrize(("wanted", "alive", "expected"), [(True, False, "1"), (True, True, "0"), (False, False, "0")])
+def test_cupti_goes_down_after_a_trace_but_not_beside_graphs_or_counters(monkeypatch, wanted, alive, expected) -> None:
+    monkeypatch.setenv("TEARDOWN_CUPTI", "")  # put back afterwards
+    monkeypatch.delenv("TEARDOWN_CUPTI")
+    monkeypatch.setattr(collector.graphs, "alive", lambda: alive)
+    assert collector.choose_teardown("", wanted=wanted) == os.environ["TEARDOWN_CUPTI"] == expected
+    # Each trace decides anew, as long as nobody else does.
+    monkeypatch.setattr(collector.graphs, "alive", lambda: True)
+    assert collector.choose_teardown(expected, wanted=True) == os.environ["TEARDOWN_CUPTI"] == "0"
+    os.environ["TEARDOWN_CUPTI"] = "1"
+    assert collector.choose_teardown("0", wanted=True) == ""
+    assert os.environ["TEARDOWN_CUPTI"] == "1"
+
+
+def test_what_the_user_says_about_cupti_stays(monkeypatch) -> None:
+    monkeypatch.setenv("TEARDOWN_CUPTI", "0")
+    monkeypatch.setattr(collector.graphs, "alive", lambda: False)
+    assert collector.choose_teardown("", wanted=True) == ""
+    assert os.environ["TEARDOWN_CUPTI"] == "0"
