@@ -188,6 +188,7 @@ def _profile(
     from advisor.profiling.records import SAMPLES_FILE
     from advisor.profiling.sampler import Sampler
     from advisor.profiling.session import Session
+    from advisor.trials import files
 
     say("measuring this machine (once)")
     machine = environment.probe()
@@ -212,10 +213,13 @@ def _profile(
     try:
         # What a thrown-away run prints is in its folder, so that it does not run into what we say.
         output = run_dir / OUTPUT_FILE if protect_files else None
+        if protect_files:
+            files.hold(run_dir)
         ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
         shorter = _shorter(session, ended.code)
         if shorter is not None:
             _restore(run_dir)
+            files.hold(run_dir)
             say("the script ended before all was measured; once more with shorter windows, its files put aside")
             launcher.launch(command, shorter, on_progress=_teller(say), output=run_dir / OUTPUT_FILE)
     finally:

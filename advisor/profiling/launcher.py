@@ -34,6 +34,8 @@ from advisor.profiling.session import DISABLE_VARIABLE, SESSION_VARIABLE, Sessio
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 SUPERVISOR_VARIABLE = "ADVISOR_SUPERVISOR"  # the pid whose direct child is the script; "0": any descendant may be it
 ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: what it starts is left alone
+# The run folder in which every Python process below, from its first line on, sets aside what it is about to change.
+FILES_VARIABLE = "ADVISOR_FILES"
 POLL_S = 0.1
 GRACE_S = 5.0  # between asking a process tree to end and ending it
 
@@ -229,7 +231,10 @@ def child_environment(command: ScriptCommand, session: Session, extra: Mapping[s
     variables["PYTHONPATH"] = os.pathsep.join(part for part in (str(BOOTSTRAP), old) if part)
     variables[SESSION_VARIABLE] = str((session.folder / SESSION_FILE).resolve())
     variables[SUPERVISOR_VARIABLE] = "0" if command.literal else str(os.getpid())
-    variables.pop(ATTACHED_VARIABLE, None)
+    for name in (ATTACHED_VARIABLE, FILES_VARIABLE):
+        variables.pop(name, None)
+    if session.protect_files:
+        variables[FILES_VARIABLE] = str(session.protecting.resolve())
     return variables
 
 

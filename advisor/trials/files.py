@@ -8,8 +8,10 @@ is noted as new. The script then works on real paths, so reading back, copying a
 `restore` reads the journal: what the script made is moved to `diverted/`, what was there before is put back. The
 supervisor calls it after every search process; after a `kill -9` of everything, `restore_pending` does at the next start.
 
-What Python cannot see is not covered: files written by native libraries under their own names (HDF5, OpenCV) and by
-programs the script starts. `torch.save` and `torch.jit.save`, which write natively, are wrapped.
+Python processes that the script starts are guarded as it is itself; before another program starts (a shell, `cp`, `rm`),
+what its words name is set aside (programs.py). What Python cannot see is not covered: files written by native libraries
+under their own names (HDF5, OpenCV), and by programs under names that they were not given. `torch.save` and
+`torch.jit.save`, which write natively, are wrapped.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import functools
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import stat
@@ -35,11 +36,14 @@ from pathlib import Path
 from typing import Any
 
 from advisor.core.errors import AdvisorError
-from advisor.profiling import environment
 from advisor.profiling.launcher import SUPERVISOR_VARIABLE
+from advisor.profiling.patches import say
+from advisor.trials import programs
 
 JOURNAL, OWNERS = "journal.jsonl", "owners"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
+# What programs name is set aside up to this much in all: beyond it they may be reading a data set.
+_PROGRAM_BYTES = 1 << 30
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WRITE = os.O_WRONLY | os.O_RDWR
 # Folders whose content is a cache: made again by whoever needs it, and worthless to put back.
@@ -68,6 +72,7 @@ class Guard:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
         self._settled: set[str] = set()
+        self._program_bytes = 0
         self.active = True
         if _running(run_dir) is None:
             hold(run_dir)
@@ -143,6 +148,27 @@ class Guard:
             ) from error
         finally:
             _inside.yes = False
+
+    def _program(self, executable: object, arguments: object, cwd: object = None, environment: object = None) -> None:
+        for path in programs.named(executable, arguments, cwd, environment):
+            if not os.path.isdir(path) or os.path.islink(path):
+                self._named(path)
+                continue
+            for folder, folders, names in os.walk(path, topdown=False):
+                for name in (*names, *(f for f in folders if os.path.islink(os.path.join(folder, f)))):
+                    self._named(os.path.join(folder, name))
+                if (target := self._absolute(folder)) is not None:
+                    self._note(action="unmade", path=target)
+
+    def _named(self, path: str) -> None:
+        """As `touch`, of a link and of what it points to, while there is room."""
+        for place in dict.fromkeys((path, os.path.realpath(path))):
+            with contextlib.suppress(OSError):
+                self._program_bytes += os.path.getsize(place)
+            if self._program_bytes > _PROGRAM_BYTES:
+                say(f"not set aside before a program may change it, for want of room: {place}")
+            else:
+                self.touch(place)
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:
@@ -266,24 +292,38 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "os.truncate": lambda guard, path, *_: guard.touch(path),
     "shutil.rmtree": Guard._rmtree,
     "sqlite3.connect": lambda guard, path, *_: guard.touch(path),
+    "subprocess.Popen": Guard._program,
+    "os.system": lambda guard, line: guard._program("sh", line),
+    "os.posix_spawn": lambda guard, path, words, environment: guard._program(path, words, None, environment),
+    "os.exec": lambda guard, path, words, environment: guard._program(path, words, None, environment),
 }
+
+_guards: dict[Path, Guard] = {}
+
+
+def guard(run_dir: Path) -> Guard:
+    """This process's guard for the run folder, from now on: its audit hook, before anything of the script has run."""
+    folder = run_dir.resolve()
+    if folder not in _guards:
+        _guards[folder] = Guard(folder)
+    return _guards[folder]
 
 
 def protect(run_dir: Path) -> Guard:
-    """Start guarding in this process: the audit hook, `torch.save`, and trackers that stay offline or in the run folder.
+    """Guard this process: the audit hook, `torch.save`, and trackers that stay offline or in the run folder.
 
-    Call once a process, as early as may be.
+    Call once a process, after torch's import.
     """
     _end_with_supervisor()
     for name, value in tracker_environment(run_dir).items():
         os.environ[name] = value
-    guard = Guard(run_dir)
+    here = guard(run_dir)
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        torch.save = _announced(guard, torch.save, argument=1)
+        torch.save = _announced(here, torch.save, argument=1)
         torch.serialization.save = torch.save
-        torch.jit.save = _announced(guard, torch.jit.save, argument=1)
-    return guard
+        torch.jit.save = _announced(here, torch.jit.save, argument=1)
+    return here
 
 
 def tracker_environment(run_dir: Path) -> dict[str, str]:
@@ -413,7 +453,7 @@ def hold(run_dir: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / OWNERS).unlink(missing_ok=True)
     _own(folder)
-    token = secrets.token_hex(16)
+    token = os.urandom(16).hex()
     with contextlib.suppress(OSError):  # without a cache folder nothing is restored unasked
         noted = _noted(run_dir)
         noted.parent.mkdir(mode=0o700, exist_ok=True)
@@ -426,6 +466,8 @@ def hold(run_dir: Path) -> None:
 
 def _noted(run_dir: Path) -> Path:
     """Where the user's own cache folder notes this search."""
+    from advisor.profiling import environment  # not in every process that is guarded: `guard` comes before the script
+
     name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:32]
     return environment.cache_dir() / "searches" / name
 
@@ -489,7 +531,10 @@ def _end_with_supervisor() -> None:
 def _undo(root: Path, entry: dict[str, str]) -> None:
     path, action = entry["path"], entry["action"]
     if action == "created":
-        _divert(root, path)
+        if os.path.isdir(path) and not os.path.islink(path):  # a program made a folder under a name that was free
+            _divert_folder(root, path)
+        else:
+            _divert(root, path)
     elif action == "kept":
         aside = root / KEPT / os.path.basename(entry["aside"])  # a bare name, whatever a journal says
         if not os.path.lexists(aside):
@@ -518,6 +563,14 @@ def _divert(root: Path, path: str) -> None:
     if os.path.lexists(target):
         target.unlink()
     _move(path, str(target))
+
+
+def _divert_folder(root: Path, path: str) -> None:
+    target = root / DIVERTED / path.lstrip(os.sep).replace(":", "")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(target):
+        target = target.with_name(f"{target.name}-{os.urandom(4).hex()}")
+    shutil.move(path, target)
 
 
 def _move(source: str, target: str) -> None:

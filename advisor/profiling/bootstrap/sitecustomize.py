@@ -2,7 +2,8 @@
 
 This file runs in every Python process below the supervisor, so it imports nothing but what the interpreter has loaded
 already, does nothing where it is not wanted (DataLoader workers, helper processes), and never lets a fault of its own
-reach the user.
+reach the user. In a search every Python process sets aside what it is about to change, and the script does not start when
+it cannot.
 """
 
 from __future__ import annotations
@@ -110,6 +111,26 @@ def _attach(finder: Any = None) -> None:
         _say(f"switched off, the script goes on: {type(error).__name__}: {error}")
 
 
+def _guard_files() -> None:
+    """In a search: from here on, before torch or anything else of the script's is imported, its files are set aside."""
+    folder = os.environ.get("ADVISOR_FILES")
+    if not folder or os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
+        return
+    # The script's own folder is not on the path yet: a module named advisor there would be found too late.
+    words = [word for word in sys.orig_argv[1:] if not word.startswith("-")]
+    base = (
+        os.getcwd() if {"-m", "-c"} & set(sys.orig_argv) or not words else os.path.dirname(os.path.realpath(words[0]))
+    )
+    for own in (os.path.join(base, "advisor.py"), os.path.join(base, "advisor", "__init__.py")):
+        if os.path.isfile(own) and os.path.dirname(os.path.realpath(own)) != os.path.realpath(_PACKAGE):
+            raise ImportError(f"the script has a module named advisor of its own ({own})")
+    _make_importable()
+    from importlib import import_module
+    from pathlib import Path
+
+    import_module("advisor.trials.files").guard(Path(folder))
+
+
 def _make_importable() -> None:
     """`import advisor` finds the advisor that started this process, without a change to the user's sys.path.
 
@@ -145,7 +166,15 @@ try:
     _step_aside()
 finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
     try:
-        if _wanted():
+        _trains = _wanted()
+        try:
+            _guard_files()
+        except Exception as _error:
+            if _trains:
+                _say(f"the script is not started, its files could not be set aside: {type(_error).__name__}: {_error}")
+                os._exit(3)  # an exception would be shown as a fault of Python's start
+            _say(f"files are not set aside in process {os.getpid()}: {type(_error).__name__}: {_error}")
+        if _trains:
             os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
             if "torch" in sys.modules:
                 _attach()

@@ -140,6 +140,18 @@ def test_the_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment(literal=True)["ADVISOR_SUPERVISOR"] == "0"
 
 
+def test_in_a_search_every_python_below_is_told_where_to_set_files_aside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ADVISOR_FILES", "an outer search's")
+    assert "ADVISOR_FILES" not in environment()
+    session = Session(
+        mode="search", run_dir=str(tmp_path / "round-2"), files_dir=str(tmp_path), script="x", protect_files=True
+    )
+    command = ScriptCommand(argv=("x",), name="x", literal=False)
+    assert child_environment(command, session, {})["ADVISOR_FILES"] == str(tmp_path)
+
+
 def test_disabled_the_environment_is_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     assert environment() == dict(os.environ)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
+from advisor.profiling.launcher import BOOTSTRAP, FILES_VARIABLE
 from advisor.trials import files
 
 ROOT = Path(files.__file__).parents[2]
@@ -60,6 +61,7 @@ from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from advisor.trials import files
 guard = files.protect(Path({str(run_dir)!r}))
+GUARDED = {{"PYTHONPATH": {str(BOOTSTRAP)!r}, "ADVISOR_FILES": {str(run_dir)!r}}}
 os.chdir({str(work)!r})
 """ + textwrap.dedent(body)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
@@ -125,6 +127,19 @@ SCRIPTS = {
         for pid in pids:
             os.waitpid(pid, 0)
     """,
+    "starts programs": """
+        import subprocess
+        subprocess.run(["rm", "-rf", "out/deep", "empty"], check=True)
+        subprocess.run(["cp", "-r", "out", "backup"], check=True)
+        subprocess.run("echo 2,0.4 >> log.csv; rm notes.txt; echo new > other.txt", shell=True, check=True)
+        os.system("mv out/best.pt out/old.pt")
+        Path("log.csv").write_text("in Python afterwards")
+    """,
+    "starts another Python": """
+        import subprocess
+        code = "import os; open('log.csv', 'w').write('z'); os.remove('notes.txt'); open('sub.txt', 'w')"
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **GUARDED})
+    """,
 }
 
 
@@ -182,7 +197,6 @@ def test_torch_save_is_seen_although_it_writes_natively(work):
         work,
         """
         import torch
-        guard.stop()
         files.protect(guard.root.parent)
         torch.save({"w": torch.ones(3)}, "out/best.pt")
         torch.save({"w": torch.zeros(3)}, Path("out/new.pt"))
@@ -322,6 +336,60 @@ subprocess.run([sys.executable, "-c", {child!r}], env=environment)
     assert orphan is None
     assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
     assert tree(work) == before
+
+
+def test_more_than_there_is_room_for_is_told_and_the_program_runs(work):
+    (work / "big.bin").write_bytes(b"x" * 4096)
+    code = 'files._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
+    run_dir, result = run(work, code)
+    assert "big.bin" in result.stderr
+    assert "for want of room" in result.stderr
+    files.restore(run_dir)
+    assert not (work / "big.bin").exists()
+
+
+def started(work, script, **environment):
+    """A script of this text as the launcher starts it in a search; its run folder and how it ended."""
+    run_dir = work.parent / "runs" / "one"
+    (work / "train.py").write_text(textwrap.dedent(script))
+    variables = {"PYTHONPATH": str(BOOTSTRAP), FILES_VARIABLE: str(run_dir), **environment}
+    ended = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=work,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run_dir, ended
+
+
+def test_files_are_set_aside_before_torch_is_imported(work):
+    script = 'import shutil, sys; shutil.rmtree("out"); print("torch" in sys.modules)'
+    (work / "train.py").touch()
+    before = tree(work)
+    run_dir, ended = started(work, script)
+    assert ended.stdout == "False\n", ended.stderr
+    assert not (work / "out").exists()
+    files.restore(run_dir)
+    (work / "train.py").write_text("")
+    assert tree(work) == before
+
+
+def test_a_script_whose_files_cannot_be_set_aside_does_not_start(work):
+    """Its own module of that name would be hidden by ours, so the guard cannot come first."""
+    (work / "advisor.py").touch()
+    _, ended = started(
+        work, 'open("log.csv", "w")', ADVISOR_SESSION="session.json", ADVISOR_SUPERVISOR=str(os.getpid())
+    )
+    assert ended.returncode == 3
+    assert "the script is not started" in ended.stderr
+    assert (work / "log.csv").read_text().startswith("epoch,loss")
+    # What the script starts is not ours to end.
+    _, ended = started(work, 'open("log.csv", "w"); import advisor; print(advisor.__file__)')
+    assert ended.returncode == 0
+    assert ended.stdout.strip() == str(work / "advisor.py")
+    assert "files are not set aside" in ended.stderr
 
 
 def test_a_journal_cut_off_by_a_crash_still_restores(work):
