@@ -43,6 +43,13 @@ BRIEF_WARMUP = 1  # of scripts that make fewer steps than a warm-up and a trace 
 FORWARD_LOST = 1  # the first round of model calls only shows what a round is
 
 
+# What a search cannot undo, said before it starts (trials/files.py says why).
+NOT_PUT_BACK = (
+    "what native libraries (HDF5, OpenCV) write, what programs write under names that their command line does not have, "
+    "and what is sent elsewhere (uploads, databases)"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileResult:
     """`profile` and `findings` are None when the script gave nothing to measure."""
@@ -408,6 +415,7 @@ def apply(
     if not auto and ask is None and not dry_run:
         raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
     _recover(say)
+    say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
     started = time.monotonic()
     if words:
         command = ScriptCommand.parse(words, module=module)

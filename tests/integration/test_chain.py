@@ -157,6 +157,8 @@ def test_profile_finds_what_is_slow_and_report_and_recommend_say_so_again(proved
 def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     folder, applied, before = proved
     assert applied.returncode == 0, applied.stderr
+    told = applied.stderr
+    assert told.index("put back afterwards, but not what native libraries") < told.index("trying"), told
     run = run_of(folder, "plan.yaml")
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan
