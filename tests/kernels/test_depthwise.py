@@ -67,6 +67,51 @@ def test_geometry_covers_every_pixel_and_channel(
         assert max(shape.grid[1:]) <= 65535
 
 
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 300),
+    channels=st.integers(1, 700).map(lambda n: 2 * n),
+    height=st.integers(1, 120),
+    width=st.integers(1, 120),
+    form=st.sampled_from(sorted(spec._STRIPS)),
+    pad=st.integers(0, 6),
+    backward=st.booleans(),
+)
+def test_rings_cover_every_pixel_and_channel_and_fit_in_shared_memory(
+    batch: int, channels: int, height: int, width: int, form: tuple[int, int, bool], pad: int, backward: bool
+) -> None:
+    kernel, stride, wide = form
+    if backward and form not in spec._BACKWARD:
+        return
+    call = spec.call((batch, channels, height, width), kernel, stride, (min(pad, kernel - 1),) * 2, 1)
+    if call.out_height < 1 or call.out_width < 1:
+        return
+    dtype = "float32" if wide else "bfloat16"
+    ring = (spec.backward_ring if backward else spec.strips_ring)(call, dtype)
+    shape = spec.ring_geometry(call, ring, dtype, 132, backward=backward)
+    assert spec.ring_bytes(ring, call, dtype, backward=backward) <= spec.SHARED_BYTES
+    assert ring.depth >= 2
+    assert shape.vectors * ring.channels == channels
+    assert (shape.grid[1] - 1) * shape.tile < shape.vectors <= shape.grid[1] * shape.tile
+    assert shape.tile <= min(ring.threads, ring.tile // ring.channels)
+    rows, columns, step = call.out_height, call.out_width, 1
+    if backward:  # a step's rows begin at even rows of the padded image, its columns at even ones of the image
+        rows, columns, step = height + call.padding[0] % stride, width, stride
+    assert step * shape.strips * ring.strip >= columns
+    assert step * shape.segments * shape.segment_rows >= rows
+    assert (shape.segments - 1) * shape.segment_rows < rows
+    assert shape.items == batch * shape.strips * shape.segments
+
+
+@pytest.mark.parametrize(("channels", "bytes_of_vector"), [(58, 4), (72, 4), (144, 8), (200, 4), (960, 8)])
+def test_a_tile_fills_the_sectors_that_it_touches(channels: int, bytes_of_vector: int) -> None:
+    """A tile of one vector leaves no thread idle and moves eight times the bytes."""
+    vectors = channels * 2 // bytes_of_vector
+    tile = spec.tile_of(vectors, 128, 64, bytes_of_vector)
+    assert tile * bytes_of_vector >= 96
+    assert 128 // tile * tile >= 96
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
