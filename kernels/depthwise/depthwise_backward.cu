@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_back
   const Tile t = tile_of(tile, vectors);
   Chunk* const mine = (Chunk*)memory + threadIdx.x;  // [DEPTH][dy's columns, then x's by rows][THREADS]
   const SharedAddress first_stage = shared_address(mine), last_stage = ahead(first_stage, (DEPTH - 1) * STAGE);
-  const int pixel = vectors * (int)sizeof(Chunk);
+  const int pixel = PIXEL ? PIXEL : vectors * (int)sizeof(Chunk);  // as a constant it makes addresses of columns free
   const i64 row_bytes = (i64)width * pixel, out_row_bytes = (i64)out_width * pixel;
 
   // The item at work: steps first to end - 1; step a brings dy row a and the rows UP * a + e - pad_height of x, e < UP.

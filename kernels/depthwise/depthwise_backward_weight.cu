@@ -175,23 +175,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_back
     add_up(K * K, 1);
   }
 }
-
-// dweight[c, tap] = sum over `blocks` of partial[block, tap, c]; dbias likewise from the last tap. A block: 32 columns of
-// (tap, c) by THREADS / 32 groups of partials, which are added in a fixed order, in fp64.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_backward_weight_sum(
-    const float* __restrict__ partial, Weight* __restrict__ dweight, Weight* __restrict__ dbias, int blocks, int channels) {
-  __shared__ double shared[THREADS];
-  const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32, columns = TAPS * channels;
-  double total = 0.0;
-  if (column < columns) {
-#pragma unroll 8
-    for (int b = group; b < blocks; b += THREADS / 32) total += partial[(i64)b * columns + column];
-  }
-  shared[threadIdx.x] = total;
-  __syncthreads();
-  if (group > 0 || column >= columns) return;
-  for (int i = 1; i < THREADS / 32; ++i) total += shared[i * 32 + threadIdx.x];
-  const int tap = column / channels, c = column % channels;
-  if (tap < K * K) dweight[(i64)c * K * K + tap] = narrow_weight((float)total);
-  else if (dbias) dbias[c] = narrow_weight((float)total);
-}

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_stri
   const Tile t = tile_of(tile, vectors);
   Chunk* const mine = ring + threadIdx.x;
   const SharedAddress first_stage = shared_address(mine), last_stage = ahead(first_stage, (DEPTH - 1) * STAGE);
-  const int pixel = vectors * (int)sizeof(Chunk);
+  const int pixel = PIXEL ? PIXEL : vectors * (int)sizeof(Chunk);  // as a constant it makes addresses of columns free
   const i64 row_bytes = (i64)width * pixel, out_row_bytes = (i64)out_width * pixel;
 
   // The item at work: step m, first to last, reads the input rows top + STRIDE * m + e, e < STRIDE.

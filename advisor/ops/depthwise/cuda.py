@@ -69,7 +69,7 @@ def _strips(
     bias: bool,
     moments: bool = False,
 ) -> _Launch:
-    ring = spec.strips_ring(call, _name(dtype), moments=moments)
+    ring = spec.strips_ring(call, _name(dtype))
     shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=False)
     names = _name(dtype), _name(weight_dtype)
     defines = spec.ring_defines(call, ring, *names, backward=False, bias=bias, flip=flip, moments=moments)
@@ -167,17 +167,16 @@ class _Weight:
     partials: int  # fp32 values
 
 
-def _summed(call: Call, launch: _Launch, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> _Weight:
+def _summed(call: Call, launch: _Launch, weight_dtype: torch.dtype, device: int) -> _Weight:
     """`launch`, which writes a block's partial sums, and the one that adds them up."""
-    config = spec.weight_config(call, _name(dtype))
-    defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
-    total = nvrtc.function(spec.BACKWARD_WEIGHT, spec.KERNELS[spec.BACKWARD_WEIGHT][1], defines, device)
+    defines = tuple(spec.sum_defines(call, _name(weight_dtype)).items())
+    total = nvrtc.function(spec.WEIGHT_SUM, spec.KERNELS[spec.WEIGHT_SUM][0], defines, device)
     columns = (call.kernel**2 + 1) * call.channels
     blocks = launch[1][0]
     grid = (-(-columns // spec.SUM_COLUMNS), 1, 1)
     return _Weight(
         partial=launch,
-        total=(total, grid, (config.threads, 1, 1), (np.int32(blocks), np.int32(call.channels))),
+        total=(total, grid, (spec.SUM_THREADS, 1, 1), (np.int32(blocks), np.int32(call.channels))),
         partials=blocks * columns,
     )
 
@@ -185,9 +184,7 @@ def _summed(call: Call, launch: _Launch, dtype: torch.dtype, weight_dtype: torch
 @lru_cache(maxsize=4096)
 def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
     if spec.banded(call, _name(dtype), "weight"):
-        return _summed(
-            call, _band(call, "weight", dtype, weight_dtype, device, False, bias), dtype, weight_dtype, device
-        )
+        return _summed(call, _band(call, "weight", dtype, weight_dtype, device, False, bias), weight_dtype, device)
     config = spec.weight_config(call, _name(dtype))
     shape = spec.weight_geometry(call, config, nvrtc.sm_count(device))
     defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
@@ -197,7 +194,7 @@ def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: i
         np.int64(shape.items),
         *map(np.int32, (shape.vectors, shape.tile, *sizes, shape.strips, shape.segments, shape.segment_rows)),
     )
-    return _summed(call, (kernel, shape.grid, (config.threads, 1, 1), arguments), dtype, weight_dtype, device)
+    return _summed(call, (kernel, shape.grid, (config.threads, 1, 1), arguments), weight_dtype, device)
 
 
 def backward_weight(
@@ -225,7 +222,7 @@ def _backward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device:
     defines = spec.ring_defines(call, ring, _name(dtype), _name(weight_dtype), backward=True, bias=bias)
     kernel = nvrtc.function(spec.BACKWARD, spec.KERNELS[spec.BACKWARD][0], tuple(defines.items()), device)
     launch = (kernel, shape.grid, (ring.threads, 1, 1), _ring_arguments(call, shape))
-    return _summed(call, launch, dtype, weight_dtype, device)
+    return _summed(call, launch, weight_dtype, device)
 
 
 def backward(

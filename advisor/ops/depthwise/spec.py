@@ -15,6 +15,7 @@ BAND = "depthwise/depthwise_band.cu"
 BAND_WEIGHT = "depthwise/depthwise_band_weight.cu"
 STRIPS = "depthwise/depthwise_strips.cu"
 BACKWARD = "depthwise/depthwise_backward.cu"
+WEIGHT_SUM = "depthwise/depthwise_weight_sum.cu"
 KERNELS = {
     STRIPS: ("depthwise_strips",),
     BACKWARD: ("depthwise_backward",),
@@ -22,7 +23,8 @@ KERNELS = {
     BAND_WEIGHT: ("depthwise_band_weight",),
     FORWARD: ("depthwise_forward",),
     BACKWARD_DATA: ("depthwise_backward_data",),
-    BACKWARD_WEIGHT: ("depthwise_backward_weight", "depthwise_backward_weight_sum"),
+    BACKWARD_WEIGHT: ("depthwise_backward_weight",),
+    WEIGHT_SUM: ("depthwise_backward_weight_sum",),
 }
 
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -32,6 +34,7 @@ TAPS = (3, 5, 7, 9, 11, 13, 15)
 CHANNELS = 2  # a thread's: 4 bytes of fp16 or bf16, so that a warp reads 128 bytes of one pixel
 THREADS = 128  # a multiple of 4 warps, one for each of an SM's schedulers
 SUM_COLUMNS = 32  # of partial sums that a block of the last pass adds up; written into the source as well
+SUM_THREADS = 512  # of such a block
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
 SECTOR = 32  # bytes that DRAM and L2 move at least
@@ -389,20 +392,13 @@ def bandable(call: Call, dtype: str) -> bool:
 def banded(call: Call, dtype: str, kind: str) -> bool:
     """Whether the tensor-core kernels take the "forward", "data" or "weight" pass of this call; else the fp32 FMA kernels do.
 
-    The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/decisions/0009):
-      C no multiple of 8    all passes: 58 channels 0.032 + 0.066 ms against 0.153 + 0.259, 116 channels 0.017 + 0.040 against
-                            0.043 + 0.076: the FMA kernels load 4 bytes at a time of pixels that begin in no sector
-      k7 s1                 the backward: 0.38 against 0.56 ms at 96 x 56 x 56, 1.2 to 1.5 times elsewhere; the forward ties or loses
-      k5 s2, C % 16 != 0    the backward: 0.21 against 0.43 ms at 72 channels; the forward loses
-      all others            the FMA kernels, by up to 1.8 times (k3 s2)
+    The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/decisions/0009): 7 taps at stride 1, the
+    weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 28 (0.177 against 0.219;
+    at 192 x 28 x 28 0.104 against 0.092).
     """
-    if not bandable(call, dtype):
+    if not bandable(call, dtype) or (call.kernel, call.stride) != (7, 1):
         return False
-    if call.channels % 8:
-        return True
-    if kind == "forward":
-        return False
-    return (call.kernel, call.stride) == (7, 1) or ((call.kernel, call.stride) == (5, 2) and call.channels % 16 != 0)
+    return kind == "weight" or call.out_width > 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,12 +449,12 @@ def sources(call: Call, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The kernels that forward and backward run."""
     forward = STRIPS if ringed(call, dtype, "forward") else BAND if banded(call, dtype, "forward") else FORWARD
     if ringed(call, dtype, "backward"):
-        return (forward,), (BACKWARD, BACKWARD_WEIGHT)
+        return (forward,), (BACKWARD, WEIGHT_SUM)
     data = BAND if banded(call, dtype, "data") else BACKWARD_DATA
     if call.stride == 1 and data != BAND:
         data = STRIPS if ringed(call, dtype, "data") else FORWARD
-    weight = (BAND_WEIGHT,) if banded(call, dtype, "weight") else ()
-    return (forward,), (data, *weight, BACKWARD_WEIGHT)
+    weight = BAND_WEIGHT if banded(call, dtype, "weight") else BACKWARD_WEIGHT
+    return (forward,), (data, weight, WEIGHT_SUM)
 
 
 def band_defines(
@@ -502,12 +498,19 @@ def band_geometry(call: Call, plan: Band, kind: str, sm_count: int) -> bands.Geo
     )
 
 
+def sum_defines(call: Call, weight_dtype: str) -> dict[str, int]:
+    """Macros of WEIGHT_SUM."""
+    return {"K": call.kernel, "THREADS": SUM_THREADS, "WEIGHT_STORAGE": STORAGE[weight_dtype]}
+
+
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with in the test for spills: all strides and strips of k 3, 5 and 7, the largest k, each storage."""
     if source in (BAND, BAND_WEIGHT):
         return _band_variants(source)
     if source in (STRIPS, BACKWARD):
         return _ring_variants(source)
+    if source == WEIGHT_SUM:
+        return tuple(sum_defines(call((1, 2, 16, 16), k, 1, (0, 0), 1), "float32") for k in TAPS)
     found = []
     for kernel in (3, 5, 7, 15):
         for stride in (1, 2):
@@ -542,7 +545,6 @@ def _ring_variants(source: str) -> tuple[dict[str, int], ...]:
                 bias = kernel == 7
                 found.append(ring_defines(sized, fitted, dtype, "float32", backward=backward, bias=bias))
                 if not backward:
-                    fitted = _leaving(fitted, sized, dtype)
                     found.append(ring_defines(sized, fitted, dtype, "float32", backward=False, bias=bias, moments=True))
     return tuple(found)
 
@@ -679,31 +681,33 @@ class Ring:
     threads: int = THREADS
     keep_taps: bool = True  # in registers; BACKWARD can read them from shared memory a row at a time
     tile: int = 128
+    fixed: bool = False  # compiled for one number of channels: 5 to 9 % fewer instructions, and a variant for each
+    least: int = 1  # columns of a row, from which on it is taken
 
 
-# As many blocks an SM as leave registers enough that nothing is spilled on sm_80 and sm_90. By (k, stride, fp32 storage); where there
-# are two, the width of the row decides.
+# By (k, stride, fp32 storage): the first whose channels divide the call's and whose rows are wide enough. An H200 chose among those
+# of the decision 0009 (bf16, batch 256); as many blocks an SM as leave registers enough that nothing is spilled on sm_80 and sm_90.
 _STRIPS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
-    (3, 1, False): (Ring(7, 2, 4, 4), Ring(4, 4, 4, 3)),
-    (3, 2, False): (Ring(7, 2, 2, 3), Ring(4, 2, 3, 4)),
-    (5, 1, False): (Ring(7, 2, 4, 3), Ring(4, 2, 4, 4)),
-    (5, 2, False): (Ring(7, 2, 2, 2, tile=64), Ring(4, 2, 3, 3, tile=64)),
-    (7, 1, False): (Ring(7, 2, 4, 2, tile=64), Ring(4, 2, 4, 2, tile=64)),
+    (3, 1, False): (Ring(4, 4, 4, 2, threads=192, tile=160, least=8), Ring(7, 2, 4, 4)),
+    (3, 2, False): (Ring(2, 4, 3, 4), Ring(4, 2, 3, 4)),
+    (5, 1, False): (Ring(14, 2, 3, 2, fixed=True, least=8), Ring(7, 2, 4, 3, fixed=True)),
+    (5, 2, False): (Ring(4, 2, 3, 3, tile=80, fixed=True),),
+    (7, 1, False): (Ring(7, 2, 4, 2, tile=64, fixed=True),),
     (3, 1, True): (Ring(4, 2, 4, 4),),
     (3, 2, True): (Ring(4, 2, 2, 4),),
-    (5, 1, True): (Ring(4, 2, 3, 3),),
-    (5, 2, True): (Ring(2, 2, 2, 3),),
-    (7, 1, True): (Ring(4, 2, 3, 2, tile=64),),
+    (5, 1, True): (Ring(4, 2, 3, 3, fixed=True),),
+    (5, 2, True): (Ring(2, 2, 2, 3, fixed=True),),
+    (7, 1, True): (Ring(4, 2, 3, 2, tile=64, fixed=True),),
 }
 _BACKWARD: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
-    (3, 1, False): (Ring(7, 2, 4, 3, tile=64), Ring(4, 2, 4, 3, tile=64)),
-    (3, 2, False): (Ring(7, 2, 2, 2, tile=64), Ring(4, 2, 3, 3, tile=64), Ring(2, 2, 4, 4, tile=64)),
-    (5, 1, False): (Ring(4, 2, 4, 2, tile=64),),
-    (5, 2, False): (Ring(4, 2, 3, 2, keep_taps=False, tile=64), Ring(2, 2, 4, 3, keep_taps=False, tile=64)),
+    (3, 1, False): (Ring(4, 4, 4, 2, tile=64, least=15), Ring(7, 2, 3, 3, tile=64)),
+    (3, 2, False): (Ring(7, 2, 2, 2, tile=64, least=28), Ring(2, 4, 3, 3, tile=64), Ring(4, 2, 3, 3, tile=64)),
+    (5, 1, False): (Ring(4, 2, 4, 2, tile=64, fixed=True),),
+    (5, 2, False): (Ring(2, 2, 4, 2, tile=80, fixed=True),),
     (3, 1, True): (Ring(4, 2, 3, 3, tile=64),),
     (3, 2, True): (Ring(2, 2, 3, 4, tile=64),),
-    (5, 1, True): (Ring(4, 2, 2, 2, keep_taps=False, tile=64),),
-    (5, 2, True): (Ring(2, 2, 2, 2, keep_taps=False, tile=64),),
+    (5, 1, True): (Ring(4, 2, 2, 2, keep_taps=False, tile=64, fixed=True),),
+    (5, 2, True): (Ring(2, 2, 2, 2, keep_taps=False, tile=64, fixed=True),),
 }
 
 
@@ -713,24 +717,13 @@ def ringed(call: Call, dtype: str, kind: str) -> bool:
     return (
         (call.kernel, call.stride, dtype == "float32") in table
         and call.dilation == 1
-        and not banded(call, dtype, "forward" if kind == "forward" else "weight")
+        and not (kind != "backward" and banded(call, dtype, kind))
     )
 
 
-# (k, stride, strip) of STRIPS in 16-bit storage where sums for moments leave registers for one block fewer an SM.
-_MOMENTS_BLOCK_LESS = frozenset({(5, 1, 4)})
-
-
-def strips_ring(call: Call, dtype: str, *, moments: bool = False) -> Ring:
-    """For STRIPS, which with `moments` leaves those of its result."""
-    ring = _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
-    return _leaving(ring, call, dtype) if moments else ring
-
-
-def _leaving(ring: Ring, call: Call, dtype: str) -> Ring:
-    """With room in registers for the sums of moments."""
-    less = dtype != "float32" and (call.kernel, call.stride, ring.strip) in _MOMENTS_BLOCK_LESS
-    return replace(ring, blocks=ring.blocks - 1) if less else ring
+def strips_ring(call: Call, dtype: str) -> Ring:
+    """For STRIPS."""
+    return _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
 
 
 def backward_ring(call: Call, dtype: str) -> Ring:
@@ -740,16 +733,13 @@ def backward_ring(call: Call, dtype: str) -> Ring:
 
 
 def _ring(rings: tuple[Ring, ...], columns: int, call: Call, dtype: str, *, backward: bool) -> Ring:
-    """The strip that covers a row with the least work, as deep as shared memory allows."""
-    edge = call.kernel // call.stride
-    ring = min(rings, key=lambda r: (-(-columns // r.strip) * (r.strip + edge), -r.strip))
-    return fit(ring, call, dtype, backward=backward)
+    """The first that suits the call, as deep as shared memory allows."""
+    suited = (r for r in rings if columns >= r.least and call.channels % r.channels == 0)
+    return fit(next(suited, rings[-1]), call, dtype, backward=backward)
 
 
 def fit(ring: Ring, call: Call, dtype: str, *, backward: bool) -> Ring:
-    """`ring` with channels that divide the call's, and no deeper than shared memory allows."""
-    if call.channels % ring.channels:
-        ring = replace(ring, channels=CHANNELS)
+    """`ring`, no deeper than shared memory allows."""
     while ring.depth > 2 and ring_bytes(ring, call, dtype, backward=backward) > SHARED_BYTES:
         ring = replace(ring, depth=ring.depth - 1)
     return ring
@@ -794,6 +784,7 @@ def ring_defines(
         "THREADS": ring.threads,
         "MIN_BLOCKS": ring.blocks,
         "MAX_TILE": ring.tile // ring.channels,
+        "PIXEL": call.channels * (4 if dtype == "float32" else 2) if ring.fixed else 0,
         "STORAGE": STORAGE[dtype],
         "WEIGHT_STORAGE": STORAGE[weight_dtype],
         "BIAS": int(bias),
