@@ -22,7 +22,7 @@ from advisor.profiling.rows import Precision, Work
 LOW_COVERAGE = 0.95
 
 
-OPTIMIZER_STEP = "user:Optimizer.step#"  # torch.optim's own range around each step
+OPTIMIZER_STEP = ("user:Optimizer.step#", "optimizer:")  # torch.optim's own range around each step, and ours in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
 def _training_thread(trace: Trace) -> int:
     """The thread that steps: that of the step marks, else of the optimizer's ranges, else of most operators."""
     ops = trace.ops
-    for prefix in ("step:", OPTIMIZER_STEP):
+    for prefix in (("step:",), OPTIMIZER_STEP):
         for thread, text in zip(ops.thread, ops.annotation, strict=True):
             if text.startswith(prefix):
                 return thread

@@ -2,7 +2,8 @@
 
 Only inside the traced window: `torch.nn.Module.__call__` opens a range `advisor:module:<path>|<type>` around each forward,
 and a `TorchFunctionMode` opens `advisor:line:<file>:<line>` around each call from Python into torch. Both are undone
-exactly by `stop`. A fault in here ends the annotation, never the training.
+exactly by `stop`. The step watcher's optimizer hooks open and close `advisor:optimizer:<type>`: the window ends inside torch's own
+range around the step, which torch before 2.13 then does not tell of. A fault in here ends the annotation, never the training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
@@ -24,7 +25,7 @@ from torch.utils._device import DeviceContext
 from advisor.profiling.compiles import compiled_code_in_use
 from advisor.profiling.training import RootModule
 
-MODULE, LINE, STEP = "advisor:module:", "advisor:line:", "advisor:step:"
+MODULE, LINE, STEP, OPTIMIZER = "advisor:module:", "advisor:line:", "advisor:step:", "advisor:optimizer:"
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ADVISOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -67,6 +68,19 @@ def step_marker(index: int) -> None:
         pass
 
 
+def optimizer_begins(optimizer: Any) -> None:
+    """An optimizer's update begins: it is annotated if a window is open. Never raises."""
+    # A compiled update must not be compiled anew because a window has opened.
+    if not torch.compiler.is_compiling() and Annotator.current is not None:
+        Annotator.current.open_optimizer(optimizer)
+
+
+def optimizer_ends() -> None:
+    """The update that began last is over."""
+    if not torch.compiler.is_compiling() and Annotator.current is not None:
+        Annotator.current.close_optimizer()
+
+
 def module_names(roots: Sequence[RootModule]) -> dict[int, str]:
     """`id(module)` → "<path>|<type>" for every module under the roots, the path beginning with the root's name.
 
@@ -95,6 +109,8 @@ class Annotator:
     `opened` counts the ranges so far: the window's size can be told from it while it is still open.
     """
 
+    current: ClassVar[Annotator | None] = None  # the one between `start` and `stop`
+
     def __init__(self, roots: Sequence[RootModule] = ()) -> None:
         self.failure = ""
         self.opened = 0
@@ -107,6 +123,7 @@ class Annotator:
         self._original: Callable[..., Any] | None = None
         self._patched: Callable[..., Any] | None = None
         self._mode: _LineMode | None = None
+        self._optimizer: _RecordFunctionFast | None = None
         self._waits: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, ours
 
     def start(self, *, compiled: bool | None = None) -> None:
@@ -116,6 +133,7 @@ class Annotator:
             compiled: whether the step runs compiled code, where the caller knows; by default, whether any was made.
         """
         self._active = True
+        Annotator.current = self
         self._patch_modules()
         # Dynamo guards on the function modes: ours would make it compile anew.
         if not (compiled_code_in_use() if compiled is None else compiled):
@@ -127,6 +145,9 @@ class Annotator:
     def stop(self) -> None:
         """Everything is as before `start`. May be called twice."""
         self._active = False
+        self.close_optimizer()
+        if Annotator.current is self:
+            Annotator.current = None
         if self._mode is not None:
             _remove(self._mode)
             self._mode = None
@@ -155,6 +176,23 @@ class Annotator:
         except Exception as error:
             self._fail(error)
             return None
+
+    def open_optimizer(self, optimizer: Any) -> None:
+        """A range around what this optimizer does until `close_optimizer`. Never raises."""
+        self.close_optimizer()
+        if not self._active:
+            return
+        try:
+            self.opened += 1
+            self._optimizer = _open(OPTIMIZER + type(optimizer).__name__)
+        except Exception as error:
+            self._fail(error)
+
+    def close_optimizer(self) -> None:
+        """No optimizer's range is open."""
+        scope, self._optimizer = self._optimizer, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
 
     def open_line(self) -> _RecordFunctionFast | None:
         """An open range named after the innermost line outside torch, or None. Never raises."""

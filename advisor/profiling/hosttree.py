@@ -18,7 +18,8 @@ FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other
 ENGINE = "autograd::engine::evaluate_function"
 ACCUMULATE = "torch::autograd::"
 LOADER = "enumerate(DataLoader)"
-_OPTIMIZER_RANGES = ("user:Optimizer.step#", "user:Optimizer.zero_grad#")
+# Torch's own ranges, and ours around the same update: torch's is not told of where the window ends inside it.
+_OPTIMIZER_RANGES = ("user:Optimizer.step#", "user:Optimizer.zero_grad#", "optimizer:")
 
 # Operators that are one step of the operator around them: work is told under the outer name.
 _PART_OF: dict[str, frozenset[str]] = {

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from advisor.profiling import stop
+from advisor.profiling import annotate, stop
 from advisor.profiling.compiles import compiled_graphs
 from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
@@ -414,10 +414,12 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
     backward_starts, backward_done = guard(watcher.backward_starts), guard(watcher.backward_done)
 
     def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        annotate.optimizer_begins(optimizer)
         if (len(args) > 1 and callable(args[1])) or kwargs.get("closure") is not None:
             watcher.current.closure = True
 
     def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        annotate.optimizer_ends()  # before the boundary, at which the window may end
         optimizer_called(optimizer)
 
     patches.undo(register_optimizer_step_pre_hook(before_step).remove)

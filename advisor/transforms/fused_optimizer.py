@@ -67,8 +67,7 @@ class FusedOptimizer(Transform):
         names = ", ".join(type(optimizer).__name__ for optimizer in on)
         if before is None or after is None:
             return Check(passed=True, detail=f"{names}: flag set")
-        # By the operator that ran the kernels, not by their phase: a traced window ends inside `Optimizer.step`, at its hooks,
-        # and torch's own range around the step, from which phases come, is then cut off and not told by every version.
+        # By the operator that ran the kernels: a single-tensor, a multi-tensor and a fused update share a phase.
         kinds = {_implementation(optimizer) for optimizer in on}
         calls = [sum(_calls(profile, kind) for kind in kinds) for profile in (before, after)]
         numbers = {"calls_before": calls[0], "calls_after": calls[1]}

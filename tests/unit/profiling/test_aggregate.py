@@ -63,6 +63,15 @@ def forward_and_backward() -> Builder:
     return b
 
 
+def test_an_update_cut_off_from_torchs_own_range_is_the_optimizers_all_the_same() -> None:
+    b = forward_and_backward()
+    b.note("optimizer:SGD", 415, 440)  # the window's last update: torch's range around it was still open
+    b.op("aten::_fused_sgd_", 416, 438)
+    b.launch("fused_sgd_kernel", 420, 425, 430)
+    found = aggregate(b.trace(), MACHINE)
+    assert row(found, "fused_sgd_kernel").phase == "optimizer"
+
+
 def test_forward_rows_have_operator_module_and_line() -> None:
     found = aggregate(forward_and_backward().trace(), MACHINE)
     conv = row(found, "sm80_xmma_fprop_tf32f32")

@@ -54,6 +54,36 @@ def test_everything_is_restored() -> None:
     assert _get_current_function_mode_stack() == []
 
 
+def test_an_optimizers_range_is_open_in_its_update_only(monkeypatch) -> None:
+    annotate.optimizer_begins(object())  # no window is open
+    annotate.optimizer_ends()
+    opened, closed = [], []
+
+    class Range:
+        def __init__(self, name):
+            opened.append(name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            closed.append(opened[-1])
+
+    monkeypatch.setattr(annotate, "_RecordFunctionFast", Range)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    annotator = Annotator()
+    annotator.start()
+    annotate.optimizer_begins(optimizer)
+    assert (opened, closed) == (["advisor:optimizer:SGD"], [])
+    annotate.optimizer_ends()
+    assert closed == opened
+    annotate.optimizer_begins(optimizer)
+    annotator.stop()  # a window that ends in the middle of an update
+    assert len(closed) == 2
+    annotate.optimizer_begins(optimizer)
+    assert len(opened) == 2
+
+
 def test_a_later_patch_by_someone_else_survives() -> None:
     call = nn.Module.__call__
     annotator = Annotator()

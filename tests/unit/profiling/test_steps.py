@@ -70,6 +70,19 @@ def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:
     assert loop.training.optimizers == [optimizer]
 
 
+def test_at_a_boundary_the_optimizers_range_is_closed(loop: Loop, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(steps.annotate, "optimizer_begins", lambda optimizer: told.append(type(optimizer).__name__))
+    monkeypatch.setattr(steps.annotate, "optimizer_ends", lambda: told.append("ended"))
+    loop.training.on_step.append(lambda event: told.append("boundary"))
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    assert told == ["SGD", "ended", "boundary"] * 2
+
+
 def test_accumulation_counts_backwards_not_steps(loop: Loop) -> None:
     model = nn.Linear(3, 2)
     optimizer = sgd(model)
