@@ -134,6 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
 #if FORK
       prefetch_l2(dy2 + place);
 #endif
+#if BY_MASK
+      prefetch_l2(mask + place);
+#endif
     }
   }
   cp_async_commit();

@@ -122,23 +122,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) accumulate(v[u], shift, sum, square);
-  double first, second;
+  double first, second, var;
+  float mean, invstd;
   const unsigned int leave = sum_over_grid(tile, sum, square, scratch, partial, ticket, first, second);
   if (c >= 0) {
     const double inverse = 1.0 / (double)rows;
     const double d = first * inverse;
-    double var = second * inverse - d * d;
+    var = second * inverse - d * d;
     var = var > 0.0 ? var : (var != var ? var : 0.0);
-    const float mean = (float)(d + (double)constant[threadIdx.x]), invstd = (float)(1.0 / sqrt(var + (double)eps));
+    mean = (float)(d + (double)constant[threadIdx.x]);
+    invstd = (float)(1.0 / sqrt(var + (double)eps));
     constant[threadIdx.x] = mean;
     constant[width + threadIdx.x] *= invstd;
-    if (blockIdx.x == 0) {
-      saved[c] = mean;
-      saved[channels + c] = invstd;
-      const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
-      running_mean_out[c] = old_mean + momentum * (mean - old_mean);
-      running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
-    }
   }
   cp_async_wait<0>();
   __syncthreads();
@@ -178,6 +173,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
       if (base + u < kept && t.first + row * t.stride < end)
         apply(k, slot[(base + u) * THREADS], r[u], y, mask, at + row * step, slope);
     }
+  }
+  if (c >= 0 && blockIdx.x == 0) {  // last: nobody in this launch waits for it
+    saved[c] = mean;
+    saved[channels + c] = invstd;
+    const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
+    running_mean_out[c] = old_mean + momentum * (mean - old_mean);
+    running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
   }
   if (threadIdx.x == 0) grid_left(ticket + blockIdx.y, gridDim.x, leave);
 }

@@ -76,7 +76,7 @@ def test_a_cluster_holds_every_row_of_its_tile(rows: int, vectors: int, dtype: s
     vectors=st.integers(1, 600),
     dtype=st.sampled_from(sorted(storage.STORAGE)),
     sms=st.integers(1, 200),
-    source=st.sampled_from(sorted(spec.GRID_ROWS)),
+    source=st.sampled_from((spec.GRID_FORWARD, spec.GRID_BACKWARD)),
     activation=st.sampled_from(sorted(spec.RESIDUAL_ACTIVATIONS)),
     forked=st.booleans(),
     arch=st.sampled_from((80, 86, 90)),
@@ -104,12 +104,14 @@ def test_the_chip_holds_every_row_of_a_tile(
 @pytest.mark.parametrize(
     ("shape", "forward", "backward"),
     [
-        ((128, 64, 32, 32), (8, 132, 2, 16), (8, 132, 10)),
-        ((128, 128, 16, 16), (8, 132, 0, 8), (8, 132, 2)),
+        ((128, 64, 32, 32), (8, 132, 12, 12), (8, 132, 12)),
+        ((128, 128, 16, 16), (8, 132, 4, 8), (8, 132, 4)),
         ((128, 512, 4, 4), (8, 128, 0, 2), (8, 128, 0)),
-        ((256, 256, 14, 14), (8, 132, 10, 14), None),
-        ((256, 960, 7, 7), (12, 130, 9, 15), None),
-        ((256, 80, 14, 14), (5, 132, 0, 8), (5, 132, 2)),
+        ((256, 256, 14, 14), (8, 132, 20, 4), None),
+        ((256, 512, 7, 7), (8, 128, 9, 13), (8, 128, 9)),
+        ((256, 960, 7, 7), (10, 132, 19, 5), None),
+        ((256, 80, 14, 14), (10, 132, 4, 8), (10, 132, 4)),
+        ((256, 40, 28, 28), (5, 132, 11, 13), (5, 132, 11)),
         ((256, 256, 56, 56), None, None),
     ],
 )
@@ -145,12 +147,39 @@ def test_small_tensors_spread_over_the_h200(shape: tuple[int, ...], tile: int, b
 
 def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
     small = spec.HELD_BYTES
-    for backward in (False, True):
-        grid = max(small, spec.GRID_BYTES[spec.GRID_BACKWARD if backward else spec.GRID_FORWARD][1])
-        assert spec.ways(grid + 1, False, backward=backward) == (spec.TWO,)
-        assert spec.CLUSTER in spec.ways(small, False, backward=backward)
-        assert spec.CLUSTER not in spec.ways(small, True, backward=backward)
-        assert spec.CLUSTER in spec.ways(small // 2, True, backward=backward)
+    assert spec.ways(small + 1, False, alone=False) == (spec.TWO,)
+    assert spec.ways(small, False, alone=False) == (spec.CLUSTER, spec.TWO)
+    assert spec.ways(small, True, alone=False) == (spec.TWO,)
+    assert spec.ways(small // 2, True, alone=False) == (spec.CLUSTER, spec.TWO)
+    fewest, most = spec.GRID_BYTES
+    assert spec.ways(fewest - 1, True) == (spec.CLUSTER, spec.TWO)
+    assert spec.ways(fewest, True) == (spec.GRID, spec.CLUSTER, spec.TWO)
+    assert spec.ways(most, True) == (spec.GRID, spec.TWO)
+    assert spec.ways(most + 1, True) == (spec.TWO,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        ((33, 64, 16, 16), spec.HELD_FORWARD, spec.HELD_BACKWARD),
+        ((128, 512, 4, 4), spec.GRID_FORWARD, spec.GRID_BACKWARD),
+        ((128, 64, 32, 32), spec.GRID_FORWARD, spec.GRID_BACKWARD),
+        ((256, 256, 14, 14), spec.GRID_FORWARD, spec.BACKWARD),
+        ((256, 256, 56, 56), spec.FORWARD, spec.BACKWARD),
+    ],
+)
+@pytest.mark.parametrize("forked", [False, True])
+def test_the_fastest_launch_that_fits_is_taken(
+    shape: tuple[int, ...], forward: str, backward: str, forked: bool
+) -> None:
+    n, c, h, w = shape
+    taken = [
+        spec.launch(n * h * w, c, "bfloat16", "relu", residual=True, forked=forked, backward=of, sm_count=132, arch=90)[
+            0
+        ]
+        for of in (False, True)
+    ]
+    assert taken == [forward, backward]
 
 
 @given(

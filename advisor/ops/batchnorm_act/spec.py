@@ -71,15 +71,17 @@ MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of 
 # Of a block that merges moments; the channels are written into the source as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
-# One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor. The bytes of x, from and
-# up to, for which it is taken: none before it is measured.
-GRID_BYTES = {GRID_FORWARD: (0, 0), GRID_BACKWARD: (0, 0)}
+_LINE_VECTORS = 8  # 128 bytes
+# One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor. Taken for tensors of
+# these many bytes, from and up to, where they fit (some 30 MB of a forward, 17 of a backward, on an H200): measured there
+# against both others from 1 MB on, it saves 5 to 50 % (docs/decisions/0022-batch-norm-in-one-launch.md). At 1 MB the cluster's is
+# as fast.
+GRID_BYTES = (3 << 19, 29 << 20)
 GRID_THREADS = 512
-# Rows of a thread that registers hold without spilling; the slope of an activation beyond ReLU wants some for itself. Shared
-# memory holds the rest.
-GRID_ROWS = {GRID_FORWARD: 14, GRID_BACKWARD: 6}
-GRID_SLOPED_ROWS = 4  # of GRID_BACKWARD, beyond ReLU
-GRID_FORKED_ROWS = {False: 4, True: 3}  # of GRID_BACKWARD with two gradients; True: beyond ReLU
+# Rows of a thread in registers; shared memory holds the rest. More of them, 14 of a forward, are 1 us slower where a thread has
+# only a few rows (their code is unrolled) and no faster where it has many.
+GRID_ROWS = 4
+GRID_FORKED_SLOPED_ROWS = 3  # of a backward with two gradients and a slope beyond ReLU's: one more spills
 MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
 # Shared memory of one block, in KiB, where it is not 99 (sm_86, sm_89, sm_120).
@@ -90,8 +92,7 @@ TUNABLE = {
     "HELD_BYTES": (0, 4 << 20, 1 << 40),
     "HELD_THREADS": (256, 512),
     "HELD_CLUSTER": (4, 8),
-    "GRID_TILES": (GRID_TILES, (1, 2, 4, 5), (8, 10, 12, 16)),
-    "GRID_ROWS": (GRID_ROWS, {GRID_FORWARD: 10, GRID_BACKWARD: 5}, {GRID_FORWARD: 4, GRID_BACKWARD: 3}),
+    "GRID_BYTES": (GRID_BYTES, (1 << 40, 0)),
 }
 
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
@@ -122,14 +123,14 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     return ""
 
 
-def ways(nbytes: int, residual: bool, *, backward: bool, alone: bool = True) -> tuple[str, ...]:
+def ways(nbytes: int, residual: bool, *, alone: bool = True) -> tuple[str, ...]:
     """TWO, CLUSTER and GRID by measured speed for an x of this size: the first that can be had is taken, TWO always can.
 
     Not `alone` are kernels beside which others run for long: gradients' collectives, on whose SMs a launch that wants all SMs
     at once would wait.
     """
-    fewest, most = GRID_BYTES[GRID_BACKWARD if backward else GRID_FORWARD]
-    grid = (GRID,) if alone and fewest < nbytes <= most else ()
+    fewest, most = GRID_BYTES
+    grid = (GRID,) if alone and fewest <= nbytes <= most else ()
     return (*grid, CLUSTER, TWO) if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else (*grid, TWO)
 
 
@@ -141,7 +142,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     if source == MOMENTS:
         return (moments_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
-    if source in GRID_ROWS:
+    if source in (GRID_FORWARD, GRID_BACKWARD):
         return tuple(
             grid_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
         )
@@ -172,7 +173,7 @@ def moments_defines() -> dict[str, int]:
 
 def takes_moments(nbytes: int, residual: bool) -> str:
     """Why a norm over a tensor of this size has no use for the moments that the kernel before it can leave; empty where it has."""
-    return "" if ways(nbytes, residual, backward=False)[0] == TWO else "one launch reads the tensor once"
+    return "" if ways(nbytes, residual)[0] == TWO else "one launch reads the tensor once"
 
 
 def held_threads(source: str) -> int:
@@ -199,8 +200,7 @@ def held_defines(source: str, dtype: str, activation: str, residual: bool, *, fo
 def grid_rows(source: str, activation: str, *, forked: bool) -> int:
     """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers. `forked`, of the latter alone, takes two gradients."""
     sloped = source == GRID_BACKWARD and activation not in ("none", "relu")
-    rows = min(GRID_SLOPED_ROWS, GRID_ROWS[source]) if sloped else GRID_ROWS[source]
-    return min(GRID_FORKED_ROWS[sloped], rows) if forked else rows
+    return min(GRID_FORKED_SLOPED_ROWS, GRID_ROWS) if sloped and forked else GRID_ROWS
 
 
 def grid_defines(source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False) -> dict[str, int]:
@@ -338,7 +338,8 @@ def grid(
     """The geometry in which all blocks together hold the tensor; None where it does not fit.
 
     Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
-    bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column.
+    bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
+    split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten).
     """
     vectors, slots = channels // vector_width(dtype), grid_slots(arch, dtype)
     if rows * vectors >= 2**31:
@@ -347,7 +348,7 @@ def grid(
     best: tuple[float, Grid] | None = None
     for tile in GRID_TILES:
         tiles = -(-vectors // tile)
-        if tile > vectors or tiles > sm_count:
+        if tile > vectors or tiles > sm_count or (tiles > 1 and tile % SECTOR_VECTORS):
             continue
         rows_per_pass = GRID_THREADS // tile
         blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
@@ -357,7 +358,7 @@ def grid(
         if used > slots:
             continue
         ahead = min(passes, slots - used) if residual and source == GRID_FORWARD else 0
-        moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / tile)
+        moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, _LINE_VECTORS))
         merged = blocks * 2 * tile * vector_width(dtype) * 4
         if best is None or moved + merged < best[0]:
             found = Grid(
@@ -389,7 +390,7 @@ def launch(
     """
     nbytes = rows * channels * (16 // vector_width(dtype))
     forked = forked and backward
-    for wanted in (way,) if way else ways(nbytes, residual, backward=backward, alone=alone):
+    for wanted in (way,) if way else ways(nbytes, residual, alone=alone):
         found: Held | Grid | None = None
         source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
             backward
