@@ -139,7 +139,9 @@ def test_the_whole_grid_goes_as_far_as_the_chip_holds(one_row) -> None:
         assert bool(one_row.launches["batchnorm_act_stats"]) is not forward
 
 
-@pytest.mark.parametrize(("window", "grid"), [((0, 32256), True), ((32256, 32256), True), ((0, 32255), False), ((32257, 1 << 30), False)])
+@pytest.mark.parametrize(
+    ("window", "grid"), [((0, 32256), True), ((32256, 32256), True), ((0, 32255), False), ((32257, 1 << 30), False)]
+)
 def test_size_decides_on_the_whole_grid(one_row, monkeypatch, window: tuple[int, int], grid: bool) -> None:
     monkeypatch.setattr(spec, "GRID_BYTES", window)
     assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
