@@ -228,7 +228,7 @@ BENCHMARK = (
     *(
         _case(shape, dtype, "relu", False, way=way)
         for shape, dtype in ((_HELD[0], "float32"), (_HELD[1], "float16"))
-        for way in (spec.TWO, spec.CLUSTER)
+        for way in spec.WAYS
     ),
     *(
         _case(shape, "bfloat16", *variant, way=way)
