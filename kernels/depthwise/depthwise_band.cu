@@ -1,33 +1,31 @@
 // Depthwise convolution and its data gradient on the tensor cores, 16-bit storage.
 //
-//   y[n,oh,ow,c]  = bias[c] + sum over (r, s) of w[c,r,s] * x[n, oh*DOWN - pad_h + r, ow*DOWN - pad_w + s, c]            UP == 1
-//   y[n,h,w,c]    = sum over (r, s) with h + pad_h - r and w + pad_w - s even of w[c,r,s] * x[n, (h + pad_h - r)/2, ...]  UP == 2
+//   y[n,oh,ow,c] = bias[c] + sum over (r, s) of w[c,r,s] * x[n, oh - pad_h + r, ow - pad_w + s, c]
 //
 // Shapes    x: [N, H, W, C], y: [N, OH, OW, C], fp16 or bf16; w: [C, 1, K, K] and bias [C] in their own dtype, w rounded to x's.
 // Replaces  aten::convolution with as many groups as channels, and the input's part of aten::convolution_backward. With FLIP the
-//           taps are reversed: the data gradient of stride 1 is the convolution of dy with them; UP == 2 that of stride 2.
-// Bytes     x once, y once. MobileNetV2's [256,96,112,112] k3 in bf16: 617 + 617 MB.
-// Bound     DRAM bandwidth (0.29 ms there at 4.25 TB/s). For 128 outputs of a channel: K m16n8k16, 2 K to 4 K times fewer issue
+//           taps are reversed: the data gradient is the convolution of dy with them.
+// Bytes     x once, y once. ConvNeXt's [256,96,56,56] k7 in bf16: 154 + 154 MB.
+// Bound     DRAM bandwidth (0.07 ms there at 4.25 TB/s). For 128 outputs of a channel: K m16n8k16, 2 K to 4 K times fewer issue
 //           slots than fp32 FMA need (49 of them an output for k7, 1.6 times the DRAM floor); at about 6 clocks each, k7 keeps the
 //           tensor cores busy for 0.4 of the DRAM time. Shared memory: about 150 of the 223 clocks that DRAM takes for 1024 outputs.
-// Grid      (blocks over items, channel tiles). See band.cuh. The sums of the K (or K / 2) output rows that an input row reaches stay
+// Grid      (blocks over items, channel tiles). See band.cuh. The sums of the K output rows that an input row reaches stay
 //           in registers; a finished row goes through shared memory, so that whole sectors are written.
 // Numerics  products of 16-bit values, fp32 sums in a fixed order, rounded once. No atomics: two runs are bit-equal. A window's pixels
 //           outside a pixel's own taps meet zeros: where that makes a NaN of an infinity, the pixel is computed again without them.
-// Limits    C a multiple of CH; no dilation; images of a block within 31-bit byte offsets.
+// Limits    C a multiple of CH; stride 1, no dilation; images of a block within 31-bit byte offsets.
 
 #include "band.cuh"
 
-#define SLOTS (UP == 2 ? K : (K + DOWN - 1) / DOWN)
-#define TURNS (DOWN == 2 ? 1 : 2)  // finished rows in shared memory: one is written out while the next is made
-#define AHEAD (UP == 2 ? (K - 1) / 2 : SLOTS - 1)  // input rows after an output row's first until it is done
+#define TURNS 2         // finished rows in shared memory: one is written out while the next is made
+#define AHEAD (K - 1)   // input rows after an output row's first until it is done
 
 extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise_band(
     const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
     int items, int batch, int vectors, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
     int origin, int lead, int groups, int column_tiles, int segment_rows) {
   __shared__ __align__(16) unsigned int stages[STAGES][COPIES * AT_ONCE * PITCH];
-  __shared__ __align__(16) unsigned int done_rows[TURNS][UP][ROW_COPIES * AT_ONCE * PITCH];
+  __shared__ __align__(16) unsigned int done_rows[TURNS][ROW_COPIES * AT_ONCE * PITCH];
   __shared__ int in_places[2][COPIES * AT_ONCE], out_places[2][ROW_COPIES * AT_ONCE];  // of the items by turns
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int unit = threadIdx.x % UNITS, channel = blockIdx.y * TILE + unit * (COPY / 2);  // that this thread copies
@@ -48,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       float value[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int j = t + 4 * k, s = UP == 2 ? g + lead - 2 * j : j + lead - g * DOWN;
+        const int j = t + 4 * k, s = j + lead - g;
         const bool valid = mine < vectors && j < WINDOW && g < PIXELS && s >= 0 && s < K;
         value[k] = valid ? widen_weight(weight[((i64)mine * CH + c) * (K * K) + (FLIP ? K * K - 1 - (r * K + s) : r * K + s)]) : 0.f;
       }
@@ -60,27 +58,15 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
   for (int c = 0; c < CH; ++c) start[c] = BIAS && mine < vectors ? widen_weight(bias[mine * CH + c]) : 0.f;
 
   // Strips g and g + 8 of this lane, as pixels of a stage.
-  const int strip = (g / STRIPS * PIECE + g % STRIPS * ADVANCE) * PITCH + warp * (CH / 2);
-  constexpr int next_strip = (STRIPS == 16 ? 8 * ADVANCE : 8 / STRIPS * PIECE) * PITCH;
+  const int strip = (g / STRIPS * PIECE + g % STRIPS * PIXELS) * PITCH + warp * (CH / 2);
+  constexpr int next_strip = (STRIPS == 16 ? 8 * PIXELS : 8 / STRIPS * PIECE) * PITCH;
 
-  // Rows of the output that an item makes; in pairs of padded rows with UP == 2.
-  const int rows = UP == 2 ? (out_height - 1 + pad_height) / 2 + 1 - pad_height / 2 : out_height;
   auto first_row = [&](const Part& p) {  // of the input
-    if (UP == 2) {
-      const int row = pad_height / 2 + p.begin - AHEAD;
-      return row < 0 ? 0 : row;
-    }
-    const int row = p.begin * DOWN - pad_height;
-    return row < 0 ? row + (-row) / DOWN * DOWN : row;  // rows above the image are left out, in whole steps
+    return p.begin < pad_height ? 0 : p.begin - pad_height;
   };
   auto last_row = [&](const Part& p) {
-    if (UP == 2) {
-      const int row = pad_height / 2 + p.end - 1;
-      return row < height - 1 ? row : height - 1;
-    }
-    int step = height - 1 + pad_height < 0 ? -1 : (height - 1 + pad_height) / DOWN;
-    step = step < p.end + AHEAD - 1 ? step : p.end + AHEAD - 1;
-    return step * DOWN - pad_height + DOWN - 1;
+    const int row = p.end + AHEAD - 1 - pad_height;
+    return row < height - 1 ? row : height - 1;
   };
 
   // What is copied next.
@@ -88,11 +74,11 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
   const char* from = (const char*)x + 2 * channel;
   auto aim = [&]() {
     if (item_ahead >= items) return;
-    const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, rows);
+    const Part p = part_of(item_ahead, groups, column_tiles, segment_rows, out_height);
     row_ahead = first_row(p);
     last_ahead = last_row(p);
     turn_ahead ^= 1;
-    place<COPIES, PIECE>(in_places[turn_ahead], p.n, batch, p.column * DOWN / UP + origin, width, image_bytes, pixel);
+    place<COPIES, PIECE>(in_places[turn_ahead], p.n, batch, p.column + origin, width, image_bytes, pixel);
     from = (const char*)x + 2 * channel + (i64)p.n * image_bytes + (i64)row_ahead * row_bytes;
   };
   auto fetch = [&]() {
@@ -122,25 +108,16 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 
   int slot = 0, turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Part p = part_of(item, groups, column_tiles, segment_rows, rows);
+    const Part p = part_of(item, groups, column_tiles, segment_rows, out_height);
     const int first = first_row(p), last = last_row(p);
     turn ^= 1;
     place<ROW_COPIES, STRIPS * PIXELS>(out_places[turn], p.n, batch, p.column, out_width, out_image_bytes, pixel);
-    // The output row (for UP == 2, the first of two) that the next step completes, and the rows to be written.
-    int row = UP == 2 ? 2 * first - pad_height : (first + pad_height) / DOWN - AHEAD;
-    int row_begin = p.begin, row_end = p.end;
-    if (UP == 2) {
-      row_begin = 2 * (pad_height / 2 + p.begin) - pad_height;
-      row_end = 2 * (pad_height / 2 + p.end) - pad_height;
-      row_begin = row_begin < 0 ? 0 : row_begin;
-      row_end = row_end > out_height ? out_height : row_end;
-    }
+    int row = first + pad_height - AHEAD;  // of the output, that the next step completes
+    char* to = (char*)y + 2 * channel + ((i64)p.n * out_height + row - 1) * out_row_bytes;  // of the finished row
 
-    char* to = (char*)y + 2 * channel + ((i64)p.n * out_height + row - UP) * out_row_bytes;  // of the finished row
-
-    float sum[SLOTS][CH][4];
+    float sum[K][CH][4];
 #pragma unroll
-    for (int q = 0; q < SLOTS; ++q)
+    for (int q = 0; q < K; ++q)
 #pragma unroll
       for (int c = 0; c < CH; ++c)
 #pragma unroll
@@ -148,17 +125,14 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 
     // A pixel from its own taps alone; `otherwise` where none is wanted.
     auto exact = [&](int n, int oh, int ow, const Chunk& otherwise) {
-      if (n >= batch || ow >= out_width || oh < row_begin || oh >= row_end || mine >= vectors) return otherwise;
+      if (n >= batch || ow >= out_width || oh < p.begin || oh >= p.end || mine >= vectors) return otherwise;
       float total[CH];
 #pragma unroll
       for (int c = 0; c < CH; ++c) total[c] = 0.f;
 #pragma unroll 1
       for (int tap = 0; tap < K * K; ++tap) {
-        const int a = UP == 2 ? oh + pad_height - tap / K : oh * DOWN - pad_height + tap / K;
-        const int b = UP == 2 ? ow + pad_width - tap % K : ow * DOWN - pad_width + tap % K;
-        if (UP == 2 && ((a | b) & 1)) continue;
-        const int ih = a / UP, iw = b / UP;
-        if (a < 0 || b < 0 || ih >= height || iw >= width) continue;
+        const int ih = oh - pad_height + tap / K, iw = ow - pad_width + tap % K;
+        if (ih < 0 || iw < 0 || ih >= height || iw >= width) continue;
         float value[CH], w[CH];
 #pragma unroll
         for (int c = 0; c < CH; ++c) w[c] = widen_weight(weight[((i64)mine * CH + c) * (K * K) + (FLIP ? K * K - 1 - tap : tap)]);
@@ -174,109 +148,92 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     };
     // A finished row to the output, whole sectors; `made` says which of the two in shared memory.
     auto write_out = [&](bool wanted, int made) {
+      const bool inside = wanted && copies && row - 1 >= p.begin && row - 1 < p.end;
+      Words<COPY / 4> value[ROW_COPIES];
+      int place[ROW_COPIES];
 #pragma unroll
-      for (int o = 0; o < UP; ++o) {
-        const bool inside = wanted && copies && row + o - UP >= row_begin && row + o - UP < row_end;
-        Words<COPY / 4> value[ROW_COPIES];
-        int place[ROW_COPIES];
-#pragma unroll
-        for (int i = 0; i < ROW_COPIES; ++i) {
-          place[i] = out_places[turn][pixel_of_copy + AT_ONCE * i];
-          value[i] = *(const Words<COPY / 4>*)(done_rows[made][o] + cell + i * AT_ONCE * PITCH);
-        }
-#pragma unroll
-        for (int i = 0; i < ROW_COPIES; ++i) store_if(inside && place[i] >= 0, to + o * out_row_bytes + (unsigned int)place[i], value[i]);
+      for (int i = 0; i < ROW_COPIES; ++i) {
+        place[i] = out_places[turn][pixel_of_copy + AT_ONCE * i];
+        value[i] = *(const Words<COPY / 4>*)(done_rows[made] + cell + i * AT_ONCE * PITCH);
       }
+#pragma unroll
+      for (int i = 0; i < ROW_COPIES; ++i) store_if(inside && place[i] >= 0, to + (unsigned int)place[i], value[i]);
     };
     int made = 0, phase = 0;  // the row that is made lies in done_rows[made], the one before in the other
     bool complete = false;
-    for (int at = first; row < row_end; at += DOWN) {
+    for (int at = first; row < p.end; ++at) {
       const bool more = at <= last;  // else the rows are left whose remaining taps lie below the image
+      if (more) cp_async_wait<STAGES - 2>();
+      __syncthreads();
+      // The window's pixels of strips g and g + 8, and from pairs of them the fragments, a channel each.
+      Chunk in[2][WIDE ? 4 : 2];
 #pragma unroll
-      for (int e = 0; e < DOWN; ++e) {
-        if (more) cp_async_wait<STAGES - 2>();
-        __syncthreads();
-        // The window's pixels of strips g and g + 8, and from pairs of them the fragments, a channel each.
-        Chunk in[2][WIDE ? 4 : 2];
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int k = 0; k < (WIDE ? 4 : 2); ++k)
+          in[half][k] = *(const Chunk*)(stages[slot] + strip + half * next_strip + in_window(t + 4 * k) * PITCH);
+      write_out(complete, TURNS - 1 - made);
+      to += out_row_bytes;
+      if (more) {
+        fetch();  // into the stage that every warp has left before the barrier
+        slot = slot + 1 < STAGES ? slot + 1 : 0;
+      }
+      unsigned int a[CH][4];
+#pragma unroll
+      for (int c = 0; c < CH; c += 2)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int k = 0; k < (WIDE ? 4 : 2); ++k)
-            in[half][k] = *(const Chunk*)(stages[slot] + strip + half * next_strip + in_window(t + 4 * k) * PITCH);
-        if (e == 0) {
-          write_out(complete, TURNS - 1 - made);
-          to += UP * out_row_bytes;
-        }
-        if (more) {
-          fetch();  // into the stage that every warp has left before the barrier
-          slot = slot + 1 < STAGES ? slot + 1 : 0;
-        }
-        unsigned int a[CH][4];
-#pragma unroll
-        for (int c = 0; c < CH; c += 2)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-              a[c][2 * k + half] = k == 0 || WIDE ? low_halves(in[half][WIDE ? 2 * k : 0].w[c / 2], in[half][WIDE ? 2 * k + 1 : 1].w[c / 2]) : 0u;
-              a[c + 1][2 * k + half] = k == 0 || WIDE ? high_halves(in[half][WIDE ? 2 * k : 0].w[c / 2], in[half][WIDE ? 2 * k + 1 : 1].w[c / 2]) : 0u;
-            }
-        Chunk ready[UP][4];  // the finished rows' pixels of this lane
-        unsigned int probe = 0u;   // stays zero while they are finite
-#pragma unroll
-        for (int u = 0; u < SLOTS; ++u) {
-          if (phase != u) continue;  // one for the whole block: registers need an index that the compiler knows
-#pragma unroll
-          for (int r = e; r < K; r += DOWN) {
-            const int place = UP == 2 ? (u + r) % SLOTS : (u - r / DOWN + SLOTS) % SLOTS;
-#pragma unroll
-            for (int c = 0; c < CH; ++c) {
-              if (UP == 2 ? r + 2 >= K : r == 0)  // a new output row
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[place][c][i] = 0.f;
-              if (more) product(sum[place][c], a[c], band[r][c]);
-            }
+          for (int k = 0; k < 2; ++k) {
+            a[c][2 * k + half] = k == 0 || WIDE ? low_halves(in[half][WIDE ? 2 * k : 0].w[c / 2], in[half][WIDE ? 2 * k + 1 : 1].w[c / 2]) : 0u;
+            a[c + 1][2 * k + half] = k == 0 || WIDE ? high_halves(in[half][WIDE ? 2 * k : 0].w[c / 2], in[half][WIDE ? 2 * k + 1 : 1].w[c / 2]) : 0u;
           }
-          if (e == DOWN - 1) {
+      Chunk ready[4];           // the finished row's pixels of this lane
+      unsigned int probe = 0u;   // stays zero while they are finite
 #pragma unroll
-            for (int o = 0; o < UP; ++o)
+      for (int u = 0; u < K; ++u) {
+        if (phase != u) continue;  // one for the whole block: registers need an index that the compiler knows
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                float value[CH];
+        for (int r = 0; r < K; ++r) {
+          const int place = (u - r + K) % K;
 #pragma unroll
-                for (int c = 0; c < CH; ++c) {
-                  value[c] = sum[UP == 2 ? (u + o) % SLOTS : (u + 1) % SLOTS][c][i];
-                  if (BIAS) value[c] += start[c];
-                }
-                ready[o][i] = narrow(value);
+          for (int c = 0; c < CH; ++c) {
+            if (r == 0)  // a new output row
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) probe = add_nothing_of(ready[o][i].w[w], probe);
-              }
+              for (int i = 0; i < 4; ++i) sum[place][c][i] = 0.f;
+            if (more) product(sum[place][c], a[c], band[r][c]);
           }
         }
-        if (e == DOWN - 1) complete = row + UP > row_begin;
-        if (e == DOWN - 1 && complete) {
-          if (probe != 0u) {
 #pragma unroll
-            for (int o = 0; o < UP; ++o)
+        for (int i = 0; i < 4; ++i) {
+          float value[CH];
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const int m = g + i / 2 * 8, column = 2 * t + i % 2;
-                if (column < PIXELS)
-                  ready[o][i] = exact(p.n + m / STRIPS, row + o, p.column + m % STRIPS * PIXELS + column, ready[o][i]);
-              }
+          for (int c = 0; c < CH; ++c) {
+            value[c] = sum[(u + 1) % K][c][i];
+            if (BIAS) value[c] += start[c];
           }
+          ready[i] = narrow(value);
 #pragma unroll
-          for (int o = 0; o < UP; ++o)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int m = g + i / 2 * 8, column = 2 * t + i % 2;
-              if (column < PIXELS) *(Chunk*)(done_rows[made][o] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[o][i];
-            }
+          for (int w = 0; w < WORDS; ++w) probe = add_nothing_of(ready[i].w[w], probe);
         }
       }
-      row += UP;
-      phase = phase + UP < SLOTS ? phase + UP : phase + UP - SLOTS;
+      complete = row + 1 > p.begin;
+      if (complete) {
+        if (probe != 0u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int m = g + i / 2 * 8, column = 2 * t + i % 2;
+            if (column < PIXELS) ready[i] = exact(p.n + m / STRIPS, row, p.column + m % STRIPS * PIXELS + column, ready[i]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int m = g + i / 2 * 8, column = 2 * t + i % 2;
+          if (column < PIXELS) *(Chunk*)(done_rows[made] + (m * PIXELS + column) * PITCH + warp * (CH / 2)) = ready[i];
+        }
+      }
+      ++row;
+      phase = phase + 1 < K ? phase + 1 : 0;
       made = TURNS - 1 - made;
     }
     __syncthreads();

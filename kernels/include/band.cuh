@@ -1,15 +1,14 @@
 // Depthwise rows as banded matrix products on the tensor cores: what the kernels of 16-bit storage share.
 //
 // A row of one channel is cut into strips of PIXELS output pixels. out[strip, n] += sum over j of in[strip, j] band[j, n], where
-// in[strip, j] is the strip's window of at most 16 input pixels and band[j, n] = w[r, j + lead - n * DOWN] (a row of the taps,
+// in[strip, j] is the strip's window of at most 16 input pixels and band[j, n] = w[r, j + lead - n] (a row of the taps,
 // shifted by one column a pixel): one m16n8k16 for 16 strips, a channel and a row of taps, in place of 4 K fp32 FMA.
 //
 // 16 strips are STRIPS neighbours in each of WALKERS images. All strips of a block walk down the same rows, so that row bounds are
 // uniform in a block. Rows of pixels are copied to shared memory STAGES ahead; a warp takes CH channels, 2 or 4, a lane's pixels
 // (PTX ISA, fragments of m16n8k16) in an order of k that spreads them over the banks.
 //
-// Set by the build: K, DOWN and UP (the stride, of the forward or of the data gradient; the other is 1), CH, TILE channels a
-// block, COPY bytes a copy (4, 8 or 16), STRIPS, PIXELS, WINDOW pixels of a strip's input (at most 16), PIECE pixels of one image's row in a
+// Set by the build: K, CH, TILE channels a block, COPY bytes a copy (4, 8 or 16), STRIPS, PIXELS, WINDOW pixels of a strip's input (at most 16), PIECE pixels of one image's row in a
 // stage, STAGES.
 
 #include "channels.cuh"
@@ -20,7 +19,6 @@
 #define WARPS (TILE / CH)
 #define BAND_THREADS (32 * WARPS)
 #define WALKERS (16 / STRIPS)
-#define ADVANCE (DOWN * PIXELS / UP)       // input pixels from strip to strip
 #define STAGE_PIXELS (WALKERS * PIECE)
 #define ROW_PIXELS (16 * PIXELS)           // output pixels of a row of all strips
 #define UNITS (2 * TILE / COPY)            // copies that make a pixel

@@ -34,37 +34,26 @@ class Layout:
     column_tiles: int
 
 
-def layout(*, batch: int, width: int, out_width: int, kernel: int, down: int, up: int, pad: int) -> Layout:
-    """The cut with the fewest products and copied pixels. Of `down` (forward) and `up` (data gradient), one is the stride.
+def layout(*, batch: int, width: int, out_width: int, kernel: int, pad: int) -> Layout:
+    """The cut with the fewest products and copied pixels.
 
     A row of at most 8 outputs that reach at most 16 inputs is one strip, whose window leaves the padding out.
     """
-    if up == 1 and out_width <= MOST_PIXELS:
-        lead = pad
-        window = min(width, (out_width - 1) * down + kernel - lead)
+    if out_width <= MOST_PIXELS:
+        window = min(width, out_width - 1 + kernel - pad)
         if window <= MOST_WINDOW:
-            return Layout(1, out_width, window, window, 0, lead, 1)
-    if up == 2:
-        origin = (pad - kernel + 2) // 2
-        lead = pad - 2 * origin
-        most = MOST_PIXELS
-    else:
-        origin, lead = -pad, 0
-        most = min(MOST_PIXELS, (MOST_WINDOW - kernel) // down + 1)
+            return Layout(1, out_width, window, window, 0, pad, 1)
+    most = min(MOST_PIXELS, MOST_WINDOW - kernel + 1)
 
     def cut(strips: int) -> tuple[int, Layout]:
         tiles = -(-out_width // (strips * most))
         pixels = -(-out_width // (strips * tiles))
-        if up == 2:
-            pixels += pixels % 2  # strips begin at one parity
-            window = (pixels - 1 + lead) // 2 + 1
-        else:
-            window = (pixels - 1) * down + kernel
+        window = pixels - 1 + kernel
         tiles = -(-out_width // (strips * pixels))
-        piece = (strips - 1) * (down * pixels // up) + window
+        piece = (strips - 1) * pixels + window
         images = -(-batch * strips // STRIPS) * (STRIPS // strips)  # a block's images may be more than there are
         return images * tiles * (strips * MOST_PIXELS + COPY_COST * piece), Layout(
-            strips, pixels, window, piece, origin, lead, tiles
+            strips, pixels, window, piece, -pad, 0, tiles
         )
 
     return min((cut(strips) for strips in (1, 2, 4, 8, 16)), key=lambda found: found[0])[1]
@@ -89,7 +78,7 @@ class Block:
         return 32 * self.tile // self.channels
 
 
-def shared(shape: Layout, block: Block, *, down: int, up: int, weight: bool) -> int:
+def shared(shape: Layout, block: Block, *, weight: bool) -> int:
     """Bytes of shared memory of a block."""
     at_once = 16 * block.copy // block.channels
 
@@ -98,7 +87,7 @@ def shared(shape: Layout, block: Block, *, down: int, up: int, weight: bool) -> 
 
     row = copied(STRIPS // shape.strips * shape.piece)
     out = copied(STRIPS * shape.pixels)
-    done = up * out * (1 if down == 2 else 2)  # finished rows, of which one is written out while the next is made
+    done = 2 * out  # finished rows, of which one is written out while the next is made
     pixels = block.stages * (row + out) if weight else block.stages * row + done
     places = 2 * 4 * (row + out)
     pixel = block.copy * (2 * block.tile // block.copy | 1)  # an odd number of copies: pixels begin in different banks

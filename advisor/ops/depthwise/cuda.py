@@ -23,22 +23,21 @@ def _name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=4096)
 def _band(
-    call: Call, kind: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
+    call: Call, source: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
 ) -> _Launch:
-    """A launch of the tensor-core kernel for "forward", "data" or "weight"."""
-    plan = spec.band(call, kind)
-    shape = spec.band_geometry(call, plan, kind, nvrtc.sm_count(device))
-    source = spec.BAND_WEIGHT if kind == "weight" else spec.BAND
+    """A launch of a tensor-core kernel."""
+    plan = spec.band(call, weight=source == spec.BAND_WEIGHT)
+    shape = spec.band_geometry(call, plan, nvrtc.sm_count(device))
     defines = spec.band_defines(call, plan, _name(dtype), _name(weight_dtype), bias=bias, flip=flip)
     kernel = nvrtc.function(source, spec.KERNELS[source][0], tuple(defines.items()), device)
-    sizes = (call.height, call.width, call.out_height, call.out_width)
-    if kind == "data":  # from dy to dx
-        sizes = (*sizes[2:], *sizes[:2])
     arguments = (
         shape.items,
         call.batch,
         shape.vectors,
-        *sizes,
+        call.height,
+        call.width,
+        call.out_height,
+        call.out_width,
         *call.padding,
         plan.layout.origin,
         plan.layout.lead,
@@ -96,7 +95,7 @@ def _convolve(
 ) -> None:
     device = x.device.index or 0
     if spec.banded(call, _name(x.dtype), "data" if flip else "forward"):
-        kernel, grid, block, sizes = _band(call, "forward", x.dtype, weight.dtype, device, flip, bias is not None)
+        kernel, grid, block, sizes = _band(call, spec.BAND, x.dtype, weight.dtype, device, flip, bias is not None)
     elif spec.ringed(call, _name(x.dtype), "data" if flip else "forward"):
         kernel, grid, block, sizes = _strips(call, x.dtype, weight.dtype, device, flip, bias is not None)
     else:
@@ -150,11 +149,6 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
         _convolve(call.transposed(), dy, weight, None, dx, True)
         return dx
     device = dy.device.index or 0
-    if spec.banded(call, _name(dy.dtype), "data"):
-        kernel, grid, block, sizes = _band(call, "data", dy.dtype, weight.dtype, device, False, False)
-        pointers = (dy.data_ptr(), weight.data_ptr(), 0, dx.data_ptr())
-        kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
-        return dx
     kernel, grid, block, sizes = _strided_data(call, dy.dtype, weight.dtype, device)
     kernel(grid, block, (dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), *sizes), 0, nvrtc.stream(device))
     return dx
@@ -184,7 +178,9 @@ def _summed(call: Call, launch: _Launch, weight_dtype: torch.dtype, device: int)
 @lru_cache(maxsize=4096)
 def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
     if spec.banded(call, _name(dtype), "weight"):
-        return _summed(call, _band(call, "weight", dtype, weight_dtype, device, False, bias), weight_dtype, device)
+        return _summed(
+            call, _band(call, spec.BAND_WEIGHT, dtype, weight_dtype, device, False, bias), weight_dtype, device
+        )
     config = spec.weight_config(call, _name(dtype))
     shape = spec.weight_geometry(call, config, nvrtc.sm_count(device))
     defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())

@@ -44,15 +44,15 @@ _MOMENTS_FASTER: frozenset[tuple[int, int]] = frozenset()
 MAX_PASSES = 16  # items that a thread of the ring kernels takes one after the other, at most
 ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
 REGISTERS = 65536  # of an SM
-BAND_TAPS = (3, 5, 7)  # whose windows of 8 outputs are at most 16 pixels
+BAND_TAPS = 7  # whose windows of 8 outputs are at most 16 pixels
 BAND_TILE = 16  # channels of a block of the tensor-core kernels: a 32-byte sector of a pixel
-BAND_CHANNELS = 0  # of a warp of theirs, 2 or 4; 0: 2 for the data gradient of stride 2, else 4
+BAND_CHANNELS = 4  # of a warp of theirs, where they divide the call's; else 2
 BAND_COPIED = (
     2  # a thread copies this many times the channels of a warp at once: fewer instructions, more bank conflicts
 )
 BAND_STAGES = 4  # rows of pixels that they copy ahead
 ALIGNMENT = 16  # bytes: what a thread copies at once, at most
-TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (0, 2, 4), "BAND_COPIED": (1, 2)}
+TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (2, 4), "BAND_COPIED": (1, 2)}
 # Elements of one image's row of pixels must fit 32-bit byte offsets with room for a window.
 MAX_WINDOW_BYTES = 2**31 - 1
 
@@ -375,16 +375,11 @@ def weight_defines(call: Call, config: Config, dtype: str, weight_dtype: str) ->
 
 
 def bandable(call: Call, dtype: str) -> bool:
-    """Whether the tensor-core kernels can take this call: 16-bit storage, small taps, images whose offsets fit 31 bits.
-
-    Not 7 taps with stride 2: the data gradient's sums of two rows do not fit beside the bands in registers.
-    """
+    """Whether the tensor-core kernels can take this call: 16-bit storage, 7 taps at stride 1, offsets in images of 31 bits."""
     pixels = max(call.height * call.width, call.out_height * call.out_width)
     return (
         dtype != "float32"
-        and call.kernel in BAND_TAPS
-        and (call.kernel, call.stride) != (7, 2)
-        and call.dilation == 1
+        and (call.kernel, call.stride, call.dilation) == (BAND_TAPS, 1, 1)
         and bands.STRIPS * pixels * call.channels * 2 < 2**31
     )
 
@@ -396,9 +391,7 @@ def banded(call: Call, dtype: str, kind: str) -> bool:
     weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 28 (0.177 against 0.219;
     at 192 x 28 x 28 0.104 against 0.092).
     """
-    if not bandable(call, dtype) or (call.kernel, call.stride) != (7, 1):
-        return False
-    return kind == "weight" or call.out_width > 28
+    return bandable(call, dtype) and (kind == "weight" or call.out_width > 28)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,41 +400,29 @@ class Band:
 
     layout: bands.Layout
     block: bands.Block
-    down: int
-    up: int
 
 
-# Registers a thread needs so that nothing is spilled on sm_80 and sm_90 (ptxas 13.0), by (k, channels of a warp).
-_BAND_REGISTERS = {(3, 2): 96, (3, 4): 128, (5, 2): 128, (5, 4): 240, (7, 2): 128, (7, 4): 255}
+# Registers a thread needs so that nothing is spilled on sm_80 and sm_90 (ptxas 13.0), by channels of a warp.
+_BAND_REGISTERS = {2: 128, 4: 255}
 
 
-def band(call: Call, kind: str) -> Band:
-    """For `kind` "forward", "data" (the data gradient of stride 2; of stride 1 it is a forward) or "weight"."""
-    up = call.stride if kind == "data" else 1
-    down = 1 if kind == "data" else call.stride
+def band(call: Call, *, weight: bool) -> Band:
+    """For BAND_WEIGHT, or for BAND."""
     cut = bands.layout(
-        batch=call.batch,
-        width=call.out_width if up == 2 else call.width,
-        out_width=call.width if up == 2 else call.out_width,
-        kernel=call.kernel,
-        down=down,
-        up=up,
-        pad=call.padding[1],
+        batch=call.batch, width=call.width, out_width=call.out_width, kernel=call.kernel, pad=call.padding[1]
     )
-    group = BAND_CHANNELS or (2 if up == 2 else 4)  # two finished rows take registers as well
-    if call.channels % group:
-        group = 2
+    group = BAND_CHANNELS if call.channels % BAND_CHANNELS == 0 else 2
     copy = next(size for size in (16, 8, 4) if size <= 2 * group * BAND_COPIED and 2 * call.channels % size == 0)
     copy = max(copy, 2 * group)
-    registers = _BAND_REGISTERS[call.kernel, group]
     for most, fewest in ((BAND_TILE, 3), (24, 3), (16, 3), (16, 2), (8, 2)):
         tile = bands.tile(call.channels, copy // 2, min(most, BAND_TILE))
         for stages in range(BAND_STAGES, fewest - 1, -1):
             block = bands.Block(tile, group, copy, stages, 1)
-            used = bands.shared(cut, block, down=down, up=up, weight=kind == "weight")
-            resident = min(REGISTERS // (registers * block.threads), bands.SM_SHARED_BYTES // (used + 1024), 16)
+            used = bands.shared(cut, block, weight=weight)
+            threads = _BAND_REGISTERS[group] * block.threads
+            resident = min(REGISTERS // threads, bands.SM_SHARED_BYTES // (used + 1024), 16)
             if used <= bands.SHARED_BYTES and resident > 0:
-                return Band(cut, replace(block, blocks=resident), down, up)
+                return Band(cut, replace(block, blocks=resident))
     raise AssertionError(f"no block for {call}")  # 8 channels always fit: tests go over all layouts
 
 
@@ -460,11 +441,9 @@ def sources(call: Call, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def band_defines(
     call: Call, plan: Band, dtype: str, weight_dtype: str, *, bias: bool, flip: bool = False
 ) -> dict[str, int]:
-    """Macros of BAND; of BAND_WEIGHT without FLIP and UP."""
+    """Macros of BAND; of BAND_WEIGHT without FLIP."""
     return {
         "K": call.kernel,
-        "DOWN": plan.down,
-        "UP": plan.up,
         "CH": plan.block.channels,
         "TILE": plan.block.tile,
         "COPY": plan.block.copy,
@@ -481,18 +460,15 @@ def band_defines(
     }
 
 
-def band_geometry(call: Call, plan: Band, kind: str, sm_count: int) -> bands.Geometry:
-    """Of BAND and BAND_WEIGHT, whose work is counted in rows of the result (pairs of them for "data"), or of dy for "weight"."""
-    rows = call.out_height
-    if kind == "data":
-        rows = (call.height - 1 + call.padding[0]) // 2 + 1 - call.padding[0] // 2
+def band_geometry(call: Call, plan: Band, sm_count: int) -> bands.Geometry:
+    """Of BAND and BAND_WEIGHT, whose work is counted in rows of the result or of dy."""
     return bands.geometry(
         plan.layout,
         plan.block,
         batch=call.batch,
         channels=call.channels,
-        rows=rows,
-        halo=-(-call.kernel // call.stride) - 1,
+        rows=call.out_height,
+        halo=call.kernel - 1,
         most_segments=MAX_SEGMENTS,
         sm_count=sm_count,
     )
@@ -552,20 +528,13 @@ def _ring_variants(source: str) -> tuple[dict[str, int], ...]:
 def _band_variants(source: str) -> tuple[dict[str, int], ...]:
     """Of the tensor-core kernels, for the calls that they take: each cut of rows that networks have, fp16 once."""
     found = []
-    for channels in (58, 116, 96, 72):
-        for kernel in BAND_TAPS:
-            for stride in (1, 2):
-                for side, dtype in ((112, "bfloat16"), (7, "bfloat16"), (28, "float16")):
-                    sized = call((64, channels, side, side), kernel, stride, (kernel // 2, kernel // 2), 1)
-                    for kind in ("weight",) if source == BAND_WEIGHT else ("forward", "data"):
-                        if banded(sized, dtype, kind):
-                            plan = band(sized, kind if stride == 2 or kind == "weight" else "forward")
-                            bias = kind != "data" and kernel == 7
-                            found.append(
-                                band_defines(
-                                    sized, plan, dtype, "float32", bias=bias, flip=kind == "data" and stride == 1
-                                )
-                            )
+    for channels in (58, 96, 72):
+        for side, dtype in ((112, "bfloat16"), (56, "bfloat16"), (7, "bfloat16"), (28, "float16")):
+            sized = call((64, channels, side, side), BAND_TAPS, 1, (BAND_TAPS // 2,) * 2, 1)
+            for kind in ("weight",) if source == BAND_WEIGHT else ("forward", "data"):
+                if banded(sized, dtype, kind):
+                    plan, bias = band(sized, weight=kind == "weight"), kind != "data"
+                    found.append(band_defines(sized, plan, dtype, "float32", bias=bias, flip=kind == "data"))
     return tuple({tuple(sorted(each.items())): each for each in found}.values())
 
 
