@@ -39,6 +39,8 @@ def on_device(tensor: torch.Tensor) -> str:
     """Why kernels cannot run where this tensor is; empty when they can."""
     if not tensor.is_cuda:
         return "not on a CUDA device"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "outlived a torch.func transform"
     return transformed() or unavailable()
 
 

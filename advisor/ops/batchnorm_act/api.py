@@ -15,6 +15,7 @@ import torch
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import is_nhwc, nhwc, realigned
 from advisor.ops.batchnorm_act import cuda, reference, spec
+from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("batchnorm_act")
 
@@ -36,7 +37,7 @@ def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str)
     )
 
 
-class _BatchNormAct(torch.autograd.Function):
+class _BatchNormAct(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -209,7 +210,7 @@ def batchnorm_act(
         )
     engaged[activation if residual is None else f"add+{activation}"] += 1
     common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, way)
-    result: torch.Tensor = _BatchNormAct.apply(*common, False, moments)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _BatchNormAct.apply(*common, False, moments)
     return result
 
 
@@ -256,7 +257,7 @@ def forked_batchnorm_act(
     engaged[f"{activation if residual is None else f'add+{activation}'} {spec.FORKED}"] += 1
     common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, way)
     both: tuple[torch.Tensor, torch.Tensor]
-    both = _BatchNormAct.apply(*common, True, moments)  # type: ignore[no-untyped-call]
+    both = _BatchNormAct.apply(*common, True, moments)
     return both
 
 
@@ -266,7 +267,7 @@ def _variant(running_mean: object, weight: object, bias: object) -> str:
     return spec.NO_AFFINE if weight is None or bias is None else ""
 
 
-class _FrozenBatchNormAct(torch.autograd.Function):
+class _FrozenBatchNormAct(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -356,7 +357,7 @@ def frozen_batchnorm_act(
             x, residual, running_mean, running_var, weight, bias, eps, activation, slope
         )
     engaged[f"frozen {activation}" if residual is None else f"frozen add+{activation}"] += 1
-    result: torch.Tensor = _FrozenBatchNormAct.apply(  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _FrozenBatchNormAct.apply(
         x, residual, weight, bias, running_mean, running_var, eps, activation, slope
     )
     return result

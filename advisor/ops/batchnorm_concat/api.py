@@ -16,6 +16,7 @@ from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import nhwc, realigned
 from advisor.ops.batchnorm_act import reference
 from advisor.ops.batchnorm_concat import cuda, spec
+from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("batchnorm_concat")
 
@@ -59,7 +60,7 @@ class Features:
     room: _Room | None = None
 
 
-class _Append(torch.autograd.Function):
+class _Append(Function):
     @staticmethod
     def forward(
         ctx: Any, before: torch.Tensor | None, moments: torch.Tensor | None, feature: torch.Tensor, room: _Room
@@ -103,7 +104,7 @@ def _corrected(
     return whole.to(gradient.dtype)
 
 
-class _BatchNormAct(torch.autograd.Function):
+class _BatchNormAct(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -202,7 +203,7 @@ def extended(before: Features, feature: torch.Tensor) -> Features:
 def _appended(
     before: torch.Tensor | None, moments: torch.Tensor | None, feature: torch.Tensor, room: _Room
 ) -> Features:
-    tensor, moments = _Append.apply(before, moments, feature, room)  # type: ignore[no-untyped-call]
+    tensor, moments = _Append.apply(before, moments, feature, room)
     return Features(tensor, moments, room.front, room)
 
 
@@ -247,7 +248,7 @@ def batchnorm_act(
         )
         return y, Features(x.tensor, front=x.front)
     engaged[activation] += 1
-    y, tensor, moments = _BatchNormAct.apply(  # type: ignore[no-untyped-call]
+    y, tensor, moments = _BatchNormAct.apply(
         x.tensor, x.moments, weight, bias, running_mean, running_var, momentum, eps, activation, slope
     )
     return y, Features(tensor, moments, x.front, x.room)

@@ -14,6 +14,7 @@ import torch
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
+from advisor.ops.function import Function
 from advisor.ops.pooling.api import flat_indices
 from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair, Window, window
@@ -51,7 +52,7 @@ def _unsupported(
     )
 
 
-class _BatchNormMaxPool(torch.autograd.Function):
+class _BatchNormMaxPool(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -142,7 +143,7 @@ def batchnorm_max_pool(
             x, running_mean, running_var, weight, bias, momentum, eps, activation, slope, *pool.arguments
         )
     engaged[activation] += 1
-    result: torch.Tensor = _BatchNormMaxPool.apply(  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _BatchNormMaxPool.apply(
         x, weight, bias, running_mean, running_var, momentum, eps, activation, slope, pool, moments
     )
     return result

@@ -15,6 +15,7 @@ from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, dense, is_aligned, is_nhwc, nhwc
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import cuda, reference, spec
+from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("bias_act")
 
@@ -122,7 +123,7 @@ def _scale_name(variant: spec.Scaled) -> str:
     return variant.name
 
 
-class _BiasAct(torch.autograd.Function):
+class _BiasAct(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -195,11 +196,11 @@ def bias_act(
         fell_back[reason] += 1
         return reference.bias_act(x, bias, residual, activation, slope, dim=dim)
     engaged[_name(activation, bias is not None, residual is not None, dim)] += 1
-    result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place, dim)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place, dim)
     return result
 
 
-class _ScaleAdd(torch.autograd.Function):
+class _ScaleAdd(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -297,7 +298,7 @@ def scale_add(
         fell_back[reason] += 1
         return reference.scale_add(branch, scale, keep, residual, bias, dtype, twin)
     engaged[_scale_name(variant)] += 1
-    return _ScaleAdd.apply(branch, scale, keep, residual, bias, dtype, twin)  # type: ignore[no-untyped-call]
+    return _ScaleAdd.apply(branch, scale, keep, residual, bias, dtype, twin)
 
 
 @torch.library.custom_op("advisor::bias_act", mutates_args=())

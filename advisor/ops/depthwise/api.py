@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from advisor.ops import differentiable, dispatch, nvrtc
 from advisor.ops.depthwise import cuda, spec
+from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("depthwise")
 
@@ -129,7 +130,7 @@ def _gradients(
     return dx, dweight, dbias
 
 
-class _DepthwiseConv2d(torch.autograd.Function):
+class _DepthwiseConv2d(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, moments: bool
@@ -239,7 +240,7 @@ def _depthwise_conv2d(
     call = spec.call(tuple(x.shape), weight.shape[-1], stride, padding, dilation)
     engaged[spec.name(call.kernel, stride, dilation)] += 1
     found: tuple[torch.Tensor, torch.Tensor | None]
-    found = _DepthwiseConv2d.apply(x, weight, bias, call, moments)  # type: ignore[no-untyped-call]
+    found = _DepthwiseConv2d.apply(x, weight, bias, call, moments)
     return found
 
 

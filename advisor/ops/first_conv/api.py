@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.first_conv import cuda, spec
+from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("first_conv")
 
@@ -164,7 +165,7 @@ def _differentiable_backward(
     )
 
 
-class _FirstConv2d(torch.autograd.Function):
+class _FirstConv2d(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -242,7 +243,7 @@ def _first_conv2d(
     engaged[spec.name(kernel, stride, channels)] += 1
     call = spec.call(tuple(x.shape), channels, kernel, stride, padding, bias is not None)
     found: tuple[torch.Tensor, torch.Tensor | None]
-    found = _FirstConv2d.apply(x, weight, bias, call, compute, moments)  # type: ignore[no-untyped-call]
+    found = _FirstConv2d.apply(x, weight, bias, call, compute, moments)
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, misplaced, nhwc
+from advisor.ops.function import Function
 from advisor.ops.group_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("group_norm")
@@ -84,7 +85,7 @@ def _differentiable(
     )
 
 
-class _GroupNorm(torch.autograd.Function):
+class _GroupNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -140,9 +141,7 @@ def group_norm(
         fell_back[reason] += 1
         return reference.group_norm(x, groups, weight, bias, eps, activation, result_dtype)
     engaged[_name(groups, x.shape[1], activation, x.dtype, result_dtype)] += 1
-    result: torch.Tensor = _GroupNorm.apply(  # type: ignore[no-untyped-call]
-        x, groups, weight, bias, eps, activation, result_dtype
-    )
+    result: torch.Tensor = _GroupNorm.apply(x, groups, weight, bias, eps, activation, result_dtype)
     return result
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.function import Function
 from advisor.ops.grouped import cuda, spec
 
 engaged, fell_back = dispatch.counters("grouped")
@@ -118,7 +119,7 @@ def _differentiable_backward(
     return dx, dweight.to(weight.dtype) if wanted[1] else None
 
 
-class _GroupedConv2d(torch.autograd.Function):
+class _GroupedConv2d(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool
@@ -176,7 +177,7 @@ def _grouped_conv2d(
         return _pytorch(x, weight, stride, groups), None
     call = spec.call(tuple(x.shape), groups, stride)
     found: tuple[torch.Tensor, torch.Tensor | None]
-    found = _GroupedConv2d.apply(x, weight, call, moments)  # type: ignore[no-untyped-call]
+    found = _GroupedConv2d.apply(x, weight, call, moments)
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, dense, misplaced
+from advisor.ops.function import Function
 from advisor.ops.layer_norm import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("layer_norm")
@@ -79,7 +80,7 @@ def _differentiable(
     )
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -130,7 +131,7 @@ def layer_norm(
         fell_back[reason] += 1
         return reference.layer_norm(x, weight, bias, eps, dim, result_dtype)
     engaged[_name(x.dtype, result_dtype)] += 1
-    result: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, dim, result_dtype)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, dim, result_dtype)
     return result
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from advisor.ops import alignment, dispatch, nvrtc, storage
 from advisor.ops.first_conv.api import computed_in
+from advisor.ops.function import Function
 from advisor.ops.pointwise import cuda, spec
 
 engaged, fell_back = dispatch.counters("pointwise")
@@ -60,7 +61,7 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
     return dispatch.refusal("", wins)
 
 
-class _PointwiseConv2d(torch.autograd.Function):
+class _PointwiseConv2d(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, moments: bool
@@ -115,5 +116,5 @@ def _pointwise_conv2d(
         return F.conv2d(x, weight), None
     engaged[spec.name(x.shape[1], weight.shape[0])] += 1
     found: tuple[torch.Tensor, torch.Tensor | None]
-    found = _PointwiseConv2d.apply(x, weight, moments)  # type: ignore[no-untyped-call]
+    found = _PointwiseConv2d.apply(x, weight, moments)
     return found

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.function import Function
 from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -61,7 +62,7 @@ def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: Window) ->
     return h * width + w
 
 
-class _MaxPool(torch.autograd.Function):
+class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
         y, index = cuda.max_pool_forward(x, window, indices=ctx.needs_input_grad[0])
@@ -80,7 +81,7 @@ class _MaxPool(torch.autograd.Function):
         return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
 
 
-class _AvgPool(torch.autograd.Function):
+class _AvgPool(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, window: Window, count_include_pad: bool, divisor_override: int | None
@@ -108,7 +109,7 @@ class _AvgPool(torch.autograd.Function):
         return cuda.avg_pool_backward(alignment.nhwc(dy), ctx.shape, *ctx.call), None, None, None
 
 
-class _GlobalAvgPool(torch.autograd.Function):
+class _GlobalAvgPool(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.shape = tuple(x.shape)
@@ -138,7 +139,7 @@ def max_pool2d(
     window = spec.window(kernel, stride, padding, dilation, ceil_mode)
     if _refused("max_pool", x, window):
         return F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
-    result: torch.Tensor = _MaxPool.apply(x, window)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _MaxPool.apply(x, window)
     return result
 
 
@@ -155,7 +156,7 @@ def avg_pool2d(
     window = spec.window(kernel, stride, padding, ceil_mode=ceil_mode)
     if _refused("avg_pool", x, window):
         return F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    result: torch.Tensor = _AvgPool.apply(x, window, count_include_pad, divisor_override)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _AvgPool.apply(x, window, count_include_pad, divisor_override)
     return result
 
 
@@ -163,7 +164,7 @@ def global_avg_pool2d(x: torch.Tensor) -> torch.Tensor:
     """[N, C, 1, 1]: the mean over all pixels, as x.mean((2, 3), keepdim=True). x as in `max_pool2d`."""
     if _refused("global_avg_pool", x, None):
         return x.mean((2, 3), keepdim=True)
-    result: torch.Tensor = _GlobalAvgPool.apply(x)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _GlobalAvgPool.apply(x)
     return result
 
 

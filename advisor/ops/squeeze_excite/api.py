@@ -13,6 +13,7 @@ import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, misplaced, nhwc
+from advisor.ops.function import Function
 from advisor.ops.squeeze_excite import cuda, reference, spec
 
 engaged, fell_back = dispatch.counters("squeeze_excite")
@@ -82,7 +83,7 @@ def _differentiable(
     )
 
 
-class _SqueezeExcite(torch.autograd.Function):
+class _SqueezeExcite(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -135,9 +136,7 @@ def squeeze_excite(
         fell_back[reason] += 1
         return reference.squeeze_excite(x, w1, b1, w2, b2, activation, gate)
     engaged[spec.name(activation, gate)] += 1
-    result: torch.Tensor = _SqueezeExcite.apply(  # type: ignore[no-untyped-call]
-        x, w1, b1, w2, b2, activation, gate
-    )
+    result: torch.Tensor = _SqueezeExcite.apply(x, w1, b1, w2, b2, activation, gate)
     return result
 
 

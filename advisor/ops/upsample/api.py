@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.function import Function
 from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import cuda, spec
@@ -97,7 +98,7 @@ def _differentiable_backward(dy: torch.Tensor, shape: tuple[int, ...], resize: R
     return result
 
 
-class _UpsampleConcat(torch.autograd.Function):
+class _UpsampleConcat(Function):
     @staticmethod
     def forward(ctx: Any, position: int, resize: Resize, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.position, ctx.resize, ctx.shapes = position, resize, [tuple(t.shape) for t in tensors]
@@ -150,7 +151,7 @@ def upsample_concat(
         fell_back[reason] += 1
         return _plain(tensors, position, resize)
     engaged[_label(resize, len(tensors))] += 1
-    result: torch.Tensor = _UpsampleConcat.apply(position, resize, *tensors)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _UpsampleConcat.apply(position, resize, *tensors)
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,11 +32,14 @@ def test_every_variant_is_compiled_once_and_a_refused_one_stops_nothing(monkeypa
 
 
 def test_no_kernel_runs_where_tensors_have_no_memory_or_carry_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nvrtc.on_device(torch.ones(2)) == "not on a CUDA device"
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
-    on_gpu, said = SimpleNamespace(is_cuda=True), []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    plain, said, seen = torch.ones(2), [], []
 
     def inside(x: torch.Tensor) -> torch.Tensor:
-        said.append(nvrtc.on_device(on_gpu))
+        said.append(nvrtc.on_device(plain))
+        seen.append(x)
         return x.sum()
 
     inside(torch.ones(2))
@@ -45,4 +47,4 @@ def test_no_kernel_runs_where_tensors_have_no_memory_or_carry_tangents(monkeypat
     with forward_ad.dual_level():
         inside(torch.ones(2))
     assert said == ["", "inside a torch.func transform", "forward-mode differentiation"]
-    assert nvrtc.on_device(torch.ones(2)) == "not on a CUDA device"
+    assert [nvrtc.on_device(x) for x in seen] == ["", "outlived a torch.func transform", ""]
