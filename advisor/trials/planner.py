@@ -52,6 +52,9 @@ BUNDLED = frozenset({*catalog.transforms(), "fused_casts"})
 TOGETHER = " + "
 _UNKNOWN = next(i for i, stage in enumerate(STAGES) if "conv_bias" in stage)  # beside the kernels
 LONG_FIRST_STEP_US = 10e6
+# A kernel's trial under graphs holds the step's memory this many times: a graph without it, one with it, and the eager calls before
+# a capture. Where that does not fit graphs come behind the kernels, whose trials then need it once.
+GRAPHED_ROOM = 3
 _BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
 # An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.
 BOUND_FRAC = 0.2
@@ -66,13 +69,13 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
     in `after` of another comes before it, and a circle there is broken at its earliest member. What is predicted to find
     nothing to do comes last, and nothing waits for it.
     """
-    first = _bounding(profile)
+    first, crowded = _bounding(profile), _crowded(profile)
     unique: dict[tuple[str, tuple[tuple[str, str], ...]], Recommendation] = {}
     for item in recommendations:
         unique.setdefault((item.transform, tuple(sorted(item.parameters.items()))), item)
     waiting = sorted(
         unique.values(),
-        key=lambda r: (r.transform != first, _idle(r), _stage(r.transform), -_expected(r), r.transform),
+        key=lambda r: (r.transform != first, _idle(r), _stage(r.transform, crowded), -_expected(r), r.transform),
     )
     ordered: list[Recommendation] = []
     while waiting:
@@ -96,7 +99,15 @@ def _bounding(profile: StepProfile | None) -> str:
     return _BOUND_BY[worst] if causes[worst] / profile.step_us.median >= BOUND_FRAC else ""
 
 
-def _stage(transform: str) -> int:
+def _crowded(profile: StepProfile | None) -> bool:
+    if profile is None:
+        return False
+    return 0 < profile.memory.total_bytes < GRAPHED_ROOM * profile.memory.peak_allocated_bytes
+
+
+def _stage(transform: str, crowded: bool = False) -> int:
+    if transform == "cuda_graphs" and crowded:
+        transform = "cudnn_benchmark"  # behind all kernels and the optimizer
     return next((i for i, stage in enumerate(STAGES) if transform in stage), _UNKNOWN)
 
 

@@ -1,6 +1,8 @@
+import dataclasses
+
 from advisor.core.environment import Environment
 from advisor.core.findings import Interval, Recommendation
-from advisor.core.profile import IdleCause, Spread, StepProfile
+from advisor.core.profile import IdleCause, MemoryStats, Spread, StepProfile
 from advisor.trials import planner
 
 
@@ -44,6 +46,16 @@ def test_what_bounds_the_step_comes_first():
 def test_casts_are_put_together_once_kernels_are_settled_and_both_on_graphs():
     found = [item("cuda_graphs"), item("fused_casts", after=("amp_bf16",)), item("first_conv"), item("amp_bf16")]
     assert names(planner.order(found, profile(launch=50.0))) == ["amp_bf16", "cuda_graphs", "first_conv", "fused_casts"]
+
+
+def test_graphs_come_behind_the_kernels_where_memory_is_short():
+    found = [item("first_conv"), item("cuda_graphs"), item("fused_casts"), item("amp_bf16")]
+    for peak, expected in (
+        (30, ["amp_bf16", "cuda_graphs", "first_conv", "fused_casts"]),
+        (40, ["amp_bf16", "first_conv", "fused_casts", "cuda_graphs"]),
+    ):
+        memory = MemoryStats(peak_allocated_bytes=peak, total_bytes=100)
+        assert names(planner.order(found, dataclasses.replace(profile(launch=50.0), memory=memory))) == expected
 
 
 def test_neighbouring_kernels_are_tried_as_one_up_to_the_next_other_change():
