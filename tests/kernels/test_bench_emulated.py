@@ -11,8 +11,9 @@ import torch
 
 from advisor.bench import ops, timing, tune
 from advisor.core.errors import AdvisorError
-from advisor.ops import catalog, dispatch
+from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Case, Family
+from advisor.ops.moments_cases import APART
 
 
 @pytest.fixture
@@ -60,6 +61,19 @@ def test_a_family_that_falls_back_gives_no_row(on_cpu) -> None:
     family = catalog.get("batchnorm_act")
     with pytest.raises(AdvisorError, match=r"did not run.*not on a CUDA device"):
         ops.measure(family, small(family), ops.Ceilings(copy_gbps=1.0), compiled=False)
+
+
+def test_a_case_of_other_families_kernels_alone_is_measured_where_those_ran(
+    emulated, on_cpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = catalog.get("pointwise")
+    apart = next(case for case in family.benchmark if case.name.endswith(APART))
+    case = replace(apart, shape=(2, *apart.shape[1:2], 3, 3))
+    rows = ops.measure(family, case, ops.Ceilings(copy_gbps=1.0, tflops={case.dtype: 1.0}), compiled=False)
+    assert [row.pass_ for row in rows] == list(case.passes)
+    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "nowhere")
+    with pytest.raises(AdvisorError, match="did not run"):
+        ops.measure(family, case, ops.Ceilings(copy_gbps=1.0, tflops={case.dtype: 1.0}), compiled=False)
 
 
 def test_combinations_are_run_with_their_constants(emulated, on_cpu, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "pointwise/pointwise_forward.cu"
@@ -62,7 +63,7 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
         return f"{in_channels} channels in: cuDNN is as fast"
     if in_channels * out_channels > MOST_INTENSITY * (in_channels + out_channels):
         return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
-    return ""
+    return batchnorm_act.takes_moments(2 * rows * out_channels, False)
 
 
 def unsupported(
