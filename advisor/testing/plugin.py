@@ -156,7 +156,6 @@ def _without_gpu(config: pytest.Config, reason: str) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """After the test's own body: the marker's budgets and the run's baseline. Their failure is the test's."""
-    __tracebackhide__ = True
     result = yield
     if _perf in item.stash:
         from advisor.core.errors import AdvisorError

@@ -27,7 +27,7 @@ from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
-from advisor.transforms.replay import replay
+from advisor.transforms.replay import hooked, replay
 from advisor.transforms.targets import targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
@@ -196,6 +196,8 @@ def _root_refuses(training: Training, root: RootModule) -> str:
         return "no call of the model was seen"
     if any(ForwardStack.of(target_of(training, root)).get(rank) for rank in (CAPTURE, GRAPH)):
         return "the model is compiled or captured already"
+    if names := hooked(root.module):
+        return f"the script's hook on {names[0]} would see the forward pass that shows who takes its output"
     return ""
 
 

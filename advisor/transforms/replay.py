@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,23 +13,67 @@ import torch
 
 from advisor.profiling.training import RootModule
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
-def replay(root: RootModule) -> Any:
+
+def replay(root: RootModule, *, hooks: bool = True) -> Any:
     """The output of `root`'s forward on the arguments of its latest call, without gradients.
 
-    Buffers and random-number state are as before afterwards. Hooks on the root itself do not run; those on its submodules do.
+    Buffers, numbers kept as attributes, and random-number states are as before afterwards. Hooks on the root itself do not
+    run; those on its submodules do, and what they do cannot be taken back: `hooks=False` passes the script's own over.
     """
     device = next((parameter.device for parameter in root.module.parameters()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), _buffers_kept(root.module), torch.random.fork_rng(devices, device_type="cuda"):
-        return root.module.forward(*root.args, **root.kwargs)
+    with torch.no_grad(), _kept(root.module), torch.random.fork_rng(devices, device_type="cuda"):
+        if hooks:
+            return root.module.forward(*root.args, **root.kwargs)
+        with _own_hooks_passed_over(root.module):
+            return root.module.forward(*root.args, **root.kwargs)
+
+
+def hooked(module: torch.nn.Module) -> list[str]:
+    """Names of the submodules on which the script has forward hooks; those of torch itself (`weight_norm`) do not count."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if child is not module
+        and any(_of_the_script(hook) for kind in _HOOKS for hook in getattr(child, kind).values())
+    ]
+
+
+def _of_the_script(hook: Any) -> bool:
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return where.partition(".")[0] not in ("torch", "advisor")
 
 
 @contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def _own_hooks_passed_over(module: torch.nn.Module) -> Iterator[None]:
+    saved = [(vars(child), kind, getattr(child, kind)) for child in module.modules() for kind in _HOOKS]
+    for attributes, kind, found in saved:
+        attributes[kind] = OrderedDict((key, hook) for key, hook in found.items() if not _of_the_script(hook))
     try:
         yield
     finally:
-        for buffer, value in saved:
+        for attributes, kind, found in saved:
+            attributes[kind] = found
+
+
+@contextmanager
+def _kept(module: torch.nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    numbers = [
+        (vars(child), {name: value for name, value in vars(child).items() if type(value) in (bool, int, float)})
+        for child in module.modules()
+    ]
+    numpy = sys.modules.get("numpy")
+    drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
             buffer.copy_(value)
+        for attributes, values in numbers:
+            attributes.update(values)
+        random.setstate(drawn[0])
+        if numpy is not None:
+            numpy.random.set_state(drawn[1])

@@ -196,6 +196,7 @@ def test_a_baseline_is_stored_compared_and_updated(
     assert kernels(path) == {"test_counts": 36, "test_marked": 36, "test_fixture": 36}
 
     worse = suite("--perf-compare=main", "--perf-compare-fail=kernels:0,memory:2%", tests=MORE)
+    worse.stdout.no_fnmatch_line("*traceback entries are hidden*")
     worse.assert_outcomes(failed=3)
     text = worse.stdout.str()
     assert "kernel count: 38 a step, 36 in baseline 'main'" in text

@@ -191,6 +191,17 @@ def test_hooks_and_subclasses_keep_their_bias() -> None:
     assert len(match.unmatched) == 2
 
 
+def test_a_hook_of_the_script_is_not_called_once_more() -> None:
+    """A hook that counts or collects would show the forward pass by which the pairs are found."""
+    loop = make_loop()
+    seen: list[int] = []
+    loop.model.bn1.register_forward_hook(lambda m, a, out: seen.append(1))
+    match = ConvBiasBeforeNorm().match(loop.training, {})
+    assert not match.applies
+    assert "the script's hook on bn1" in match.reason
+    assert seen == []
+
+
 def test_a_written_gradient_is_not_handed_out_again() -> None:
     loop = make_loop()
     ConvBiasBeforeNorm().apply(loop.training, {})
