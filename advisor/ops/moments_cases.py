@@ -67,6 +67,7 @@ def cases(
         producer: as `conv.ours`, which returns the moments too.
         wins: why the norm takes no moments from this convolution; empty where it does.
     """
+    unused = partial(spec.takes_moments, math.prod(result) * getattr(torch, conv.dtype).itemsize, False)
     norm = {kind: _norm(result, conv.dtype, backward=kind == "backward") for kind in conv.passes}
     leaving_norm = {**norm, "forward": _norm(result, conv.dtype, backward=False, moments=True)}
     leaving = Case(
@@ -78,7 +79,7 @@ def cases(
         ours=partial(_leaving, producer=producer),
         eager=partial(_plain, function=conv.eager),
         reference=partial(_plain, function=conv.reference),
-        wins=wins,
+        wins=lambda: unused() or wins(),
         steady=partial(_steady, conv=conv),
         gradient_floor=0.05,  # as of a norm alone
     )
@@ -87,7 +88,7 @@ def cases(
         name=leaving.name + APART,
         passes={kind: _together(work, norm[kind]) for kind, work in conv.passes.items()},
         ours=partial(_apart, conv=conv),
-        wins=lambda: "" if wins() else "the norm takes its statistics from the convolution",
+        wins=lambda: "" if unused() or wins() else "the norm takes its statistics from the convolution",
     )
     return leaving, apart
 

