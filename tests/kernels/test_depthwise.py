@@ -283,7 +283,7 @@ FAULTS = {
         "depthwise k3 s1 bias",
         "float32",
     ),
-    "columns of the wrong parity": ("(v + PHASE) / UP - i", "v / UP - i", "depthwise k3 s2", "float32"),
+    "columns of the wrong parity": ("(v + PHASE) / UP - i", "v / UP - i", "depthwise k3 s2", "bfloat16"),
     "no bias from the tensor cores": ("total += mine[lane * 8 + n];", "", "depthwise k7 s1 bias", "bfloat16"),
     "a band one pixel off": (
         "s = j + lead - g;",
