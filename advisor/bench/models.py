@@ -44,7 +44,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 # What a knowing user writes by hand; torch.compile is one line more.
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
 WARMUP, STEPS = 15, 40
-MAX_SEARCH_S = 300.0
+MAX_SEARCH_S = 240.0
 # What sets the dtype that a step computes in, and with it the step's limit.
 DTYPES = {"amp_bf16": "bfloat16", "amp_fp16": "float16", "tf32": "tf32"}
 
