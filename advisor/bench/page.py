@@ -27,7 +27,8 @@ times and empties the L2 cache, over rotating inputs; medians, with (p90 - p10) 
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
-Memory is the most that a pass had allocated beyond its inputs.
+Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
+eager's, where eager is called without its modules; median of 25 calls on an idle GPU, on a host shared with others.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 
@@ -122,8 +123,8 @@ def _family(family: Family, cases: Measured, plot: str) -> str:
         f"In place of {family.replaces}.\n",
         *([f"{plot}\n"] if plot else []),
         "| operation | shape | dtype | pass | ours ms | limit ÷ ours | | eager ÷ ours | compile ÷ ours | spread | "
-        "error | PyTorch's | memory ÷ eager's | dispatched |",
-        "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|",
+        "error | PyTorch's | memory ÷ eager's | host µs | dispatched |",
+        "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for case, rows in cases:
         for row in rows:
@@ -136,7 +137,7 @@ def _family(family: Family, cases: Measured, plot: str) -> str:
                 f"| {case.name} | {'×'.join(map(str, case.shape))} | {case.dtype} | {row['pass']} "
                 f"| {row['advisor_ms']:.4f} | {share:.2f} | {bar(share)} | {row['eager_ms'] / row['advisor_ms']:.2f} "
                 f"| {compiled} | {row['spread']:.1%} | {row['error']:.1e} | {row['baseline_error']:.1e} "
-                f"| {memory} | {case.wins() or 'yes'} |"
+                f"| {memory} | {row['advisor_host_us'] - row['eager_host_us']:+.0f} | {case.wins() or 'yes'} |"
             )
     return "\n".join(lines) + "\n"
 

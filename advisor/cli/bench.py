@@ -24,7 +24,8 @@ from advisor.cli.progress import Progress
     default="eager,compile",
     show_default=True,
     metavar="LIST",
-    help="What else to measure: eager PyTorch, torch.compile. `bench ops` always measures eager.",
+    help="What else to measure: eager PyTorch, torch.compile; of a training, the script tuned by hand, and compiled too. "
+    "`bench ops` always measures eager.",
 )
 @click.argument("what", type=click.Choice(("ops", "models", "tune")))
 def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> int:

@@ -51,6 +51,7 @@ def row(**change: object) -> dict[str, object]:
     return {
         "name": "bn+relu", "pass": "forward", "shape": [256, 64, 112, 112], "dtype": "bfloat16", "layout": "nhwc",
         "advisor_ms": 0.5, "eager_ms": 0.4, "compile_ms": None, "limit_ms": 0.35, "spread": 0.012, "eager_spread": 0.0,
+        "advisor_host_us": 41.6, "eager_host_us": 38.0,
         "n": 25, "error": 1.5e-3, "baseline_error": 1.6e-3, "kernel_sha": "", "torch": "2.11", "date": "2026-01-02", **change,
     }  # fmt: skip
 
@@ -69,7 +70,8 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "## Some GPU" in text
     assert "| bn+relu | 256×64×112×112 | bfloat16 | forward | 0.5000 | 0.70 | ███████··· | 0.80 | – | 1.2% |" in text
     assert "| 0.80 | 2.00 |" in text
-    assert [line.split("|")[-3].strip() for line in text.splitlines() if line.startswith("| bn")] == ["–", "0.75"]
+    assert [line.split("|")[-4].strip() for line in text.splitlines() if line.startswith("| bn")] == ["–", "0.75"]
+    assert "| +4 | yes |" in text
     assert "Not measured: bn bfloat16" in text
     assert page.files(tmp_path / "some-gpu") == {page.PAGE: page._HEAD}  # a folder without machines
 
