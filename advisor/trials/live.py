@@ -371,6 +371,7 @@ class SearchDriver:
             title=verdict.title,
             status=verdict.status,
             reason=verdict.reason,
+            model=planfile.model_hash(root.module for root in self.training.roots),  # a killed process writes no record
         )
 
     def _write(self, restart: str, *, complete: bool = False, out_of_time: bool = False) -> None:

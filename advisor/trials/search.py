@@ -771,6 +771,7 @@ class _Search:
             again = f"the script had ended; going on with {name} ({pairs} pairs so far)" if pairs else ""
             self.say(again or f"trying {name}")
         elif kind == "verdict":
+            self.model_hash = str(event.get("model") or self.model_hash)
             self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
         elif kind == "fault":
             self.fault = str(event.get("error"))

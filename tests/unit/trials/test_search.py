@@ -614,6 +614,19 @@ def test_ctrl_c_writes_what_is_proved_so_far(script):
     assert (log.verdicts[0].status, code) == ("skipped", 4)
 
 
+def test_an_interrupted_searchs_plan_is_tied_to_its_model(script):
+    """The process that is interrupted writes no record; without the model's hash its plan would fit any model."""
+
+    def launch(command, session, *, on_progress, **more):
+        on_progress({"event": "verdict", "transform": "tf32", "status": "kept", "reason": "faster", "model": "abc"})
+        raise KeyboardInterrupt
+
+    _, plan, _ = search.apply_search(
+        COMMAND, [candidate("tf32")], None, run_dir=script.run_dir, say=lambda text: None, launch=launch
+    )
+    assert plan.hashes.model == "abc"
+
+
 def test_the_users_files_are_put_back_after_every_child(script, tmp_path_factory):
     users = tmp_path_factory.mktemp("user") / "best.pt"
     users.write_text("mine")
