@@ -281,3 +281,5 @@ def test_progress_is_told(tmp_path):
     search(tmp_path, "does_not_apply")
     events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert {"trial", "verdict", "stopped"} <= {e["event"] for e in events}
+    record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
+    assert [e["model"] for e in events if e["event"] == "verdict"] == [record.model_hash]
