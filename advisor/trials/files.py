@@ -73,6 +73,8 @@ class Guard:
         self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
         self._settled: set[str] = set()
         self._program_bytes = 0
+        # Where other searches may have their run folders: beside this one, and where they lie unless told otherwise.
+        self._runs = {self.root.parent.parent, Path("advisor-runs").resolve()}
         self.active = True
         if _running(run_dir) is None:
             hold(run_dir)
@@ -211,11 +213,32 @@ class Guard:
             if marker.exists():
                 yield None
             else:
-                yield target
+                # First the mark, then the look: of two searches that come at once both see the other's, and neither goes on.
                 marker.touch()
+                try:
+                    self._not_held_by_another(marker.name)
+                    yield target
+                except BaseException:
+                    marker.unlink(missing_ok=True)
+                    raise
             self._settled.add(target)
         finally:
             os.close(lock)
+
+    def _not_held_by_another(self, marker: str) -> None:
+        """Two searches that put the same file back would put back each other's.
+
+        Raises:
+            OSError: when another search that runs now has set this file aside.
+        """
+        own = self.root.parent
+        for other in {found.parents[2] for runs in self._runs for found in runs.glob(f"*/files/{SEEN}/{marker}")} - {
+            own
+        }:
+            if (process := _running(other)) is not None:
+                raise OSError(
+                    f"the search in {other}, process {process}, has set it aside; try again when that has ended"
+                )
 
     def _aside(self, target: str) -> Path:
         return (

@@ -281,6 +281,39 @@ def test_a_running_search_is_left_alone(work, other):
         files.restore_asked(run_dir)
 
 
+def test_two_searches_do_not_take_each_others_files_for_the_users(work, other):
+    """Planted: the second would set the first one's file aside, the first put the user's back, the second lose it."""
+    first, _ = run(work, 'open("out/best.pt", "w").write("of the first search")')
+    with open(first / "files" / files.OWNERS, "a") as owners:
+        owners.write(other[1])
+    held = tree(work)
+    second = first.with_name("two")
+    code = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from advisor.trials import files
+files.guard(Path({str(second)!r}))
+open("log.csv", "a").write("of the second")
+open("out/best.pt", "w").write("of the second")
+"""
+
+    def again():
+        return subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True, check=False)
+
+    ended = again()
+    assert f"the search in {first}, process {other[0].pid}, has set it aside" in ended.stderr
+    assert files.restore(second) == ()  # what it could touch is back
+    assert tree(work) == held
+    other[0].kill()
+    other[0].wait()
+    files.restore(first)
+    assert (work / "out/best.pt").read_text() == "the user's best weights"
+    assert again().returncode == 0
+    files.restore(second)
+    assert (work / "out/best.pt").read_text() == "the user's best weights"
+
+
 def test_a_later_process_with_the_number_of_a_dead_search_does_not_hold_it(work, other):
     run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
     if not files._started(os.getpid()):
