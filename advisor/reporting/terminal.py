@@ -20,6 +20,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATUS_COLORS = {"kept": "green", "reverted": "yellow", "failed": "red", "inconclusive": "cyan"}
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
 MIN_WIDTH = 72
+LEAST_COLUMN = 10
 TOP_GAPS = 5
 TOP_FINDINGS = 6
 
@@ -444,18 +445,33 @@ def checks_text(checks: Sequence[Mapping[str, str]], width: int = 100, color: bo
 
 
 def records_text(records: Sequence[Mapping[str, object]], width: int = 100) -> str:
-    """Rows of equal keys as a table whose last column takes what is left of the width."""
+    """Rows of equal keys as a table whose last column takes what is left of the width.
+
+    Where the other columns alone are wider, each row is a paragraph: its first two values, then a line for each of the rest.
+    """
     if not records:
         return "Nothing to list."
     keys = list(dict.fromkeys(key for record in records for key in record))
     cells = [[_cell(record.get(key, "")) for key in keys] for record in records]
     widths = [max(len(key), *(len(row[i]) for row in cells)) for i, key in enumerate(keys)]
-    last = max(10, width - sum(w + 2 for w in widths[:-1]))
+    left = width - sum(w + 2 for w in widths[:-1])
+    if left < min(LEAST_COLUMN, widths[-1]) and len(keys) > 2:
+        return "\n".join(_paragraph(keys, row, width) for row in cells)
+    last = max(LEAST_COLUMN, left)
     lines = []
     for row in (keys, *cells):
         start = "  ".join(f"{text:<{w}}" for text, w in zip(row[:-1], widths[:-1], strict=True))
         lines.append((start + "  " + clip(row[-1], last) if len(keys) > 1 else clip(row[-1], last)).rstrip())
     return "\n".join(lines)
+
+
+def _paragraph(keys: Sequence[str], row: Sequence[str], width: int) -> str:
+    name = max(len(key) for key in keys[2:])
+    lines = [clip("  ".join(row[:2]), width)]
+    for key, text in zip(keys[2:], row[2:], strict=True):
+        wrapped = textwrap.wrap(text, max(LEAST_COLUMN, width - name - 6)) or [""]
+        lines += [f"    {key if i == 0 else '':<{name}}  {part}" for i, part in enumerate(wrapped)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _cell(value: object) -> str:

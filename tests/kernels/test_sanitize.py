@@ -80,7 +80,7 @@ def test_the_slow_tools_watch_every_kernel_in_every_dtype_and_every_variant(fami
 
     few = sanitize.chosen(family)
     assert brought(few) == brought(family.verification)
-    assert len(few) == len({case.label for case in few}) <= 50
+    assert len(few) <= sum(map(len, brought(few)))  # each brings something
 
 
 def test_of_alike_cases_the_smallest_is_watched() -> None:

@@ -108,3 +108,14 @@ def test_records_with_missing_keys():
     text = terminal.records_text([{"kernel": "a", "ok": True}, {"kernel": "b", "arch": [80, 90]}], 80)
     assert text.splitlines() == ["kernel  ok   arch", "a       yes", "b            80, 90"]
     assert terminal.records_text([], 80) == "Nothing to list."
+
+
+def test_records_too_wide_for_a_table_are_paragraphs_that_fit():
+    row = {"family": "pooling", "kernel": "pooling/max_pool.cu", "replaces": "max_pool2d, " * 12, "sha256": "61b41b9ff"}
+    lines = terminal.records_text([row, row], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "pooling  pooling/max_pool.cu"
+    assert lines[1].startswith("    replaces  max_pool2d,")
+    assert " ".join(lines).count("max_pool2d") == 24
+    assert lines.count("    sha256    61b41b9ff") == 2
+    assert len(terminal.records_text([row, row], 240).splitlines()) == 3
