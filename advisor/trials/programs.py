@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
     }
     | {"nvidia-smi", "lscpu", "lsb_release", "free", "ps", "id", "git"}
 )
-_JOINTS = re.compile(r"[;&|<>()`]+|\$\(")
+_JOINTS = re.compile(r"[;&|<>()`,]+|\$\(")
 
 
 def named(executable: object, arguments: object, cwd: object = None, environment: object = None) -> Iterator[str]:

@@ -34,6 +34,7 @@ def named(arguments, executable=None, cwd=None, environment=None):
         (["/bin/sh", "-c", "rm -f *.pt"], ["a.pt", "b.pt"]),
         (["/bin/sh", "-c", "echo done >> log.csv && date > when.txt"], ["log.csv", "when.txt"]),
         (["/bin/bash", "-c", "(rm a.pt); mv b.pt $(pwd)"], ["a.pt", "b.pt", "pwd"]),
+        (["env", "-i", "python3", "-c", "open('log.csv', 'w').write('x')"], [".write", "log.csv"]),
         (["tool", "--out=log.csv", "of=b.pt", "--verbose"], ["b.pt", "log.csv"]),
         (["mkdir", "-p", "fresh"], ["fresh"]),
         ("rm -f 'a.pt'; echo hello", ["a.pt", "echo", "hello"]),
