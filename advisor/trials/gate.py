@@ -56,6 +56,9 @@ _CEILING = 0.9
 # rounding, 1.2 for a rounding in every layer), its direction tells nothing and only its size is judged; the other groups and
 # the loss envelope judge the change. Two unrelated vectors of one length are 1.41 apart.
 _CHAOTIC_CEILING = 1.5
+# A running statistic that has converged on the batch it sees (fake data: the same one each step) is moved by rounding alone: its
+# update may be any number of times as large as that of the plain step, and only the noise, measured beside it, bounds it.
+# bf16 of an EfficientNet, a DenseNet and a RegNet was refused on an H200 for updates 1.6 to 2.3 times their size off.
 _ROUNDED = ("half", "tf32")
 # Single elements have heavier tails than norms when every layer rounds.
 _ELEMENT_FACTOR = {"half": 8.0, "tf32": 8.0}
@@ -454,6 +457,8 @@ def _bound(group: str, target_class: str, noise: list[_Distance]) -> float:
     static = _STATIC[target_class][0 if group.startswith("output") else 1]
     noisy = NOISE_FACTOR * max((d.l2.get(group, 0.0) for d in noise), default=0.0)
     chaotic = target_class in _ROUNDED and noisy >= _CEILING and not group.startswith("output")
+    if chaotic and group.startswith("buffer"):
+        return max(_CHAOTIC_CEILING, noisy)
     return min(_CHAOTIC_CEILING if chaotic else _CEILING, max(static, noisy if not chaotic else _CHAOTIC_CEILING))
 
 

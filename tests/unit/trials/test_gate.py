@@ -596,3 +596,41 @@ def test_what_rounding_every_layer_costs_does_not_make_bf16_wrong(monkeypatch):
     assert (
         not LoopFarFromZero().judge(autocast, Semantics.PRECISION).passed
     )  # what moving weights once shows is not enough
+
+
+def converged():
+    """A loop whose running statistics are those of the batch it goes on seeing, all but a trace."""
+    loop = Loop()
+    x = loop.root.args[0]
+    saved = {name: value.clone() for name, value in loop.net.named_parameters()}
+    with torch.no_grad():
+        for _ in range(150):
+            loop.net(x)
+        for name, value in loop.net.named_parameters():
+            assert torch.equal(value, saved[name])
+    return loop
+
+
+def test_statistics_that_have_converged_on_their_batch_do_not_make_bf16_wrong():
+    check = converged().judge(autocast, Semantics.PRECISION, precision="half")
+    assert check.passed, check.detail
+
+
+def test_statistics_of_another_batch_are_wrong_however_far_they_have_converged():
+    loop = converged()
+
+    def too_wide(forward):
+        """Counts every value 1.5 times as far from zero in the second norm's statistics."""
+        halved = autocast(forward)
+
+        def changed(x):
+            before = loop.net.bn2.running_var.clone()
+            out = halved(x)
+            loop.net.bn2.running_var.data.add_(1.25 * loop.net.bn2.momentum * before)
+            return out
+
+        return changed
+
+    check = loop.judge(too_wide, Semantics.PRECISION, precision="half")
+    assert check.passed is False
+    assert "bn2" in check.detail
