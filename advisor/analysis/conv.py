@@ -25,8 +25,8 @@ def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
     of_the_kind = view.conv(lambda g: g.kernel == (1, 1) and g.groups == 1 and g.unit_stride and not g.transposed)
 
     def wanted(row: KernelRow) -> bool:
-        fact = view.fact(row) if row.phase == "forward" and of_the_kind(row) else None
-        return fact is not None and fact.followed_by_bn and not fact.bias
+        alike = view.alike(row) if row.phase == "forward" and of_the_kind(row) else []
+        return bool(alike) and all(fact.followed_by_bn and not fact.bias for fact in alike)
 
     return wanted
 

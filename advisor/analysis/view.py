@@ -186,6 +186,16 @@ class View:
             ]
         return found[0] if len(found) == 1 else None
 
+    def alike(self, row: KernelRow) -> list[ConvFact]:
+        """The convolution module that a row belongs to; where no module is known, as in a captured forward, those of its size."""
+        fact = self.fact(row)
+        if fact is not None:
+            return [fact]
+        found = _from_shapes(row) if row.kind == "conv" else None
+        if found is None:
+            return []
+        return self._by_size.get((found.in_channels, found.out_channels, found.kernel, found.groups), [])
+
     def geometry(self, row: KernelRow) -> Geometry | None:
         """The convolution that a row computes: from its module, else from its recorded shapes; None if neither tells."""
         if row.kind != "conv":
@@ -196,7 +206,7 @@ class View:
         found = _from_shapes(row)
         if found is None:
             return None
-        like = self._by_size.get((found.in_channels, found.out_channels, found.kernel, found.groups), [])
+        like = self.alike(row)
         strides, dilations = {f.stride for f in like}, {f.dilation for f in like}
         return Geometry(
             in_channels=found.in_channels,

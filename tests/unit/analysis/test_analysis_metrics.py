@@ -194,6 +194,24 @@ def test_1x1_convolutions_before_norms_are_those_of_stride_1_without_bias_forwar
     numbers(metrics(found), pointwise_bn_frac=1 / 12)
 
 
+def test_1x1_convolutions_of_a_captured_forward_are_known_by_their_size() -> None:
+    facts = (
+        profiles.conv("Net.a", 1, (64, 256), followed_by_bn=True),
+        profiles.conv("Net.b", 1, (64, 32), followed_by_bn=True),
+        profiles.conv("Net.bare", 1, (64, 32)),  # as large as b, and not before a norm
+    )
+    shape = "[[8, 64, 56, 56], [{0}, 64, 1, 1], []]"
+    rows = [
+        profiles.row(
+            name=f"k{channels}", kind="conv", op="aten::convolution", module="Net", phase="forward", time_us=10.0,
+            shapes=shape.format(channels),
+        )
+        for channels in (256, 32, 96)
+    ]  # fmt: skip
+    found = replace(profiles.with_rows(profiles.resnet50(), *rows), model=ModelFacts(convs=facts))
+    numbers(metrics(found), pointwise_bn_frac=1 / 3)
+
+
 def test_strict_fp32_and_unaligned_channels() -> None:
     base = profiles.resnet50()
     strict = [replace(row, tensor_core=False) for row in base.kernels]
