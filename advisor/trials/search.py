@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from advisor.core import storage
@@ -63,7 +64,8 @@ STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
 # And no more than this one for the stack without each of its items: it explains what is proved already. With rounds more
 # is kept, and each item costs two fresh runs of 8 s on an H200: a fifth would take `apply` on a ResNet-50 past four minutes.
 LEFT_OUT_SHARE = 0.1
-# Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200.
+# Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200; 12 to
+# 16 s where the kept changes are captured and other work runs on the machine, so what starts have taken counts where it is more.
 ARM_START_S = 5.0
 # A trial may take this share of the whole, and 120 s where there is less: torch.compile's first step takes 46 to 82 s for
 # ResNet-50 class models on an H200. But never more than there is before the stack's turn.
@@ -93,9 +95,9 @@ class _Search:
     min_gain: float
     max_pairs: int
     trial_timeout_s: float
-    deadline: float  # time.time() at which no new candidate begins
-    stack_deadline: float  # and no further round of the stack
-    left_out_s: float  # for running the stack without each of its items
+    max_time_s: float
+    stack_deadline: float  # time.time() at which no further round of the stack begins
+    step_s: float | None  # of the plain script
     candidates: Sequence[Recommendation] = ()
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -111,8 +113,15 @@ class _Search:
     history: list[Round] = field(default_factory=list)
     seconds: Counter[str] = field(default_factory=Counter)  # by phase of trials/spent.py
     _crashes: int = 0
+    _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _arm_s: float = 0.0  # what the latest arm took
     _fresh: dict[str, list[records.Measurement]] = field(default_factory=dict)  # runs of the stack's comparison
+
+    @property
+    def deadline(self) -> float:
+        """`time.time()` at which no new candidate begins: then it is the turn of the stack's comparison."""
+        start_s = max(ARM_START_S, fmean(self._starts_s) if self._starts_s else 0.0)
+        return self.stack_deadline - min(self.max_time_s, _stack_reserve_s(self.step_s, self.max_time_s, start_s))
 
     # -- live -------------------------------------------------------------------------------------------------------
 
@@ -627,7 +636,7 @@ class _Search:
         kept = list(self.kept_items())
         if verdict.passed is not True or len(kept) < 2:
             return verdict
-        until = min(self.stack_deadline, time.time() + self.left_out_s)
+        until = min(self.stack_deadline, time.time() + LEFT_OUT_SHARE * self.max_time_s)
         gains = {v.transform: v.gain.low for v in records.verdicts(self.run_dir) if v.gain is not None}
         known = {v.transform for v in records.verdicts(self.run_dir) if v.left_out_gain is not None}
         open_items = [item for item in kept if item.transform not in known]
@@ -754,7 +763,10 @@ class _Search:
             ended = Exit(code=130, signal=int(signal.SIGINT))
         finally:
             wall_s = time.monotonic() - began
-            self.seconds.update({phase: wall_s} if phase else spent.of_process(wall_s, records.spent(self.run_dir)))
+            told = {} if phase else records.spent(self.run_dir)
+            self.seconds.update({phase: wall_s} if phase else spent.of_process(wall_s, told))
+            if told:
+                self._starts_s.append(spent.of_process(wall_s, told)[spent.START])
             for problem in files.restore(self.run_dir):
                 self.notes.append(f"could not be put back: {problem}")
                 self.script_failed = True  # another start would find other files
@@ -809,7 +821,9 @@ def apply_search(
     """
     started = time.time()
     files.hold(run_dir)
-    reserve = _stack_reserve_s(profile, max_time_s)
+    step = profile.wall_us or profile.step_us if profile is not None else None
+    step_s = step.median / 1e6 if step is not None else None
+    reserve = _stack_reserve_s(step_s, max_time_s, ARM_START_S)
     search = _Search(
         command=command,
         run_dir=run_dir,
@@ -818,9 +832,9 @@ def apply_search(
         min_gain=min_gain,
         max_pairs=max_pairs,
         trial_timeout_s=min(max(TRIAL_LEAST_S, TRIAL_SHARE * max_time_s), max(max_time_s - reserve, 1.0)),
-        deadline=started + max(0.0, max_time_s - reserve),
+        max_time_s=max_time_s,
         stack_deadline=started + max_time_s,
-        left_out_s=LEFT_OUT_SHARE * max_time_s,
+        step_s=step_s,
     )
     ordered = planner.order(recommendations, profile)
     stack: StackVerdict | None = None
@@ -940,10 +954,9 @@ def run_plan(
 _OWN_KERNELS = frozenset(catalog.transforms())
 
 
-def _stack_reserve_s(profile: StepProfile | None, max_time_s: float) -> float:
+def _stack_reserve_s(step_s: float | None, max_time_s: float, start_s: float) -> float:
     """What the comparison of the stack needs: its fresh runs at the plain script's step time, up to half of the whole."""
-    step = profile.wall_us or profile.step_us if profile is not None else None
-    runs_s = len(STACK_RUNS) * (ARM_START_S + (ARM_WARMUP + ARM_STEPS) * step.median / 1e6) if step is not None else 0.0
+    runs_s = len(STACK_RUNS) * (start_s + (ARM_WARMUP + ARM_STEPS) * step_s) if step_s is not None else 0.0
     return max(STACK_LEAST_S, STACK_SHARE * max_time_s, min(runs_s, STACK_MOST_SHARE * max_time_s))
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import random
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -587,11 +586,19 @@ def test_out_of_time(script):
     assert not log.complete
 
 
-@pytest.mark.parametrize(("step_ms", "seconds"), [(1.0, 50.0), (400.0, 4 * (5 + 42 * 0.4)), (60_000.0, 100.0)])
-def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_ms, seconds):
-    profile = SimpleNamespace(wall_us=SimpleNamespace(median=step_ms * 1e3), step_us=None)
-    assert search._stack_reserve_s(profile, 200.0) == pytest.approx(seconds)
-    assert search._stack_reserve_s(None, 200.0) == 50.0
+@pytest.mark.parametrize(("step_s", "seconds"), [(0.001, 50.0), (0.4, 4 * (5 + 42 * 0.4)), (60.0, 100.0), (None, 50.0)])
+def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_s, seconds):
+    assert search._stack_reserve_s(step_s, 200.0, start_s=5.0) == pytest.approx(seconds)
+
+
+def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
+    monkeypatch.setattr(search, "_stack_reserve_s", lambda step_s, max_time_s, start_s: start_s)
+    monkeypatch.setattr(records, "spent", lambda run_dir: {spent.START: 20.0})
+    script.steps_a_life = 1
+    script.verdicts = {"tf32": "reverted", "compile": "reverted"}
+    apply(script, "tf32", "compile", max_time_s=200.0)
+    first, second = (s.deadline_unix_s for s in script.launches if s.mode == "search")
+    assert first - second == pytest.approx(20.0 - search.ARM_START_S, abs=1.0)
 
 
 def test_ctrl_c_writes_what_is_proved_so_far(script):
