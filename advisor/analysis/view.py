@@ -192,8 +192,9 @@ class View:
         if fact is not None:
             return [fact]
         found = _from_shapes(row) if row.kind == "conv" else None
-        if found is None:
-            return []
+        return self._of_size(found) if found is not None else []
+
+    def _of_size(self, found: Geometry) -> list[ConvFact]:
         return self._by_size.get((found.in_channels, found.out_channels, found.kernel, found.groups), [])
 
     def geometry(self, row: KernelRow) -> Geometry | None:
@@ -206,7 +207,7 @@ class View:
         found = _from_shapes(row)
         if found is None:
             return None
-        like = self.alike(row)
+        like = self._of_size(found)
         strides, dilations = {f.stride for f in like}, {f.dilation for f in like}
         return Geometry(
             in_channels=found.in_channels,

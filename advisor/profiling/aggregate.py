@@ -14,15 +14,12 @@ from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
 from advisor.core.trace import DeviceTable, Trace
 from advisor.profiling import dram, kinds, rows, transfers
 from advisor.profiling.hostcalls import copy_kind, is_launch, is_wait
-from advisor.profiling.hosttree import HostTree, build, is_activity
+from advisor.profiling.hosttree import OPTIMIZER_STEP, HostTree, build, is_activity
 from advisor.profiling.idle import HostActivity, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
 from advisor.profiling.rows import Precision, Work
 
 LOW_COVERAGE = 0.95
-
-
-OPTIMIZER_STEP = ("user:Optimizer.step#", "optimizer:")  # torch.optim's own range around each step, and ours in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

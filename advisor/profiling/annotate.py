@@ -237,7 +237,7 @@ class Annotator:
                     scope.__exit__(None, None, None)
 
         self._patched = annotated_call
-        torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign, assignment]
+        torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign]
 
     def _patch_waits(self) -> None:
         """Waits that a script asks for itself are no operators, so that a function mode does not see them."""

@@ -80,7 +80,7 @@ class DramCounters:
             first, second = (samples.end_ns[i] - samples.start_ns[i] for i in (0, 1))
             if first > LONG_FIRST * second:
                 for column in (samples.start_ns, samples.end_ns, samples.read_bytes, samples.write_bytes):
-                    del column[0]  # type: ignore[attr-defined]
+                    del column[0]
         return samples
 
     def close(self) -> None:

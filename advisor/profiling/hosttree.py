@@ -18,8 +18,9 @@ FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other
 ENGINE = "autograd::engine::evaluate_function"
 ACCUMULATE = "torch::autograd::"
 LOADER = "enumerate(DataLoader)"
-# Torch's own ranges, and ours around the same update: torch's is not told of where the window ends inside it.
-_OPTIMIZER_RANGES = ("user:Optimizer.step#", "user:Optimizer.zero_grad#", "optimizer:")
+# Torch's own range around an update, and ours in it: torch's is not told of where the window ends inside it.
+OPTIMIZER_STEP = ("user:Optimizer.step#", "optimizer:")
+_OPTIMIZER_RANGES = (*OPTIMIZER_STEP, "user:Optimizer.zero_grad#")
 
 # Operators that are one step of the operator around them: work is told under the outer name.
 _PART_OF: dict[str, frozenset[str]] = {

@@ -24,7 +24,7 @@ MAX_NODES = 20_000
 
 # libyaml is about ten times faster; both give the same events.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_RESOLVER = Resolver()  # type: ignore[no-untyped-call]
+_RESOLVER = Resolver()
 _TAG_KINDS = {
     "tag:yaml.org,2002:bool": "bool",
     "tag:yaml.org,2002:int": "int",
@@ -150,7 +150,7 @@ class _Builder:
         return _error(self.name, self.lines, mark, found, expected=expected, fix=fix)
 
     def build(self, text: str) -> Node:
-        events = yaml.parse(text, Loader=_LOADER)  # type: ignore[no-untyped-call]
+        events = yaml.parse(text, Loader=_LOADER)
         root: Node | None = None
         try:
             for event in events:

@@ -29,6 +29,7 @@ from advisor.profiling.assemble import assemble
 from advisor.profiling.discover import LOOK_STEPS
 from advisor.profiling.driver import ProfileDriver
 from advisor.profiling.patches import Patches
+from advisor.profiling.period import MAX_PERIOD
 from advisor.profiling.records import SESSION_FILE
 from advisor.profiling.session import Session
 from advisor.profiling.steps import StepWatcher
@@ -39,9 +40,11 @@ from advisor.testing.device_lock import alone, locked
 from advisor.testing.live import LiveStep
 from advisor.testing.measured import Measured
 from advisor.testing.quantities import Beyond
-from advisor.trials.kept import PATIENCE
+from advisor.trials.kept import PATIENCE, RunDriver
 
-PLAN_CALLS = LOOK_STEPS + PATIENCE + 2  # in which `advisor.enable` has found what its plan is about, or has given up
+# In which `advisor.enable` has found what its plan is about, or has given up: while another optimizer is alive (the test
+# before's, the other model's) which calls make a step shows once they go on without it.
+PLAN_CALLS = MAX_PERIOD + LOOK_STEPS + PATIENCE + 2
 MOST_CALLS = 10_000  # of a step that never counts as one; the driver gives up long before
 
 
@@ -178,6 +181,12 @@ def found_in(
     Raises:
         AdvisorError: when the process is observed by `advisor` already.
     """
+    if _observed() and RunDriver.current is not None:
+        raise AdvisorError(
+            f"the plan that was enabled is not in effect after {PLAN_CALLS} calls of the step",
+            expected="a step that trains: with a backward pass and an optimizer's step()",
+            fix="Measure what the plan was made for, or call advisor.disable() before.",
+        )
     if _observed():
         raise AdvisorError("advisor observes this process already", fix="Run the tests without `advisor profile`.")
     patches = Patches()

@@ -46,14 +46,8 @@ class Bundle(Transform):
         found = [found for m in self.members if (found := m.sites(training)) is not None]
         return tuple(s for sites, _ in found for s in sites), tuple(s for _, unmatched in found for s in unmatched)
 
-    def effects(
-        self, training: Training, before: StepProfile | None = None, after: StepProfile | None = None
-    ) -> dict[str, Check]:
-        """Each member's own effect, by its id."""
-        return {m.id: m.effect(training, before, after) for m in self.members}
-
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        found = self.effects(training, before, after)
+        found = {m.id: m.effect(training, before, after) for m in self.members}
         failed = {name: check for name, check in found.items() if check.passed is False}
         passed = False if failed else None if any(check.passed is None for check in found.values()) else True
         return Check(passed=passed, detail="; ".join(f"{n}: {check.detail}" for n, check in (failed or found).items()))

@@ -68,7 +68,7 @@ class Deferred:
         self._depth: int = 1 + max((side._depth for side in (left, right) if type(side) is Deferred), default=0)
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         """What the number will be, so that `isinstance(x, float)` answers as for the plain number."""
         return self._kind
 

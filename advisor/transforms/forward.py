@@ -263,6 +263,6 @@ def _plain_replica(module: torch.nn.Module) -> torch.nn.Module:
 def _watch_replicas(installed: WeakSet[torch.nn.Module]) -> None:
     current = torch.nn.Module._replicate_for_data_parallel
     if installed and current is _replicate:
-        torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign,assignment]
+        torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign]
     elif not installed and current is _plain_replica:
         torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]

@@ -65,7 +65,7 @@ class NormalisedImages(torch.Tensor):
 
     @staticmethod
     def __new__(cls, pixels: torch.Tensor, table: Table) -> NormalisedImages:
-        made: NormalisedImages = torch.Tensor._make_wrapper_subclass(cls, pixels.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: NormalisedImages = torch.Tensor._make_wrapper_subclass(cls, pixels.shape, dtype=torch.float32)
         made.pixels, made.table, made._plain = pixels, table, None
         return made
 

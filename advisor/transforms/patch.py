@@ -58,7 +58,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         mapped = [map_tensors(item, function) for item in value]
         if all(new is old for new, old in zip(mapped, value, strict=True)):
             return value
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)  # type: ignore[call-arg]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     if isinstance(value, dict):
         changed = {key: map_tensors(item, function) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):

@@ -79,7 +79,7 @@ def _new_interface() -> bool:
 
 
 def _precision(operation: str) -> str:
-    return str(torch._C._get_fp32_precision_getter("cuda", operation))  # type: ignore[attr-defined]
+    return str(torch._C._get_fp32_precision_getter("cuda", operation))
 
 
 def settings() -> tuple[object, ...]:
@@ -125,13 +125,13 @@ def _allow(
             # "none" inherits from the setting above; it is put back where that gives the value found.
             for candidate in ("none", value):
                 if _precision(operation) != value:
-                    torch._C._set_fp32_precision_setter("cuda", operation, candidate)  # type: ignore[attr-defined]
+                    torch._C._set_fp32_precision_setter("cuda", operation, candidate)
 
     undo.push(put_back)
     if old is not None:
         set_legacy(True)
     else:
-        torch._C._set_fp32_precision_setter("cuda", operations[0], "tf32")  # type: ignore[attr-defined]
+        torch._C._set_fp32_precision_setter("cuda", operations[0], "tf32")
 
 
 def _products(profile: StepProfile) -> list:  # type: ignore[type-arg]

@@ -231,7 +231,7 @@ class Gate:
                     Check(passed=None, detail="parameters update themselves in backward: no replay is possible")
                 )
             plain = [self._plain(call, saved, semantics, precision, computes_in) for call in self._calls]
-            hooks = [dict(o._optimizer_step_post_hooks) for o in self.training.optimizers]  # type: ignore[attr-defined]
+            hooks = [dict(o._optimizer_step_post_hooks) for o in self.training.optimizers]
             before = [_optimizer_state(o) for o in self.training.optimizers]
             on()
             findings, first_us = [], 0.0
@@ -724,7 +724,7 @@ def _update(
         p: {k: (v, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in optimizer.state[p].items()}
         for p in list(optimizer.state)
     }
-    held = optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    held = optimizer._optimizer_step_post_hooks
     removed = {key: held.pop(key) for key in list(held) if key in user_hooks}
     try:
         with torch.no_grad():

@@ -22,25 +22,9 @@ _MAKE = _CHANGE_FOLDERS | {"mkdir", "touch", "tee", "ln", "tar", "zip", "unzip",
 # Of the system and of installed packages: no training script's results lie there.
 _INSTALLED = ("/bin/", "/sbin/", "/lib/", "/lib64/", "/usr/", "/opt/", "/etc/", "/boot/", "/snap/")
 # Compilers and what asks the machine about itself, as torch, Triton and loggers start them.
-_HARMLESS = frozenset(
-    {
-        "cc",
-        "c++",
-        "gcc",
-        "g++",
-        "clang",
-        "clang++",
-        "nvcc",
-        "ptxas",
-        "ld",
-        "ninja",
-        "ldconfig",
-        "uname",
-        "hostname",
-        "which",
-    }
-    | {"nvidia-smi", "lscpu", "lsb_release", "free", "ps", "id", "git"}
-)
+_COMPILERS = frozenset({"cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ptxas", "ld", "ninja"})
+_ASKERS = frozenset({"uname", "hostname", "which", "nvidia-smi", "lscpu", "lsb_release", "free", "ps", "id", "git"})
+_HARMLESS = _COMPILERS | _ASKERS | {"ldconfig"}
 _JOINTS = re.compile(r"[;&|<>()`,]+|\$\(")
 
 

@@ -764,9 +764,10 @@ class _Search:
         finally:
             wall_s = time.monotonic() - began
             told = {} if phase else records.spent(self.run_dir)
-            self.seconds.update({phase: wall_s} if phase else spent.of_process(wall_s, told))
+            by_phase = {phase: wall_s} if phase else spent.of_process(wall_s, told)
+            self.seconds.update(by_phase)
             if told:
-                self._starts_s.append(spent.of_process(wall_s, told)[spent.START])
+                self._starts_s.append(by_phase[spent.START])
             for problem in files.restore(self.run_dir):
                 self.notes.append(f"could not be put back: {problem}")
                 self.script_failed = True  # another start would find other files
@@ -863,8 +864,9 @@ def apply_search(
     for candidate in search.left(search.known):
         reason = skipped.get(records.attempt(candidate)) or _why_open(search)
         records.save_verdict(run_dir, _skipped(candidate, search.title(candidate.transform), reason))
-    verdicts = tuple(v for v in records.verdicts(run_dir) if planner.TOGETHER not in v.transform)
-    for split in records.verdicts(run_dir):
+    decided = records.verdicts(run_dir)
+    verdicts = tuple(v for v in decided if planner.TOGETHER not in v.transform)
+    for split in decided:
         if planner.TOGETHER in split.transform:
             search.notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
     written, temporary = files.written(run_dir)

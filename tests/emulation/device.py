@@ -7,7 +7,8 @@ import itertools
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -300,6 +301,18 @@ def _poisoned(make: Any) -> Any:
         return tensor
 
     return empty
+
+
+@contextmanager
+def only_what_wins() -> Iterator[None]:
+    """Inside, a call runs the kernels where they win, though `emulated` has them run everywhere.
+
+    Undone at its own end: with the `monkeypatch` that `emulated` itself uses, it would be undone behind the end of that fixture's
+    forcing, and leave all kernels forced for the tests that follow.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_forced", 0)
+        yield
 
 
 @pytest.fixture

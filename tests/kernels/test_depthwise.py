@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulation.device import only_what_wins
 from emulation.planted import passes_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,8 +162,7 @@ def test_what_is_not_measured_is_not_dispatched(emulated) -> None:
     before = sum(api.fell_back.values())
     emulated.launches.clear()
     x, weight = nhwc(1, 4, 9, 9), torch.randn(4, 1, 9, 9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_forced", 0)
+    with only_what_wins():
         y = api.depthwise_conv2d(x, weight, None, 1, (4, 4))
     torch.testing.assert_close(y, F.conv2d(x, weight, None, 1, 4, groups=4))
     assert not emulated.launches

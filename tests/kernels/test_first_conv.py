@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulation.device import only_what_wins
 from emulation.planted import passes_with, planted
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,8 +119,7 @@ def test_nothing_is_dispatched_before_it_is_measured(emulated, unmeasured: None)
     before = sum(api.fell_back.values())
     emulated.launches.clear()
     x, weight = nhwc(1, 3, 5, 5).bfloat16(), torch.randn(8, 3, 3, 3).bfloat16()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_forced", 0)
+    with only_what_wins():
         y = api.first_conv2d(x, weight, None, 1, (1, 1))
     torch.testing.assert_close(y, F.conv2d(x, weight, None, 1, 1))
     assert not emulated.launches

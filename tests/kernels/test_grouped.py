@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from emulation.device import only_what_wins
 from emulation.planted import passes_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,8 +127,7 @@ def test_a_call_that_does_not_win_runs_pytorchs_own(emulated) -> None:
     before = api.fell_back[reason]
     emulated.launches.clear()
     x, weight = nhwc(1, 64, 3, 3).bfloat16(), torch.randn(64, 32, 3, 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_forced", 0)
+    with only_what_wins():
         y = api.grouped_conv2d(x, weight, 1, 2)
     torch.testing.assert_close(y, F.conv2d(x, weight.bfloat16(), None, 1, 1, 1, 2))
     assert not emulated.launches

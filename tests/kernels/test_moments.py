@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulation.device import only_what_wins
 from emulation.planted import passes_with, planted
 from torch import fx, nn
 from torch.nn import functional as F
@@ -302,8 +303,7 @@ def test_a_norm_in_one_launch_needs_no_moments(emulated) -> None:
 def test_without_a_measurement_nothing_is_paired(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     for reason in ("", dispatch.UNMEASURED):
         monkeypatch.setattr(grouped_spec, "moments_win", lambda *_, reason=reason: reason)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "_forced", 0)
+        with only_what_wins():
             nodes, _ = targets("plain")
         assert any("moments" in node.kwargs for node in nodes) == (not reason)
 

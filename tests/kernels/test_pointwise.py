@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from emulation.device import only_what_wins
 from emulation.planted import planted
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -231,15 +232,16 @@ def test_a_weight_that_vectors_cannot_read_is_copied(emulated) -> None:
 
 
 @pytest.mark.parametrize("reason", ["input is not channels_last and aligned", dispatch.UNMEASURED])
-def test_a_call_that_the_kernel_does_not_take_runs_pytorchs_and_leaves_no_moments(emulated, reason: str) -> None:
+def test_a_call_that_the_kernel_does_not_take_runs_pytorchs_and_leaves_no_moments(
+    emulated, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     x, weight = nhwc(2, 16, 6, 5).bfloat16(), weights(24, 16)
     before = api.fell_back[reason]
-    with pytest.MonkeyPatch.context() as patch:
-        if reason == dispatch.UNMEASURED:
-            patch.setattr(dispatch, "_forced", 0)
-            patch.setattr(spec, "wins", lambda **call: reason)
-        else:
-            x = x.contiguous()
+    if reason == dispatch.UNMEASURED:
+        monkeypatch.setattr(spec, "wins", lambda **call: reason)
+    else:
+        x = x.contiguous()
+    with only_what_wins():
         y, parts = api.pointwise_conv2d_moments(x, weight)
     assert parts is None
     assert not emulated.launches

@@ -82,7 +82,7 @@ def _launch(
 
 
 def _plan(x: torch.Tensor, groups: int, result: torch.dtype, activation: str) -> _Launch:
-    return _launch(tuple(x.shape), groups, x.dtype, result, activation, x.device.index or 0)  # type: ignore[arg-type]
+    return _launch(tuple(x.shape), groups, x.dtype, result, activation, x.device.index or 0)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -87,7 +87,7 @@ def _launch(
 
 
 def _plan(x: torch.Tensor, hidden: int, activation: str, gate: str) -> _Launch:
-    return _launch(tuple(x.shape), hidden, x.dtype, activation, gate, x.device.index or 0)  # type: ignore[arg-type]
+    return _launch(tuple(x.shape), hidden, x.dtype, activation, gate, x.device.index or 0)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -64,6 +64,26 @@ def test_the_items_of_a_plan_are_in_effect_while_it_is_enabled(tmp_path: Path) -
         measure(step, **SHORT).assert_in_effect("channels_last")
 
 
+def test_a_plan_takes_effect_beside_an_optimizer_that_is_never_stepped(tmp_path: Path) -> None:
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    step = convolutions()
+    advisor.enable(plan_of(tmp_path, "set_to_none"))
+    try:
+        measure(step, **SHORT).assert_in_effect("set_to_none")
+    finally:
+        advisor.disable()
+    assert other.param_groups
+
+
+def test_a_plan_that_a_step_gives_no_sign_to_is_said_to_be_pending(tmp_path: Path) -> None:
+    advisor.enable(plan_of(tmp_path, "set_to_none"))
+    try:
+        with pytest.raises(AdvisorError, match="plan that was enabled is not in effect"):
+            measure(lambda: torch.ones(4).sum(), **SHORT)
+    finally:
+        advisor.disable()
+
+
 def test_what_names_nothing_is_refused(tmp_path: Path) -> None:
     found = measure(convolutions(), **SHORT)
     with pytest.raises(AdvisorError, match="nothing was named"):
