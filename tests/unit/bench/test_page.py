@@ -72,8 +72,24 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "| 0.80 | 2.00 |" in text
     assert [line.split("|")[-4].strip() for line in text.splitlines() if line.startswith("| bn")] == ["–", "0.75"]
     assert "| +4 | yes |" in text
+    assert (
+        "| [batchnorm_act](#batchnorm_act) | forward | 1 | 0.70 (0.70 to 0.70) | ███████··· | 0.80 (0.80 to 0.80) | 1 of 1 |"
+        in text
+    )
     assert "Not measured: bn bfloat16" in text
     assert page.files(tmp_path / "some-gpu") == {page.PAGE: page._HEAD}  # a folder without machines
+
+
+def test_the_summary_ranges_over_large_dispatched_cases_and_counts_what_is_left_to_pytorch() -> None:
+    small = row(shape=[128, 64, 32, 32], advisor_ms=0.1, eager_ms=0.2, limit_ms=0.04)
+    rows = [row(), row(advisor_ms=0.4, name="bn+add+relu"), row(name="bn", advisor_ms=0.01), small]
+    family, cases = next(found for found in page._families(rows) if found[0].id == "batchnorm_act")
+    cases = [
+        (dataclasses.replace(case, wins=lambda lost=case.name == "bn": "loses" if lost else ""), found)
+        for case, found in cases
+    ]
+    expected = "| forward | 2 | 0.79 (0.70 to 0.87) | ████████·· | 0.90 (0.80 to 1.00) | 3 of 4 |"
+    assert expected in page._summary([(family, cases)])
 
 
 def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) -> None:
