@@ -492,10 +492,12 @@ def _chosen(
     recommendations: Sequence[Recommendation], only: Sequence[str], skip: Sequence[str]
 ) -> tuple[Recommendation, ...]:
     """What to try. A transform named in `only` is tried even when no rule asked for it: the user did."""
+    from advisor.transforms import registry
+
     chosen = [r for r in recommendations if r.transform not in skip and (not only or r.transform in only)]
     known = {r.transform for r in chosen}
     chosen += [
-        Recommendation(transform=name, title=name, reason="named with --only")
+        Recommendation(transform=name, title=registry.title(name), reason="named with --only")
         for name in only
         if name not in known and name not in skip
     ]

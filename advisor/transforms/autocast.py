@@ -104,7 +104,6 @@ class AutocastBf16(_Autocast):
     """bf16 autocast around every root. On a CPU only with native bf16 products, or with parameter `cpu` = "always"."""
 
     id = "amp_bf16"
-    title = "bf16 mixed precision"
     dtype = torch.bfloat16
     conflicts = ("amp_fp16",)
     order = 10
@@ -123,7 +122,6 @@ class AutocastFp16(_Autocast):
     """fp16 autocast with loss scaling. On a CPU only with parameter `cpu` = "always"."""
 
     id = "amp_fp16"
-    title = "fp16 mixed precision with loss scaling"
     dtype = torch.float16
     conflicts = ("amp_bf16",)
     order = 12

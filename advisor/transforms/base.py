@@ -14,6 +14,7 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
+from advisor.transforms import registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,6 @@ class Transform(ABC):
     """
 
     id: ClassVar[str]
-    title: ClassVar[str]
     semantics: ClassVar[Semantics]
     live: ClassVar[bool] = True  # can be switched between two steps of a running loop
     # Its effect is told by traces before and after; False where live state alone proves it (what ran is counted).
@@ -68,6 +68,11 @@ class Transform(ABC):
     conflicts: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()  # transforms to be settled first
     order: ClassVar[int] = 50  # lower is tried earlier among equals
+
+    @property
+    def title(self) -> str:
+        """What people call it, as the registry says."""
+        return registry.title(self.id)
 
     @abstractmethod
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

@@ -19,12 +19,16 @@ class Bundle(Transform):
 
     def __init__(self, identifier: str, members: Sequence[Transform]) -> None:
         self.members = tuple(members)
-        self.id, self.title = identifier, " and ".join(m.title for m in members)  # type: ignore[misc]
+        self.id = identifier  # type: ignore[misc]
         # It promises no more than the least strict of its members.
         self.semantics = max((m.semantics for m in members), key=_BY_LICENCE.index)  # type: ignore[misc]
         self.live = all(m.live for m in members)  # type: ignore[misc]
         self.traced = any(m.traced for m in members)  # type: ignore[misc]
         self.conflicts = tuple(name for m in members for name in m.conflicts)  # type: ignore[misc]
+
+    @property
+    def title(self) -> str:
+        return " and ".join(m.title for m in self.members)
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         found = {m.title: m.match(training, parameters) for m in self.members}

@@ -34,7 +34,6 @@ class ChannelsLast(Transform):
     """Put convolution weights, what belongs to them, and 4-D inputs in NHWC."""
 
     id = "channels_last"
-    title = "channels_last (NHWC) memory layout"
     semantics = Semantics.REASSOCIATED
     after = ("tf32",)
     order = 20

@@ -25,7 +25,6 @@ class Compile(Transform):
     """torch.compile, mode default."""
 
     id = "compile"
-    title = "torch.compile"
     semantics = Semantics.REASSOCIATED
     after: ClassVar[tuple[str, ...]] = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms())
     conflicts: ClassVar[tuple[str, ...]] = ("compile_max_autotune",)
@@ -77,7 +76,6 @@ class CompileMaxAutotune(Compile):
     """torch.compile, mode max-autotune without its own CUDA graphs (cuda_graphs is a candidate of its own)."""
 
     id = "compile_max_autotune"
-    title = "torch.compile, max-autotune"
     after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms(), "compile")
     conflicts = ("compile",)
     order = 65

@@ -46,7 +46,6 @@ class ConvBiasBeforeNorm(Transform):
     """Skip biases that batch norm cancels."""
 
     id = "conv_bias"
-    title = "no convolution bias before batch norm"
     semantics = Semantics.REASSOCIATED
     traced = False  # calls are counted
     after = ("channels_last", "amp_bf16", "amp_fp16")

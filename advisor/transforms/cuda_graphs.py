@@ -280,7 +280,6 @@ class CudaGraphs(Transform):
     """Graphed forward and backward of every root."""
 
     id = "cuda_graphs"
-    title = "CUDA graphs for forward and backward"
     semantics = Semantics.REASSOCIATED
     traced = False  # replays are counted
     after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "fused_bn_max_pool")

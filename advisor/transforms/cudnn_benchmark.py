@@ -26,7 +26,6 @@ class CudnnBenchmark(Transform):
     """Let cuDNN choose convolution algorithms by timing."""
 
     id = "cudnn_benchmark"
-    title = "cuDNN algorithm choice by timing"
     semantics = Semantics.REASSOCIATED
     live = False
     after = ("channels_last", "amp_bf16", "amp_fp16", "tf32")

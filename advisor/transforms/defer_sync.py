@@ -40,7 +40,6 @@ class DeferSync(Transform):
     """Defer `.item()` at call sites that are proved safe. Match and apply from inside the step: they read the caller's source."""
 
     id = "defer_sync"
-    title = "no wait for scalars that are only accumulated"
     semantics = Semantics.EXACT
     order = 55
 

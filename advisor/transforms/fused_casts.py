@@ -34,7 +34,6 @@ class FusedCasts(Transform):
     """Cast the weights of a captured forward together."""
 
     id = "fused_casts"
-    title = "one cast of all weights a step"
     semantics = Semantics.EXACT
     traced = False  # places in the graph and calls are counted
     after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms())

@@ -33,7 +33,6 @@ class FusedOptimizer(Transform):
     """Switch optimizers to their fused, else multi-tensor, implementation."""
 
     id = "fused_optimizer"
-    title = "fused optimizer"
     semantics = Semantics.REASSOCIATED
     after = ("channels_last",)
     order = 40

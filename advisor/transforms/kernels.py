@@ -127,7 +127,6 @@ def of(family: Family) -> type[KernelTransform]:
     """The transform that puts this family in place."""
     members = {
         "id": family.transform,
-        "title": family.title,
         "family": family,
         "__doc__": f"Puts {family.id} in place of {family.replaces}.",
     }

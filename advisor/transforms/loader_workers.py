@@ -38,7 +38,6 @@ class LoaderWorkers(Transform):
     """Give training loaders worker processes and pinned memory."""
 
     id = "loader_workers"
-    title = "data loader workers"
     semantics = Semantics.REASSOCIATED
     live = False
     order = 5

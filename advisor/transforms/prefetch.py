@@ -42,7 +42,6 @@ class DevicePrefetch(Transform):
     """Copy batches to the GPU one step ahead."""
 
     id = "prefetch"
-    title = "host-to-device prefetch on a side stream"
     semantics = Semantics.EXACT
     traced = False  # batches are counted
     order = 30

@@ -34,7 +34,6 @@ class SetToNone(Transform):
     """Make `zero_grad(set_to_none=False)` drop the gradients."""
 
     id = "set_to_none"
-    title = "drop gradients instead of zeroing them"
     semantics = Semantics.EXACT
     traced = False  # calls are counted
     order = 45

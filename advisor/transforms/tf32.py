@@ -30,7 +30,6 @@ class Tf32(Transform):
     """Allow TF32 in cuBLAS and cuDNN."""
 
     id = "tf32"
-    title = "TF32 for fp32 convolutions and matrix products"
     semantics = Semantics.PRECISION
     order = 15
 

@@ -40,7 +40,6 @@ class Uint8Batches(Transform):
     """Copy batches to the GPU as uint8 and normalise them there."""
 
     id = "uint8_batches"
-    title = "uint8 batches, normalised on the GPU"
     semantics = Semantics.EXACT
     live = False
     order = 6

@@ -269,7 +269,7 @@ class SearchDriver:
                 session,
                 "trial",
                 transform=candidate.transform,
-                title=registry.title(candidate.transform, candidate.title),
+                title=planner.title(candidate.transform),
                 pairs=len(self._resumed(candidate).off_us),
             )
             try:
@@ -773,7 +773,7 @@ class SearchDriver:
             status=status,
             reason=reason,
             parameters=dict(candidate.parameters),
-            title=transform.title if transform is not None else candidate.title,
+            title=transform.title if transform is not None else planner.title(candidate.transform),
             round=candidate.round,
             semantics=transform.semantics if transform is not None else candidate.semantics,
             predicted=candidate.predicted,

@@ -14,6 +14,7 @@ from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Verdict
 from advisor.ops import catalog
+from advisor.transforms import registry
 
 _NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
@@ -126,11 +127,16 @@ def bundle(candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
     return found if len(found) > 1 else ()
 
 
+def title(identifier: str) -> str:
+    """What people call this transform, or these where several were tried as one."""
+    return " and ".join(map(registry.title, identifier.split(TOGETHER)))
+
+
 def as_one(members: Sequence[Recommendation]) -> Recommendation:
     """The candidate that stands for all of these."""
     return Recommendation(
         transform=TOGETHER.join(m.transform for m in members),
-        title=" and ".join(m.title or m.transform for m in members),
+        title=" and ".join(title(m.transform) for m in members),
         round=members[0].round,
     )
 

@@ -107,7 +107,6 @@ class _Search:
     on_top: list[Recommendation] = field(default_factory=list)  # and those among them whose turn comes last
     fault: str = ""  # of advisor's own, in the latest child
     late: bool = False
-    titles: dict[str, str] = field(default_factory=dict)  # as the child has told them
     ended_early: int = 0  # search processes whose script came to its own end
     known: tuple[Recommendation, ...] = ()  # candidates of all rounds so far, in the order of trial
     history: list[Round] = field(default_factory=list)
@@ -203,7 +202,7 @@ class _Search:
             records.save_current(self.run_dir, dataclasses.replace(current, traced=False))
             where = records.native_fault(self.run_dir)
             self.notes.append(
-                f"the process died of signal {ended.signal} while the effect of {self.title(current.transform)} was traced"
+                f"the process died of signal {ended.signal} while the effect of {planner.title(current.transform)} was traced"
                 f"{f' ({where})' if where else ''}; its effect was judged without a trace"
             )
             return
@@ -245,7 +244,7 @@ class _Search:
             status=status,
             reason=reason,
             parameters=dict(candidate.parameters),
-            title=self.title(candidate.transform),
+            title=planner.title(candidate.transform),
             round=candidate.round,
             semantics=candidate.semantics,
             predicted=candidate.predicted,
@@ -258,10 +257,6 @@ class _Search:
         records.save_verdict(self.run_dir, verdict)
         records.clear_current(self.run_dir)
         self.say(f"{verdict.title}: {status}, {reason}")
-
-    def title(self, transform: str) -> str:
-        """A transform as people call it, once a child has told."""
-        return self.titles.get(transform, transform)
 
     def left(self, candidates: Sequence[Recommendation]) -> list[Recommendation]:
         """Candidates without a verdict."""
@@ -338,7 +333,7 @@ class _Search:
             for candidate in waiting:
                 if planner.identity(candidate) not in chosen:
                     reason = "predicted to gain nothing worth its first step beside what is kept"
-                    records.save_verdict(self.run_dir, _skipped(candidate, self.title(candidate.transform), reason))
+                    records.save_verdict(self.run_dir, _skipped(candidate, reason))
             self.known = (*(c for c in self.known if c not in waiting), *found)
             waiting = ()
             if not found:
@@ -366,7 +361,9 @@ class _Search:
         self, kept: tuple[PlanItem, ...], machine: Environment, folder: Path, number: int
     ) -> StepProfile | None:
         """A short profile of the script with these changes on, in a fresh process; None, with a note, when there is none."""
-        self.say(f"round {number}: profiling the script with what is kept ({', '.join(map(self.title, _names(kept)))})")
+        self.say(
+            f"round {number}: profiling the script with what is kept ({', '.join(map(planner.title, _names(kept)))})"
+        )
         reason, ended = "", None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -432,7 +429,7 @@ class _Search:
 
     def fresh(self, candidate: Recommendation) -> None:
         """Try a candidate that must be on from the start, in ABBA pairs of fresh processes."""
-        name = self.title(candidate.transform)
+        name = planner.title(candidate.transform)
         kept = self.kept_items()
         item = PlanItem(transform=candidate.transform, status=KEPT_ITEMS, parameters=dict(candidate.parameters))
         pairs: list[tuple[float, float]] = []
@@ -546,7 +543,7 @@ class _Search:
             self._revert(dropped, f"on top of the changes before it, it did not hold in fresh runs: {verdict.detail}")
             if not kept or self.interrupted:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
-            self.say(f"without {self.title(dropped.transform)}, in fresh processes")
+            self.say(f"without {planner.title(dropped.transform)}, in fresh processes")
             runs["stack"] = [
                 m for m in (self.arm(spent.STACK, tuple(kept)), self.arm(spent.STACK, tuple(kept))) if m is not None
             ]
@@ -569,7 +566,7 @@ class _Search:
         for candidate in self.left(self.on_top):
             if self.interrupted or stack is None or stack.passed is not True:
                 return stack
-            kept, name = list(self.kept_items()), self.title(candidate.transform)
+            kept, name = list(self.kept_items()), planner.title(candidate.transform)
             if time.time() + len(STACK_TURNS) * self._arm_s > self.stack_deadline:
                 self.notes.append(f"no time was left to try {name} on top of what is kept")
                 continue
@@ -592,7 +589,7 @@ class _Search:
     ) -> tuple[Verdict, StackVerdict]:
         """The verdict on a candidate that these fresh runs had on top of the stack, and theirs as the stack."""
         stack = self._fresh["stack"]
-        verdict = _skipped(candidate, self.title(candidate.transform), "a fresh run with it gave no measurement")
+        verdict = _skipped(candidate, "a fresh run with it gave no measurement")
         verdict = dataclasses.replace(verdict, status="failed")
         proved = self._judge(self._fresh["plain"], runs, kept)
         if len(runs) < len(STACK_TURNS):
@@ -641,7 +638,7 @@ class _Search:
         known = {v.transform for v in records.verdicts(self.run_dir) if v.left_out_gain is not None}
         open_items = [item for item in kept if item.transform not in known]
         for item in sorted(open_items, key=lambda i: gains.get(i.transform, 0.0)):
-            rest, name = [i for i in kept if i is not item], self.title(item.transform)
+            rest, name = [i for i in kept if i is not item], planner.title(item.transform)
             if len(kept) < 2:
                 break
             if time.time() + len(STACK_TURNS) * self._arm_s > until:
@@ -777,8 +774,6 @@ class _Search:
 
     def _told(self, event: dict[str, Any]) -> None:
         kind, name = event.get("event"), event.get("title") or event.get("transform")
-        if event.get("title") and event.get("transform"):
-            self.titles.setdefault(str(event["transform"]), str(event["title"]))
         if kind == "trial":
             pairs = event.get("pairs")
             again = f"the script had ended; going on with {name} ({pairs} pairs so far)" if pairs else ""
@@ -863,7 +858,7 @@ def apply_search(
         search.interrupted = True
     for candidate in search.left(search.known):
         reason = skipped.get(records.attempt(candidate)) or _why_open(search)
-        records.save_verdict(run_dir, _skipped(candidate, search.title(candidate.transform), reason))
+        records.save_verdict(run_dir, _skipped(candidate, reason))
     decided = records.verdicts(run_dir)
     verdicts = tuple(v for v in decided if planner.TOGETHER not in v.transform)
     for split in decided:
@@ -997,10 +992,10 @@ def _in_trial(candidate: Recommendation) -> records.InTrial:
     return records.InTrial(transform=candidate.transform, parameters=dict(candidate.parameters))
 
 
-def _skipped(candidate: Recommendation, title: str, reason: str) -> Verdict:
+def _skipped(candidate: Recommendation, reason: str) -> Verdict:
     return Verdict(
         transform=candidate.transform,
-        title=title,
+        title=planner.title(candidate.transform),
         status="skipped",
         reason=reason,
         parameters=dict(candidate.parameters),

@@ -174,5 +174,5 @@ def plant() -> None:
     module = sys.modules[__name__]
     sys.modules["advisor.transforms.planted"] = module
     for name in CHANGES:
-        setattr(module, name.title(), type(name.title(), (Planted,), {"id": name, "title": f"planted: {name}"}))
-        registry.TRANSFORMS[name] = f"planted:{name.title()}"
+        setattr(module, name.title(), type(name.title(), (Planted,), {"id": name}))
+        registry.TRANSFORMS[name] = (f"planted:{name.title()}", f"planted: {name}")

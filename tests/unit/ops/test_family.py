@@ -69,6 +69,7 @@ def test_each_family_has_a_transform() -> None:
 def test_listing_imports_neither_torch_nor_cupy() -> None:
     code = (
         "import sys; from advisor.ops import catalog; rows = catalog.listing(); from advisor.transforms import registry\n"
+        "assert all(registry.title(name) != name for name in registry.TRANSFORMS)\n"
         "print(len(rows), 'torch' in sys.modules, 'cupy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from advisor.transforms.bundle import Bundle
 
 class Member(Transform):
     def __init__(self, name, log, *, semantics=Semantics.EXACT, applies=True, effect=True, raises=False):
-        self.id = self.title = name
+        self.id = name
         self.semantics, self.traced = semantics, False
         self.log, self.applies, self.passed, self.raises = log, applies, effect, raises
 

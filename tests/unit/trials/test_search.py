@@ -558,6 +558,13 @@ def test_asked_item_by_item(script):
     assert (verdicts["compile"].status, verdicts["compile"].reason) == ("skipped", "not wanted")
 
 
+def test_what_no_child_ever_saw_has_its_title_all_the_same(script):
+    _, _, _, verdicts = apply(script, "channels_last", "fused_bn_act", ask=lambda r: False)
+    assert script.launches == []
+    assert verdicts["channels_last"].title == "channels_last (NHWC) memory layout"
+    assert verdicts["fused_bn_act"].title == "Fused BatchNorm + add + activation kernels"
+
+
 def test_recipes_and_long_first_steps_are_not_tried(script):
     script.verdicts = {}
     recipe = candidate("batch_size", semantics=Semantics.TRAINING)
