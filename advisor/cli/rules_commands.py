@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -41,24 +44,59 @@ def list_rules(*, rules_dirs: tuple[Path, ...], area: str | None, as_json: bool)
       advisor rules list --area input
       advisor rules list --rules my-rules --json
     """
+    from advisor.reporting import wording
     from advisor.rules import load
 
     chosen = [rule for rule in load(rules_dirs) if area in (None, rule.area)]
     if as_json:
         _say(output.json_text([_facts(rule) for rule in chosen]))
         return ExitCode.OK
-    identifier, wanted = max(len(rule.id) for rule in chosen), max(len(rule.transform) for rule in chosen)
-    current = ""
-    for rule in chosen:
-        if rule.area != current:
-            _say(f"{'' if not current else chr(10)}{rule.area}: {AREAS[rule.area]}")
-            current = rule.area
-        transform = rule.transform or "–"
-        _say(
-            f"  {rule.id:{identifier}}  {rule.severity:6}  {rule.semantics.value:12}  {transform:{wanted}}  {rule.title}"
-        )
-    _say(f"\n{len(chosen)} rules. `{output.program()} rules show ID` explains one.")
+    rows = [(rule.id, rule.severity, rule.semantics.value, rule.transform or "–", rule.title) for rule in chosen]
+    table = _table([("rule", "severity", "semantics", "asks for", "what"), *rows], output.width())
+    _say(table[0])
+    for number, (rule, text) in enumerate(zip(chosen, table[1:], strict=True)):
+        if number == 0 or rule.area != chosen[number - 1].area:
+            _say(f"\n{rule.area}: {AREAS[rule.area]}")
+        _say(text)
+    meanings = "; ".join(f"{semantics.value}: {meaning}" for semantics, meaning in wording.SEMANTICS.items())
+    for text in (
+        f"Semantics, what the change does to the numbers: {meanings}.",
+        f"{len(chosen)} rules. `{output.program()} rules show ID` explains one.",
+    ):
+        _say("\n" + _wrapped(text, output.width()))
     return ExitCode.OK
+
+
+def _table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Rows in columns; where they are too wide together, the last two columns have a line of their own below each row."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = [
+        "  " + "  ".join([*(f"{text:{w}}" for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    if max(map(len, lines)) <= width:
+        return lines
+    above = ["  " + "  ".join(f"{text:{w}}" for text, w in zip(row[:-2], widths, strict=False)) for row in rows]
+    below = [row[-1] + (f" ({row[-2]})" if row[-2] != "–" else "") for row in rows]
+    return [
+        f"{first.rstrip()}\n{_wrapped(' ' * 6 + second, width)}" for first, second in zip(above, below, strict=True)
+    ]
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Lines of Markdown no longer than `width` where words allow it; items of a list hang."""
+    lines = []
+    for line in text.splitlines():
+        text = re.sub(r"^ *(?:- )?", "", line)
+        mark = line.removesuffix(text)
+        lines += textwrap.wrap(
+            text,
+            max(width, 40),
+            initial_indent=mark,
+            subsequent_indent=" " * len(mark),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
 
 
 def _facts(rule: Rule) -> dict[str, object]:
@@ -94,7 +132,7 @@ def show(identifier: str, *, rules_dirs: tuple[Path, ...]) -> int:
     from advisor.rules.selection import find
 
     rule = find(load(rules_dirs), identifier)
-    _say(f"{rule_text(rule)}\n\nFile: {rule.path}")
+    _say(_wrapped(rule_text(rule), output.width()) + f"\n\nFile: {rule.path}")
     return ExitCode.OK
 
 

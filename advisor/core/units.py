@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+
+_UNITS = "%|B|[KMGTP]iB|ns|µs|ms|s|min|h|[GT]B/s|[kMGTP]?FLOP(?:/s)?|W|MHz|°C|pairs?|steps?|×"
 
 
 def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
@@ -40,11 +43,19 @@ def rate_text(value_gbps: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """`0.3141` → `31 %`; below ten per cent one digit is kept."""
+    """`0.3141` → `31 %`; below ten per cent one digit is kept, and what that would show as nothing is `<0.1 %`."""
     if not math.isfinite(fraction):
         return "–"
     value = fraction * 100
-    return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %"
+    if 0 < abs(value) < 0.05:
+        return "<0.1 %" if value > 0 else "0 %"
+    return (f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %").replace("-", "−")
+
+
+def unbroken(text: str) -> str:
+    """`text` in which no line may end between a number and its unit, nor in `n = 20`: no-break spaces stand there."""
+    text = re.sub(rf"(?<=\d) (?=(?:{_UNITS})(?!\w))", "\N{NO-BREAK SPACE}", text)
+    return text.replace("n = ", "n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
 def count_text(value: float) -> str:

@@ -51,6 +51,8 @@ class Delta:
             return "same"
         if self.ratio >= 2:
             return f"×{self.ratio:.3g}"
+        if -1 < change < -0.995:  # not nothing, though it rounds to it
+            return f"−{100 * -change:.3g} %" if change > -0.9995 else f"1/{1 / self.ratio:,.0f}"
         return ("+" if change > 0 else "−") + percent_text(abs(change))
 
 
@@ -157,7 +159,7 @@ def _differences(a: StepProfile, b: StepProfile) -> tuple[bool, list[str]]:
         ("cuDNN", x.cudnn, y.cudnn),
         ("driver", x.driver, y.driver),
         ("batch size", str(a.model.batch_size), str(b.model.batch_size)),
-        ("arguments", wording.script(a), wording.script(b)),
+        ("scripts" if a.script != b.script else "arguments", wording.script(a), wording.script(b)),
     ]
     other = [f"Different {what}: {p} and {q}." for what, p, q in hardware if p != q and (p and q)]
     texts = other + [f"Different {what}: {p} and {q}." for what, p, q in conditions if p != q and (p and q)]
@@ -246,10 +248,11 @@ def _totals(a: StepProfile, b: StepProfile, comparable: bool) -> tuple[Delta, ..
     x, y = per_step(a), per_step(b)
     steps = tuple(p.step_us.median if p.step_us else None for p in (a, b))
     rates = (breakdown.samples_per_s(a), breakdown.samples_per_s(b))
+    counted = "operators" if a.environment.device == b.environment.device == "cpu" else "kernels"
     rows = [
         pair("step time", "us", (steps[0], steps[1]), time=True),
         pair("samples per second", "count", rates, time=True),
-        pair("kernels per step", "count", (x["kernels"], y["kernels"])),
+        pair(f"{counted} per step", "count", (x["kernels"], y["kernels"])),
         pair("launches per step", "count", (x["launches"], y["launches"])),
         pair("memory traffic per step", "bytes", (x["bytes"], y["bytes"])),
         pair("host waits per step", "count", (x["syncs"], y["syncs"])),

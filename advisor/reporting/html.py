@@ -75,6 +75,8 @@ def _environment() -> jinja2.Environment:
         "factor": wording.factor,
         "value": wording.value,
         "unit": wording.unit,
+        "tracing": wording.tracing,
+        "sentence": wording.sentence,
         "px": lambda value: f"{value:.1f}",
         "name": wording.kernel_name,
         "ticks": code_spans,
@@ -114,9 +116,12 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "utilization": [
             (name, BY_NAME[name].doc if name in BY_NAME else "", quantity)
             for name, quantity in sorted(profile.utilization.items())
+            if quantity.value is not None
         ],
+        "unavailable": _unavailable(profile),
         "findings": findings,
         "fired": wording.fired(findings),
+        "tries": {f.transform: wording.next_apply(profile, "advisor", f.transform) for f in wording.fired(findings)},
         "quiet": [f for f in findings.findings if f.outcome is Outcome.QUIET] if findings else [],
         "unknown": [f for f in findings.findings if f.outcome is Outcome.UNKNOWN] if findings else [],
         "counts": wording.counts(findings) if findings else "",
@@ -126,6 +131,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "attempts": _attempts(trials) if trials else [],
         "rounds": _rounds(trials) if trials else [],
         "spent": wording.spent(trials) if trials else "",
+        "confidence": wording.confidence(trials) if trials else "",
         "losses": charts.loss_plot(trials.stack.losses_plain, trials.stack.losses_stack)
         if trials and trials.stack
         else None,
@@ -134,6 +140,15 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "css": Markup(_asset("report.css")),
         "js": Markup(_asset("report.js")),
     }
+
+
+def _unavailable(profile: StepProfile) -> list[tuple[str, list[str]]]:
+    """What could not be measured of the machine, by its reason."""
+    names: dict[str, list[str]] = {}
+    for name, quantity in sorted(profile.utilization.items()):
+        if quantity.value is None:
+            names.setdefault(quantity.reason or "no reason was recorded", []).append(name)
+    return sorted(names.items())
 
 
 def _longest(modules: tuple[breakdown.ModuleTime, ...]) -> list[breakdown.ModuleTime]:
@@ -165,7 +180,9 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
         tiles.append(("Rate with the plan", f"{stack.samples_per_s_stack:,.0f}", note))
     plain = " as written" if trials is not None else ""
     if profile.step_us is not None:
-        tiles.append((f"Step{plain}", wording.duration(profile.step_us.median), wording.spread(profile.step_us)))
+        tiles.append(
+            (f"Step{plain}", wording.duration(profile.step_us.median), units.unbroken(wording.spread(profile.step_us)))
+        )
     frac = breakdown.limit_frac(profile)
     if frac is not None:
         tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {wording.duration(profile.limit_us)}"))
@@ -297,7 +314,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
             [
                 ("Traced steps", str(cost.traced_steps)),
                 ("Traced step", wording.duration(cost.traced_step_us) if cost.traced_step_us else ""),
-                ("Slower than untraced by", units.percent_text(cost.overhead_frac)),
+                ("Slower than untraced by", units.percent_text(cost.overhead_frac) if cost.overhead_frac > 0 else "nothing"),
                 ("Launches with a device record", f"{100 * cost.coverage_frac:.1f} %" if cuda else ""),
                 ("Events", f"{cost.events:,}"),
                 ("Analysis", f"{cost.analyse_s:.2g} s" if cost.analyse_s else ""),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome
 from advisor.core.profile import StepProfile
-from advisor.core.units import bytes_text, count_text, percent_text, time_text
+from advisor.core.units import bytes_text, count_text, percent_text, time_text, unbroken
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta, compare_profiles
@@ -42,15 +42,19 @@ class _Page:
         return self.paint(text, "bold") + ("  " + self.paint(clip(note, room), "dim") if note and room > 12 else "")
 
     def wrap(self, text: str, indent: int, *styles: str, first: int | None = None) -> list[str]:
-        """`text` as indented lines; a word longer than a line (a kernel's name) is cut, not run over the edge."""
+        """`text` as indented lines that no number ends, its unit being on the next.
+
+        A word longer than a line (a kernel's name) is cut, not run over the edge.
+        """
         start = indent if first is None else first
         lines = textwrap.wrap(
-            printable(text),
+            unbroken(printable(text)),
             max(self.width, indent + 20),
             initial_indent=" " * start,
             subsequent_indent=" " * indent,
             break_on_hyphens=False,
         )
+        lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
         return [self.paint(line, *styles) if styles else line for line in lines]
 
 
@@ -151,8 +155,8 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
     note = f"shares of a traced step, {wording.duration(total)}"
     label_width = min(max(len(c.label) for c in causes), 30)
     fixed = label_width + 20  # margins, time and share
-    with_limit = page.width >= fixed + 16 + 8
-    room = max(6, min(50, page.width - fixed - (16 if with_limit else 0)))
+    with_limit = page.width >= fixed + 17 + 8
+    room = max(6, min(50, page.width - fixed - (17 if with_limit else 0)))
     longest = max(c.frac for c in causes)
     lines = [page.heading("Where the time goes", note)]
     for cause in causes:
@@ -160,7 +164,7 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
         label = clip(cause.label, label_width)
         line = f"  {label:<{label_width}} {filled} {time_text(cause.time_us):>8} {percent_text(cause.frac):>6}"
         if with_limit and cause.limit_us > 0 and cause.time_us > 0:
-            line += f"  {percent_text(min(1.0, cause.limit_us / cause.time_us)):>5} of limit"
+            line += f"  {percent_text(min(1.0, cause.limit_us / cause.time_us)):>6} of limit"
         lines.append(line)
         for site in cause.sites[:2]:
             lines += page.wrap(f"{site.source} {site.what}".strip(), 4, "dim")
@@ -247,7 +251,7 @@ def _notes(page: _Page, profile: StepProfile) -> list[str]:
     cost = profile.cost
     lines = []
     if cost.traced_steps:
-        text = f"{cost.traced_steps} steps traced, each {percent_text(cost.overhead_frac)} slower than untraced"
+        text = wording.tracing(cost)
         if profile.environment.device == "cuda":
             text += f"; {100 * cost.coverage_frac:.1f} % of launches have a device record"
         lines += page.wrap(text + ".", 2, "dim")
@@ -256,7 +260,7 @@ def _notes(page: _Page, profile: StepProfile) -> list[str]:
     if not profile.complete:
         lines += page.wrap("This run is incomplete: it holds what was gathered before the script ended.", 2, "yellow")
     for note in (*profile.notes, *profile.environment.notes):
-        lines += page.wrap(note, 2, "dim")
+        lines += page.wrap(wording.sentence(note), 2, "dim")
     return [page.heading("Notes"), *lines] if lines else []
 
 
@@ -292,8 +296,11 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
     names = {id(v): v.title or v.transform for v in log.verdicts}
     if any(v.round > 1 for v in log.verdicts):
         lines += page.wrap(wording.round_headline(log, 1), 2, "bold")
-    name_width = min(max(map(len, names.values())), max(16, page.width - 54))
-    head = f"  {'change':<{name_width}}  {'predicted':>10}  {'measured':>14}  verdict"
+    predicted = {id(v): wording.gain(v.predicted) for v in log.verdicts}
+    measured = {id(v): wording.gain(v.gain) for v in log.verdicts}
+    wide, wider = max(map(len, ("predicted", *predicted.values()))), max(map(len, ("measured", *measured.values())))
+    name_width = min(max(map(len, names.values())), max(16, page.width - 22 - wide - wider))
+    head = f"  {'change':<{name_width}}  {'predicted':>{wide}}  {'measured':>{wider}}  verdict"
     lines.append(page.paint(head, "dim"))
     begun = 1
     for v in log.verdicts:
@@ -302,7 +309,7 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
             lines += page.wrap(wording.round_headline(log, begun), 2, "bold")
         status = clip(v.status, 14)
         painted = page.paint(status, *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
-        line = f"  {clip(names[id(v)], name_width):<{name_width}}  {wording.gain(v.predicted):>10}  {wording.gain(v.gain):>14}  "
+        line = f"  {clip(names[id(v)], name_width):<{name_width}}  {predicted[id(v)]:>{wide}}  {measured[id(v)]:>{wider}}  "
         room = page.width - len(line) - 15
         reason = wording.reason(v)
         if room >= 40 and len(reason) <= room:
@@ -310,13 +317,10 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
         else:
             lines.append(line + painted)
             lines += page.wrap(reason, 6, "dim", first=4)
-    percent = {f"{100 * v.confidence:g} %" for v in log.verdicts if v.gain is not None}
-    if percent:
-        text = (
-            "Predicted: share of the step as profiled for the round; measured: of the step at that point, "
-            f"{' / '.join(sorted(percent))} interval."
-        )
-        lines += page.wrap(text, 2, "dim")
+    text = "Predicted: share of the step as profiled for the round that the change would save."
+    if percent := wording.confidence(log):
+        text += f" Measured: share of the step at that point, {percent} interval."
+    lines += page.wrap(text, 2, "dim")
     return lines
 
 
@@ -356,7 +360,7 @@ def _written(page: _Page, log: TrialLog) -> list[str]:
     if not log.complete:
         lines += page.wrap("The search did not finish; what was decided until then is above.", 2, "yellow")
     for note in log.notes:
-        lines += page.wrap(note, 2, "dim")
+        lines += page.wrap(wording.sentence(note), 2, "dim")
     return lines
 
 
@@ -410,9 +414,12 @@ def comparison_text(comparison: Comparison, width: int = 100, color: bool = Fals
     ]
     for difference in comparison.differences:
         lines += page.wrap(difference, 2, "yellow")
-    for title, deltas in (("Step", comparison.totals), ("By kind", comparison.kinds)):
+    for title, note, deltas in (
+        ("Step", "", comparison.totals),
+        ("By kind", "time in a traced step", comparison.kinds),
+    ):
         if deltas:
-            lines += ["", page.heading(title), *_deltas(page, deltas)]
+            lines += ["", page.heading(title, note), *_deltas(page, deltas)]
     return "\n".join(lines)
 
 

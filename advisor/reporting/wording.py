@@ -6,7 +6,7 @@ import shlex
 
 from advisor.core.findings import Finding, Findings, Interval, Outcome, Semantics
 from advisor.core.metrics import BY_NAME
-from advisor.core.profile import Spread, StepProfile
+from advisor.core.profile import ProfilerCost, Spread, StepProfile
 from advisor.core.units import bytes_text, percent_text, rate_text, time_text
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.reporting import breakdown
@@ -18,18 +18,26 @@ SEMANTICS = {
     Semantics.TRAINING: "another recipe",
 }
 SEVERITY_ORDER = {"high": 0, "medium": 1, "low": 2, "info": 3}
+LEAST = "<0.1"  # what would else read as nothing, in per cent
+NAMES = frozenset({"advisor", "torch"})  # stay small where a sentence begins with them
 ENOUGH_FRAC = 0.8  # at this share of the limit a step without findings is called done
 
 
 def interval(low: float, high: float) -> str:
     """Two shares as `24–58 %`; one where both read the same; a minus sign, not a dash, before a loss."""
     first, second = (_number(100 * v) for v in (low, high))
+    if (first, second) == ("0", LEAST):
+        return f"{LEAST} %" if low >= 0 else "0 %"
     if first == second:
         return f"{first} %"
     return f"{first} to {second} %" if "−" in first + second else f"{first}–{second} %"
 
 
 def _number(percent: float) -> str:
+    if percent < -1000:  # what no table needs to the digit
+        return "<−1000"
+    if 0 < percent < 0.05:
+        return LEAST
     text = f"{percent:.0f}" if abs(percent) >= 10 else f"{percent:.1f}"
     text = text.removesuffix(".0")
     return "0" if text == "-0" else text.replace("-", "−")
@@ -94,7 +102,9 @@ def kernel_name(name: str) -> str:
 
 
 def spread(measured: Spread) -> str:
-    """`p10–p90 116.5–117.3 ms, n = 20`."""
+    """`p10–p90 116.5–117.3 ms, n = 20`; a single time has no spread: `n = 1`."""
+    if measured.n == 1:
+        return "n = 1"
     low, high = duration(measured.p10), duration(measured.p90)
     if low.split()[1] == high.split()[1]:
         low = low.split()[0]
@@ -230,8 +240,29 @@ def round_headline(trials: TrialLog, number: int) -> str:
     found = next((r for r in trials.rounds if r.number == number), None)
     if found is None or not found.step_us:
         return f"Round {number}, tried once more after what was kept"
-    on = ", ".join(found.kept)
+    titles = {v.transform: v.title for v in trials.verdicts if v.title}
+    on = ", ".join(titles.get(name, name) for name in found.kept)
     return f"Round {number}, profiled again at {duration(found.step_us)} a step with {on}"
+
+
+def tracing(cost: ProfilerCost) -> str:
+    """What tracing did to the steps: `3 steps traced, each 44 % slower than untraced`."""
+    slower = f"{percent_text(cost.overhead_frac)} slower" if cost.overhead_frac > 0 else "no slower"
+    return (
+        f"{number(cost.traced_steps, 'step')} traced, {'each ' if cost.traced_steps > 1 else ''}{slower} than untraced"
+    )
+
+
+def sentence(note: str) -> str:
+    """A note as a sentence: it begins with a capital, unless with a name, and ends with a full stop."""
+    first = note.split(" ", 1)[0]
+    text = note[:1].upper() + note[1:] if first.isalpha() and first.islower() and first not in NAMES else note
+    return text if text.endswith((".", "!", "?", ":")) else f"{text}."
+
+
+def confidence(trials: TrialLog) -> str:
+    """Of the measured intervals: `99 %`; empty without any."""
+    return " / ".join(sorted({f"{100 * v.confidence:g} %" for v in trials.verdicts if v.gain is not None}))
 
 
 def reason(verdict: Verdict) -> str:
@@ -256,11 +287,15 @@ def step_sentence(profile: StepProfile) -> str:
     return f"{duration(profile.step_us.median)} median, {spread(profile.step_us)}"
 
 
-def next_apply(profile: StepProfile, command: str) -> str:
-    """The command that tries what was found, ready to be pasted. A launcher's command is found again by its recorded run."""
+def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
+    """The command that tries what was found, or this change alone, ready to be pasted.
+
+    A launcher's command is found again by its recorded run.
+    """
+    chosen = f"--auto --only {only}" if only else "--auto"
     if profile.script.endswith(".py") or profile.script == "-m":
-        return f"{command} apply --auto {script(profile)}"
-    return f"{command} apply --auto"
+        return f"{command} apply {chosen} {script(profile)}"
+    return f"{command} apply {chosen}"
 
 
 def next_run(trials: TrialLog, command: str, plan: str = "") -> str:

@@ -866,7 +866,8 @@ def apply_search(
             search.notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
     written, temporary = files.written(run_dir)
     if temporary:
-        search.notes.append(f"beside the files listed, {temporary} temporary ones were written and put away")
+        what = "temporary file was" if temporary == 1 else "temporary files were"
+        search.notes.append(f"{temporary} {what} written and put away, too")
     if search.ended_early > 1:
         search.notes.append(
             f"the script ended {search.ended_early} times before the search did; with more steps in a run it takes less time"

@@ -9,6 +9,7 @@ import samples
 
 from advisor.core.profile import Spread
 from advisor.reporting.compare import (
+    Delta,
     Regression,
     block_logs,
     compare_markdown,
@@ -115,3 +116,17 @@ def test_a_kind_that_is_small_in_one_run_is_still_compared():
     delta = next(d for d in compare_profiles(a, slow).kinds if d.label == "optimizer")
     assert delta.ratio == pytest.approx(30)
     assert delta.change_text == "×30"
+
+
+def test_a_change_that_rounds_to_nothing_left_says_what_is_left():
+    def change(b: float) -> str:
+        return Delta(label="", unit="us", a=100.0, b=b).change_text
+
+    assert (change(0.3), change(0.01), change(0.0), change(50.0)) == ("−99.7 %", "1/10,000", "−100 %", "−50 %")
+
+
+def test_other_scripts_and_a_cpus_operators_are_called_so():
+    run = samples.cpu_run()
+    comparison = compare_profiles(run, replace(run, script="other.py"))
+    assert any(text.startswith("Different scripts: ") for text in comparison.differences)
+    assert "operators per step" in {d.label for d in comparison.totals}

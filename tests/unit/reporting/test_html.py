@@ -83,7 +83,7 @@ def test_sections_and_findings(applied):
         "5 quiet: looked at and in order",
         "2 not evaluated: something they need is missing",
         "comm_exposed_frac: needs more than one process",
-        "unavailable: NVML refused throttle reasons (not supported)",
+        "Not available (NVML refused throttle reasons (not supported)): throttled_frac",
         "Launches with a device record99.8 %",
         "median SM clock over the maximum SM clock",
         "checkpoint.pth (diverted from checkpoint.pth)",
@@ -164,3 +164,13 @@ def test_runs_with_little_in_them():
 
 def test_script_is_small(applied):
     assert len(Page(applied).scripts[1].encode()) <= 5_000
+
+
+def test_a_finding_says_the_whole_command_that_tries_it(applied):
+    assert "<code>advisor apply --auto --only amp_bf16 train_imagenet.py --arch resnet50" in applied
+
+
+def test_on_a_cpu_an_operator_is_named_once():
+    text = report_html(samples.cpu_run(), None, None)
+    assert "One row for each operator, module, phase" in text
+    assert "One row for each kernel, operator, module" in report_html(samples.resnet50(), None, None)

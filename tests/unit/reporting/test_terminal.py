@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import samples
 
+from advisor.core.findings import Interval
 from advisor.core.profile import StepProfile
 from advisor.reporting import terminal
 
@@ -89,7 +90,7 @@ def test_incomplete_runs_are_shown_as_far_as_they_go():
     text = terminal.profile_text(empty, None, 80)
     assert "No step could be timed" in text
     assert "incomplete" in text
-    assert "no optimizer step was seen" in text
+    assert "No optimizer step was seen." in text
 
 
 def test_names_cannot_drive_the_terminal():
@@ -119,3 +120,35 @@ def test_records_too_wide_for_a_table_are_paragraphs_that_fit():
     assert " ".join(lines).count("max_pool2d") == 24
     assert lines.count("    sha256    61b41b9ff") == 2
     assert len(terminal.records_text([row, row], 240).splitlines()) == 3
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 137])
+def test_no_line_ends_between_a_number_and_its_unit(width):
+    spent = dict.fromkeys(("first profile", "timed blocks", "numeric gate", "matching", "warm-up of changes"), 11.0)
+    log = replace(samples.trials(), spent=spent)
+    for line in terminal.trials_text(log, width).splitlines():
+        assert not re.match(r" +(s|%|pairs)\b", line), line
+
+
+def test_columns_of_trials_fit_the_widest_interval():
+    wide = replace(
+        samples.trials().verdicts[0], gain=Interval(low=-421.95, high=0.9999), predicted=Interval(low=-0.21, high=0.35)
+    )
+    log = replace(samples.trials(), verdicts=(wide, *samples.trials().verdicts[1:]))
+    lines = terminal.trials_text(log, 120).splitlines()
+    head = next(line for line in lines if line.startswith("  change"))
+    for v in log.verdicts:
+        row = next(line for line in lines if line.startswith(f"  {v.title} "))
+        assert row[head.index("verdict") :].startswith(v.status), row
+
+
+def test_notes_of_a_run_and_of_a_search_are_sentences():
+    profile = replace(samples.resnet50(), notes=("the script ended early",))
+    assert "  The script ended early.\n" in terminal.profile_text(profile, None, 80) + "\n"
+    log = replace(samples.trials(), notes=("no time was left for round 2",))
+    assert "  No time was left for round 2.\n" in terminal.trials_text(log, 80) + "\n"
+
+
+def test_a_share_too_small_to_show_is_not_nothing():
+    slow = replace(samples.cpu_run(), limit_us=1.0)
+    assert "<0.1 % of this machine's limit" in terminal.profile_text(slow, None, 80)

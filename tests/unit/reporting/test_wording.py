@@ -6,7 +6,8 @@ import pytest
 import samples
 
 from advisor.core.findings import Findings
-from advisor.core.verdict import TrialLog
+from advisor.core.profile import Spread
+from advisor.core.verdict import Round, TrialLog
 from advisor.reporting import wording
 
 
@@ -19,6 +20,8 @@ from advisor.reporting import wording
         (-0.004, 0.016, "−0.4 to 1.6 %"),
         (0.2, 0.2, "20 %"),
         (-0.0001, 0.0001, "0 %"),
+        (0.0, 0.0002, "<0.1 %"),
+        (-421.95, 1.0, "<−1000 to 100 %"),
     ],
 )
 def test_interval(low, high, text):
@@ -91,6 +94,8 @@ def test_headline_without_a_kept_change():
 def test_next_command_can_be_pasted():
     profile = replace(samples.resnet50(), argv=("--name", "a b", "--x=$HOME"))
     assert wording.next_apply(profile, "advisor") == "advisor apply --auto train_imagenet.py --name 'a b' '--x=$HOME'"
+    alone = wording.next_apply(replace(profile, argv=()), "advisor", "tf32")
+    assert alone == "advisor apply --auto --only tf32 train_imagenet.py"
 
 
 def test_a_module_or_launcher_is_found_in_the_plan():
@@ -98,3 +103,26 @@ def test_a_module_or_launcher_is_found_in_the_plan():
     assert wording.next_run(log, "advisor", "p.yaml").startswith("advisor run --plan p.yaml train_imagenet.py --arch")
     assert wording.next_run(replace(log, script="pkg.train"), "advisor") == "advisor run"
     assert wording.next_run(replace(log, script="torchrun"), "advisor", "p.yaml") == "advisor run --plan p.yaml"
+
+
+def test_what_tracing_cost_is_told_in_words_that_fit():
+    cost = samples.resnet50().cost
+    assert wording.tracing(cost) == "3 steps traced, each 2.1 % slower than untraced"
+    once = replace(cost, traced_steps=1, overhead_frac=-0.66)
+    assert wording.tracing(once) == "1 step traced, no slower than untraced"
+
+
+def test_one_time_has_no_spread():
+    only = Spread(median=410_200.0, p10=410_200.0, p90=410_200.0, n=1)
+    assert wording.spread(only) == "n = 1"
+
+
+def test_notes_are_sentences_and_names_stay_as_they_are():
+    assert wording.sentence("the script ended after 7 steps") == "The script ended after 7 steps."
+    assert wording.sentence("torch was not seen.") == "torch was not seen."
+    assert wording.sentence("amp_bf16, kept before, was left out") == "amp_bf16, kept before, was left out."
+
+
+def test_a_round_names_what_is_kept_as_people_call_it():
+    log = replace(samples.trials(), rounds=(Round(number=2, step_us=5e4, kept=("amp_bf16", "tf32")),))
+    assert wording.round_headline(log, 2).endswith("a step with bf16 autocast, tf32")

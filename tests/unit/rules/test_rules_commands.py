@@ -27,6 +27,28 @@ def test_list_shows_areas_and_rules(capsys):
     assert "launch-bound" not in out
 
 
+def test_list_names_its_columns_and_says_what_semantics_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = call(capsys, "list", "--area", "input")
+    assert out.split("\n")[0].split("  ")[1].strip() == "rule"
+    assert all(name in out.split("\n")[0] for name in ("severity", "semantics", "asks for", "what"))
+    assert "reassociated: same maths, other order" in out
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", "convolutions-in-nchw"), ("show", "launch-bound")])
+def test_rules_fit_the_terminal_where_words_allow_it(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, *words)
+    long = [line for line in out.splitlines() if len(line) > 80 and len(line.split()[-1]) < 60]
+    assert not [line for line in long if not line.startswith("File: ")]
+
+
+def test_an_address_stays_beside_the_mark_of_its_list(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, "show", "convolutions-in-nchw")
+    assert "-" not in [line.strip() for line in out.splitlines()]
+
+
 def test_list_as_json_is_json(capsys, tmp_path):
     write(tmp_path)
     code, out, _ = call(capsys, "list", "--json", "--rules", tmp_path)

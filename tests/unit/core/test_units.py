@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from advisor.core.units import percent_text, unbroken
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [
+        (0.3141, "31 %"),
+        (0.0272, "2.7 %"),
+        (0.0, "0 %"),
+        (0.0004, "<0.1 %"),
+        (-0.0004, "0 %"),
+        (-0.025, "−2.5 %"),
+        (float("nan"), "–"),
+    ],
+)
+def test_percent(fraction: float, text: str) -> None:
+    assert percent_text(fraction) == text
+
+
+@pytest.mark.parametrize("text", ["took 7 s", "99.9 % of it", "10 pairs, 1.5 GiB/s", "n = 20"])
+def test_a_number_and_its_unit_stay_together(text: str) -> None:
+    assert unbroken(text).replace("\N{NO-BREAK SPACE}", " ") == text
+    assert "\N{NO-BREAK SPACE}" in unbroken(text)
+
+
+def test_words_after_a_number_may_go_to_the_next_line() -> None:
+    assert unbroken("3 changes, 2 sites of 5 spare ones") == "3 changes, 2 sites of 5 spare ones"
