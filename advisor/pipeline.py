@@ -23,6 +23,7 @@ from advisor.core.findings import Findings, Recommendation
 from advisor.core.plan import Plan
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import TrialLog
+from advisor.trials.records import OUTPUT_FILE, PLAN_FILE, TRIALS_FILE
 
 if TYPE_CHECKING:
     from advisor.profiling.session import Session
@@ -32,10 +33,7 @@ Say = Callable[[str], None]
 RUNS_DIR = "advisor-runs"
 PROFILE_FILE = "profile.json"
 FINDINGS_FILE = "findings.json"
-TRIALS_FILE = "trials.json"
-PLAN_FILE = "plan.yaml"
 REPORT_FILE = "report.html"
-OUTPUT_FILE = "script-output.log"
 
 # The shortest warm-up in which a script can be understood: discovery looks at three steps, and its findings are then read.
 LEAST_WARMUP = 4
@@ -407,7 +405,8 @@ def apply(
     from advisor.profiling.launcher import ScriptCommand
     from advisor.transforms.registry import TRANSFORMS
     from advisor.trials import ledger
-    from advisor.trials.search import apply_search, last_line
+    from advisor.trials.script import last_line
+    from advisor.trials.search import apply_search
 
     for name in (*only, *skip):
         if name not in TRANSFORMS:
@@ -563,7 +562,7 @@ def run(
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits.
     """
     from advisor.trials import planfile
-    from advisor.trials.search import run_plan
+    from advisor.trials.run import run_plan
 
     if plan is None:
         folder = _last(PLAN_FILE)

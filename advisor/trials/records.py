@@ -1,16 +1,25 @@
-"""What the child of a search leaves in the run folder beside `trials/`: file names and types. No torch here."""
+"""What a search leaves in the run folder, and how verdicts there are read and revised. No torch here."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
+from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
+from advisor.trials import planner
+from advisor.trials.statistics import KEPT, rate_by_means
 
+# What `apply` shows for its work, ...
+TRIALS_FILE, PLAN_FILE, OUTPUT_FILE = "trials.json", "plan.yaml", "script-output.log"
+# ... and what the child of a search tells its supervisor.
 TRIALS_DIR = "trials"
 CURRENT_FILE = "current.json"
 SEARCH_FILE = "search.json"
@@ -44,6 +53,13 @@ class InTrial:
     numerics: Check | None = None  # once passed
     effect: Check | None = None
     first_step_us: float = 0.0
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """Whole pairs of blocks (off, on), µs: their medians, or their means where steps come in bursts."""
+        by_means = rate_by_means(self.bursty, len(self.off_us) + len(self.on_us))
+        off, on = (self.off_mean_us, self.on_mean_us) if by_means else (self.off_us, self.on_us)
+        return list(zip(off, on, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +106,25 @@ def attempt(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str],
     return item.transform, tuple(sorted(item.parameters.items())), item.round
 
 
+def verdict_on(candidate: Recommendation, status: str, reason: str, **more: Any) -> Verdict:
+    """The verdict on this candidate; `more`: further fields of it, and those that are not the candidate's."""
+    found = Verdict(
+        transform=candidate.transform,
+        status=status,
+        reason=reason,
+        parameters=dict(candidate.parameters),
+        title=planner.title(candidate.transform),
+        round=candidate.round,
+        semantics=candidate.semantics,
+        predicted=candidate.predicted,
+    )
+    return dataclasses.replace(found, **more)
+
+
 def verdict_files(run_dir: Path) -> list[Path]:
     """`trials/NN-<id>.json` in the order of trial."""
-    return sorted(p for p in (run_dir / TRIALS_DIR).glob("*.json") if re.match(r"\d+-", p.name))
+    found = (p for p in (run_dir / TRIALS_DIR).glob("*.json") if re.match(r"\d+-", p.name))
+    return sorted(found, key=lambda path: int(path.name.split("-")[0]))
 
 
 def verdicts(run_dir: Path) -> list[Verdict]:
@@ -120,6 +152,36 @@ def save_verdict(run_dir: Path, verdict: Verdict) -> None:
     number = max((int(p.name.split("-")[0]) for p in files), default=0) + 1
     safe = re.sub(r"[^\w.-]", "_", verdict.transform)
     storage.save(run_dir / TRIALS_DIR / f"{number:02d}-{safe}.json", verdict)
+
+
+def revise_kept(run_dir: Path, transform: str, **changes: Any) -> None:
+    """The verdicts that keep this transform say something else from now on."""
+    for verdict in verdicts(run_dir):
+        if verdict.transform == transform and verdict.status == KEPT:
+            save_verdict(run_dir, dataclasses.replace(verdict, **changes))
+
+
+def kept_items(run_dir: Path) -> tuple[PlanItem, ...]:
+    """What is kept so far, in the order of trial."""
+    return tuple(
+        PlanItem(transform=v.transform, status=KEPT, parameters=dict(v.parameters), semantics=v.semantics.value)
+        for v in verdicts(run_dir)
+        if v.status == KEPT
+    )
+
+
+def untried(run_dir: Path, candidates: Iterable[Recommendation]) -> list[Recommendation]:
+    """Candidates without a verdict."""
+    done = {attempt(v) for v in verdicts(run_dir)}
+    return [c for c in candidates if attempt(c) not in done]
+
+
+def load_search(run_dir: Path) -> SearchRecord | None:
+    """How the last search process ended, or None when it was not asked, or died."""
+    try:
+        return storage.load(run_dir / SEARCH_FILE, SearchRecord)
+    except AdvisorError:
+        return None
 
 
 def load_current(run_dir: Path) -> InTrial | None:

@@ -10,13 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from advisor.analysis.predict import predict
+from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
+from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import Verdict
-from advisor.trials import planner
+from advisor.core.verdict import Round, Verdict
+from advisor.profiling.assemble import assemble
+from advisor.trials import planner, records, spent
+from advisor.trials.processes import SearchProcesses
+from advisor.trials.script import GRACE_S, TRACER_FAULTS
+from advisor.trials.statistics import KEPT
+
+Recommend = Callable[[StepProfile, Path], Sequence[Recommendation]]
+Choose = Callable[[Sequence[Recommendation]], list[Recommendation]]
 
 # The first one included. Nothing is left for a fourth on the models of docs/benchmarks.
 MOST = 3
@@ -28,11 +41,133 @@ WARMUP, STEPS, TRACED = 6, 8, 2
 # changes takes 10 to 20 s on an H200, a trial about 10 s.
 LEAST_S = 30.0
 PROFILE_TIMEOUT_S = 120.0
+FOLDER = "round"  # `round-2/` in the run folder has the second round's profile and findings
+
+
+@dataclass(slots=True, eq=False)
+class Rounds:
+    """`run` once; `known` and `history` then hold all candidates and the rounds made, also when it is interrupted.
+
+    choose: what of these to try. recommend: what the rules say to a profile, which lies in the folder given; None leaves
+    later rounds to `planner.second_look` alone.
+    """
+
+    processes: SearchProcesses
+    choose: Choose
+    recommend: Recommend | None
+    known: tuple[Recommendation, ...] = ()  # in the order of trial
+    history: list[Round] = field(default_factory=list)
+
+    def run(self, first: Sequence[Recommendation], profile: StepProfile | None) -> None:
+        """Try the candidates, then what the step with the kept changes asks for, while that keeps something and time is left."""
+        script, run_dir = self.processes.script, self.processes.script.run_dir
+        number, step_us, folder = 1, _step_us(profile), ""
+        found = tuple(c for c in first if c.transform not in planner.DEAR)
+        waiting = tuple(c for c in first if c.transform in planner.DEAR)
+        self.known += tuple(first)
+        on: tuple[PlanItem, ...] = ()
+        while True:
+            self.history.append(Round(number=number, step_us=step_us, kept=_names(on), folder=folder))
+            self._take_turns(found)
+            if waiting and not self.processes.ended and not self._step_has_changed(number, on):
+                # It is what it was, and so are the predictions of what waits.
+                self._take_turns(waiting)
+                waiting = ()
+            if self.processes.ended or number == MOST or not self._step_has_changed(number, on):
+                return
+            number, on = number + 1, records.kept_items(run_dir)
+            if self.processes.deadline - time.time() < LEAST_S + (WARMUP + STEPS) * step_us / 1e6:
+                script.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
+                return
+            again, folder = None, ""
+            asked: Sequence[Recommendation] = ()
+            if self.recommend is not None and profile is not None:
+                named = f"{FOLDER}-{number}"
+                again = self._profile(on, profile.environment, run_dir / named, number)
+                if script.over:
+                    return
+                if again is not None:
+                    asked, folder = self.recommend(again, run_dir / named), named
+            step_us = _step_us(again)
+            min_gain = self.processes.min_gain
+            found = candidates(number, records.verdicts(run_dir), self.known, asked, again, min_gain, waiting)
+            chosen = {planner.identity(c) for c in found}
+            for candidate in waiting:
+                if planner.identity(candidate) not in chosen:
+                    reason = "predicted to gain nothing worth its first step beside what is kept"
+                    records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
+            self.known = (*(c for c in self.known if c not in waiting), *found)
+            waiting = ()
+            if not found:
+                return
+
+    def _take_turns(self, found: Sequence[Recommendation]) -> None:
+        """Try what is chosen of these, in the running round."""
+        chosen = self.choose(found)
+        tried = (*self.history[-1].tried, *_names(chosen))
+        self.history[-1] = dataclasses.replace(self.history[-1], tried=tried)
+        self.processes.try_all(chosen)
+
+    def _step_has_changed(self, number: int, on: Sequence[PlanItem]) -> bool:
+        """Whether round `number`, begun with `on`, has kept what another round may build on."""
+        run_dir = self.processes.script.run_dir
+        if set(_names(records.kept_items(run_dir))) <= set(_names(on)):
+            return False
+        verdicts = records.verdicts(run_dir)
+        return moved(verdicts, number) or bool(planner.second_look(verdicts, self.known))
+
+    def _profile(
+        self, kept: tuple[PlanItem, ...], machine: Environment, folder: Path, number: int
+    ) -> StepProfile | None:
+        """A short profile of the script with these changes on, in a fresh process; None, with a note, when there is none."""
+        script, deadline = self.processes.script, self.processes.deadline
+        script.say(
+            f"round {number}: profiling the script with what is kept ({', '.join(map(planner.title, _names(kept)))})"
+        )
+        reason, ended, found = "", None, None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            ended = script.start(
+                "profile",
+                phase=spent.ROUNDS,
+                run_dir=str(folder),
+                files_dir=str(script.run_dir),
+                kept=kept,
+                warmup=WARMUP,
+                steps=STEPS,
+                detail_steps=TRACED,
+                counters=False,
+                deadline_unix_s=deadline,
+                timeout_s=min(self.processes.budget.trial_s, PROFILE_TIMEOUT_S) + GRACE_S,
+            )
+            if ended.failed:
+                late = ended.exit.timed_out
+                reason = "it took too long" if late else f"the script ended with exit code {ended.exit.code}"
+            found = assemble(folder, machine, exit_code=ended.exit.code)
+        except (AdvisorError, OSError) as error:
+            reason = reason or str(error)
+        if script.over:
+            return None
+        eager = tuple(item for item in kept if item.transform != "cuda_graphs")
+        if ended is not None and ended.exit.signal in TRACER_FAULTS and len(eager) < len(kept):
+            # The tracer has been seen to die beside captured graphs; replays are paused in the traced window anyway.
+            script.notes.append(
+                f"round {number}: the process died of signal {ended.exit.signal}; profiled without CUDA graphs"
+            )
+            return self._profile(eager, machine, folder, number)
+        reason = (ended.fault if ended is not None else "") or reason
+        if found is None or (found.step_us is None and found.wall_us is None) or not found.kernels:
+            reason = reason or "too little was measured"
+        if reason:
+            script.notes.append(f"round {number}: the script with what is kept could not be profiled: {reason}")
+            script.say(script.notes[-1])
+            return None
+        return found
 
 
 def moved(verdicts: Sequence[Verdict], number: int) -> bool:
     """Whether what round `number` kept has changed the step enough to look at it anew."""
-    kept = [v for v in verdicts if v.round == number and v.status == "kept"]
+    kept = [v for v in verdicts if v.round == number and v.status == KEPT]
     gains: dict[frozenset[str], float] = {}  # of those tried as one, one gain
     for verdict in kept:
         if verdict.gain is not None:
@@ -61,7 +196,7 @@ def candidates(
     step, and None without a profile. `waiting` has had no turn yet and is judged by its prediction for this step as well.
     """
     before = {planner.identity(item) for item in known}
-    kept = {v.transform for v in verdicts if v.status == "kept"}
+    kept = {v.transform for v in verdicts if v.status == KEPT}
     new = [
         r
         for r in recommended
@@ -69,10 +204,8 @@ def candidates(
     ]
     asked_again = {planner.identity(r): r for r in recommended}
     latest = {planner.identity(r): r for r in known}
-    step = profile.step_us or profile.wall_us if profile is not None else None
     again = []
-    step_us = step.median if step is not None else 0.0
-    for candidate in (*waiting, *planner.second_look(verdicts, tuple(latest.values()), step_us)):
+    for candidate in (*waiting, *planner.second_look(verdicts, tuple(latest.values()), _step_us(profile))):
         found = asked_again.get(planner.identity(candidate))
         if found is None:
             predicted = predict(profile, candidate.transform, candidate.parameters) if profile is not None else None
@@ -80,3 +213,12 @@ def candidates(
         if planner.promises(found, min_gain):
             again.append(found)
     return tuple(dataclasses.replace(r, round=number) for r in planner.order([*new, *again], profile))
+
+
+def _step_us(profile: StepProfile | None) -> float:
+    step = profile.step_us or profile.wall_us if profile is not None else None
+    return step.median if step is not None else 0.0
+
+
+def _names(items: Sequence[PlanItem | Recommendation]) -> tuple[str, ...]:
+    return tuple(item.transform for item in items)

@@ -38,6 +38,8 @@ PROCESS_STAGES = (3, 4, 6)
 # Steps this many times longer or shorter than the median are no stragglers of one kind of step when they make up more than
 # this share: a loader with eight workers delivers every eighth batch late.
 BURST_RATIO, BURST_SHARE = 1.5, 0.08
+# Blocks with bursts that make medians meaningless, as a share of all.
+BURSTY_BLOCKS = 0.25
 
 KEPT, REVERTED, INCONCLUSIVE, MORE = "kept", "reverted", "inconclusive", "more"
 
@@ -216,6 +218,11 @@ def bursty(steps: Sequence[float]) -> bool:
     middle = median(usable)
     odd = sum(not middle / BURST_RATIO <= s <= middle * BURST_RATIO for s in usable)
     return odd >= 2 and odd >= BURST_SHARE * len(usable)
+
+
+def rate_by_means(bursty_blocks: int, blocks: int) -> bool:
+    """Whether so many blocks have bursts that the means of all of them, not their medians, tell the rate."""
+    return blocks > 0 and bursty_blocks >= BURSTY_BLOCKS * blocks
 
 
 def process_speedup(

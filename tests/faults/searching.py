@@ -13,7 +13,7 @@ import pytest
 from advisor.core.findings import Recommendation
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import ScriptCommand
-from advisor.trials import search
+from advisor.trials import budget, records, search
 
 HERE = Path(__file__).resolve().parent
 
@@ -91,8 +91,8 @@ def search_with(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(search, "TRIAL_LEAST_S", limit_s)
-    monkeypatch.setattr(search, "TRIAL_SHARE", 0.0)
+    monkeypatch.setattr(budget, "TRIAL_LEAST_S", limit_s)
+    monkeypatch.setattr(budget, "TRIAL_SHARE", 0.0)
     (folder / "train.py").write_text(SCRIPT)
     (folder / "out").mkdir()
     (folder / "out" / "best.pt").write_text("weeks of training")
@@ -109,7 +109,7 @@ def search_with(
         max_time_s=300.0,
         max_pairs=3,
     )
-    output = (run / search.OUTPUT_FILE).read_text()
+    output = (run / records.OUTPUT_FILE).read_text()
     assert tree(folder) == before, output
     for path in run.rglob("*.json"):
         json.loads(path.read_text())

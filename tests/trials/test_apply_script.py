@@ -14,8 +14,9 @@ import torch
 
 from advisor.core import storage
 from advisor.core.findings import Recommendation
+from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.profiling.launcher import ScriptCommand, launch
-from advisor.trials import planfile, records, search
+from advisor.trials import planfile, records, run, search
 
 SCRIPT = """
 import os, shutil, sys
@@ -136,7 +137,7 @@ def test_a_starved_script_gets_workers_and_keeps_its_files(place):
         launch=machine,
     )
     verdicts = {v.transform: v for v in log.verdicts}
-    output = (run_dir / search.OUTPUT_FILE).read_text()
+    output = (run_dir / records.OUTPUT_FILE).read_text()
     # A live search hands the workers back, fresh runs settle them, another search goes on with them, the stack ends it.
     assert machine.modes == ["search", *["measure"] * 6, "search", *["measure"] * 4], (said, output)
     assert verdicts["loader_workers"].status == "kept", (verdicts, output)
@@ -151,10 +152,10 @@ def test_a_starved_script_gets_workers_and_keeps_its_files(place):
     assert {"best.pt", "history.csv"} <= names
 
     # The plan trains to the end, and its checkpoint is the plain script's.
-    plan_path = run_dir / search.PLAN_FILE
+    plan_path = run_dir / records.PLAN_FILE
     assert planfile.read(plan_path) == plan
     (place / "runs" / "b").mkdir()
-    code = search.run_plan(
+    code = run.run_plan(
         ScriptCommand.parse(["train.py", "2"]), plan_path, plan, run_dir=place / "runs" / "b", say=said.append
     )
     assert code == 0
@@ -172,9 +173,7 @@ def test_a_starved_script_gets_workers_and_keeps_its_files(place):
 
 
 def test_enable_inside_a_script_and_disable(place):
-    plan = search.Plan(
-        script="train.py", argv=(), created="", items=(search.PlanItem(transform="fused_optimizer", status="kept"),)
-    )
+    plan = Plan(script="train.py", argv=(), created="", items=(PlanItem(transform="fused_optimizer", status="kept"),))
     planfile.write(place / "plan.yaml", plan)
     body = SCRIPT.replace("import torch\n", "import torch\nimport advisor\nadvisor.enable('plan.yaml')\n", 1)
     body += (
@@ -193,15 +192,13 @@ def test_enable_inside_a_script_and_disable(place):
 
 
 def test_a_plan_for_another_model_trains_plainly_or_refuses(place):
-    items = (search.PlanItem(transform="fused_optimizer", status="kept"),)
-    plan = search.Plan(
-        script="train.py", argv=(), created="", items=items, hashes=search.PlanHashes(model="of another model")
-    )
+    items = (PlanItem(transform="fused_optimizer", status="kept"),)
+    plan = Plan(script="train.py", argv=(), created="", items=items, hashes=PlanHashes(model="of another model"))
     command = ScriptCommand.parse(["train.py", "1"])
     for name, strict, expected in (("lenient", False, 0), ("strict", True, 2)):
         run_dir = place / "runs" / name
         run_dir.mkdir(parents=True)
         said = []
-        code = search.run_plan(command, place / "plan.yaml", plan, run_dir=run_dir, strict=strict, say=said.append)
+        code = run.run_plan(command, place / "plan.yaml", plan, run_dir=run_dir, strict=strict, say=said.append)
         assert code == expected
         assert "another model" in (run_dir / "progress.jsonl").read_text()

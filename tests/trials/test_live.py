@@ -161,7 +161,9 @@ def test_a_script_that_ends_early_is_gone_on_with(tmp_path, monkeypatch):
     assert verdicts["faster"].status == "kept", verdicts
     assert verdicts["faster"].numerics.passed
     told = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    assert [e["pairs"] > 0 for e in told if e["event"] == "trial"][:2] == [False, True]
+    first, *later = (e["pairs"] for e in told if e["event"] == "trial")
+    assert first == 0
+    assert any(later)
 
 
 def test_a_candidate_that_breaks_the_users_step_is_named_on_disk(tmp_path):

@@ -94,7 +94,7 @@ class Script:
 @pytest.fixture
 def script(tmp_path, monkeypatch) -> Script:
     made = Script(tmp_path)
-    monkeypatch.setattr(search, "assemble", lambda folder, machine, exit_code: made.profiled.pop(0))
+    monkeypatch.setattr(rounds, "assemble", lambda folder, machine, exit_code: made.profiled.pop(0))
     return made
 
 
@@ -132,7 +132,7 @@ def test_a_second_round_finds_what_the_first_could_not(script) -> None:
         Round(number=1, step_us=1000.0, tried=("channels_last", "amp_bf16")),
         Round(number=2, step_us=250.0, kept=("amp_bf16",), tried=("fused_layer_norm",), folder="round-2"),
     )
-    assert any("round 2" in text and "amp_bf16" in text for text in script.said)
+    assert any("round 2" in text and planner.title("amp_bf16") in text for text in script.said)
     plan = planfile.read(script.run_dir / "plan.yaml")
     assert [i.transform for i in plan.items if i.status == "kept"] == ["amp_bf16", "fused_layer_norm"]
     assert plan.items[1].predicted.endswith("of the step as profiled for round 2")
@@ -252,7 +252,7 @@ def test_a_profile_that_cannot_be_read_is_a_note(script, monkeypatch) -> None:
     def unreadable(folder, machine, exit_code):
         raise AdvisorError("no session.json")
 
-    monkeypatch.setattr(search, "assemble", unreadable)
+    monkeypatch.setattr(rounds, "assemble", unreadable)
     script.status = {"amp_bf16": "kept"}
     log, _ = apply(script, candidate("amp_bf16"))
     assert any("no session.json" in note for note in log.notes)

@@ -8,12 +8,10 @@ import time
 import pytest
 
 from advisor.core import storage
-from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval, Recommendation, Semantics
-from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.trials import files, planfile, planner, records, search, spent
+from advisor.trials import budget, files, fresh, planfile, planner, processes, records, search, spent
 
 
 def candidate(name, **more):
@@ -169,7 +167,7 @@ def test_an_item_that_the_stack_is_as_fast_without_is_dropped(script):
 def test_nothing_is_left_out_when_time_is_up(script, monkeypatch):
     script.verdicts = {"tf32": "kept", "compile": "kept"}
     script.step_us[("tf32", "compile")] = 500.0
-    monkeypatch.setattr(search, "LEFT_OUT_SHARE", 0.0)
+    monkeypatch.setattr(budget, "LEFT_OUT_SHARE", 0.0)
     log, _, code, verdicts = apply(script, *script.verdicts)
     assert code == 0
     assert {v.left_out_gain for v in verdicts.values()} == {None}
@@ -242,7 +240,7 @@ def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, monkeypatch):
             ),
         )
         later = time.time() + 1e6
-        monkeypatch.setattr(search.time, "time", lambda: later)  # then time is up
+        monkeypatch.setattr(time, "time", lambda: later)  # then time is up
         return Exit(code=0)
 
     script.verdicts = {"tf32": half_way, "compile": "kept"}
@@ -276,7 +274,7 @@ def test_a_script_too_short_for_any_trial_comes_to_an_end(script):
     ],
 )
 def test_a_crash_is_blamed_on_the_candidate_and_the_search_goes_on(script, ended, told):
-    (script.run_dir / search.OUTPUT_FILE).write_text("Traceback\nRuntimeError: boom\n\n")
+    (script.run_dir / records.OUTPUT_FILE).write_text("Traceback\nRuntimeError: boom\n\n")
     script.verdicts = {"tf32": lambda session: ended, "compile": "reverted"}
     _, _, code, verdicts = apply(script, "tf32", "compile")
     assert verdicts["tf32"].status == "failed"
@@ -324,7 +322,7 @@ def test_a_candidate_that_dies_without_the_tracer_too_has_failed(script):
 def test_a_script_that_fails_by_itself_is_not_started_for_ever(script):
     script.verdicts = dict.fromkeys("abcdefgh", lambda session: Exit(code=1))
     log, _, code, verdicts = apply(script, *"abcdefgh")
-    assert len(script.launches) == search.CRASHES
+    assert len(script.launches) == processes.CRASHES
     assert code == 4
     assert not log.complete
     assert verdicts["h"].status == "skipped"
@@ -451,7 +449,7 @@ def test_a_small_change_for_fresh_processes_is_tried_on_top_of_the_stack(script)
     log, plan, code, verdicts = on_top(script, 450.0)
     arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
     assert arms[4:6] == [BOTH, BOTH]  # beside the stack's own four
-    assert [s.seed for s in script.launches if s.mode == "measure"][4:6] == [search.SEED, search.SEED + 1]
+    assert [s.seed for s in script.launches if s.mode == "measure"][4:6] == [fresh.SEED, fresh.SEED + 1]
     assert sum(s.mode == "search" for s in script.launches) == 1
     assert verdicts["cudnn_benchmark"].status == "kept"
     assert 0.08 < verdicts["cudnn_benchmark"].gain.low < 0.1 < verdicts["cudnn_benchmark"].gain.high < 0.12
@@ -492,16 +490,16 @@ def test_on_top_of_nothing_it_has_pairs_of_its_own(script):
 
 
 def test_no_time_left_for_what_comes_on_top(script, monkeypatch):
-    monkeypatch.setattr(search._Search, "arm", fast_arm(search._Search.arm))
+    monkeypatch.setattr(fresh.FreshRuns, "measure", slow(fresh.FreshRuns.measure))
     log, _, _, verdicts = on_top(script, 450.0)
     assert verdicts["cudnn_benchmark"].status == "skipped"
     assert any("on top of what is kept" in note for note in log.notes)
 
 
-def fast_arm(arm):
+def slow(measure):
     def measured(self, *args, **more):
-        found = arm(self, *args, **more)
-        self._arm_s = 1e9  # as if each had taken that long
+        found = measure(self, *args, **more)
+        self.last_s = 1e9  # as if each had taken that long
         return found
 
     return measured
@@ -595,17 +593,18 @@ def test_out_of_time(script):
 
 @pytest.mark.parametrize(("step_s", "seconds"), [(0.001, 50.0), (0.4, 4 * (5 + 42 * 0.4)), (60.0, 100.0), (None, 50.0)])
 def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_s, seconds):
-    assert search._stack_reserve_s(step_s, 200.0, start_s=5.0) == pytest.approx(seconds)
+    found = budget.Budget(whole_s=200.0, until=0.0, step_s=step_s)
+    assert found.stack_s(start_s=5.0) == pytest.approx(seconds)
 
 
 def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
-    monkeypatch.setattr(search, "_stack_reserve_s", lambda step_s, max_time_s, start_s: start_s)
+    monkeypatch.setattr(budget.Budget, "stack_s", lambda self, start_s: start_s)
     monkeypatch.setattr(records, "spent", lambda run_dir: {spent.START: 20.0})
     script.steps_a_life = 1
     script.verdicts = {"tf32": "reverted", "compile": "reverted"}
     apply(script, "tf32", "compile", max_time_s=200.0)
     first, second = (s.deadline_unix_s for s in script.launches if s.mode == "search")
-    assert first - second == pytest.approx(20.0 - search.ARM_START_S, abs=1.0)
+    assert first - second == pytest.approx(20.0 - budget.START_S, abs=1.0)
 
 
 def test_ctrl_c_writes_what_is_proved_so_far(script):
@@ -659,64 +658,201 @@ def test_the_users_files_are_put_back_after_every_child(script, tmp_path_factory
     assert log.files_written == (str(users.resolve()),)
 
 
-# -- run ------------------------------------------------------------------------------------------------------------
+# -- what must not be lost ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """This machine, and a plan that was proved on it."""
-    text = "NVIDIA H200 sm_90 torch 2.11"
-    monkeypatch.setattr(search, "_environment_text", lambda: text)
-    monkeypatch.setattr(planfile, "kernels_hash", lambda: "k0")
-    trained = tmp_path / "train.py"
-    trained.write_text("pass")
-    items = (
-        PlanItem(transform="tf32", status="kept"),
-        PlanItem(transform="fused_bn_act", status="kept"),
-        PlanItem(transform="compile", status="reverted"),
+def measured_with(script, change):
+    """`change(names, turn, found)` alters what fresh runs leave."""
+    inner, turns = script.measure, []
+
+    def measure(session):
+        ended = inner(session)
+        names = tuple(item.transform for item in session.kept)
+        turns.append(names)
+        path = script.run_dir / records.MEASURE_FILE
+        if path.exists():
+            storage.save(path, change(names, turns.count(names), storage.load(path, records.Measurement)))
+        return ended
+
+    script.measure = measure
+
+
+def without(found, name):
+    applied = tuple(n for n in found.applied if n != name)
+    return dataclasses.replace(found, applied=applied, left_out={name: "no module was seen"})
+
+
+def test_nothing_is_lost_where_fresh_runs_can_apply_none_of_what_is_kept(script):
+    script.verdicts = {"tf32": "kept", "compile": "reverted"}
+    measured_with(script, lambda names, turn, found: without(found, "tf32") if names else found)
+    script.step_us[("tf32",)] = 1100.0
+    log, _, code, verdicts = apply(script, "tf32", "compile")
+    assert verdicts["tf32"].status == "inconclusive"
+    assert "no module was seen" in verdicts["tf32"].reason
+    assert verdicts["compile"].status == "reverted"
+    assert log.stack.passed is None
+    assert code == 4
+
+
+def test_the_stack_is_proved_by_runs_that_had_what_is_kept_and_no_more(script):
+    """Planted: the change that one of two runs could not apply is what made the other one fast."""
+    script.verdicts = {"tf32": "kept", "compile": "kept"}
+    script.step_us |= {("tf32", "compile"): 500.0, ("tf32",): 990.0}
+
+    def change(names, turn, found):
+        if "compile" not in names or turn == 1:
+            return found
+        steps = tuple(1.98 * t for t in found.step_us)
+        return without(dataclasses.replace(found, step_us=steps, every_us=steps), "compile")
+
+    measured_with(script, change)
+    log, _, _, verdicts = apply(script, "tf32", "compile")
+    assert verdicts["compile"].status == "inconclusive"
+    assert log.stack.speedup < 1.1
+    assert log.stack.stack_us == pytest.approx((990.0,) * len(log.stack.stack_us), rel=0.02)
+
+
+def test_a_fault_in_a_fresh_run_is_not_the_next_candidates(script):
+    script.restart_only = {"loader_workers"}
+    script.step_us[("loader_workers",)] = None
+    script.verdicts = {"tf32": "reverted"}
+    inner = script.__call__
+
+    def launch(command, session, *, on_progress, **more):
+        if session.mode == "measure" and session.kept:
+            on_progress({"event": "fault", "error": "KeyError: 1"})
+        return inner(command, session, **more)
+
+    log, _, _ = search.apply_search(
+        COMMAND,
+        [candidate("loader_workers"), candidate("tf32")],
+        None,
+        run_dir=script.run_dir,
+        say=lambda text: None,
+        launch=launch,
     )
-    hashes = PlanHashes(script=planfile.script_hash(trained), model="m0", environment=text, kernels="k0")
-    plan = Plan(script=str(trained), argv=(), created="now", items=items, hashes=hashes)
-    return ScriptCommand(argv=("python", str(trained)), name=str(trained)), plan
+    assert [(v.transform, v.status) for v in log.verdicts] == [("loader_workers", "failed"), ("tf32", "reverted")]
 
 
-def run_plan(command, plan, tmp_path, *, code=0, **more):
-    sessions, said = [], []
+def test_of_two_settings_the_one_that_asked_for_fresh_runs_has_them(script):
+    few, many = (candidate("loader_workers", parameters={"workers": n}) for n in ("2", "8"))
+    tried = []
 
-    def launch(command, session):
-        sessions.append(session)
-        return Exit(code=code)
+    def search_process(session):
+        for item in session.candidates:
+            if item.parameters["workers"] == "2":
+                found = Verdict(
+                    transform=item.transform,
+                    status="not applicable",
+                    reason="it has two",
+                    parameters=dict(item.parameters),
+                )
+                records.save_verdict(script.run_dir, found)
+                continue
+            storage.save(script.run_dir / records.SEARCH_FILE, records.SearchRecord(restart=item.transform))
+            records.save_current(
+                script.run_dir, records.InTrial(transform=item.transform, parameters=dict(item.parameters))
+            )
+            return script.stops
+        storage.save(script.run_dir / records.SEARCH_FILE, records.SearchRecord(complete=True))
+        return script.stops
 
-    (tmp_path / "run").mkdir(exist_ok=True)
-    ended = search.run_plan(
-        command, tmp_path / "plan.yaml", plan, run_dir=tmp_path / "run", say=said.append, launch=launch, **more
-    )
-    return ended, sessions[0], said
+    def change(names, turn, found):
+        tried.append(names)
+        return found
+
+    script.search = search_process
+    script.step_us[("loader_workers",)] = 1300.0
+    measured_with(script, change)
+    log, *_ = apply(script, few, many)
+    found = {v.parameters["workers"]: v.status for v in log.verdicts}
+    assert found == {"2": "not applicable", "8": "reverted"}
 
 
-def test_a_plan_that_fits_is_handed_to_the_script(machine, tmp_path):
-    ended, session, said = run_plan(*machine, tmp_path, code=7)
-    assert ended == 7
-    assert [i.transform for i in session.kept] == ["tf32", "fused_bn_act"]
-    assert (session.mode, session.model_hash, session.protect_files) == ("run", "m0", False)
-    assert said == []
+def test_ctrl_c_while_the_stack_is_taken_apart_takes_nothing_back(script):
+    script.verdicts = {"tf32": "kept", "channels_last": "kept"}
+    script.step_us[("tf32", "channels_last")] = 1100.0
+    inner = script.measure
+
+    def measure(session):
+        if tuple(item.transform for item in session.kept) == ("tf32",):
+            return Exit(code=130, signal=int(signal.SIGINT))
+        return inner(session)
+
+    script.measure = measure
+    log, _, code, verdicts = apply(script, "tf32", "channels_last")
+    assert verdicts["channels_last"].status == "reverted"
+    assert verdicts["tf32"].status == "kept"
+    assert log.stack.passed is None
+    assert "interrupted" in log.stack.detail
+    assert code == 4
 
 
-def test_what_changed_is_named_and_its_items_fall_back(machine, tmp_path):
-    command, plan = machine
-    elsewhere = dataclasses.replace(
-        plan, hashes=dataclasses.replace(plan.hashes, environment="NVIDIA A100 sm_80 torch 2.9")
-    )
-    _, session, said = run_plan(command, elsewhere, tmp_path)
-    assert session.kept == ()
-    assert "A100" in said[0]
-    kernels = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, kernels="old"))
-    _, session, said = run_plan(command, kernels, tmp_path)
-    assert [i.transform for i in session.kept] == ["tf32"]
-    assert any("fused_bn_act" in text for text in said)
-    edited = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, script="0" * 64))
-    _, session, said = run_plan(command, edited, tmp_path)
-    assert len(session.kept) == 2
-    assert "script" in said[0]
-    with pytest.raises(AdvisorError, match="script's text has changed"):
-        run_plan(command, edited, tmp_path, strict=True)
+def half_timed(**more):
+    return records.InTrial(transform="tf32", phase="timing", **more)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "status"),
+    [
+        ({"off_us": (100.0, 101.0, 100.0, 102.0), "on_us": (150.0, 151.0, 149.0, 150.0)}, "reverted"),
+        # Steps in bursts: what medians say is not the rate, which hardly differs.
+        (
+            {
+                "off_us": (100.0, 101.0, 100.0, 102.0),
+                "on_us": (150.0, 151.0, 149.0, 150.0),
+                "off_mean_us": (200.0, 201.0, 199.0, 200.0),
+                "on_mean_us": (199.0, 202.0, 198.0, 200.0),
+                "bursty": 8,
+            },
+            "inconclusive",
+        ),
+    ],
+)
+def test_pairs_are_not_lost_when_the_process_that_would_go_on_finds_no_time_left(script, pairs, status):
+    def half_way(session):
+        records.save_current(script.run_dir, half_timed(**pairs))
+        script.verdicts["tf32"] = too_late
+        return Exit(code=0)
+
+    def too_late(session):
+        storage.save(script.run_dir / records.SEARCH_FILE, records.SearchRecord(out_of_time=True))
+        return script.stops
+
+    script.verdicts = {"tf32": half_way}
+    log, _, _, verdicts = apply(script, "tf32")
+    assert verdicts["tf32"].status == status
+    assert verdicts["tf32"].reason.startswith("out of time: ")
+    assert verdicts["tf32"].gain is not None
+    assert not log.complete
+
+
+def test_where_a_file_cannot_be_put_back_the_script_is_not_started_again(script, monkeypatch):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us[("tf32",)] = 500.0
+    monkeypatch.setattr(files, "restore", lambda run_dir: ("best.pt: Permission denied",))
+    log, _, code, _ = apply(script, "tf32", "compile")
+    assert len(script.launches) == 1
+    assert any("best.pt: Permission denied" in note for note in log.notes)
+    assert log.stack is None or log.stack.passed is None
+    assert code == 4
+
+
+def test_an_error_in_between_leaves_what_is_proved(script):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us[("tf32",)] = 500.0
+    inner = script.measure
+
+    def measure(session):
+        if session.kept:
+            raise OSError("no space left on device")
+        return inner(session)
+
+    script.measure = measure
+    with pytest.raises(OSError, match="no space left"):
+        apply(script, "tf32")
+    log = storage.load(script.run_dir / "trials.json", TrialLog)
+    assert [(v.transform, v.status) for v in log.verdicts] == [("tf32", "kept")]
+    assert not log.complete
+    assert any("no space left" in note for note in log.notes)
+    assert [i.status for i in planfile.read(script.run_dir / "plan.yaml").items] == ["kept"]

@@ -1,0 +1,66 @@
+"""The time that a search may take, and how it is divided between trials and the proof of what they keep."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from advisor.core.profile import StepProfile
+from advisor.trials import fresh, proof
+
+# Of the time allowed this share is kept for the comparison of the stack, which alone decides what the plan says.
+STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
+# And no more than this one for the stack without each of its items: it explains what is proved already. With rounds more
+# is kept, and each item costs two fresh runs of 8 s on an H200: a fifth would take `apply` on a ResNet-50 past four minutes.
+LEFT_OUT_SHARE = 0.1
+# Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200; 12 to
+# 16 s where the kept changes are captured and other work runs on the machine, so what starts have taken counts where it is more.
+START_S = 5.0
+# A trial may take this share of the whole, and 120 s where there is less: torch.compile's first step takes 46 to 82 s for
+# ResNet-50 class models on an H200. But never more than there is before the stack's turn.
+TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
+# First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
+LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The time of one search. Instants are `time.time()`."""
+
+    whole_s: float
+    until: float  # no further round of the stack's comparison begins after this
+    step_s: float | None = None  # of the plain script
+
+    @classmethod
+    def from_now(cls, whole_s: float, profile: StepProfile | None) -> Budget:
+        """The search begins now."""
+        step = profile.wall_us or profile.step_us if profile is not None else None
+        return cls(whole_s=whole_s, until=time.time() + whole_s, step_s=step.median / 1e6 if step is not None else None)
+
+    @property
+    def trial_s(self) -> float:
+        """The most that one trial may take."""
+        before_the_stack = max(self.whole_s - self.stack_s(START_S), 1.0)
+        return min(max(TRIAL_LEAST_S, TRIAL_SHARE * self.whole_s), before_the_stack)
+
+    def stack_s(self, start_s: float) -> float:
+        """What the comparison of the stack needs: its fresh runs at the plain script's step time, up to half of the whole."""
+        steps = fresh.WARMUP + fresh.STEPS
+        runs_s = len(proof.ROUND) * (start_s + steps * self.step_s) if self.step_s is not None else 0.0
+        return max(STACK_LEAST_S, STACK_SHARE * self.whole_s, min(runs_s, STACK_MOST_SHARE * self.whole_s))
+
+    def candidates_until(self, start_s: float) -> float:
+        """When no new candidate begins: then it is the turn of the stack's comparison. `start_s`: what starts have taken."""
+        return self.until - min(self.whole_s, self.stack_s(max(START_S, start_s)))
+
+    def left_out_until(self) -> float:
+        """When, beginning now, the stack is no longer run without one of its items."""
+        return min(self.until, time.time() + LEFT_OUT_SHARE * self.whole_s)
+
+    def too_short_for(self, transform: str) -> str:
+        """Why a trial of this transform would be cut off before its first step; "" where nothing is known against it."""
+        first_s = LONG_FIRST_STEP_S.get(transform, 0.0)
+        if first_s <= self.trial_s:
+            return ""
+        needed = first_s / TRIAL_SHARE / 60
+        return f"its first step takes about {first_s / 60:.0f} min; give it time with --max-time {needed:.0f}m"

@@ -1,0 +1,51 @@
+"""One fresh process: the script from its start with some changes on, timed for a while, its losses noted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError
+from advisor.core.plan import PlanItem
+from advisor.trials import records
+from advisor.trials.script import GRACE_S, Script
+
+# A fresh process is timed after this many steps (changes that wait for the optimizer's state settle within six), for so many,
+# which bounds one on a fast GPU at its start-up, and at 40 steps of 120 ms for a ResNet-50 in fp32.
+WARMUP, STEPS = 12, 30
+SEED = 20_240_229
+TIMEOUT_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class FreshRuns:
+    """Starts `script` for one measurement at a time; `trial_s` is what a first step with a change may take."""
+
+    script: Script
+    trial_s: float
+    last_s: float = 0.0  # what the latest one took, its start included
+
+    def measure(self, phase: str, kept: Sequence[PlanItem], turn: int = 0) -> records.Measurement | None:
+        """One fresh process with these changes, seeded by its turn; None when it gave no measurement."""
+        path = self.script.run_dir / records.MEASURE_FILE
+        path.unlink(missing_ok=True)
+        began = time.time()
+        ended = self.script.start(
+            "measure",
+            phase=phase,
+            kept=tuple(kept),
+            warmup=WARMUP,
+            steps=STEPS,
+            seed=SEED + turn,
+            timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
+        )
+        self.last_s = time.time() - began
+        if ended.failed:
+            return None
+        try:
+            found = storage.load(path, records.Measurement)
+        except AdvisorError:
+            return None
+        return found if found.step_us and found.every_us else None

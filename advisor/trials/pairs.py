@@ -1,0 +1,117 @@
+"""A trial in pairs of fresh processes, of what must be on from the script's start: loader workers, process groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from advisor.core.findings import Recommendation, Semantics
+from advisor.core.plan import PlanItem
+from advisor.core.verdict import Blocks, Check, Verdict
+from advisor.trials import fresh, losses, planner, records, spent
+from advisor.trials.fresh import FreshRuns
+from advisor.trials.records import Measurement
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, PROCESS_STAGES, REVERTED, Decision, decide
+
+
+@dataclass(slots=True, eq=False)
+class _Pairs:
+    """Runs without the candidate and with it; pair i is (off[i], on[i])."""
+
+    off: list[Measurement] = field(default_factory=list)
+    on: list[Measurement] = field(default_factory=list)
+
+    @property
+    def times_us(self) -> list[tuple[float, float]]:
+        # Epoch starts count here: they are what worker processes make longer or shorter.
+        return [(fmean(a.every_us), fmean(b.every_us)) for a, b in zip(self.off, self.on, strict=True)]
+
+
+def try_in_pairs(
+    runs: FreshRuns,
+    candidate: Recommendation,
+    kept: Sequence[PlanItem],
+    *,
+    min_gain: float,
+    max_pairs: int,
+    until: float,
+) -> Verdict | None:
+    """The verdict on a candidate on top of `kept`; None when the search is over before there is one.
+
+    Args:
+        until: `time.time()` at which no further pair begins.
+    """
+    pairs = _Pairs()
+    found = _decided(runs, candidate, kept, pairs, min_gain=min_gain, max_pairs=max_pairs, until=until)
+    if found is None:
+        return None
+    status, reason, numerics = found.status, found.reason, None
+    if status == KEPT:
+        numerics = losses.compare(
+            [m.losses for m in pairs.off],
+            [m.losses for m in pairs.on],
+            precision=candidate.semantics is Semantics.PRECISION,
+        )
+        if numerics.passed is False:
+            status, reason = REVERTED, f"it changes the training: {numerics.detail}"
+        elif numerics.passed is None:
+            status, reason = INCONCLUSIVE, f"its losses could not be compared: {numerics.detail}"
+    times_us = pairs.times_us
+    return records.verdict_on(
+        candidate,
+        status,
+        reason,
+        gain=found.gain,
+        effect=Check(passed=True, detail="on from the start in fresh runs") if pairs.on else None,
+        numerics=numerics,
+        timing=Check(passed=status == KEPT, detail=reason) if times_us else None,
+        blocks=Blocks(
+            off_us=tuple(off for off, _ in times_us),
+            on_us=tuple(on for _, on in times_us),
+            steps_per_block=fresh.STEPS,
+        ),
+    )
+
+
+def _decided(
+    runs: FreshRuns,
+    candidate: Recommendation,
+    kept: Sequence[PlanItem],
+    pairs: _Pairs,
+    *,
+    min_gain: float,
+    max_pairs: int,
+    until: float,
+) -> Decision | None:
+    """Run pairs, in ABBA order, until they decide; they are added to `pairs`."""
+    item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
+    script, title = runs.script, planner.title(candidate.transform)
+
+    def ended(status: str, reason: str) -> Decision:
+        return Decision(status, None, None, reason)
+
+    while time.time() < until:
+        number = len(pairs.on) + 1
+        arms: dict[bool, Measurement] = {}
+        for on in (False, True) if number % 2 else (True, False):
+            script.say(f"{title}: fresh runs, pair {number}, {'with' if on else 'without'} it")
+            found = runs.measure(spent.PAIRS, (*kept, item) if on else kept)
+            if script.over:
+                return None
+            if found is None:
+                told = "a fresh run with it gave no measurement" if on else "fresh runs gave no measurement"
+                return ended("failed", told)
+            arms[on] = found
+        if candidate.transform not in arms[True].applied:
+            return ended("not applicable", arms[True].left_out.get(candidate.transform, "it was not applied"))
+        pairs.off.append(arms[False])
+        pairs.on.append(arms[True])
+        times_us = pairs.times_us
+        if len(times_us) == 2 and all(on >= off for off, on in times_us):
+            return ended(REVERTED, "no faster in either of two pairs of fresh runs")
+        decision = decide(times_us, min_gain, max_pairs=min(max_pairs, PROCESS_STAGES[-1]), stages=PROCESS_STAGES)
+        if decision.status != MORE:
+            return decision
+    return ended(INCONCLUSIVE, "no time was left for it")

@@ -1,0 +1,226 @@
+"""Search processes, one after the other, until each candidate has a verdict.
+
+In each one live.py tries what is left. One that ends too early, or dies, is followed by another; whoever was on trial when
+it died is to blame, unless nobody comes to a verdict any more: then it is the script.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from advisor.core.findings import Interval, Recommendation
+from advisor.core.verdict import Blocks
+from advisor.profiling.launcher import Exit
+from advisor.trials import planner, records
+from advisor.trials.budget import Budget
+from advisor.trials.fresh import FreshRuns
+from advisor.trials.pairs import try_in_pairs
+from advisor.trials.records import InTrial
+from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script, last_line
+from advisor.trials.statistics import INCONCLUSIVE, REVERTED, decide
+
+# Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
+IDLE_STARTS = 3  # the blocks are halved twice until then
+# Crashes in a row, each with another candidate on, before the script itself is blamed.
+CRASHES = 4
+# The least that a search process gets, however late it is.
+LEAST_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class SearchProcesses:
+    """Tries candidates on `script`; `try_all` once a round, then what came of it is in the fields."""
+
+    script: Script
+    budget: Budget
+    runs: FreshRuns
+    min_gain: float
+    max_pairs: int
+    late: bool = False  # candidates were left when their time was up
+    ended_early: int = 0  # processes whose script came to its own end
+    restarted: set[str] = field(default_factory=set)  # transforms that only fresh processes could try
+    on_top: list[Recommendation] = field(default_factory=list)  # and candidates among them whose turn comes last
+    _crashes: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more can be tried: no time, no script that runs, or the user has said so."""
+        return self.late or self.script.failed or self.script.over
+
+    @property
+    def deadline(self) -> float:
+        """`time.time()` at which no new candidate begins."""
+        return self.budget.candidates_until(self.script.start_s)
+
+    def try_all(self, candidates: Sequence[Recommendation]) -> None:
+        """Afterwards each candidate has a verdict on disk, or waits in `on_top`, or the search has ended."""
+        idle = 0
+        while not self.ended:
+            left = [c for c in records.untried(self.script.run_dir, candidates) if c not in self.on_top]
+            if not left:
+                return
+            if time.time() >= self.deadline:
+                self.late = True
+            else:
+                idle = 0 if self._process(left) else idle + 1
+                if idle >= IDLE_STARTS:
+                    self._give_up(left)
+                    idle = 0
+        if self.late:
+            self._look_last(candidates)
+
+    def try_alone(self, candidate: Recommendation) -> None:
+        """Try a candidate that must be on from the start in pairs of fresh processes."""
+        verdict = try_in_pairs(
+            self.runs,
+            candidate,
+            records.kept_items(self.script.run_dir),
+            min_gain=self.min_gain,
+            max_pairs=self.max_pairs,
+            until=self.deadline,
+        )
+        if verdict is not None:
+            records.save_verdict(self.script.run_dir, verdict)
+            self.script.say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
+
+    def _process(self, left: Sequence[Recommendation]) -> bool:
+        """One search process for what is left; whether it got on with it."""
+        run_dir, before = self.script.run_dir, self._progress()
+        verdicts = len(records.verdicts(run_dir))
+        (run_dir / records.SEARCH_FILE).unlink(missing_ok=True)
+        (run_dir / records.TRIALS_DIR / records.FAULT_FILE).unlink(missing_ok=True)
+        ended = self.script.start(
+            "search",
+            candidates=tuple(left),
+            kept=records.kept_items(run_dir),
+            min_gain=self.min_gain,
+            max_pairs=self.max_pairs,
+            trial_timeout_s=self.budget.trial_s,
+            deadline_unix_s=self.deadline,
+            timeout_s=max(LEAST_S, self.deadline - time.time()) + self.budget.trial_s + GRACE_S,
+        )
+        record = records.load_search(run_dir)
+        if record is not None:
+            self.script.model_hash = record.model_hash or self.script.model_hash
+            self.script.notes += [note for note in record.notes if note not in self.script.notes]
+            self.late = self.late or record.out_of_time
+            self.on_top += [c for c in left if c.transform in record.on_top]
+        if self.script.over:
+            return True
+        # Another setting of the same transform may have had its verdict in this process already.
+        asking = record.restart if record is not None else ""
+        restart = next((c for c in records.untried(run_dir, left) if c.transform == asking), None)
+        if restart is not None:
+            self.restarted.add(restart.transform)
+            records.clear_current(run_dir)
+            self.try_alone(restart)
+            return True
+        if ended.fault:
+            reason = f"advisor switched itself off: {ended.fault}"
+            self._conclude(records.load_current(run_dir) or _in_trial(left[0]), left, "failed", reason)
+            return True
+        if ended.failed and not ended.exit.stopped_by_advisor:
+            self._crashes = self._crashes + 1 if len(records.verdicts(run_dir)) == verdicts else 1
+            self._crashed(ended.exit, left)
+            return True
+        self.ended_early += not ended.exit.stopped_by_advisor
+        return self._progress() != before
+
+    def _progress(self) -> tuple[object, ...]:
+        current = records.load_current(self.script.run_dir)
+        pairs = (current.transform, len(current.off_us)) if current is not None else ()
+        return len(records.verdicts(self.script.run_dir)), pairs
+
+    def _crashed(self, ended: Exit, left: Sequence[Recommendation]) -> None:
+        script = self.script
+        current = records.load_current(script.run_dir)
+        if current is None:
+            script.failed = True
+            script.notes.append(
+                f"the script ended with exit code {ended.code} in the search; see {records.OUTPUT_FILE}"
+            )
+            return
+        traced = current.phase == "effect" and current.traced
+        if self._crashes < CRASHES and traced and ended.signal in TRACER_FAULTS:
+            # As likely the tracer's fault as the candidate's. Once more, without.
+            records.save_current(script.run_dir, dataclasses.replace(current, traced=False))
+            where = records.native_fault(script.run_dir)
+            script.notes.append(
+                f"the process died of signal {ended.signal} while the effect of {planner.title(current.transform)} "
+                f"was traced{f' ({where})' if where else ''}; its effect was judged without a trace"
+            )
+            return
+        if self._crashes >= CRASHES:
+            # One candidate after the other "fails" without any of them coming to a verdict: it is the script.
+            script.failed = True
+            script.notes.append(
+                f"the search ended: the script failed {CRASHES} times in a row; see {records.OUTPUT_FILE}"
+            )
+        self._conclude(current, left, *self._blame(ended, current))
+
+    def _blame(self, ended: Exit, current: InTrial) -> tuple[str, str]:
+        """Status and reason of the candidate on trial when the process died."""
+        if ended.signal == getattr(signal, "SIGALRM", None) or ended.timed_out:
+            if time.time() >= self.deadline:
+                return INCONCLUSIVE, f"out of time in its {current.phase}; give it more with --max-time"
+            return "failed", f"its {current.phase} did not end within {current.limit_s:.0f} s"
+        if ended.signal == signal.SIGKILL:
+            return "failed", f"the process was killed in its {current.phase}; the machine may have run out of memory"
+        if ended.signal:
+            where = records.native_fault(self.script.run_dir)
+            told = f"the process died of signal {ended.signal} in its {current.phase}"
+            return "failed", f"{told} ({where})" if where else told
+        last = last_line(self.script.run_dir / records.OUTPUT_FILE)
+        return "failed", f"the script failed in its {current.phase}" + (f": {last}" if last else "")
+
+    def _look_last(self, candidates: Sequence[Recommendation]) -> None:
+        """A trial that the script's end had cut short, and time now ends: what its pairs say is its verdict."""
+        current = records.load_current(self.script.run_dir)
+        if current is None or not current.pairs:
+            return
+        last = decide(current.pairs, self.min_gain, max_pairs=self.max_pairs, last=True)
+        status = REVERTED if last.status == REVERTED else INCONCLUSIVE
+        self._conclude(current, candidates, status, f"out of time: {last.reason}", last.gain)
+
+    def _give_up(self, left: Sequence[Recommendation]) -> None:
+        current = records.load_current(self.script.run_dir) or _in_trial(left[0])
+        reason = "the script ends before a trial fits into it; let it run for more steps"
+        self._conclude(current, left, INCONCLUSIVE, reason)
+
+    def _conclude(
+        self,
+        current: InTrial,
+        candidates: Sequence[Recommendation],
+        status: str,
+        reason: str,
+        gain: Interval | None = None,
+    ) -> None:
+        """The candidate on trial has this verdict. It may be several as one, which no candidate stands for."""
+        as_tried = Recommendation(transform=current.transform, parameters=current.parameters)
+        candidate = next((c for c in candidates if planner.identity(c) == planner.identity(as_tried)), as_tried)
+        pairs = current.pairs
+        verdict = records.verdict_on(
+            candidate,
+            status,
+            reason,
+            gain=gain,
+            numerics=current.numerics,
+            effect=current.effect,
+            first_step_us=current.first_step_us,
+            blocks=Blocks(
+                off_us=tuple(off for off, _ in pairs),
+                on_us=tuple(on for _, on in pairs),
+                steps_per_block=current.steps_per_block,
+            ),
+        )
+        records.save_verdict(self.script.run_dir, verdict)
+        records.clear_current(self.script.run_dir)
+        self.script.say(f"{verdict.title}: {status}, {reason}")
+
+
+def _in_trial(candidate: Recommendation) -> InTrial:
+    return InTrial(transform=candidate.transform, parameters=dict(candidate.parameters))

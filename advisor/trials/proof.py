@@ -1,0 +1,100 @@
+"""What fresh runs of two kinds, without some changes and with them, say of those changes: times and losses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from advisor.core.findings import Interval, Semantics
+from advisor.core.plan import PlanItem
+from advisor.core.verdict import StackVerdict
+from advisor.trials import losses
+from advisor.trials.records import Measurement
+from advisor.trials.statistics import bursty, median, process_speedup
+
+# One round of the comparison, in the order that cancels drift.
+PLAIN, STACK = "plain", "stack"
+ROUND = (PLAIN, STACK, STACK, PLAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The kept changes together against the plain script: the verdict, and the runs that it rests on."""
+
+    verdict: StackVerdict
+    plain: tuple[Measurement, ...] = ()
+    stack: tuple[Measurement, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """The kept changes are faster together, and train as the plain script does."""
+        return self.verdict.passed is True
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as long a step takes in the slow runs; None where too few steps were timed. Centres of each run, µs."""
+
+    bounds: tuple[float, float, float] | None  # low, point, high
+    slow_us: tuple[float, ...]
+    fast_us: tuple[float, ...]
+
+    def saved(self, basis: str) -> Interval | None:
+        """The share of the slow runs' step that the fast ones save."""
+        if self.bounds is None:
+            return None
+        return Interval(low=1.0 - 1.0 / self.bounds[0], high=1.0 - 1.0 / self.bounds[2], basis=basis)
+
+
+def ratio(slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: bool) -> Ratio:
+    """Compare step times; `flow`: by the whole flow of steps, as must be where the loader was changed.
+
+    Where batches come in bursts, too, only the flow tells the rate.
+    """
+    flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
+    slow_steps, fast_steps = ([m.every_us if flow else m.step_us for m in runs] for runs in (slow, fast))
+    centre = fmean if flow else median
+    bounds = process_speedup(slow_steps, fast_steps, means=flow)
+    return Ratio(bounds, tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps)))
+
+
+def judge(
+    plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem], *, flow: bool
+) -> StackVerdict:
+    """Whether the runs with `kept` are certainly faster than the plain ones, and train alike."""
+    if not stack:
+        return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
+    found = ratio(plain, stack, flow=flow)
+    low, point, high = found.bounds or (None, None, None)
+    precision = any(item.semantics == Semantics.PRECISION.value for item in kept)
+    check = losses.compare([m.losses for m in plain], [m.losses for m in stack], precision=precision)
+    # Steps whose loss cannot be seen (hand-written gradients) have the numeric gate of each change as their proof.
+    passed: bool | None = True
+    detail = check.detail
+    if low is None or point is None:
+        passed, detail = False, "too few steps were timed in fresh runs"
+    elif check.passed is False:
+        passed = False
+    elif low <= 1.0:
+        # Above 1 but not beyond noise leaves it open; more runs may tell.
+        passed = None if point > 1.0 else False
+        detail = f"not faster beyond noise in fresh runs ({point:.2f}×, {low:.2f} to {high:.2f})"
+    batch = plain[0].batch_size
+    return StackVerdict(
+        passed=passed,
+        detail=detail,
+        plain_us=found.slow_us,
+        stack_us=found.fast_us,
+        speedup=point,
+        speedup_low=low,
+        speedup_high=high,
+        samples_per_s_plain=_rate(batch, found.slow_us),
+        samples_per_s_stack=_rate(batch, found.fast_us),
+        losses_plain=plain[0].losses,
+        losses_stack=stack[0].losses,
+    )
+
+
+def _rate(batch: int, steps_us: Sequence[float]) -> float | None:
+    return batch / fmean(steps_us) * 1e6 if batch and steps_us else None

@@ -1,0 +1,80 @@
+"""Training with a proven plan, as long as it fits what it was proved on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from advisor.core.errors import AdvisorError
+from advisor.core.plan import Plan, PlanHashes
+from advisor.ops import catalog
+from advisor.profiling import environment, launcher
+from advisor.profiling.launcher import ScriptCommand
+from advisor.profiling.session import Session
+from advisor.trials import planfile, records
+from advisor.trials.script import Launch, Say
+from advisor.trials.statistics import KEPT
+
+# Transforms that put bundled CUDA sources in place: their proof is of those sources.
+_OWN_KERNELS = frozenset(catalog.transforms())
+
+
+def run_plan(
+    command: ScriptCommand,
+    path: Path,
+    plan: Plan,
+    *,
+    run_dir: Path,
+    strict: bool = False,
+    say: Say,
+    launch: Launch = launcher.launch,
+) -> int:
+    """Train with the plan to the end; returns the script's own exit code.
+
+    Another machine, torch or model: the plan's proof does not hold, so the plain script trains, and why is said. Another
+    script text alone is said too; each item is still matched against the live model.
+
+    Raises:
+        AdvisorError: with `strict`, when anything has changed since the plan was proved.
+    """
+    kept = tuple(item for item in plan.items if item.status == KEPT)
+    own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
+    now = PlanHashes(
+        script=planfile.script_hash(Path(command.name)),
+        environment=_environment_text(),
+        kernels=planfile.kernels_hash(),
+    )
+    changed = planfile.mismatches(plan.hashes, now, uses_kernels=bool(own_kernels))
+    if changed and strict:
+        raise AdvisorError(
+            f"{path} does not fit: " + "; ".join(changed),
+            expected="what it was proved on",
+            fix="Prove it again with `advisor apply --auto`, or leave --strict out.",
+        )
+    for change in changed:
+        say(f"plan: {change}")
+    if plan.hashes.environment and now.environment and plan.hashes.environment != now.environment:
+        say("its gains are not proved here, so the plain script trains; prove a plan here with `advisor apply --auto`")
+        kept = ()
+    elif plan.hashes.kernels and plan.hashes.kernels != now.kernels and own_kernels:
+        say("training without " + ", ".join(item.transform for item in own_kernels))
+        kept = tuple(item for item in kept if item not in own_kernels)
+    if not kept:
+        say("the plan has no change to apply; the plain script trains")
+    session = Session(
+        mode="run",
+        run_dir=str(run_dir),
+        script=command.words[0],
+        argv=command.words[1:],
+        kept=kept,
+        strict=strict,
+        model_hash=plan.hashes.model,
+    )
+    planfile.write(run_dir / records.PLAN_FILE, plan)
+    return launch(command, session).code
+
+
+def _environment_text() -> str:
+    try:
+        return planfile.environment_text(environment.probe())
+    except AdvisorError:
+        return ""

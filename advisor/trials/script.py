@@ -1,0 +1,142 @@
+"""The user's script as a search starts it, again and again: its orders, what it tells, its time, its files put back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.profiling.session import Session
+from advisor.trials import files, records, spent
+
+Say = Callable[[str], None]
+Launch = Callable[..., Exit]
+
+# Steps before the first candidate: discovery looks for three, libraries set themselves up in the first.
+WARMUP_STEPS = 5
+# A process that trains on after all its limits is ended.
+GRACE_S = 60.0
+# What a profiler that goes wrong in native code ends a process with.
+TRACER_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one process of the script ended. `fault`: of advisor's own, which had switched it off there."""
+
+    exit: Exit
+    fault: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """It did not come to a good end, its own or ours."""
+        return self.exit.code != 0 or self.exit.timed_out
+
+
+@dataclass(slots=True, eq=False)
+class Script:
+    """All processes of one search, one after the other; and what is known of the script from them."""
+
+    command: ScriptCommand
+    run_dir: Path
+    launch: Launch
+    say: Say
+    notes: list[str] = field(default_factory=list)
+    model_hash: str = ""
+    seconds: Counter[str] = field(default_factory=Counter)  # by phase of spent.py
+    interrupted: bool = False
+    displaced: bool = False  # a file of the user's could not be put back
+    failed: bool = False  # whatever candidate is on
+    _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
+    _fault: str = ""
+
+    @property
+    def over(self) -> bool:
+        """No further process may be started: the user has said so, or it would find other files than the first."""
+        return self.interrupted or self.displaced
+
+    @property
+    def why_over(self) -> str:
+        """The reason for `over`, as people read it; "" where there is none."""
+        return "interrupted" if self.interrupted else "files could not be put back" if self.displaced else ""
+
+    @property
+    def start_s(self) -> float:
+        """What search processes took until their first trial; 0.0 before the first one has told."""
+        return fmean(self._starts_s) if self._starts_s else 0.0
+
+    def start(self, mode: str, *, timeout_s: float, phase: str = "", **orders: Any) -> Ended:
+        """Run the script in this mode to its end; its time counts as `phase`, or as the phases that a search tells of.
+
+        Afterwards the user's files are as they were, or `displaced` is set. Ctrl-C sets `interrupted`.
+        """
+        began, self._fault = time.monotonic(), ""
+        (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
+        session = Session(
+            mode=mode,
+            script=self.command.words[0],
+            argv=self.command.words[1:],
+            protect_files=True,
+            **{"run_dir": str(self.run_dir), "warmup": WARMUP_STEPS, **orders},
+        )
+        try:
+            ended = self.launch(
+                self.command,
+                session,
+                on_progress=self._told,
+                timeout_s=timeout_s,
+                environment=files.tracker_environment(self.run_dir),
+                output=self.run_dir / records.OUTPUT_FILE,
+            )
+        except KeyboardInterrupt:
+            ended = Exit(code=130, signal=int(signal.SIGINT))
+        finally:
+            self.put_back()
+        self._account(time.monotonic() - began, phase)
+        if ended.code == 130 or ended.signal == signal.SIGINT:
+            self.interrupted = True
+        return Ended(ended, self._fault)
+
+    def put_back(self) -> None:
+        """The user's files are as they were before the search, or `displaced` is set and a note says which are not."""
+        for problem in files.restore(self.run_dir):
+            self.notes.append(f"could not be put back: {problem}")
+            self.displaced = self.failed = True
+
+    def _account(self, wall_s: float, phase: str) -> None:
+        told = {} if phase else records.spent(self.run_dir)
+        by_phase = {phase: wall_s} if phase else spent.of_process(wall_s, told)
+        self.seconds.update(by_phase)
+        if told:
+            self._starts_s.append(by_phase[spent.START])
+
+    def _told(self, event: dict[str, Any]) -> None:
+        kind, name = event.get("event"), event.get("title") or event.get("transform")
+        if kind == "trial":
+            pairs = event.get("pairs")
+            again = f"the script had ended; going on with {name} ({pairs} pairs so far)" if pairs else ""
+            self.say(again or f"trying {name}")
+        elif kind == "verdict":
+            self.model_hash = str(event.get("model") or self.model_hash)
+            self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
+        elif kind == "fault":
+            self._fault = str(event.get("error"))
+            self.say(f"advisor switched itself off in the script: {event.get('error')}")
+
+
+def last_line(path: Path) -> str:
+    """The last line of the script's output, where Python puts the error's own text."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 8192))
+            lines = stream.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

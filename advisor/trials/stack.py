@@ -1,0 +1,265 @@
+"""The stack: all kept changes together, in fresh processes, against the plain script.
+
+First the whole is proved; what does not hold there is not kept. Then what was left for last is tried on top of it, and while
+time is left it runs without each of its items: one that it is as fast without is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from advisor.core.findings import Recommendation
+from advisor.core.plan import PlanItem
+from advisor.core.units import percent_text
+from advisor.core.verdict import Blocks, Check, StackVerdict, Verdict
+from advisor.trials import fresh, losses, planner, proof, records, spent
+from advisor.trials.budget import Budget
+from advisor.trials.fresh import FreshRuns
+from advisor.trials.proof import PLAIN, STACK, Proof, Ratio
+from advisor.trials.records import Measurement
+from advisor.trials.script import Script
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, REVERTED
+
+ROUNDS = 3  # while noise hides the answer and time is left
+TURNS = (0, 1)  # seeds of the runs without an item, or with one more: those of the stack's own
+
+
+@dataclass(slots=True, eq=False)
+class _Runs:
+    """Fresh runs so far, by kind; `begun` counts the failed ones too."""
+
+    plain: list[Measurement] = field(default_factory=list)
+    stack: list[Measurement] = field(default_factory=list)
+    begun: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class StackTrial:
+    """Each method that takes a proof returns the one that holds after it; verdicts on disk say what became of each item."""
+
+    script: Script
+    runs: FreshRuns
+    budget: Budget
+    min_gain: float
+    restarted: Set[str]  # transforms that only fresh processes could try: they change the loader
+
+    def prove(self) -> Proof | None:
+        """The kept changes together against the plain script; drops the last ones until the rest holds. None: nothing kept."""
+        kept = list(records.kept_items(self.script.run_dir))
+        if not kept or self.script.over:
+            return None
+        runs = _Runs()
+        verdict = StackVerdict(passed=None, detail="no time was left to compare the kept changes together")
+        for number in range(1, ROUNDS + 1):
+            # The first round has no deadline: without it nothing is proved.
+            if number > 1 and (verdict.passed is not None or time.time() > self.budget.until):
+                break
+            self._gather(runs, proof.ROUND, kept, f"comparing in fresh processes, round {number}")
+            if self.script.over:
+                return self._cut_short()
+            if not kept:
+                return Proof(verdict=StackVerdict(passed=None, detail="no kept change could be applied in a fresh run"))
+            if not runs.plain:
+                return self._unproved(kept, "the plain script gave no measurement in a fresh run")
+            verdict = self._judge(runs.plain, runs.stack, kept)
+        if verdict.passed is None:
+            reason = f"noise hides whether the kept changes together are faster: {verdict.detail}"
+            return self._unproved(kept, reason, verdict)
+        while verdict.passed is not True:
+            dropped = kept.pop()
+            self._revert(dropped, f"on top of the changes before it, it did not hold in fresh runs: {verdict.detail}")
+            if kept:
+                runs = _Runs(plain=runs.plain)
+                self._gather(runs, (STACK, STACK), kept, f"without {planner.title(dropped.transform)}")
+                if self.script.over:
+                    return self._cut_short()
+            if not kept:
+                return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
+            verdict = self._judge(runs.plain, runs.stack, kept)
+        return Proof(verdict=verdict, plain=tuple(runs.plain), stack=tuple(runs.stack))
+
+    def add_on_top(self, proved: Proof, candidates: Sequence[Recommendation]) -> Proof:
+        """Try what waits for the stack on top of it: runs with it beside the stack's own, with the same seeds.
+
+        Kept where they are certainly faster by `min_gain` and train as the plain script does; then they are the stack's runs.
+        """
+        script = self.script
+        for candidate in records.untried(script.run_dir, candidates):
+            if script.over or not proved.holds:
+                break
+            kept, title = records.kept_items(script.run_dir), planner.title(candidate.transform)
+            if time.time() + len(TURNS) * self.runs.last_s > self.budget.until:
+                script.notes.append(f"no time was left to try {title} on top of what is kept")
+                continue
+            item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
+            script.say(f"what is kept with {title}, in fresh processes")
+            runs = self._seeded(spent.ON_TOP, (*kept, item))
+            if script.over:
+                break
+            whole = self._judge(proved.plain, runs, (*kept, item))
+            ratio = proof.ratio(proved.stack, runs, flow=self._flow((*kept, item)))
+            numerics = losses.compare([m.losses for m in proved.stack], [m.losses for m in runs], precision=False)
+            verdict = self._on_top(candidate, runs, ratio, numerics, whole)
+            records.save_verdict(script.run_dir, verdict)
+            script.say(f"{title}: {verdict.status}, {verdict.reason}")
+            if verdict.status == KEPT:
+                proved = dataclasses.replace(proved, verdict=whole, stack=tuple(runs))
+        return proved
+
+    def leave_one_out(self, proved: Proof) -> Proof:
+        """Run the proved stack without each of its items in turn, the least of them first, while time is left.
+
+        An item without which the stack is certainly no slower by `min_gain` is dropped, if the rest is proved as well.
+        """
+        script = self.script
+        kept = list(records.kept_items(script.run_dir))
+        if not proved.holds:
+            return proved
+        until = self.budget.left_out_until()
+        verdicts = records.verdicts(script.run_dir)
+        gains = {v.transform: v.gain.low for v in verdicts if v.gain is not None}
+        known = {v.transform for v in verdicts if v.left_out_gain is not None}
+        open_items = [item for item in kept if item.transform not in known]
+        for item in sorted(open_items, key=lambda i: gains.get(i.transform, 0.0)):
+            rest, title = [i for i in kept if i is not item], planner.title(item.transform)
+            if not rest:
+                break
+            if time.time() + len(TURNS) * self.runs.last_s > until:
+                script.notes.append(f"no time was left to run the stack without {title}")
+                continue
+            script.say(f"the stack without {title}, in fresh processes")
+            runs = self._seeded(spent.LEFT_OUT, rest)
+            if script.over:
+                break
+            # Where another one does not apply without it, it is needed, whatever the runs took.
+            if len(runs) < len(TURNS) or any(m.left_out for m in runs):
+                continue
+            gain = proof.ratio(runs, proved.stack, flow=self._flow(kept)).saved("left out, fresh processes")
+            if gain is None:
+                continue
+            records.revise_kept(script.run_dir, item.transform, left_out_gain=gain)
+            if gain.high >= self.min_gain:
+                continue
+            whole = self._judge(proved.plain, runs, rest)
+            if whole.passed is True:
+                self._revert(item, "the whole stack is as fast without it")
+                script.say(f"{title}: dropped, the whole stack is as fast without it")
+                kept, proved = rest, dataclasses.replace(proved, verdict=whole, stack=tuple(runs))
+        return proved
+
+    # -- fresh runs -------------------------------------------------------------------------------------------------
+
+    def _gather(self, runs: _Runs, kinds: Sequence[str], kept: list[PlanItem], what: str) -> None:
+        """Add runs of these kinds, in this order; what they cannot apply leaves `kept`, with the runs that had it."""
+        waiting = list(kinds)
+        while waiting and kept and not self.script.over:
+            kind = waiting.pop(0)
+            self.script.say(f"{what}: {'the plain script' if kind == PLAIN else 'all kept changes'}")
+            # A seed for each turn: the plain runs then span what chance does to the losses, where the same seed twice would
+            # span nothing, and a training that rounding sends another way would look broken.
+            turn = runs.begun[kind]
+            runs.begun[kind] += 1
+            found = self.runs.measure(spent.STACK, kept if kind == STACK else (), turn=turn)
+            if found is None:
+                if kind == STACK:
+                    return
+            elif kind == PLAIN:
+                runs.plain.append(found)
+            else:
+                if self._drop_unapplied(found, kept):
+                    waiting += [STACK] * len(runs.stack)
+                    runs.stack.clear()
+                runs.stack.append(found)
+
+    def _seeded(self, phase: str, kept: Sequence[PlanItem]) -> list[Measurement]:
+        """Runs with these changes, with the seeds of the stack's own; fewer where one gave no measurement."""
+        found = []
+        for turn in TURNS:
+            run = self.runs.measure(phase, kept, turn=turn)
+            if run is None:
+                break
+            found.append(run)
+        return found
+
+    def _judge(
+        self, plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]
+    ) -> StackVerdict:
+        return proof.judge(plain, stack, kept, flow=self._flow(kept))
+
+    def _flow(self, kept: Sequence[PlanItem]) -> bool:
+        return any(item.transform in self.restarted for item in kept)
+
+    # -- what becomes of the items ----------------------------------------------------------------------------------
+
+    def _on_top(
+        self,
+        candidate: Recommendation,
+        runs: Sequence[Measurement],
+        ratio: Ratio,
+        numerics: Check,
+        whole: StackVerdict,
+    ) -> Verdict:
+        """The verdict on a candidate that these runs had on top of the stack.
+
+        Args:
+            ratio, numerics: the stack's own runs against these.
+            whole: the plain script's runs against these.
+        """
+        if len(runs) < len(TURNS):
+            return records.verdict_on(candidate, "failed", "a fresh run with it gave no measurement")
+        left_out = next((m.left_out[candidate.transform] for m in runs if candidate.transform in m.left_out), "")
+        if left_out:
+            return records.verdict_on(candidate, "not applicable", left_out)
+        gain = ratio.saved("on top, fresh processes")
+        status, reason = INCONCLUSIVE, "too few steps were timed in fresh runs"
+        if gain is not None:
+            told = f"{percent_text(gain.low)} to {percent_text(gain.high)} of the step saved on top of what is kept"
+            if gain.low > self.min_gain:
+                status, reason = KEPT, told
+            elif gain.high < self.min_gain:
+                status, reason = REVERTED, f"no gain above {percent_text(self.min_gain)}: {told}"
+            else:
+                reason = f"noise hides whether it gains {percent_text(self.min_gain)}: {told}"
+        if status == KEPT and numerics.passed is False:
+            status, reason = REVERTED, f"it changes the training: {numerics.detail}"
+        elif status == KEPT and whole.passed is not True:
+            status = REVERTED if whole.passed is False else INCONCLUSIVE
+            reason = f"with it the whole does not hold: {whole.detail}"
+        return records.verdict_on(
+            candidate,
+            status,
+            reason,
+            gain=gain,
+            effect=Check(passed=True, detail="on from the start in fresh runs"),
+            numerics=numerics,
+            timing=Check(passed=status == KEPT, detail=reason),
+            left_out_gain=gain,
+            blocks=Blocks(off_us=ratio.slow_us, on_us=ratio.fast_us, steps_per_block=fresh.STEPS),
+        )
+
+    def _cut_short(self) -> Proof:
+        """What is kept until now stays kept, unproved."""
+        detail = f"{self.script.why_over} before the kept changes were compared together"
+        return Proof(verdict=StackVerdict(passed=None, detail=detail))
+
+    def _unproved(self, kept: Sequence[PlanItem], reason: str, verdict: StackVerdict | None = None) -> Proof:
+        """Nothing stays kept that was not proved together with the rest."""
+        for item in kept:
+            self._revert(item, reason, status=INCONCLUSIVE)
+        return Proof(verdict=dataclasses.replace(verdict or StackVerdict(passed=None, detail=""), detail=reason))
+
+    def _drop_unapplied(self, found: Measurement, kept: list[PlanItem]) -> bool:
+        """Take out of `kept` what this run could not apply; whether there was any."""
+        dropped = [item for item in kept if item.transform in found.left_out]
+        for item in dropped:
+            kept.remove(item)
+            reason = f"it could not be applied in a fresh run: {found.left_out[item.transform]}"
+            self._revert(item, reason, status=INCONCLUSIVE)
+        return bool(dropped)
+
+    def _revert(self, item: PlanItem, reason: str, status: str = REVERTED) -> None:
+        records.revise_kept(self.script.run_dir, item.transform, status=status, reason=reason)

@@ -1,0 +1,70 @@
+"""`advisor run`: a plan that fits is handed to the script, and what no longer fits falls back."""
+
+import dataclasses
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.trials import planfile, run
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """This machine, and a plan that was proved on it."""
+    text = "NVIDIA H200 sm_90 torch 2.11"
+    monkeypatch.setattr(run, "_environment_text", lambda: text)
+    monkeypatch.setattr(planfile, "kernels_hash", lambda: "k0")
+    trained = tmp_path / "train.py"
+    trained.write_text("pass")
+    items = (
+        PlanItem(transform="tf32", status="kept"),
+        PlanItem(transform="fused_bn_act", status="kept"),
+        PlanItem(transform="compile", status="reverted"),
+    )
+    hashes = PlanHashes(script=planfile.script_hash(trained), model="m0", environment=text, kernels="k0")
+    plan = Plan(script=str(trained), argv=(), created="now", items=items, hashes=hashes)
+    return ScriptCommand(argv=("python", str(trained)), name=str(trained)), plan
+
+
+def run_plan(command, plan, tmp_path, *, code=0, **more):
+    sessions, said = [], []
+
+    def launch(command, session):
+        sessions.append(session)
+        return Exit(code=code)
+
+    (tmp_path / "run").mkdir(exist_ok=True)
+    ended = run.run_plan(
+        command, tmp_path / "plan.yaml", plan, run_dir=tmp_path / "run", say=said.append, launch=launch, **more
+    )
+    return ended, sessions[0], said
+
+
+def test_a_plan_that_fits_is_handed_to_the_script(machine, tmp_path):
+    ended, session, said = run_plan(*machine, tmp_path, code=7)
+    assert ended == 7
+    assert [i.transform for i in session.kept] == ["tf32", "fused_bn_act"]
+    assert (session.mode, session.model_hash, session.protect_files) == ("run", "m0", False)
+    assert said == []
+
+
+def test_what_changed_is_named_and_its_items_fall_back(machine, tmp_path):
+    command, plan = machine
+    elsewhere = dataclasses.replace(
+        plan, hashes=dataclasses.replace(plan.hashes, environment="NVIDIA A100 sm_80 torch 2.9")
+    )
+    _, session, said = run_plan(command, elsewhere, tmp_path)
+    assert session.kept == ()
+    assert "A100" in said[0]
+    kernels = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, kernels="old"))
+    _, session, said = run_plan(command, kernels, tmp_path)
+    assert [i.transform for i in session.kept] == ["tf32"]
+    assert any("fused_bn_act" in text for text in said)
+    edited = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, script="0" * 64))
+    _, session, said = run_plan(command, edited, tmp_path)
+    assert len(session.kept) == 2
+    assert "script" in said[0]
+    with pytest.raises(AdvisorError, match="script's text has changed"):
+        run_plan(command, edited, tmp_path, strict=True)
