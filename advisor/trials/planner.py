@@ -16,7 +16,7 @@ from advisor.core.verdict import Verdict
 from advisor.ops import catalog
 from advisor.transforms import registry
 
-_NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
+NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
     frozenset({"loader_workers", "uint8_batches", "prefetch"}),
@@ -26,13 +26,13 @@ STAGES: tuple[frozenset[str], ...] = (
     # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms), and what loses is not tried again.
     frozenset({"channels_last"}),
     # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
-    frozenset({*_NORMS, "conv_bias"}),
+    frozenset({*NORMS, "conv_bias"}),
     frozenset({"amp_bf16", "amp_fp16"}),
     # Graphs before what gains a few per cent: a short step that the host launches is the noisiest (ResNet-50 in bf16 on an H200: a
     # kernel's gain between −4 and 6 % of the eager step, another's between 5.7 and 7.2 % of the replayed one, six pairs each).
     frozenset({"cuda_graphs"}),
     # The other kernels are dispatched by dtype, and most win in 16-bit storage only: there they are tried once.
-    frozenset({*catalog.transforms()} - _NORMS),
+    frozenset({*catalog.transforms()} - NORMS),
     # Behind the kernels, which read some weights as they are.
     frozenset({"fused_casts"}),
     frozenset({"fused_optimizer"}),
@@ -70,13 +70,13 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
     in `after` of another comes before it, and a circle there is broken at its earliest member. What is predicted to find
     nothing to do comes last, and nothing waits for it.
     """
-    first, crowded = _bounding(profile), _crowded(profile)
+    first, graphs_last = _bounding(profile), crowded(profile)
     unique: dict[tuple[str, tuple[tuple[str, str], ...]], Recommendation] = {}
     for item in recommendations:
         unique.setdefault((item.transform, tuple(sorted(item.parameters.items()))), item)
     waiting = sorted(
         unique.values(),
-        key=lambda r: (r.transform != first, _idle(r), _stage(r.transform, crowded), -_expected(r), r.transform),
+        key=lambda r: (r.transform != first, _idle(r), _stage(r.transform, graphs_last), -expected(r), r.transform),
     )
     ordered: list[Recommendation] = []
     while waiting:
@@ -100,14 +100,15 @@ def _bounding(profile: StepProfile | None) -> str:
     return _BOUND_BY[worst] if causes[worst] / profile.step_us.median >= BOUND_FRAC else ""
 
 
-def _crowded(profile: StepProfile | None) -> bool:
+def crowded(profile: StepProfile | None) -> bool:
+    """Whether a kernel's trial under CUDA graphs would not fit the device: graphs come behind the kernels then."""
     if profile is None:
         return False
     return 0 < profile.memory.total_bytes < GRAPHED_ROOM * profile.memory.peak_allocated_bytes
 
 
-def _stage(transform: str, crowded: bool = False) -> int:
-    if transform == "cuda_graphs" and crowded:
+def _stage(transform: str, graphs_last: bool = False) -> int:
+    if transform == "cuda_graphs" and graphs_last:
         transform = "cudnn_benchmark"  # behind all kernels and the optimizer
     return next((i for i, stage in enumerate(STAGES) if transform in stage), _UNKNOWN)
 
@@ -116,7 +117,8 @@ def _idle(item: Recommendation) -> bool:
     return item.predicted is not None and item.predicted.high <= 0.0
 
 
-def _expected(item: Recommendation) -> float:
+def expected(item: Recommendation) -> float:
+    """The middle of what it is predicted to save of the step."""
     return 0.0 if item.predicted is None else 0.5 * (item.predicted.low + item.predicted.high)
 
 
@@ -145,7 +147,7 @@ def promises(item: Recommendation, min_gain: float) -> bool:
     """Whether its prediction leaves `min_gain` possible; of what is dear, whether it expects as much."""
     if item.predicted is None:
         return True
-    return (_expected(item) if item.transform in DEAR else item.predicted.high) >= min_gain
+    return (expected(item) if item.transform in DEAR else item.predicted.high) >= min_gain
 
 
 def second_look(

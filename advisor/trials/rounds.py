@@ -62,8 +62,10 @@ class Rounds:
         """Try the candidates, then what the step with the kept changes asks for, while that keeps something and time is left."""
         script, run_dir = self.processes.script, self.processes.script.run_dir
         number, step_us, folder = 1, _step_us(profile), ""
-        found = tuple(c for c in first if c.transform not in planner.DEAR)
-        waiting = tuple(c for c in first if c.transform in planner.DEAR)
+        asks = self.recommend is not None and profile is not None
+        later = small(first, profile) if asks else ()
+        waiting = tuple(c for c in first if c.transform in planner.DEAR or c in later)
+        found = tuple(c for c in first if c not in waiting)
         self.known += tuple(first)
         on: tuple[PlanItem, ...] = ()
         while True:
@@ -78,6 +80,7 @@ class Rounds:
             number, on = number + 1, records.kept_items(run_dir)
             if self.processes.deadline - time.time() < LEAST_S + (WARMUP + STEPS) * step_us / 1e6:
                 script.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
+                self._take_turns([c for c in waiting if c.transform not in planner.DEAR])
                 return
             again, folder = None, ""
             asked: Sequence[Recommendation] = ()
@@ -94,7 +97,7 @@ class Rounds:
             chosen = {planner.identity(c) for c in found}
             for candidate in waiting:
                 if planner.identity(candidate) not in chosen:
-                    reason = "predicted to gain nothing worth its first step beside what is kept"
+                    reason = "predicted to gain nothing worth a trial beside what is kept"
                     records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
             self.known = (*(c for c in self.known if c not in waiting), *found)
             waiting = ()
@@ -163,6 +166,20 @@ class Rounds:
             script.say(script.notes[-1])
             return None
         return found
+
+
+def small(first: Sequence[Recommendation], profile: StepProfile | None) -> tuple[Recommendation, ...]:
+    """Kernels whose turn comes in the second round: the first will shorten the step, and none of them is for a large share of it.
+
+    There they are tried as one with those that half precision brings out, under predictions for that step, of which an
+    earlier change may have taken theirs (the stem's pooling is its norm's by then). Where one of them is for a large share they
+    have their turn, as one, in the first.
+    """
+    kernels = tuple(c for c in first if c.transform in planner.BUNDLED - planner.NORMS)
+    rest = [c for c in first if c not in kernels and c.transform not in planner.DEAR]
+    if planner.crowded(profile) or any(c.predicted is None or c.predicted.high >= LEAST_MOVED for c in kernels):
+        return ()
+    return kernels if any(planner.expected(c) >= LEAST_MOVED for c in rest) else ()
 
 
 def moved(verdicts: Sequence[Verdict], number: int) -> bool:
