@@ -7,6 +7,7 @@ Every number is a mean over the traced steps, in the traced window's own time. B
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from advisor.core.environment import Environment
@@ -14,7 +15,7 @@ from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
 from advisor.core.trace import DeviceTable, Trace
 from advisor.profiling import dram, kinds, rows, transfers
 from advisor.profiling.hostcalls import copy_kind, is_launch, is_wait
-from advisor.profiling.hosttree import OPTIMIZER_STEP, HostTree, build, is_activity
+from advisor.profiling.hosttree import CLOSURE, OPTIMIZER_STEP, HostTree, build, is_activity
 from advisor.profiling.idle import HostActivity, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
 from advisor.profiling.rows import Precision, Work
@@ -246,21 +247,29 @@ def _loading(trace: Trace, tree: HostTree, thread: int) -> list[Interval]:
 
 
 def _stepping(trace: Trace, thread: int) -> list[Interval]:
+    return _updates(trace, [i for i, other in enumerate(trace.ops.thread) if other == thread])
+
+
+def _updates(trace: Trace, events: Iterable[int]) -> list[Interval]:
+    """Of these events the optimizer's ranges, less the closures that updates call."""
     ops = trace.ops
-    return union(
-        (ops.start_ns[i], ops.end_ns[i])
-        for i, text in enumerate(ops.annotation)
-        if text.startswith(OPTIMIZER_STEP) and ops.thread[i] == thread
-    )
+    updates: list[Interval] = []
+    closures: list[Interval] = []
+    for i in events:
+        text = ops.annotation[i]
+        if text.startswith(OPTIMIZER_STEP) or text == CLOSURE:
+            (closures if text == CLOSURE else updates).append((ops.start_ns[i], ops.end_ns[i]))
+    return subtract(union(updates), union(closures))
 
 
 def _working(trace: Trace, tree: HostTree) -> list[Interval]:
     """Time in which some host thread ran operators, runtime calls, annotated modules or the optimizer."""
     ops, runtime = trace.ops, trace.runtime
-    outermost = (
-        (ops.start_ns[i], ops.end_ns[i])
+    outermost = [
+        i
         for i in tree.order
         if (tree.parent[i] < 0 or ops.annotation[tree.parent[i]]) and is_activity(ops.annotation[i])
-    )
+    ]
+    other = ((ops.start_ns[i], ops.end_ns[i]) for i in outermost if not ops.annotation[i].startswith(OPTIMIZER_STEP))
     calls = ((runtime.start_ns[i], runtime.end_ns[i]) for i in range(len(runtime.name)) if not is_wait(runtime.name[i]))
-    return union([*outermost, *calls])
+    return union([*_updates(trace, range(len(ops.name))), *other, *calls])

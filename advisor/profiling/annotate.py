@@ -12,9 +12,7 @@ import functools
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -23,15 +21,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from advisor.profiling.compiles import compiled_code_in_use
+from advisor.profiling.sources import Lines
 from advisor.profiling.training import RootModule
 
 MODULE, LINE, STEP, OPTIMIZER = "advisor:module:", "advisor:line:", "advisor:step:", "advisor:optimizer:"
+CLOSURE = "advisor:closure"
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_ADVISOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
-_PACKAGES = tuple({os.path.abspath(sysconfig.get_paths()[k]) + os.sep for k in ("purelib", "platlib")})
-_UNSEEN = object()
 # Calls that start no operator: attributes (`x.shape` is `__get__`) and questions about a tensor. Nor may a range of ours
 # stand around the opening of a `record_function`: that would end after ours, and the profiler cuts ranges that cross.
 _NO_WORK = frozenset(
@@ -75,6 +70,30 @@ def optimizer_begins(optimizer: Any) -> None:
         Annotator.current.open_optimizer(optimizer)
 
 
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure among the arguments of an `Optimizer.step` (the optimizer itself first), or None."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given if callable(given) else None
+
+
+def annotated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with a closure in place of the user's that runs it inside a range `advisor:closure`: forward and backward
+    happen in there, and are no part of the update around them. None where no window is open, or there is no closure.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None or torch.compiler.is_compiling() or Annotator.current is None:
+        return None
+
+    @functools.wraps(closure)
+    def annotated() -> Any:
+        with _RecordFunctionFast(CLOSURE):
+            return closure()
+
+    return (
+        (args, {**kwargs, "closure": annotated}) if "closure" in kwargs else ((args[0], annotated, *args[2:]), kwargs)
+    )
+
+
 def optimizer_ends() -> None:
     """The update that began last is over."""
     if not torch.compiler.is_compiling() and Annotator.current is not None:
@@ -96,13 +115,6 @@ def module_names(roots: Sequence[RootModule]) -> dict[int, str]:
     return names
 
 
-def own_frame(filename: str) -> bool:
-    """False for frames of torch, advisor and the standard library: what remains is the user's code or a model library's."""
-    if filename.startswith((_TORCH, _ADVISOR, "<frozen")):
-        return False
-    return not filename.startswith(_STDLIB) or filename.startswith(_PACKAGES)
-
-
 class Annotator:
     """Annotations around modules and source lines between `start` and `stop`; `failure` says why they ended early.
 
@@ -118,8 +130,7 @@ class Annotator:
         self._names = module_names(roots)
         self._active = False
         self._process = os.getpid()
-        self._directory = os.getcwd() + os.sep
-        self._files: dict[str, Any] = {}  # co_filename → path to show, or None when frames of the file are passed over
+        self._lines = Lines()
         self._original: Callable[..., Any] | None = None
         self._patched: Callable[..., Any] | None = None
         self._mode: _LineMode | None = None
@@ -195,30 +206,19 @@ class Annotator:
             scope.__exit__(None, None, None)
 
     def open_line(self) -> _RecordFunctionFast | None:
-        """An open range named after the innermost line outside torch, or None. Never raises."""
+        """An open range named after the line outside torch, or None. Never raises."""
         if not self._active:
             return None
         try:
             if os.getpid() != self._process:
                 return None
-            frame: FrameType | None = sys._getframe(2)
-            while frame is not None:
-                shown = self._files.get(frame.f_code.co_filename, _UNSEEN)
-                if shown is _UNSEEN:
-                    shown = self._show(frame.f_code.co_filename)
-                if shown is not None:
-                    self.opened += 1
-                    return _open(f"{LINE}{shown}:{frame.f_lineno}")
-                frame = frame.f_back
+            line = self._lines.of(sys._getframe(2))
+            if line:
+                self.opened += 1
+                return _open(LINE + line)
         except Exception as error:
             self._fail(error)
         return None
-
-    def _show(self, filename: str) -> str | None:
-        path = os.path.abspath(filename) if not filename.startswith("<") else filename
-        shown = path.removeprefix(self._directory) if own_frame(path) else None
-        self._files[filename] = shown
-        return shown
 
     def _fail(self, error: Exception) -> None:
         self._active = False

@@ -43,6 +43,26 @@ class ConvCall:
     followed_by_bn: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IteratorSeen:
+    """Settings of an iterator of torch's that no torch DataLoader has made: libraries have loaders of their own around them."""
+
+    workers: int
+    pin_memory: bool
+    persistent_workers: bool
+    prefetch_factor: int
+
+    @classmethod
+    def of(cls, iterator: Any) -> IteratorSeen:
+        """Read from torch's own attributes."""
+        return cls(
+            workers=iterator._num_workers,
+            pin_memory=bool(iterator._pin_memory),
+            persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
+            prefetch_factor=getattr(iterator, "_prefetch_factor", None) or 0,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class BatchSeen:
     """The latest batch of a training loader."""
@@ -54,6 +74,7 @@ class BatchSeen:
     moved_unchanged: bool = False
     non_blocking: bool = False
     source: str = ""
+    iterator: IteratorSeen | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -506,6 +527,7 @@ class Discovery:
         self.watcher.batch_loaded(_first_shape(batch), nanoseconds)
         if not self.finished:
             self._look_at_batch(batch)
+            self.seen.batch.iterator = IteratorSeen.of(iterator) if loader is None else None
 
     def _look_at_batch(self, batch: Any) -> None:
         tensors = [_sent(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -17,7 +17,7 @@ from torch import nn
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import graph_breaks
-from advisor.profiling.discover import BatchSeen, Discovery, Observations, inner
+from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
 from advisor.profiling.normalising import CHANNELS, tails
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
@@ -127,8 +127,10 @@ def model_facts(
 def input_stats(training: Training, discovery: Discovery | None = None, next_us: float = 0.0) -> InputStats:
     """The first training loader's settings and what its batches are; `next_us` is measured by the caller."""
     batch = (discovery.seen if discovery is not None else Observations()).batch
-    if not training.loaders:
+    if not training.loaders and batch.iterator is None:
         return InputStats(batch_size=training.batch_size)
+    if not training.loaders:
+        return _of_iterator(batch, batch.iterator, training.batch_size, next_us)
     loader = training.loaders[0]
     normalise, normalise_us = _normalising(loader.dataset, batch)
     return InputStats(
@@ -146,6 +148,24 @@ def input_stats(training: Training, discovery: Discovery | None = None, next_us:
         source=batch.source,
         normalise=normalise,
         normalise_us=normalise_us,
+    )
+
+
+def _of_iterator(batch: BatchSeen, iterator: IteratorSeen, batch_size: int, next_us: float) -> InputStats:
+    """What is known of a loader of another class (fastai's) by the iterators of torch's that it goes through."""
+    return InputStats(
+        loader="of another class",
+        next_us=next_us,
+        workers=iterator.workers,
+        batch_size=batch_size,
+        pin_memory=iterator.pin_memory,
+        persistent_workers=iterator.persistent_workers,
+        prefetch_factor=iterator.prefetch_factor,
+        batch_bytes=batch.nbytes,
+        batch_dtype=dtype_name(batch.dtype),
+        moved_unchanged=batch.moved_unchanged,
+        non_blocking=batch.non_blocking,
+        source=batch.source,
     )
 
 
@@ -248,7 +268,25 @@ def _graphed(modules: list[nn.Module]) -> bool:
 
 def _has_average() -> bool:
     """Whether an averaged copy of the weights is kept; by class name, as most people write their own."""
-    return any(_AVERAGED.search(kind.__name__) for kind in {type(found) for found in gc.get_objects()})
+    everything = gc.get_objects()
+    named = {kind for kind in {type(found) for found in everything} if _AVERAGED.search(kind.__name__)}
+    return bool(named) and any(type(found) in named and _holds_tensors(found) for found in everything)
+
+
+def _holds_tensors(found: Any) -> bool:
+    """Not so where numbers alone are averaged, as every progress bar does with its speed (`tqdm.EMA`)."""
+    kinds = (torch.Tensor, nn.Module)
+    held = [found, *getattr(found, "__dict__", {}).values()]
+    held += [part for value in held for part in _parts(value)]
+    return any(
+        issubclass(type(value), kinds) for value in held
+    )  # an object's own __class__ may be code of the script's
+
+
+def _parts(value: Any) -> list[Any]:
+    if type(value) in (list, tuple):
+        return list(value)
+    return list(value.values()) if isinstance(value, dict) else []
 
 
 def _flags(everything: list[nn.Module]) -> dict[str, bool]:

@@ -20,6 +20,7 @@ ACCUMULATE = "torch::autograd::"
 LOADER = "enumerate(DataLoader)"
 # Torch's own range around an update, and ours in it: torch's is not told of where the window ends inside it.
 OPTIMIZER_STEP = ("user:Optimizer.step#", "optimizer:")
+CLOSURE = "closure"  # what an update calls inside its own range: forward and backward
 _OPTIMIZER_RANGES = (*OPTIMIZER_STEP, "user:Optimizer.zero_grad#")
 
 # Operators that are one step of the operator around them: work is told under the outer name.
@@ -103,7 +104,7 @@ def is_activity(annotation: str) -> bool:
 
     A script's own `record_function` may stand around the whole step and tells nothing.
     """
-    return not annotation.startswith(("user:", "step:")) or annotation.startswith(_OPTIMIZER_RANGES)
+    return not annotation.startswith(("user:", "step:", CLOSURE)) or annotation.startswith(_OPTIMIZER_RANGES)
 
 
 def build(ops: OpTable, runtime: RuntimeTable) -> HostTree:
@@ -162,6 +163,8 @@ def _enter_annotation(tree: HostTree, i: int, text: str) -> None:
         tree.line[i] = rest
     elif text.startswith(_OPTIMIZER_RANGES):
         tree._phase[i] = OPTIMIZER
+    elif text == CLOSURE:
+        tree._phase[i] = OTHER
     elif rest.startswith(LOADER):
         tree.loading[i] = True
 

@@ -1,30 +1,91 @@
-"""The user's source line that led to a call: the innermost frame that belongs to neither torch nor advisor."""
+"""Which source line a call into torch is told under: the user's own, where there is one, and the library's that it went through.
+
+Frames of torch, advisor and the standard library are passed over. Of what remains, installed packages are libraries and all else is
+the user's. A model library's line says most inside a module's forward (torchvision's `resnet.py:95` rather than the one line
+that calls the model); a training framework's says little without the user's that led there (`self.log(…)` in a callback).
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
+from types import FrameType
 
-_LIBRARIES = tuple(
-    {
-        os.path.join(os.path.realpath(path), "")
-        for key in ("stdlib", "purelib", "platlib")
-        for path in (sysconfig.get_path(key),)
-    }
-)
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "")
+import torch
+
+# Scripts may change it (hydra gives each run a folder of its own): paths are shown from where the process was started.
+_STARTED_IN = os.path.join(os.getcwd(), "")
+_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+_ADVISOR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_STDLIB = os.path.join(os.path.abspath(sysconfig.get_path("stdlib")), "")
+_PACKAGES = tuple({os.path.join(os.path.abspath(sysconfig.get_path(key)), "") for key in ("purelib", "platlib")})
+# Of other prefixes: a virtual environment that sees the system's packages, the user's own packages, Debian's.
+_PACKAGES_FOLDER = re.compile(r"^.*[\\/](?:site|dist)-packages[\\/]")
+_FORWARD = torch.nn.Module._call_impl.__code__
+
+PASSED_OVER, LIBRARY, USER = "", "library", "user"
+
+
+def kind(path: str) -> str:
+    """Whose code a file holds, by its absolute path: USER, LIBRARY, or PASSED_OVER for torch, advisor and Python itself."""
+    if path.startswith(("<", _TORCH, _ADVISOR)):
+        return PASSED_OVER
+    if path.startswith(_PACKAGES) or _PACKAGES_FOLDER.match(path):
+        return LIBRARY
+    return PASSED_OVER if path.startswith(_STDLIB) else USER
+
+
+def shown(path: str) -> str:
+    """A path as it is told: a library's from its package on, others relative to where the process was started, if below."""
+    for folder in _PACKAGES:
+        if path.startswith(folder):
+            return path[len(folder) :]
+    return _PACKAGES_FOLDER.sub("", path).removeprefix(_STARTED_IN)
+
+
+class Lines:
+    """Finds source lines; remembers each file's kind, so that a look costs a dictionary's read a frame."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[str, str]] = {}  # co_filename → kind, path to show
+
+    def of(self, frame: FrameType | None) -> str:
+        """ "train.py:42" for a call that `frame` makes; "" where all is torch's.
+
+        The innermost line inside the innermost running module, else the user's innermost line and, where it went through a
+        library, that one's: "train.py:42 via lightning/pytorch/trainer/call.py:48".
+        """
+        library = ""
+        while frame is not None:
+            code = frame.f_code
+            if code is _FORWARD and library:
+                return library
+            whose, path = self._file(code.co_filename)
+            if whose == USER:
+                line = f"{path}:{frame.f_lineno}"
+                return f"{line} via {library}" if library else line
+            if whose == LIBRARY and not library:
+                library = f"{path}:{frame.f_lineno}"
+            frame = frame.f_back
+        return library
+
+    def users(self, frame: FrameType | None) -> str:
+        """The user's innermost line; a library's where no code of the user's is running."""
+        return self.of(frame).partition(" via ")[0]
+
+    def _file(self, filename: str) -> tuple[str, str]:
+        known = self._files.get(filename)
+        if known is None:
+            path = filename if filename.startswith("<") else os.path.abspath(filename)
+            known = self._files[filename] = (kind(path), shown(path))
+        return known
+
+
+_lines = Lines()
 
 
 def user_line() -> str:
-    """ "path/train.py:42", relative to the working directory where it lies below it; "" when no such frame exists."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith("<"):
-            path = os.path.realpath(name)
-            if not path.startswith(_LIBRARIES) and not path.startswith(_OWN):
-                relative = os.path.relpath(path)
-                return f"{path if relative.startswith('..') else relative}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    """The caller's line, as `Lines.users` tells it."""
+    return _lines.users(sys._getframe(1))

@@ -64,7 +64,7 @@ class Interval:
     marks: set[str] = field(default_factory=set)
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the inputs of the roots' training calls
     loader_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    closure: bool = False  # an optimizer ran a closure: the number of backward passes is its own affair
+    closure: bool = False  # an optimizer ran a closure again and again: the number of backward passes is its own affair
     replays: int = 0  # CUDA graphs replayed
 
     @property
@@ -101,6 +101,7 @@ class StepWatcher:
         self._optimizer_calls = 0
         self._backward_calls = 0
         self._replays = 0
+        self._backwards_before = 0  # those of the interval when the running update began
         self._forwards: deque[Hashable] = deque(maxlen=2 * MAX_PERIOD)  # model calls while nothing was trained
         self._forward_calls = 0
         self._forwards_since_ns = 0
@@ -115,6 +116,17 @@ class StepWatcher:
         self._compiles = 0
 
     # -- what hooks report ------------------------------------------------------------------------------------------
+
+    def update_begins(self) -> None:
+        """An `Optimizer.step` begins."""
+        self._backwards_before = self.current.backwards
+
+    def closure_ended(self) -> None:
+        """An `Optimizer.step` that was given a closure is about to return. One pass is a step like any other, in its own order
+        (Lightning); a line search runs as many as it likes.
+        """
+        if self.current.backwards - self._backwards_before > 1:
+            self.current.closure = True
 
     def optimizer_called(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An `Optimizer.step` has run, or would have run had its GradScaler not skipped it."""
@@ -404,22 +416,26 @@ class StepWatcher:
 def attach(training: Training, session: Session, patches: Patches | None = None) -> StepWatcher:
     """Hook optimizers, backward passes, GradScalers and graph replays; boundaries are reported from now on.
 
-    Taken back by `StepWatcher.detach()`. The hooks change no random state, no argument and no result.
+    Taken back by `StepWatcher.detach()`. The hooks change no random state and no result, and no argument but a closure's, which
+    an open traced window annotates.
     """
     patches = patches or Patches()
     watcher = StepWatcher(training, session, patches)
     guard = patches.guard
 
     optimizer_called = guard(watcher.optimizer_called)
+    update_begins, closure_ended = guard(watcher.update_begins), guard(watcher.closure_ended)
     backward_starts, backward_done = guard(watcher.backward_starts), guard(watcher.backward_done)
 
-    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         annotate.optimizer_begins(optimizer)
-        if (len(args) > 1 and callable(args[1])) or kwargs.get("closure") is not None:
-            watcher.current.closure = True
+        update_begins()
+        return annotate.annotated_closure(args, kwargs)
 
     def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         annotate.optimizer_ends()  # before the boundary, at which the window may end
+        if annotate.closure_of(args, kwargs) is not None:
+            closure_ended()
         optimizer_called(optimizer)
 
     patches.undo(register_optimizer_step_pre_hook(before_step).remove)

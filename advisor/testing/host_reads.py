@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.core.profile import Site
-from advisor.profiling.sources import user_line
+from advisor.profiling import sources
 
 # Calls that hand a tensor's values to Python. `.to("cpu")` is none of them: on a CPU it is how batches are moved.
 _CALLS = {
@@ -63,7 +63,7 @@ class _Reads:
 
     def add(self, what: str) -> None:
         if not _in_optimizer():
-            self.found[user_line(), what] += 1
+            self.found[sources.user_line(), what] += 1
 
 
 class _Called(TorchFunctionMode):
@@ -102,9 +102,13 @@ def _masked(args: Any) -> bool:
 
 
 def _in_optimizer() -> bool:
+    """Whether torch's own optimizer code reads, and not a closure that it has called."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_OPTIM):
+        path = frame.f_code.co_filename
+        if path.startswith(_OPTIM):
             return True
+        if sources.kind(path) != sources.PASSED_OVER:
+            return False
         frame = frame.f_back
     return False

@@ -118,6 +118,22 @@ def test_the_optimizers_own_counters_are_no_host_reads() -> None:
     measure(step, **SHORT).assert_no_host_sync()
 
 
+def test_reads_in_a_closure_that_an_optimizer_runs_are_host_reads() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = parameter.square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        loss.item()  # the planted one
+        return loss
+
+    found = measure(lambda: optimizer.step(closure), **SHORT)
+    with pytest.raises(AssertionError, match="Tensor.item"):
+        found.assert_no_host_sync()
+
+
 def test_reads_of_compiled_steps_are_seen_without_their_line() -> None:
     function = torch.compile(lambda x: x * 2, backend="eager")
 

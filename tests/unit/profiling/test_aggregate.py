@@ -72,6 +72,36 @@ def test_an_update_cut_off_from_torchs_own_range_is_the_optimizers_all_the_same(
     assert row(found, "fused_sgd_kernel").phase == "optimizer"
 
 
+def test_a_closure_inside_an_update_is_no_part_of_it() -> None:
+    b = Builder()
+    b.steps(0, 500)
+    b.op("Optimizer.step#SGD.step", 10, 400, annotation="user:Optimizer.step#SGD.step")
+    b.note("optimizer:SGD", 10, 400)
+    b.note("closure", 20, 300)
+    b.note("module:Net.conv1|Conv2d", 30, 60)
+    b.op("aten::convolution", 32, 54, sequence=5, shapes=CONV, dtypes=CONV_TYPES, arguments=CONV_ARGUMENTS)
+    b.launch("fprop", 34, 40, 70)
+    b.op("aten::argmax", 102, 112)
+    b.launch("reduce_kernel", 104, 115, 120)
+    b.op("Optimizer.zero_grad#SGD.zero_grad", 150, 160, annotation="user:Optimizer.zero_grad#SGD.zero_grad")
+    b.op("aten::_foreach_zero_", 151, 159)
+    b.launch("zero_kernel", 152, 154, 158)
+    b.op("aten::_foreach_add_", 320, 360)
+    b.launch("multi_tensor_apply_kernel", 325, 340, 350)
+    found = aggregate(b.trace(), MACHINE)
+    phases = {r.name: r.phase for r in found.kernels}
+    assert phases == {
+        "fprop": "forward",
+        "reduce_kernel": "other",
+        "zero_kernel": "optimizer",
+        "multi_tensor_apply_kernel": "optimizer",
+    }
+    assert found.optimizer_host_us == 10 + 100  # before the closure and behind it
+    # Inside the closure the host was seen working only where it did: its idle time is no launch cost.
+    waiting = {cause.cause: cause.time_us for cause in found.idle}
+    assert waiting.get("other", 0.0) > 100
+
+
 def test_forward_rows_have_operator_module_and_line() -> None:
     found = aggregate(forward_and_backward().trace(), MACHINE)
     conv = row(found, "sm80_xmma_fprop_tf32f32")

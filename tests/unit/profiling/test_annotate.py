@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from advisor.profiling import annotate
-from advisor.profiling.annotate import Annotator, module_names, own_frame
+from advisor.profiling.annotate import Annotator, module_names
 from advisor.profiling.training import RootModule
 
 ORIGINAL_CALL = nn.Module.__call__
@@ -179,9 +179,36 @@ def test_lines_are_left_out_when_dynamo_has_compiled_something(monkeypatch: pyte
         annotator.stop()
 
 
-def test_own_frames_are_the_users_and_the_libraries() -> None:
-    assert own_frame(__file__)
-    assert own_frame(str(Path(torch.__file__).parents[1] / "torchvision" / "models" / "resnet.py"))
-    assert not own_frame(torch.nn.functional.__file__)
-    assert not own_frame(annotate.__file__)
-    assert not own_frame(pytest.importorskip("copy").__file__)
+def _closure() -> int:
+    return 7
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_runs_inside_a_range_of_its_own_while_a_window_is_open(monkeypatch, by_name) -> None:
+    log: list[str] = []
+
+    class Range:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            log.append(self.name)
+
+        def __exit__(self, *_):
+            log.append("end")
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    args, kwargs = ((optimizer,), {"closure": _closure}) if by_name else ((optimizer, _closure), {})
+    assert annotate.annotated_closure(args, kwargs) is None  # no window is open
+    annotator = Annotator()
+    annotator.start()
+    try:
+        assert annotate.annotated_closure((optimizer,), {}) is None
+        given = annotate.annotated_closure(args, kwargs)
+        assert given is not None
+        assert given[0][0] is optimizer
+        monkeypatch.setattr(annotate, "_RecordFunctionFast", Range)
+        assert annotate.closure_of(*given)() == 7
+    finally:
+        annotator.stop()
+    assert log == ["advisor:closure", "end"]

@@ -12,6 +12,7 @@ import torch
 from pipelines import Compose, Images, Normalize, RandomHorizontalFlip, ToTensor
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from advisor.profiling import discover, facts, stop
 from advisor.profiling.attach import Attached, attach_training
@@ -140,6 +141,30 @@ def test_the_input_pipeline_is_told(found: Found) -> None:
     assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4 + 6 * 4, "fp32")
     assert "test_discover.py:" in told.source
     assert training.loaders == [loader]
+
+
+class LibrarysLoader:
+    """As fastai's: no torch DataLoader, but torch's iterators behind it."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self._made = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from _SingleProcessDataLoaderIter(self._made)
+
+
+def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
+    training, _, discovery = found
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in LibrarysLoader([torch.randn(6, 3)] * 5):
+        model(x).sum().backward()
+        optimizer.step()
+    told = facts.input_stats(training, discovery, 12.0)
+    assert training.loaders == []
+    assert (told.loader, told.next_us, told.workers, told.batch_size) == ("of another class", 12.0, 0, 6)
+    assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4, "fp32")
+    assert "test_discover.py:" in told.source
 
 
 def test_images_that_workers_normalise_are_told_with_their_time(found: Found) -> None:
@@ -309,11 +334,22 @@ def test_first_shape(batch: object, shape: tuple[int, ...]) -> None:
     assert discover._first_shape(batch) == shape
 
 
-def test_averaged_weights_are_told_by_name() -> None:
-    model = nn.Linear(1, 1)
+class EMA:
+    """By its name and methods either a progress bar's speed (tqdm has one of this name) or somebody's averaged weights."""
+
+    def __init__(self, held: object) -> None:
+        self.decay, self.shadow = 0.9, held
+
+
+@pytest.mark.parametrize("held", [{"weight": torch.zeros(1)}, [torch.zeros(1)], nn.Linear(1, 1), torch.zeros(1)])
+def test_averaged_weights_are_told_by_name_and_content(held: object) -> None:
     gc.collect()
-    before = facts._has_average()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    assert not before
+    average = EMA({"speed": 3.0})
+    assert not facts._has_average()
+    average = EMA(held)
+    assert facts._has_average()
+    del average
+    gc.collect()
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))  # type: ignore[assignment]
     assert facts._has_average()
     del average

@@ -279,6 +279,34 @@ def test_a_closure_may_run_backward_as_often_as_it_likes(loop: Loop) -> None:
     assert loop.training.batch_size == 16
 
 
+def test_a_closure_that_runs_once_is_a_step_like_any_other(loop: Loop) -> None:
+    """As Lightning does: the whole step runs inside `Optimizer.step`, and the batches before it outside."""
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+
+    def step_of(rows: int, last: bool) -> None:
+        def closure() -> torch.Tensor:
+            loss = model(torch.randn(rows, 3)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        if last:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+    for _ in range(10):
+        for batch in range(3):
+            step_of(8, last=batch == 2)
+    step_of(5, last=True)
+    assert len(loop.events) == 11
+    assert not loop.watcher.closure_steps
+    assert loop.watcher.usual_backwards == 3
+    assert loop.reasons[-1] == steps.BACKWARDS
+    assert loop.training.batch_size == 24
+
+
 def test_the_scripts_own_marker_overrides(loop: Loop) -> None:
     model = nn.Linear(3, 2)
     optimizer = sgd(model)
