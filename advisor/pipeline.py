@@ -43,7 +43,7 @@ FORWARD_LOST = 1  # the first round of model calls only shows what a round is
 
 # What a search cannot undo, said before it starts (trials/files.py says why).
 NOT_PUT_BACK = (
-    "what native libraries (HDF5, OpenCV) write, what programs write under names that their command line does not have, "
+    "what native libraries (ITK, Arrow) write, what programs write under names that their command line does not have, "
     "and what is sent elsewhere (uploads, databases)"
 )
 

@@ -127,9 +127,9 @@ def model_facts(
 def input_stats(training: Training, discovery: Discovery | None = None, next_us: float = 0.0) -> InputStats:
     """The first training loader's settings and what its batches are; `next_us` is measured by the caller."""
     batch = (discovery.seen if discovery is not None else Observations()).batch
-    if not training.loaders and batch.iterator is None:
-        return InputStats(batch_size=training.batch_size)
     if not training.loaders:
+        if batch.iterator is None:
+            return InputStats(batch_size=training.batch_size)
         return _of_iterator(batch, batch.iterator, training.batch_size, next_us)
     loader = training.loaders[0]
     normalise, normalise_us = _normalising(loader.dataset, batch)

@@ -9,9 +9,9 @@ is noted as new. The script then works on real paths, so reading back, copying a
 supervisor calls it after every search process; after a `kill -9` of everything, `restore_pending` does at the next start.
 
 Python processes that the script starts are guarded as it is itself; before another program starts (a shell, `cp`, `rm`),
-what its words name is set aside (programs.py). What Python cannot see is not covered: files written by native libraries
-under their own names (HDF5, OpenCV), and by programs under names that they were not given. `torch.save` and
-`torch.jit.save`, which write natively, are wrapped.
+what its words name is set aside (programs.py). Functions that write natively, where Python sees nothing, are wrapped in
+those packages that people write checkpoints and images with (native_writers.py). What is not covered: files written by
+other native libraries, and by programs under names that they were not given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -38,7 +37,7 @@ from typing import Any
 from advisor.core.errors import AdvisorError
 from advisor.profiling.launcher import SUPERVISOR_VARIABLE
 from advisor.profiling.patches import say
-from advisor.trials import programs
+from advisor.trials import native_writers, programs
 
 JOURNAL, OWNERS = "journal.jsonl", "owners"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
@@ -122,6 +121,12 @@ class Guard:
         """`path` is about to be opened for writing; a symbolic link stays, and what it points to is set aside."""
         target = os.fsdecode(path)
         self.touch(os.path.realpath(target) if os.path.islink(target) else target, truncates=truncates)
+
+    def announced(self, path: str | bytes | os.PathLike[str], truncates: bool) -> None:
+        """As `written_at`, from code that writes natively (native_writers.py)."""
+        if self.active:
+            with self.own_work():
+                self.written_at(path, truncates=truncates)
 
     def _keep_name(self, target: str) -> None:
         if not os.path.lexists(target):
@@ -333,7 +338,7 @@ def guard(run_dir: Path) -> Guard:
 
 
 def protect(run_dir: Path) -> Guard:
-    """Guard this process: the audit hook, `torch.save`, and trackers that stay offline or in the run folder.
+    """Guard this process: the audit hook, native writers, and trackers that stay offline or in the run folder.
 
     Call once a process, after torch's import.
     """
@@ -341,11 +346,7 @@ def protect(run_dir: Path) -> Guard:
     for name, value in tracker_environment(run_dir).items():
         os.environ[name] = value
     here = guard(run_dir)
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        torch.save = _announced(here, torch.save, argument=1)
-        torch.serialization.save = torch.save
-        torch.jit.save = _announced(here, torch.jit.save, argument=1)
+    native_writers.announce(here.announced)
     return here
 
 
@@ -644,17 +645,3 @@ def _below(path: object, dir_fd: int) -> object:
 def _cache_folders() -> tuple[str, ...]:
     named = [os.environ[v] for v in _CACHE_VARIABLES if os.environ.get(v)]
     return tuple(os.path.realpath(folder) + os.sep for folder in named)
-
-
-def _announced(guard: Guard, save: Callable[..., Any], *, argument: int) -> Callable[..., Any]:
-    """`save`, which writes natively, after the guard has been told of the path it is given at position `argument`."""
-
-    @functools.wraps(save)
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        path = args[argument] if len(args) > argument else kwargs.get("f")
-        if isinstance(path, (str, bytes, os.PathLike)) and guard.active:
-            with guard.own_work():
-                guard.written_at(path, truncates=True)
-        return save(*args, **kwargs)
-
-    return announced

@@ -130,7 +130,7 @@ def test_reads_in_a_closure_that_an_optimizer_runs_are_host_reads() -> None:
         return loss
 
     found = measure(lambda: optimizer.step(closure), **SHORT)
-    with pytest.raises(AssertionError, match="Tensor.item"):
+    with pytest.raises(AssertionError, match=r"Tensor\.item"):
         found.assert_no_host_sync()
 
 

@@ -200,6 +200,7 @@ def test_torch_save_is_seen_although_it_writes_natively(work):
         files.protect(guard.root.parent)
         torch.save({"w": torch.ones(3)}, "out/best.pt")
         torch.save({"w": torch.zeros(3)}, Path("out/new.pt"))
+        torch.jit.script(torch.nn.Identity()).save("out/deep/last.pt")
         assert torch.load("out/best.pt")["w"].sum() == 3
         shutil.copyfile("out/best.pt", "out/copy.pt")
         """,
