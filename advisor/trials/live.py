@@ -49,6 +49,7 @@ from advisor.trials.kept import KeptChanges, Standing
 from advisor.trials.statistics import (
     INCONCLUSIVE,
     KEPT,
+    MORE,
     REVERTED,
     Decision,
     bursty,
@@ -200,6 +201,15 @@ class _Times:
         return list(zip(self.off_us, self.on_us, strict=False))
 
 
+@dataclass(frozen=True, slots=True)
+class _Postponed:
+    """A trial whose noise CUDA graphs may take away: as far as it came, beside which changes, and what it took."""
+
+    trial: records.InTrial
+    on: tuple[str, ...]
+    seconds: float
+
+
 class SearchDriver:
     """A `Training.on_step` listener; made at attach. `find` looks a transform up by id."""
 
@@ -215,6 +225,7 @@ class SearchDriver:
         self.kept.settle()
         self._notes: list[str] = []
         self._on_top: list[str] = []
+        self._postponed: dict[object, _Postponed] = {}
         self._steps = 0
         self._step_us = 0.0
         self._stretch = 1.0  # of the next trial's blocks, for the noise of the last
@@ -273,7 +284,7 @@ class SearchDriver:
                 pairs=len(self._resumed(candidate).off_us),
             )
             try:
-                verdict = yield from self._try(candidate)
+                verdict = yield from self._try(candidate, patient=not self._graphs_may_tell(candidate, waiting))
             except _Unclean as problem:
                 self._conclude(self._verdict(candidate, None, "failed", str(problem)))
                 break
@@ -284,7 +295,9 @@ class SearchDriver:
             if verdict is None:
                 restart = candidate.transform
                 break
-            if members and verdict.status == KEPT:
+            if verdict.status == MORE:
+                self._postpone(candidate, verdict, waiting)
+            elif members and verdict.status == KEPT:
                 waiting = [c for c in waiting if c not in members]
                 self._conclude_members(members, verdict)
             else:
@@ -293,6 +306,23 @@ class SearchDriver:
             self._write(restart, complete=True)
             return
         self._write(restart, out_of_time=late)
+
+    def _graphs_may_tell(self, candidate: Recommendation, waiting: Sequence[Recommendation]) -> bool:
+        """Whether it is half precision and CUDA graphs are next: what the host's launches hide of it shows in a replayed step."""
+        behind = next((c for c in waiting if c.transform not in planner.HALF), None)
+        if candidate.transform not in planner.HALF or behind is None or behind.transform != planner.GRAPHS:
+            return False
+        return records.attempt(candidate) not in self._postponed and self._applies(behind)
+
+    def _postpone(self, candidate: Recommendation, verdict: Verdict, waiting: list[Recommendation]) -> None:
+        """Its turn comes again behind CUDA graphs: from its last pair where they are not kept, anew where they are."""
+        current = self._resumed(candidate)
+        on = tuple(s.transform.id for s in self.kept.standing)
+        self._postponed[records.attempt(candidate)] = _Postponed(current, on, verdict.seconds)
+        place = next(i for i, c in enumerate(waiting) if c.transform == planner.GRAPHS)
+        waiting.insert(place + 1, candidate)
+        records.clear_current(self.session.folder)
+        tell(self.session, "postponed", transform=verdict.transform, title=verdict.title, reason=verdict.reason)
 
     def _bundle(self, waiting: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
         """Of the candidates whose turn it is, those to be tried as one: what applies now, unless that was tried before, or one of
@@ -394,10 +424,11 @@ class SearchDriver:
 
     # -- one candidate ----------------------------------------------------------------------------------------------
 
-    def _try(self, candidate: Recommendation) -> Generator[None, StepEvent, Verdict | None]:
-        """The verdict on one candidate; None when only fresh processes can try it."""
+    def _try(self, candidate: Recommendation, *, patient: bool = True) -> Generator[None, StepEvent, Verdict | None]:
+        """The verdict on one candidate; None when only fresh processes can try it. Without patience its status may be MORE."""
         self._watch.enter(spent.LOOK)
         limit, begun = self.session.trial_timeout_s, time.monotonic()
+        before_s = found.seconds if (found := self._postponed.get(records.attempt(candidate))) is not None else 0.0
         self._ends_at = time.monotonic() + limit
         if self.session.deadline_unix_s:
             self._ends_at = min(self._ends_at, time.monotonic() + self.session.deadline_unix_s - time.time())
@@ -430,7 +461,7 @@ class SearchDriver:
                 first_step_us=first_us,
                 break_even_steps=math.ceil(first_us / saved) if saved and saved > 0 else None,
                 memory_delta_bytes=memory,
-                seconds=time.monotonic() - begun,
+                seconds=before_s + time.monotonic() - begun,
                 matched=sites[0],
                 unmatched=sites[1],
                 **checks,
@@ -516,7 +547,9 @@ class SearchDriver:
             )
             self._watch.enter(spent.BLOCKS)
             self._note(times.noted(dataclasses.replace(current, phase="timing")))
-            decision, memory = yield from self._time(switch, times, current)
+            decision, memory = yield from self._time(switch, times, current, patient)
+            if not patient and decision.status == INCONCLUSIVE:
+                decision = dataclasses.replace(decision, status=MORE)
             checks["timing"] = Check(
                 passed=decision.status == KEPT,
                 detail=decision.reason,
@@ -562,6 +595,9 @@ class SearchDriver:
         parameters = dict(candidate.parameters)
         if known is not None and (known.transform, known.parameters) == (candidate.transform, parameters):
             return known
+        left = self._postponed.get(records.attempt(candidate))
+        if left is not None and left.on == tuple(s.transform.id for s in self.kept.standing):
+            return left.trial
         return records.InTrial(transform=candidate.transform, parameters=parameters)
 
     def _bf16_serves(self) -> bool:
@@ -670,14 +706,16 @@ class SearchDriver:
     # -- timing -----------------------------------------------------------------------------------------------------
 
     def _time(
-        self, switch: _Switch, times: _Times, current: records.InTrial
+        self, switch: _Switch, times: _Times, current: records.InTrial, patient: bool
     ) -> Generator[None, StepEvent, tuple[Decision, int]]:
         step_s = max(self._step_us, 1.0) / 1e6
         # A process that ended before a pair was whole may be too short for one: the next tries with half as long ones.
         # The last trial's noise is the best guess at this one's.
         wanted = int(self._stretch * min(MAX_BLOCK_STEPS, math.ceil(BLOCK_S / step_s))) >> (current.starts - 1)
         times.steps = times.steps or max(MIN_BLOCK_STEPS, wanted)
-        course = trial(lambda: times.pairs, switch.is_on, self.session.min_gain, self.session.max_pairs)
+        course = trial(
+            lambda: times.pairs, switch.is_on, self.session.min_gain, self.session.max_pairs, patient=patient
+        )
         watch = self._machine = self._machine or MachineWatch(self.training.device)
         watch.renew()
         try:

@@ -17,6 +17,8 @@ from advisor.ops import catalog
 from advisor.transforms import registry
 
 NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
+HALF = frozenset({"amp_bf16", "amp_fp16"})
+GRAPHS = "cuda_graphs"
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
     frozenset({"loader_workers", "uint8_batches", "prefetch"}),
@@ -27,10 +29,10 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"channels_last"}),
     # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
     frozenset({*NORMS, "conv_bias"}),
-    frozenset({"amp_bf16", "amp_fp16"}),
+    HALF,
     # Graphs before what gains a few per cent: a short step that the host launches is the noisiest (ResNet-50 in bf16 on an H200: a
     # kernel's gain between −4 and 6 % of the eager step, another's between 5.7 and 7.2 % of the replayed one, six pairs each).
-    frozenset({"cuda_graphs"}),
+    frozenset({GRAPHS}),
     # The other kernels are dispatched by dtype, and most win in 16-bit storage only: there they are tried once.
     frozenset({*catalog.transforms()} - NORMS),
     # Behind the kernels, which read some weights as they are.
@@ -56,7 +58,7 @@ LONG_FIRST_STEP_US = 10e6
 # A kernel's trial under graphs holds the step's memory this many times: a graph without it, one with it, and the eager calls before
 # a capture. Where that does not fit graphs come behind the kernels, whose trials then need it once.
 GRAPHED_ROOM = 3
-_BOUND_BY = {"launch": "cuda_graphs", "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
+_BOUND_BY = {"launch": GRAPHS, "data": "loader_workers", "copy": "prefetch", "sync": "defer_sync"}
 # An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.
 BOUND_FRAC = 0.2
 # A change that was too small to be proved is worth a second trial where its share of the step has grown by half.
@@ -108,7 +110,7 @@ def crowded(profile: StepProfile | None) -> bool:
 
 
 def _stage(transform: str, graphs_last: bool = False) -> int:
-    if transform == "cuda_graphs" and graphs_last:
+    if transform == GRAPHS and graphs_last:
         transform = "cudnn_benchmark"  # behind all kernels and the optimizer
     return next((i for i, stage in enumerate(STAGES) if transform in stage), _UNKNOWN)
 
@@ -162,7 +164,7 @@ def second_look(
     `LONG_FIRST_STEP_US` to switch on is not tried twice.
     """
     latest = {identity(v): place for place, v in enumerate(verdicts)}
-    graphs, half = _kept_at(verdicts, {"cuda_graphs"}), _kept_at(verdicts, _HALF)
+    graphs, half = _kept_at(verdicts, {GRAPHS}), _kept_at(verdicts, HALF)
     again = {
         key
         for key, place in latest.items()
@@ -172,9 +174,6 @@ def second_look(
     }
     kept = {v.transform for v in verdicts if v.status == "kept"}
     return tuple(c for c in candidates if identity(c) in again and not kept & {c.transform, *c.conflicts})
-
-
-_HALF = frozenset({"amp_bf16", "amp_fp16"})
 
 
 def identity(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -120,11 +120,13 @@ class Script:
         kind, name = event.get("event"), event.get("title") or event.get("transform")
         if kind == "trial":
             pairs = event.get("pairs")
-            again = f"the script had ended; going on with {name} ({pairs} pairs so far)" if pairs else ""
+            again = f"going on with {name} ({pairs} pairs so far)" if pairs else ""
             self.say(again or f"trying {name}")
         elif kind == "verdict":
             self.model_hash = str(event.get("model") or self.model_hash)
             self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
+        elif kind == "postponed":
+            self.say(f"{name}: {event.get('reason')}; its turn comes again behind CUDA graphs")
         elif kind == "fault":
             self._fault = str(event.get("error"))
             self.say(f"advisor switched itself off in the script: {event.get('error')}")

@@ -184,18 +184,24 @@ def _share(fraction: float) -> str:
 
 
 def trial(
-    pairs: Callable[[], Sequence[tuple[float, float]]], on: bool, min_gain: float, max_pairs: int = STAGES[-1]
+    pairs: Callable[[], Sequence[tuple[float, float]]],
+    on: bool,
+    min_gain: float,
+    max_pairs: int = STAGES[-1],
+    *,
+    patient: bool = True,
 ) -> Generator[bool, str, Decision]:
     """One trial, block by block: yields whether the next block runs with the change on, and returns the decision.
 
     Blocks come in ABBA order, one switch a pair, beginning with the state that is on. It is sent, for each block, why the
     machine was no measure of it, or an empty text: then the caller has added it to what `pairs` gives. A disturbed block
-    is taken again; too many of them end the trial without a decision.
+    is taken again; too many of them end the trial without a decision. Without patience it ends at its first stage, whatever
+    that says.
     """
     taken, disturbed = 0, Counter[str]()
     while True:
         decision = decide(pairs(), min_gain, max_pairs=max_pairs)
-        if decision.status != MORE:
+        if decision.status != MORE or (decision.gain is not None and not patient):
             return decision
         for state in (on, not on):
             while reason := (yield state):

@@ -25,7 +25,9 @@ torch.set_num_threads(1)
 
 
 class Net(nn.Module):
-    """A net with a (planted) wait in it that a change can take away."""
+    """A net with a (planted) wait in it that a change can take away, and (planted) noise of that share of a step."""
+
+    noise = 0.005
 
     def __init__(self, wait_s):
         super().__init__()
@@ -57,13 +59,15 @@ def train(*args, **options):
 
 
 def planted(training):
-    """`step_times` with the net's wait plus 2 ms of work for each clean step, and half a per cent of noise."""
+    """`step_times` with the net's wait plus 2 ms of work for each clean step, and the net's noise."""
     noise = random.Random(0)
 
     def times(boundaries):
         found, net = timing.step_times(boundaries), training.roots[0].module
         step_us = (0.002 + net.wait_s) * 1e6
-        return dataclasses.replace(found, wall_us=tuple(step_us * (1 + noise.gauss(0, 0.005)) for _ in found.wall_us))
+        return dataclasses.replace(
+            found, wall_us=tuple(step_us * (1 + noise.gauss(0, net.noise)) for _ in found.wall_us)
+        )
 
     return times
 
@@ -84,7 +88,7 @@ class Undisturbed:
         return ""
 
 
-def _train(session, driver_class, find, *, steps=2000, wait_s=0.05):
+def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise):
     training, watcher = attach.attach_training(session)
     live.step_times = measure.step_times = planted(training)
     live.MachineWatch = Undisturbed
@@ -93,6 +97,7 @@ def _train(session, driver_class, find, *, steps=2000, wait_s=0.05):
         driver_class(training, session, watcher, find)
         torch.manual_seed(0)
         net = Net(wait_s)
+        net.noise = noise
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         data = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
         for done in range(1, steps + 1):
@@ -155,6 +160,22 @@ class Faster(Waits):
 
 class Quicker(Waits):
     id, factor, title = "quicker", 0.8, "another change of the tests"
+
+
+class Half(Waits):
+    id, factor = "amp_bf16", 0.9
+
+
+class Graphs(Waits):
+    """Takes away the noise too."""
+
+    id, factor = "cuda_graphs", 0.3
+
+    def apply(self, training, parameters):
+        undo, net = super().apply(training, parameters), training.roots[0].module
+        noise, net.noise = net.noise, 0.001
+        undo.push(lambda: setattr(net, "noise", noise))
+        return undo
 
 
 class FasterStill(Waits):
@@ -300,7 +321,7 @@ CHANGES = {
     c.id: c
     for c in (
         Nothing, Faster, Quicker, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
-        FreshOnly, Dies, Traced, Counted, Captures,
+        FreshOnly, Dies, Traced, Counted, Captures, Half, Graphs,
     )
 }  # fmt: skip
 

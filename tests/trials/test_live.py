@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from searched_loop import candidates, find, train
+from searched_loop import CHANGES, DoesNotApply, Waits, candidates, find, train
 
 from advisor.core import storage
 from advisor.core.plan import PlanItem
@@ -24,7 +24,7 @@ def session(tmp_path, *names, **more):
 
 
 def search(tmp_path, *names, **more):
-    options = {k: more.pop(k) for k in ("steps", "wait_s") if k in more}
+    options = {k: more.pop(k) for k in ("steps", "wait_s", "noise") if k in more}
     orders = session(tmp_path, *names, **more)
     _, reason = train(orders, SearchDriver, find, **options)
     return {v.transform: v for v in records.verdicts(tmp_path)}, reason
@@ -141,6 +141,57 @@ def test_a_slower_rival_leaves_the_kept_change_on(tmp_path):
     assert verdicts["faster_still"].status == "kept"
     assert verdicts["faster"].status == "reverted"
     assert "slower" in verdicts["faster"].reason
+
+
+def told(tmp_path, *kinds):
+    events = map(json.loads, (tmp_path / "progress.jsonl").read_text().splitlines())
+    return [(e["event"], e["transform"], e.get("pairs")) for e in events if e["event"] in kinds]
+
+
+def test_what_a_noisy_loop_hides_of_half_precision_is_measured_behind_graphs(tmp_path):
+    verdicts, _ = search(tmp_path, "amp_bf16", "cuda_graphs", "nothing", noise=0.1)
+    assert told(tmp_path, "trial", "postponed", "verdict")[:5] == [
+        ("trial", "amp_bf16", 0),
+        ("postponed", "amp_bf16", None),
+        ("trial", "cuda_graphs", 0),
+        ("verdict", "cuda_graphs", None),
+        ("trial", "amp_bf16", 0),
+    ]
+    half = verdicts["amp_bf16"]
+    assert (verdicts["cuda_graphs"].status, half.status) == ("kept", "kept")
+    assert len(half.blocks.off_us) == 6
+    assert half.gain.low == pytest.approx(1.5 / 17, abs=0.01)
+
+
+def test_without_graphs_a_postponed_trial_goes_on_where_it_stood(tmp_path, monkeypatch):
+    class NoGain(Waits):
+        id = "cuda_graphs"
+
+    monkeypatch.setitem(CHANGES, "cuda_graphs", NoGain)
+    verdicts, _ = search(tmp_path, "amp_bf16", "cuda_graphs", noise=0.05)
+    assert told(tmp_path, "trial") == [
+        ("trial", "amp_bf16", 0),
+        ("trial", "cuda_graphs", 0),
+        ("trial", "amp_bf16", 6),
+    ]
+    assert verdicts["amp_bf16"].status in ("kept", "inconclusive")
+    assert verdicts["amp_bf16"].numerics.passed
+    assert len(verdicts["amp_bf16"].blocks.off_us) >= 6
+
+
+@pytest.mark.parametrize(
+    "names", [("amp_bf16", "nothing", "cuda_graphs"), ("amp_bf16", "nothing"), ("quicker", "cuda_graphs")]
+)
+def test_nothing_is_postponed_where_graphs_are_not_next_or_it_is_no_half_precision(tmp_path, names):
+    search(tmp_path, *names, noise=0.1)
+    assert told(tmp_path, "postponed") == []
+
+
+def test_half_precision_is_not_postponed_for_graphs_that_do_not_apply(tmp_path, monkeypatch):
+    monkeypatch.setitem(CHANGES, "cuda_graphs", DoesNotApply)
+    verdicts, _ = search(tmp_path, "amp_bf16", "cuda_graphs", noise=0.1)
+    assert told(tmp_path, "postponed") == []
+    assert verdicts["amp_bf16"].timing is not None
 
 
 def test_a_script_that_ends_early_is_gone_on_with(tmp_path, monkeypatch):
