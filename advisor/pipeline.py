@@ -159,6 +159,7 @@ def profile(
     from advisor.profiling.launcher import ScriptCommand
 
     command = ScriptCommand.parse(words, module=module)
+    _check_rules(rules_dirs)
     run_dir = new_run_dir(command.name, out)
     return _profile(
         command,
@@ -247,6 +248,15 @@ def _profile(
     storage.save(run_dir / FINDINGS_FILE, found)
     _write_report(run_dir, measured, found, None)
     return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=measured, findings=found)
+
+
+def _check_rules(rules_dirs: Sequence[Path]) -> None:
+    """The user's own rules are read before anything runs: what is wrong with one is not said after the run."""
+    if rules_dirs:
+        from advisor import rules
+        from advisor.transforms.registry import TRANSFORMS
+
+        rules.load(rules_dirs, transforms=TRANSFORMS)
 
 
 def _shorter(session: Session, code: int) -> Session | None:
@@ -413,12 +423,16 @@ def apply(
             raise AdvisorError(f"no transform {name!r}", expected="one of " + ", ".join(sorted(TRANSFORMS)))
     if not auto and ask is None and not dry_run:
         raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
+    _check_rules(rules_dirs)
+    source = None if words else load_run("last")
+    if source is not None:
+        words, module = (source.profile.script, *source.profile.argv), False
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = new_run_dir(command.name, out)
     _recover(say)
     say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
     started = time.monotonic()
-    if words:
-        command = ScriptCommand.parse(words, module=module)
-        run_dir = new_run_dir(command.name, out)
+    if source is None:
         result = _profile(
             command,
             run_dir,
@@ -444,9 +458,6 @@ def apply(
             )
         measured, found = result.profile, result.findings
     else:
-        source = load_run("last")
-        command = ScriptCommand.parse((source.profile.script, *source.profile.argv))
-        run_dir = new_run_dir(command.name, out)
         measured = source.profile
         found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
         say(f"starting from {_shown(source.run_dir)}")

@@ -13,10 +13,10 @@ from advisor.cli.parameters import (
     Duration,
     Percent,
     format_option,
+    known_words_argument,
     module_option,
     rules_option,
     verbosity_options,
-    words_argument,
 )
 from advisor.cli.progress import Progress
 
@@ -40,7 +40,7 @@ from advisor.cli.progress import Progress
 @format_option("text", "json", "md")
 @verbosity_options
 @module_option
-@words_argument
+@known_words_argument
 def apply(
     words: tuple[str, ...],
     *,
@@ -102,7 +102,7 @@ def apply(
     stream = sys.stderr if form == "text" else sys.stdout
     if form != "text" and result.profile is not None:
         output.say(output.run_text(form, result.profile, result.findings, result.log, stream=stream), stream)
-    elif (dry_run or not quiet) and (dry_run or result.log is not None):
+    elif result.profile is not None and (dry_run or (not quiet and result.log is not None)):
         output.say(
             output.apply_text(
                 result.profile, result.findings, result.log, run_dir=result.run_dir, dry_run=dry_run, stream=stream

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from advisor.cli import output
 from advisor.cli.progress import Progress
 
 
@@ -47,6 +48,8 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> 
     for name in names:
         if name not in ("eager", "compile"):
             raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
+    if json_out is not None:
+        output.writable(json_out)  # said now and not after an hour
     with Progress(live=True) as say:
         if what == "tune":
             return int(tune.run(pattern=pattern, json_out=json_out, say=say))

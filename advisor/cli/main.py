@@ -80,7 +80,12 @@ class AdvisorGroup(click.Group):
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "advisor"
             told = " ".join(error.format_message().split())  # click lists choices a line each
-            code = _fail(f"{told.rstrip('.')}. See `{command} --help`.", ExitCode.USAGE)
+            if error.ctx and isinstance(error.ctx.command, click.Group) and told.startswith("Usage: "):
+                click.echo(error.ctx.get_help(), err=True)  # a group without a command: click's message is its help
+                code = ExitCode.USAGE
+            else:
+                end = "" if told.endswith("?") else "."
+                code = _fail(f"{told.rstrip('.')}{end} See `{command} --help`.", ExitCode.USAGE)
         except click.ClickException as error:
             code = _fail(error.format_message(), ExitCode.USAGE)
         except (click.Abort, KeyboardInterrupt):
@@ -106,8 +111,14 @@ def _fail(line: str, code: int) -> int:
 @click.group(
     cls=AdvisorGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: `profile` and `run` end with the script's own. Otherwise 0 done; 1 findings at --fail-on or a "
-    "regression; 2 wrong usage or bad input; 3 a fault of advisor's own; 4 inconclusive; 5 a GPU is required.",
+    epilog="""\b
+Exit codes; `profile` and `run` end with the script's own:
+  0  done
+  1  findings at --fail-on, or a regression
+  2  wrong usage or bad input
+  3  a fault of advisor's own
+  4  inconclusive
+  5  a GPU is required""",
 )
 @click.version_option(__version__, "-V", "--version", message="advisor %(version)s")
 def cli() -> None:

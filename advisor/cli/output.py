@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 import click
 
 from advisor.cli.parameters import SEVERITIES
+from advisor.core.errors import AdvisorError
 from advisor.core.findings import Findings, Outcome
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import TrialLog
@@ -83,6 +85,20 @@ def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:
         if name in present:
             lines.append(f"{label} {run_dir / name}")
     return "\n".join(lines)
+
+
+def writable(path: Path) -> Path:
+    """The path, once its folder is there and takes files.
+
+    Raises:
+        AdvisorError: when nothing can be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise AdvisorError(f"cannot write {path} ({error.strerror})", fix="Name another file.") from None
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -14,6 +14,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SEVERITIES = ("info", "low", "medium", "high")
 
+MOST_HOURS = 720  # a month; far below where the system's timers end
+MOST_STEPS = 1_000_000
+
 _DURATION = re.compile(r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s?)?")
 
 
@@ -54,6 +57,8 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click
         )
         if not seconds:
             self.fail(f"{value!r} is not a time span above zero; write 90s, 10m or 1h30m", param, ctx)
+        if seconds > MOST_HOURS * 3600:
+            self.fail(f"{value!r} is more than {MOST_HOURS} h", param, ctx)
         return float(seconds)
 
 
@@ -75,6 +80,8 @@ SCRIPT_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", 
 
 # Everything after the first positional belongs to the script, untouched, options included.
 words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+# The same, of commands that know from an earlier run what to start.
+known_words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 # A flag, not an option with a value: with a value click would go on reading the module's own options as ours.
 module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a module to run, as in `python -m`.")
 run_argument = click.argument("run", metavar="RUN")

@@ -10,6 +10,7 @@ import click
 
 from advisor.cli import output
 from advisor.cli.parameters import (
+    MOST_STEPS,
     SCRIPT_CONTEXT,
     fail_on_option,
     format_option,
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
-@click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps to let pass first.")
-@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Steps to time, no profiler on.")
+@click.option(
+    "--warmup", type=click.IntRange(0, MOST_STEPS), default=10, show_default=True, help="Steps to let pass first."
+)
+@click.option(
+    "--steps", type=click.IntRange(1, MOST_STEPS), default=20, show_default=True, help="Steps to time, no profiler on."
+)
 @click.option("--detail-steps", type=click.IntRange(1, 50), default=3, show_default=True, help="Steps to trace.")
 @click.option(
     "--keep-running", is_flag=True, help="Let the script train to its end; by default it is stopped once measured."

@@ -39,7 +39,7 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
 
     loaded = pipeline.load_run(run)
     if html_file or open_it:
-        path = html_file or loaded.run_dir / "report.html"
+        path = output.writable(html_file or loaded.run_dir / "report.html")
         write_text(path, output.run_text("html", loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout))
         output.say(f"Report {path}")
         if open_it and not webbrowser.open(path.resolve().as_uri()):

@@ -174,6 +174,7 @@ def lint(paths: tuple[Path, ...]) -> int:
     Example:
       advisor rules lint my-rules
     """
+    from advisor.reporting import wording
     from advisor.resources import rules_dir
     from advisor.rules import check
     from advisor.rules.cases import read_cases
@@ -191,5 +192,5 @@ def lint(paths: tuple[Path, ...]) -> int:
         _say(str(fault))
         if isinstance(fault, RuleError) and fault.excerpt:
             _say(fault.excerpt)
-    _say(f"{len(found)} sound rules, {len(faults)} faults")
+    _say(f"{wording.number(len(found), 'sound rule')}, {wording.number(len(faults), 'fault')}")
     return ExitCode.FINDINGS if faults else ExitCode.OK

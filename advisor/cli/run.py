@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from advisor.cli.parameters import SCRIPT_CONTEXT, module_option, verbosity_options, words_argument
+from advisor.cli.parameters import SCRIPT_CONTEXT, known_words_argument, module_option, verbosity_options
 from advisor.cli.progress import Progress
 
 
@@ -20,7 +20,7 @@ from advisor.cli.progress import Progress
 @click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
 @verbosity_options
 @module_option
-@words_argument
+@known_words_argument
 def run(words: tuple[str, ...], *, module: bool, plan: Path | None, strict: bool, quiet: bool, verbose: bool) -> int:
     """Train with a proved plan, to the end, no search. The exit code is the script's own.
 

@@ -107,11 +107,14 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file in the same folder, flushed to disk, then renamed over it."""
+    """Write `text` to `path` through a temporary file in the same folder, flushed to disk, then renamed over it.
+
+    What stands for the bytes of a file's name that is no UTF-8 is written as `\\udce9`, which JSON reads back as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

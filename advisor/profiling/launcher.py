@@ -74,7 +74,7 @@ class ScriptCommand:
         """
         if not module and words[:1] == ("-m",):
             words, module = words[1:], True
-        if not words:
+        if not words or not words[0]:
             raise AdvisorError("no script given", expected="a Python script, -m with a module, or a command")
         first, arguments = words[0], tuple(words[1:])
         if module:
@@ -358,7 +358,8 @@ def _compile(path: Path) -> None:
         try:
             compile(source, str(path), "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise BrokenScript("".join(traceback.format_exception_only(type(error), error)).rstrip()) from None
+            told = "".join(traceback.format_exception_only(type(error), error)).rstrip()
+            raise BrokenScript(told if getattr(error, "filename", None) else f"{path}: {told}") from None
 
 
 def _module_file(name: str) -> Path | None:

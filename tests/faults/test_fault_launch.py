@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -57,6 +58,19 @@ def test_odd_paths_and_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     ended = profile(folder, "entraînement no 1.py", HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"))
     assert ended.returncode == 0, ended.stderr
     assert len(profiles(folder)) == 1
+
+
+def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"r\xe9seau.py")
+    try:
+        write(tmp_path, name, "train(40)\n")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 alone")
+    ended = profile(tmp_path, name)
+    assert ended.returncode == 0, ended.stderr
+    (found,) = profiles(tmp_path)
+    assert json.loads(found.read_text(encoding="utf-8"))["script"] == name
+    assert found.with_name("report.html").is_file()
 
 
 @pytest.mark.parametrize("switches", [["-O"], ["-W", "error"]])
