@@ -41,7 +41,7 @@ BRIEF_WARMUP = 1  # of scripts that make fewer steps than a warm-up and a trace 
 FORWARD_LOST = 1  # the first round of model calls only shows what a round is
 
 
-# What a search cannot undo, said before it starts (trials/files.py says why).
+# What a search cannot undo, said before it starts (trials/files says why).
 NOT_PUT_BACK = (
     "what native libraries (ITK, Arrow) write, what programs write under names that their command line does not have, "
     "and what is sent elsewhere (uploads, databases)"
@@ -194,7 +194,7 @@ def _profile(
     from advisor.profiling.records import SAMPLES_FILE
     from advisor.profiling.sampler import Sampler
     from advisor.profiling.session import Session
-    from advisor.trials import files
+    from advisor.trials.files import owners
 
     say("measuring this machine (once)")
     machine = environment.probe()
@@ -220,17 +220,23 @@ def _profile(
         # What a thrown-away run prints is in its folder, so that it does not run into what we say.
         output = run_dir / OUTPUT_FILE if protect_files else None
         if protect_files:
-            files.hold(run_dir)
+            owners.hold(run_dir)
         ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
         shorter = _shorter(session, ended.code)
+        if shorter is not None and not _restored(run_dir, say):
+            shorter = None
         if shorter is not None:
-            _restore(run_dir)
-            files.hold(run_dir)
+            owners.hold(run_dir)
             say("the script ended before all was measured; once more with shorter windows, its files put aside")
             launcher.launch(command, shorter, on_progress=_teller(say), output=run_dir / OUTPUT_FILE)
     finally:
+        restored = _restored(run_dir, say)
         sampler.stop()
-        _restore(run_dir)
+    if protect_files and not restored:
+        raise AdvisorError(
+            f"files that were set aside in {_shown(run_dir)} could not be put back",
+            fix=f"Make room for them, and run `advisor doctor --recover {_shown(run_dir)}`.",
+        )
     say("reading the trace")
     measured = assemble(run_dir, machine, exit_code=ended.code)
     if ended.code and not ended.stopped_by_advisor:
@@ -514,17 +520,21 @@ def _chosen(
     return tuple(chosen)
 
 
-def _restore(run_dir: Path) -> None:
-    from advisor.trials import files
+def _restored(run_dir: Path, say: Say) -> bool:
+    """Put the script's files back where they were; whether all are."""
+    from advisor.trials.files import restore
 
-    files.restore(run_dir)
+    problems = restore.restore(run_dir)
+    for problem in problems:
+        say(f"could not be put back: {problem}")
+    return not problems
 
 
 def _recover(say: Say) -> None:
     """Put back what a killed search had set aside."""
-    from advisor.trials import files
+    from advisor.trials.files import restore
 
-    found = files.restore_pending(Path(RUNS_DIR))
+    found = restore.restore_pending(Path(RUNS_DIR))
     for path in found.restored:
         say(f"put back after an interrupted search: {path}")
     for problem in found.problems:
@@ -545,12 +555,12 @@ def recover(run_dir: Path | None, say: Say) -> bool:
     Raises:
         AdvisorError: when nothing was set aside in `run_dir`, or its search still runs.
     """
-    from advisor.trials import files
+    from advisor.trials.files import restore
 
     found = (
-        files.restore_pending(Path(RUNS_DIR))
+        restore.restore_pending(Path(RUNS_DIR))
         if run_dir is None
-        else files.Pending(problems=files.restore_asked(run_dir))
+        else restore.Pending(problems=restore.restore_asked(run_dir))
     )
     restored = found.restored if run_dir is None else (str(run_dir),) * (not found.problems)
     for path in restored:
@@ -602,9 +612,9 @@ def attach(session: Session) -> None:
         AdvisorError: for a mode that does not exist.
     """
     if session.protect_files:
-        from advisor.trials import files
+        from advisor.trials.files.protect import protect
 
-        files.protect(session.protecting)
+        protect(session.protecting)
     if session.mode == "profile" and session.kept:
         from advisor.trials.profile import attach_kept_profile
 

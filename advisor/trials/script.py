@@ -13,7 +13,8 @@ from typing import Any
 
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
-from advisor.trials import files, records, spent
+from advisor.trials import records, spent
+from advisor.trials.files import restore, trackers
 
 Say = Callable[[str], None]
 Launch = Callable[..., Exit]
@@ -91,7 +92,7 @@ class Script:
                 session,
                 on_progress=self._told,
                 timeout_s=timeout_s,
-                environment=files.tracker_environment(self.run_dir),
+                environment=trackers.offline(self.run_dir),
                 output=self.run_dir / records.OUTPUT_FILE,
             )
         except KeyboardInterrupt:
@@ -105,7 +106,7 @@ class Script:
 
     def put_back(self) -> None:
         """The user's files are as they were before the search, or `displaced` is set and a note says which are not."""
-        for problem in files.restore(self.run_dir):
+        for problem in restore.restore(self.run_dir):
             self.notes.append(f"could not be put back: {problem}")
             self.displaced = self.failed = True
 

@@ -21,8 +21,9 @@ from advisor.core.units import percent_text
 from advisor.core.verdict import TrialLog
 from advisor.profiling import launcher
 from advisor.profiling.launcher import ScriptCommand
-from advisor.trials import files, planfile, planner, records, spent
+from advisor.trials import planfile, planner, records, spent
 from advisor.trials.budget import Budget
+from advisor.trials.files import owners, restore
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.proof import Proof
@@ -64,7 +65,7 @@ def apply_search(
         the script left it open.
     """
     started = time.time()
-    files.hold(run_dir)
+    owners.hold(run_dir)
     budget = Budget.from_now(max_time_s, profile)
     script = Script(command, run_dir, launch, say)
     runs = FreshRuns(script, budget.trial_s)
@@ -135,7 +136,7 @@ def _log(
     for split in verdicts:
         if planner.TOGETHER in split.transform:
             notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
-    written, temporary = files.written(script.run_dir)
+    written, temporary = restore.written(script.run_dir)
     if temporary:
         what = "temporary file was" if temporary == 1 else "temporary files were"
         notes.append(f"{temporary} {what} written and put away, too")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from advisor import pipeline
-from advisor.trials import files
+from advisor.trials.files.restore import restore_pending
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 50  # of each kind: a hundred in all
@@ -42,8 +42,8 @@ while True:
 DESTROYING = """
 import os, shutil, sys
 from pathlib import Path
-from advisor.trials import files
-files.protect(Path(sys.argv[1]))
+from advisor.trials.files.protect import protect
+protect(Path(sys.argv[1]))
 print("begun", flush=True)
 for number in range(10**9):
     open("log.csv", "a").write(f"{number}\\n")
@@ -107,7 +107,7 @@ def test_killed_at_random_moments_the_users_files_come_back(tmp_path: Path, monk
     chance = random.Random(55)
     for number in range(KILLS):
         killed(DESTROYING, tmp_path / "runs" / str(number), work, chance.uniform(0, 0.02))
-        files.restore_pending(tmp_path / "runs")
+        restore_pending(tmp_path / "runs")
         assert tree(work) == before, f"kill {number}"
 
 

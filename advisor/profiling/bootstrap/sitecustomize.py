@@ -128,7 +128,7 @@ def _guard_files() -> None:
     from importlib import import_module
     from pathlib import Path
 
-    import_module("advisor.trials.files").guard(Path(folder))
+    import_module("advisor.trials.files.guard").Guard.of(Path(folder))
 
 
 def _make_importable() -> None:

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,9 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.profiling.launcher import BOOTSTRAP, FILES_VARIABLE
-from advisor.trials import files
+from advisor.trials.files import journal, owners, restore, trackers
 
-ROOT = Path(files.__file__).parents[2]
+ROOT = Path(journal.__file__).parents[3]
 
 
 def tree(folder):
@@ -59,8 +60,8 @@ def run(work, body, *, check=True):
 import os, sys, shutil, json, signal
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials import files
-guard = files.protect(Path({str(run_dir)!r}))
+from advisor.trials.files.protect import protect
+guard = protect(Path({str(run_dir)!r}))
 GUARDED = {{"PYTHONPATH": {str(BOOTSTRAP)!r}, "ADVISOR_FILES": {str(run_dir)!r}}}
 os.chdir({str(work)!r})
 """ + textwrap.dedent(body)
@@ -148,20 +149,20 @@ def test_a_script_that(name, work):
     before = tree(work)
     run_dir, _ = run(work, SCRIPTS[name])
     assert tree(work) != before  # the script did work on its real paths
-    assert files.written(run_dir)[0]
-    assert files.restore(run_dir) == ()
+    assert restore.written(run_dir)[0]
+    assert restore.restore(run_dir) == ()
     assert tree(work) == before
-    assert files.written(run_dir)[0]  # still listed in the report after restoring
-    assert files.restore(run_dir) == ()
+    assert restore.written(run_dir)[0]  # still listed in the report after restoring
+    assert restore.restore(run_dir) == ()
     assert tree(work) == before
 
 
 def test_what_the_script_made_is_kept_in_the_run_folder(work):
     run_dir, _ = run(work, 'open("out/result.txt", "w").write("from the search")')
-    files.restore(run_dir)
+    restore.restore(run_dir)
     found = (run_dir / "files" / "diverted").rglob("result.txt")
     assert [p.read_text() for p in found] == ["from the search"]
-    assert files.written(run_dir) == ((str(work.resolve() / "out/result.txt"),), 0)
+    assert restore.written(run_dir) == ((str(work.resolve() / "out/result.txt"),), 0)
 
 
 def test_temporary_files_are_counted_not_named(work, monkeypatch, tmp_path):
@@ -180,15 +181,15 @@ def test_temporary_files_are_counted_not_named(work, monkeypatch, tmp_path):
         """,
     )
     named = (str(temporary.resolve() / "metrics.csv"), str(work.resolve() / "out/result.txt"))
-    files.restore(run_dir)  # after which only what was there at the end is told
-    assert files.written(run_dir) == (named, 1)
+    restore.restore(run_dir)  # after which only what was there at the end is told
+    assert restore.written(run_dir) == (named, 1)
     # Someone who works in a temporary folder has results there.
     place = temporary / "tmpwork"
     place.mkdir()
     monkeypatch.chdir(place)
-    with open(run_dir / "files" / files.JOURNAL, "a") as journal:
-        journal.write(json.dumps({"action": "created", "path": str(place.resolve() / "out.pt")}) + "\n")
-    assert str(place.resolve() / "out.pt") in files.written(run_dir)[0]
+    with open(run_dir / "files" / journal.JOURNAL, "a") as lines:
+        lines.write(json.dumps({"action": "created", "path": str(place.resolve() / "out.pt")}) + "\n")
+    assert str(place.resolve() / "out.pt") in restore.written(run_dir)[0]
 
 
 def test_torch_save_is_seen_although_it_writes_natively(work):
@@ -197,7 +198,7 @@ def test_torch_save_is_seen_although_it_writes_natively(work):
         work,
         """
         import torch
-        files.protect(guard.root.parent)
+        protect(guard.root.parent)
         torch.save({"w": torch.ones(3)}, "out/best.pt")
         torch.save({"w": torch.zeros(3)}, Path("out/new.pt"))
         torch.jit.script(torch.nn.Identity()).save("out/deep/last.pt")
@@ -205,7 +206,7 @@ def test_torch_save_is_seen_although_it_writes_natively(work):
         shutil.copyfile("out/best.pt", "out/copy.pt")
         """,
     )
-    files.restore(run_dir)
+    restore.restore(run_dir)
     assert tree(work) == before
 
 
@@ -218,9 +219,9 @@ def test_kill_in_the_middle_then_the_next_start_restores(work):
     )
     assert result.returncode == -signal.SIGKILL
     assert tree(work) != before
-    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(restored=(str(run_dir),))
     assert tree(work) == before
-    assert files.restore_pending(run_dir.parent) == files.Pending()
+    assert restore.restore_pending(run_dir.parent) == restore.Pending()
 
 
 @pytest.mark.parametrize("forged", ["copied elsewhere", "another token", "no token"])
@@ -233,9 +234,9 @@ def test_a_journal_that_came_from_elsewhere_is_not_obeyed(work, forged):
         (run_dir / "files" / "token").write_text("0" * 32)
     else:
         (run_dir / "files" / "token").unlink()
-    assert files.restore_pending(run_dir.parent) == files.Pending(foreign=(str(run_dir),))
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(foreign=(str(run_dir),))
     assert tree(work) == changed
-    files.restore(run_dir)  # asked for by name
+    restore.restore(run_dir)  # asked for by name
     assert tree(work) != changed
 
 
@@ -247,9 +248,9 @@ def test_a_name_in_a_journal_cannot_lead_outside(work):
         "path": str(work / "stolen.txt"),
         "aside": os.path.relpath(victim, run_dir / "files/kept-aside"),
     }
-    with open(run_dir / "files" / files.JOURNAL, "a") as journal:
-        journal.write(json.dumps(entry) + "\n")
-    files.restore(run_dir)
+    with open(run_dir / "files" / journal.JOURNAL, "a") as lines:
+        lines.write(json.dumps(entry) + "\n")
+    restore.restore(run_dir)
     assert victim.exists()
     assert not (work / "stolen.txt").exists()
 
@@ -259,7 +260,7 @@ def other():
     """A process that lives and is not ours; and the line that it would note."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        yield process, f"{process.pid} {files._started(process.pid)}\n"
+        yield process, f"{process.pid} {owners.started(process.pid)}\n"
     finally:
         process.kill()
         process.communicate()
@@ -268,33 +269,33 @@ def other():
 def test_a_running_search_is_left_alone(work, other):
     run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
     changed = tree(work)
-    with open(run_dir / "files" / files.OWNERS, "a") as owners:
-        owners.write(other[1])
-    assert files.restore_pending(run_dir.parent) == files.Pending()
+    with open(run_dir / "files" / owners.OWNERS, "a") as lines:
+        lines.write(other[1])
+    assert restore.restore_pending(run_dir.parent) == restore.Pending()
     with pytest.raises(AdvisorError, match=f"still runs, in process {other[0].pid}"):
-        files.restore_asked(run_dir)
+        restore.restore_asked(run_dir)
     assert tree(work) == changed
     other[0].kill()
     other[0].wait()
-    assert files.restore_asked(run_dir) == ()
+    assert restore.restore_asked(run_dir) == ()
     assert tree(work) != changed
     with pytest.raises(AdvisorError, match="no search was interrupted"):
-        files.restore_asked(run_dir)
+        restore.restore_asked(run_dir)
 
 
 def test_two_searches_do_not_take_each_others_files_for_the_users(work, other):
     """Planted: the second would set the first one's file aside, the first put the user's back, the second lose it."""
     first, _ = run(work, 'open("out/best.pt", "w").write("of the first search")')
-    with open(first / "files" / files.OWNERS, "a") as owners:
-        owners.write(other[1])
+    with open(first / "files" / owners.OWNERS, "a") as lines:
+        lines.write(other[1])
     held = tree(work)
     second = first.with_name("two")
     code = f"""
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials import files
-files.guard(Path({str(second)!r}))
+from advisor.trials.files.guard import Guard
+Guard.of(Path({str(second)!r}))
 open("log.csv", "a").write("of the second")
 open("out/best.pt", "w").write("of the second")
 """
@@ -304,35 +305,35 @@ open("out/best.pt", "w").write("of the second")
 
     ended = again()
     assert f"the search in {first}, process {other[0].pid}, has set it aside" in ended.stderr
-    assert files.restore(second) == ()  # what it could touch is back
+    assert restore.restore(second) == ()  # what it could touch is back
     assert tree(work) == held
     other[0].kill()
     other[0].wait()
-    files.restore(first)
+    restore.restore(first)
     assert (work / "out/best.pt").read_text() == "the user's best weights"
     assert again().returncode == 0
-    files.restore(second)
+    restore.restore(second)
     assert (work / "out/best.pt").read_text() == "the user's best weights"
 
 
 def test_a_later_process_with_the_number_of_a_dead_search_does_not_hold_it(work, other):
     run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
-    if not files._started(os.getpid()):
+    if not owners.started(os.getpid()):
         pytest.skip("no /proc here")
-    (run_dir / "files" / files.OWNERS).write_text(f"{other[0].pid} 1\n")
-    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+    (run_dir / "files" / owners.OWNERS).write_text(f"{other[0].pid} 1\n")
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(restored=(str(run_dir),))
 
 
 def test_what_cannot_be_put_back_is_told_and_tried_again(work):
     before = tree(work)
     run_dir, _ = run(work, 'open("log.csv", "w").write("x"); os.remove("notes.txt"); os.mkdir("notes.txt")')
     (work / "notes.txt" / "in the way").touch()
-    found = files.restore_pending(run_dir.parent)
+    found = restore.restore_pending(run_dir.parent)
     assert found.restored == ()
     assert [problem.partition(":")[0] for problem in found.problems] == [str(work / "notes.txt")]
     (work / "notes.txt" / "in the way").unlink()
     (work / "notes.txt").rmdir()
-    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(restored=(str(run_dir),))
     assert tree(work) == before
 
 
@@ -343,8 +344,8 @@ def test_a_script_that_outlives_its_advisor_ends_or_at_least_holds_its_files(wor
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials import files
-files.protect(Path({str(run_dir)!r}))
+from advisor.trials.files.protect import protect
+protect(Path({str(run_dir)!r}))
 open("log.csv", "a").write("x")
 print(os.getpid(), flush=True)
 time.sleep(120)
@@ -353,32 +354,32 @@ time.sleep(120)
 import os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials import files
-files.hold(Path({str(run_dir)!r}))
+from advisor.trials.files.owners import hold
+hold(Path({str(run_dir)!r}))
 environment = {{**os.environ, "ADVISOR_SUPERVISOR": str(os.getpid())}}
 subprocess.run([sys.executable, "-c", {child!r}], env=environment)
 """
     before = tree(work)
     process = subprocess.Popen([sys.executable, "-c", supervisor], cwd=work, stdout=subprocess.PIPE, text=True)
     pid = int(process.stdout.readline())
-    assert files.restore_pending(run_dir.parent) == files.Pending()
+    assert restore.restore_pending(run_dir.parent) == restore.Pending()
     process.kill()
     process.communicate()  # its output ends when the child, which has it too, is about to
     deadline = time.monotonic() + 60.0
-    while (orphan := files._running(run_dir)) == pid and time.monotonic() < deadline:
+    while (orphan := owners.running(run_dir)) == pid and time.monotonic() < deadline:
         time.sleep(0.01)
     assert orphan is None
-    assert files.restore_pending(run_dir.parent) == files.Pending(restored=(str(run_dir),))
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(restored=(str(run_dir),))
     assert tree(work) == before
 
 
 def test_more_than_there_is_room_for_is_told_and_the_program_runs(work):
     (work / "big.bin").write_bytes(b"x" * 4096)
-    code = 'files._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
+    code = 'sys.modules["advisor.trials.files.guard"]._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
     run_dir, result = run(work, code)
     assert "big.bin" in result.stderr
     assert "for want of room" in result.stderr
-    files.restore(run_dir)
+    restore.restore(run_dir)
     assert not (work / "big.bin").exists()
 
 
@@ -405,7 +406,7 @@ def test_files_are_set_aside_before_torch_is_imported(work):
     run_dir, ended = started(work, script)
     assert ended.stdout == "False\n", ended.stderr
     assert not (work / "out").exists()
-    files.restore(run_dir)
+    restore.restore(run_dir)
     (work / "train.py").write_text("")
     assert tree(work) == before
 
@@ -429,9 +430,9 @@ def test_a_script_whose_files_cannot_be_set_aside_does_not_start(work):
 def test_a_journal_cut_off_by_a_crash_still_restores(work):
     before = tree(work)
     run_dir, _ = run(work, SCRIPTS["rotates checkpoints"])
-    with open(run_dir / "files" / files.JOURNAL, "a") as journal:
-        journal.write('{"action": "kept", "pa')
-    files.restore(run_dir)
+    with open(run_dir / "files" / journal.JOURNAL, "a") as lines:
+        lines.write('{"action": "kept", "pa')
+    restore.restore(run_dir)
     assert tree(work) == before
 
 
@@ -439,7 +440,7 @@ def test_two_processes_one_after_the_other_start_from_the_same_files(work):
     before = tree(work)
     for _ in range(2):
         run_dir, _ = run(work, SCRIPTS["appends to a table and edits in place"])
-        assert files.restore(run_dir) == ()
+        assert restore.restore(run_dir) == ()
         assert tree(work) == before
 
 
@@ -460,11 +461,95 @@ def test_a_write_is_refused_when_the_original_cannot_be_set_aside(work):
 
 def test_reading_leaves_no_trace(work):
     run_dir, _ = run(work, 'open("log.csv").read(); os.makedirs("out", exist_ok=True); os.stat("out")')
-    assert files.written(run_dir) == ((), 0)
-    assert not (run_dir / "files" / files.JOURNAL).exists()
+    assert restore.written(run_dir) == ((), 0)
+    assert not (run_dir / "files" / journal.JOURNAL).exists()
 
 
 def test_trackers_stay_offline_and_in_the_run_folder(tmp_path):
-    environment = files.tracker_environment(tmp_path)
+    environment = trackers.offline(tmp_path)
     assert environment["WANDB_MODE"] == "offline"
     assert environment["MLFLOW_TRACKING_URI"].startswith(tmp_path.resolve().as_uri())
+
+
+BLOCKED = 'os.remove("notes.txt"); os.mkdir("notes.txt"); open("notes.txt/in the way", "w").close()'
+
+
+def blocked(work, run_dir):
+    """The one file that a process of `BLOCKED` leaves no room for is told, and the next attempt may succeed."""
+    shutil.rmtree(run_dir / "files" / "diverted", ignore_errors=True)
+    (work / "notes.txt").mkdir(exist_ok=True)
+    (work / "notes.txt" / "of another program").touch()
+    found = restore.restore(run_dir)
+    assert [problem.partition(":")[0] for problem in found] == [str(work / "notes.txt")]
+
+
+def test_what_is_back_is_the_users_own_when_the_rest_is_tried_again(work):
+    before = tree(work)
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x"); open("result.txt", "w").write("of the search");' + BLOCKED)
+    blocked(work, run_dir)
+    (work / "log.csv").write_text("trained on since")
+    (work / "result.txt").write_text("trained on since")
+    shutil.rmtree(work / "notes.txt")
+    assert restore.restore(run_dir) == ()
+    assert (work / "log.csv").read_text() == "trained on since"
+    assert (work / "result.txt").read_text() == "trained on since"
+    (work / "log.csv").write_text("epoch,loss\n1,0.5\n")
+    (work / "result.txt").unlink()
+    assert tree(work) == before
+
+
+def test_what_is_back_is_set_aside_anew_by_the_next_process(work):
+    before = tree(work)
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x");' + BLOCKED)
+    blocked(work, run_dir)
+    run(work, 'open("log.csv", "w").write("of the second process")')
+    shutil.rmtree(work / "notes.txt")
+    assert restore.restore(run_dir) == ()
+    assert tree(work) == before
+
+
+def test_a_search_that_left_nothing_behind_is_restored_once(work):
+    run_dir, _ = run(work, 'open("part.tmp", "w").close(); os.remove("part.tmp")')
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(restored=(str(run_dir),))
+    assert restore.restore_pending(run_dir.parent) == restore.Pending()
+
+
+def test_ctrl_c_while_files_are_put_back_waits_until_they_are(work):
+    before = tree(work)
+    run_dir, _ = run(work, SCRIPTS["wipes its output folder at the start"])
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from advisor.trials.files.restore import restore
+replace = os.replace
+def interrupted(*places):
+    os.kill(os.getpid(), signal.SIGINT)
+    replace(*places)
+os.replace = interrupted
+try:
+    restore(Path({str(run_dir)!r}))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    assert ended.stdout == "interrupted\n"
+    assert tree(work) == before
+
+
+def test_a_note_of_an_old_search_that_another_advisor_forgets_first_is_no_matter(tmp_path, monkeypatch):
+    owners.hold(tmp_path / "old")
+    noted = tmp_path / "cache" / "advisor" / "searches"
+    (old,) = noted.iterdir()
+    os.utime(old, (0, 0))
+    unlink = Path.unlink
+
+    def gone(path, missing_ok=False):
+        if path == old:
+            unlink(path)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", gone)
+    owners.hold(tmp_path / "new")
+    assert not old.exists()
+    assert (tmp_path / "new" / "files" / "token").is_file()

@@ -11,7 +11,9 @@ from advisor.core import storage
 from advisor.core.findings import Interval, Recommendation, Semantics
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.trials import budget, files, fresh, planfile, planner, processes, records, search, spent
+from advisor.trials import budget, fresh, planfile, planner, processes, records, search, spent
+from advisor.trials.files import restore
+from advisor.trials.files.guard import Guard
 
 
 def candidate(name, **more):
@@ -646,7 +648,7 @@ def test_the_users_files_are_put_back_after_every_child(script, tmp_path_factory
     inner = script.search
 
     def overwrites(session):
-        guard = files.Guard(script.run_dir)
+        guard = Guard(script.run_dir)
         users.write_text("theirs")
         guard.stop()
         return inner(session)
@@ -830,7 +832,7 @@ def test_pairs_are_not_lost_when_the_process_that_would_go_on_finds_no_time_left
 def test_where_a_file_cannot_be_put_back_the_script_is_not_started_again(script, monkeypatch):
     script.verdicts = {"tf32": "kept"}
     script.step_us[("tf32",)] = 500.0
-    monkeypatch.setattr(files, "restore", lambda run_dir: ("best.pt: Permission denied",))
+    monkeypatch.setattr(restore, "restore", lambda run_dir: ("best.pt: Permission denied",))
     log, _, code, _ = apply(script, "tf32", "compile")
     assert len(script.launches) == 1
     assert any("best.pt: Permission denied" in note for note in log.notes)

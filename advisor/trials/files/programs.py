@@ -1,6 +1,6 @@
 """Which files a program that a script starts may change, from its command line alone: `rm -rf out`, `cp a b`, `date >> log`.
 
-Python processes set files aside for themselves (`files.Guard`); a shell and what it calls cannot be watched, so what their
+Python processes set files aside for themselves (`guard.Guard`); a shell and what it calls cannot be watched, so what their
 words name is set aside before they start. What a program writes under names of its own choice is not found this way.
 """
 

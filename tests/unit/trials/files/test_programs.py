@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from advisor.profiling.launcher import BOOTSTRAP
-from advisor.trials import programs
+from advisor.trials.files import programs
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""A process of a search, from torch's import on: guarded files, saves and trackers, and no life after its supervisor's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+from advisor.profiling.launcher import SUPERVISOR_VARIABLE
+from advisor.trials.files import native_writers, trackers
+from advisor.trials.files.guard import Guard
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def protect(run_dir: Path) -> Guard:
+    """Guard this process: the audit hook, native writers, and trackers that stay offline or in the run folder.
+
+    Call once a process, after torch's import.
+    """
+    _end_with_supervisor()
+    os.environ.update(trackers.offline(run_dir))
+    here = Guard.of(run_dir)
+    native_writers.announce(here.announced)
+    return here
+
+
+def _end_with_supervisor() -> None:
+    """On Linux this process gets SIGTERM when the advisor that started it dies: nobody else would end its search."""
+    supervisor = os.environ.get(SUPERVISOR_VARIABLE, "")
+    if supervisor != str(os.getppid()):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if supervisor != str(os.getppid()):  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)

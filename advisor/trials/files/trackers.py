@@ -1,0 +1,21 @@
+"""Experiment trackers in a search: what they would send or write elsewhere is no result of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def offline(run_dir: Path) -> dict[str, str]:
+    """Variables that keep experiment trackers from the network and from the user's own tracking folders."""
+    folder = run_dir.resolve() / "trackers"
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": folder.joinpath("mlruns").as_uri(),
+        "COMET_MODE": "offline",
+        "COMET_OFFLINE_DIRECTORY": str(folder),
+        "NEPTUNE_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+    }

@@ -1,0 +1,42 @@
+"""What a profile that is thrown away does with files of the user's that cannot be put back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from advisor import pipeline
+from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
+from advisor.profiling import environment, launcher
+from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.trials.files import restore
+
+
+@pytest.mark.parametrize("protect_files", [True, False])
+def test_a_script_whose_files_could_not_be_put_back_is_not_started_again(tmp_path, monkeypatch, protect_files) -> None:
+    launches, said = [], []
+    monkeypatch.setattr(environment, "probe", lambda: Environment(device="cpu"))
+    monkeypatch.setattr(launcher, "launch", lambda command, session, **more: launches.append(session) or Exit(code=0))
+    monkeypatch.setattr(pipeline, "_shorter", lambda session, code: dataclasses.replace(session, steps=1))
+    monkeypatch.setattr(restore, "restore", lambda run_dir: ("best.pt: Permission denied",))
+
+    def profile() -> None:
+        pipeline._profile(
+            ScriptCommand(argv=("python", "train.py"), name="train.py"),
+            tmp_path,
+            warmup=1,
+            steps=1,
+            detail_steps=1,
+            keep_running=False,
+            counters=False,
+            rules_dirs=(),
+            say=said.append,
+            protect_files=protect_files,
+        )
+
+    with pytest.raises(AdvisorError, match="session.json" if not protect_files else "could not be put back"):
+        profile()
+    assert len(launches) == 1
+    assert any("best.pt: Permission denied" in text for text in said)
