@@ -91,9 +91,43 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The one node that uses this one; None when there are none or several."""
+    """The one node that uses this one; None when there are none or several, or when only one of both records gradients."""
     users = list(node.users)
-    return users[0] if len(users) == 1 else None
+    return users[0] if len(users) == 1 and recorded_alike(node, users[0]) else None
+
+
+_GRAD_MODE = torch._C._set_grad_enabled  # the node that torch.no_grad() and its like leave in a graph, at both ends
+_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
+_END_OF_INFERENCE_MODE = torch.autograd.grad_mode._exit_inference_mode
+
+
+def recorded_alike(*nodes: fx.Node) -> bool:
+    """Whether autograd records all of these nodes or none: else no single operation does what they do."""
+    graph = nodes[0].graph
+    switches = (_GRAD_MODE, _INFERENCE_MODE)
+    if not any(graph.find_nodes(op="call_function", target=switch) for switch in switches):
+        return True
+    return len({_recorded(node) for node in nodes}) == 1
+
+
+def _recorded(node: fx.Node) -> tuple[bool, bool]:
+    """Whether gradients are enabled where the node stands, and whether inference mode is."""
+    gradients, inference = True, False
+    for before in node.graph.nodes:
+        if before is node:
+            break
+        if before.target is _GRAD_MODE:
+            gradients = bool(before.args[0])
+        elif before.target is _INFERENCE_MODE:
+            inference = bool(before.args[0])
+        elif before.target is _END_OF_INFERENCE_MODE:
+            inference = False
+    return gradients, inference
+
+
+def operand(node: fx.Node) -> Any:
+    """The call's first argument, which functions of one tensor name `input`; None when it has none."""
+    return node.args[0] if node.args else node.kwargs.get("input")
 
 
 def bound(node: fx.Node, parameters: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +240,7 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 
 def activation(node: fx.Node) -> tuple[str, float] | None:
-    """The activation a node computes of its first argument, with LeakyReLU's slope, or None."""
+    """The activation a node computes of its `operand`, with LeakyReLU's slope, or None."""
     if node.op not in ("call_function", "call_method"):
         return None
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
@@ -230,7 +264,7 @@ def changes_in_place(user: fx.Node, tensor: Any) -> bool:
     """Whether `user` writes into `tensor`: its first argument, one of a list that is, or its `out`."""
     if user.kwargs.get("out") is tensor:
         return True
-    first = user.args[0] if user.args else None
+    first = operand(user)
     if first is not tensor and not (isinstance(first, (list, tuple)) and tensor in first):
         return False
     if user.op == "call_method":
@@ -268,9 +302,41 @@ def permutes(node: Any, order: tuple[int, ...]) -> bool:
 
 def changed_in_place(node: fx.Node) -> bool:
     """Whether a node of the graph writes into this one's value, or into a view of it."""
-    memory = _memory(node)
-    alike = [other for other in node.graph.nodes if other is node or (memory and _memory(other) == memory)]
-    return any(changes_in_place(user, one) for one in alike for user in one.users)
+    return any(changes_in_place(user, one) for one in _sharing(node) for user in one.users)
+
+
+def read_later(term: fx.Node, reader: fx.Node) -> bool:
+    """Whether `term` can be read further down than by `reader`, which is then gone, with nothing else in the graph the wiser.
+
+    Not where it is written into from there on. Where `reader` itself writes into it, nothing else may look at it any more:
+    what takes its place writes elsewhere.
+    """
+    later = _behind(reader)
+    sharing = _sharing(term)
+    if not changes_in_place(reader, term):
+        return not any(user in later and changes_in_place(user, one) for one in sharing for user in one.users)
+    before = [one for one in sharing if one is not reader and one not in later]
+    if any(one.op in ("placeholder", "get_attr") for one in before):
+        return False
+    return not any(user in later for one in before for user in one.users)
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """The nodes that run after this one."""
+    found = set()
+    while node.op != "output":
+        node = node.next
+        found.add(node)
+    return found
+
+
+def _sharing(node: fx.Node) -> list[fx.Node]:
+    """The node and those whose values are views of the same memory."""
+    memory, found = _memory(node), [node]
+    for one in found:
+        near = (*one.users, *one.all_input_nodes) if memory else ()
+        found += [other for other in dict.fromkeys(near) if other not in found and _memory(other) == memory]
+    return found
 
 
 def _memory(node: fx.Node) -> int:

@@ -103,7 +103,7 @@ def _computed_in(node: fx.Node) -> torch.dtype | None:
 
 def _parameters(node: fx.Node) -> list[fx.Node]:
     """Weight and bias of a convolution or product."""
-    given = node.args[0] if node.args else node.kwargs.get("input")
+    given = match.operand(node)
     return [argument for argument in node.all_input_nodes if argument is not given]
 
 

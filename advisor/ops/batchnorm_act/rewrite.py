@@ -76,7 +76,7 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
     statistics = [bound.get(name) is not None for name in ("running_mean", "running_var")]
     if any(statistics) != all(statistics):
         return "one running statistic without the other"
-    if not isinstance(momentum, float):
+    if not isinstance(momentum, (int, float)):
         if training and any(statistics):
             return "momentum is None (cumulative average)"
         momentum = 0.0
@@ -89,8 +89,10 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
         if value.dtype != torch.float32:
             return f"{name} is {value.dtype}"
     x = match.value(bound["input"])
-    if x is None or x.dim() != 4:
-        return "input is not 4-D"
+    if x is None:
+        return "its input is not known"
+    if x.dim() != 4:
+        return f"{x.dim()}-D input"
     if not isinstance(x.shape[1], int):
         return "channel count is dynamic"
     dtype = match.dtype_name(x)
@@ -108,7 +110,7 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
         bound["weight"],
         bound["bias"],
         training,
-        momentum,
+        float(momentum),
         float(bound["eps"]),
         dtype,
     )
@@ -122,13 +124,13 @@ def _patterns(norm: BatchNorm) -> list[_Pattern]:
     if user is None:
         return found
     residual = None if norm.shared else match.addend(user, node)  # the sum comes later than the statistics are read
-    if residual is not None:
+    if residual is not None and match.read_later(residual, user):
         found.insert(0, _Pattern((node, user), residual))
         after = match.only_user(user)
         follows = match.activation(after) if after is not None else None
         if after is not None and follows is not None and follows[0] in spec.RESIDUAL_ACTIVATIONS:
             found.insert(0, _Pattern((node, user, after), residual, *follows))
-    elif (follows := match.activation(user)) is not None and follows[0] in spec.ACTIVATIONS and user.args[0] is node:
+    elif (follows := match.activation(user)) is not None and follows[0] in spec.ACTIVATIONS:
         found.insert(0, _Pattern((node, user), None, *follows))
     return found
 

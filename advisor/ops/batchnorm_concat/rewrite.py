@@ -49,8 +49,13 @@ class _Chain:
     stages: list[_Stage] = field(default_factory=list)
 
     def continued_by(self, stage: _Stage, place: dict[fx.Node, int]) -> bool:
-        """Whether `stage` has all that is there and perhaps more, and comes when the norms that are there have run."""
+        """Whether `stage` has all that is there and perhaps more, and comes when the norms that are there have run.
+
+        Nor may one of both be without gradients: the tensor in which all lie is recorded as a whole.
+        """
         before = self.stages[-1]
+        if not match.recorded_alike(before.cat, stage.cat):
+            return False
         there = len(before.features)
         same = stage.features[-there:] if self.front else stage.features[:there]
         return same == before.features and all(place[norm.norm.node] < place[stage.cat] for norm in before.norms)
@@ -123,7 +128,7 @@ def _norm(node: fx.Node) -> _Norm | str:
     if norm.variant:
         return f"{norm.variant}: the norm by itself"
     user = match.only_user(node)
-    follows = match.activation(user) if user is not None and user.args and user.args[0] is node else None
+    follows = match.activation(user) if user is not None else None
     if user is None or follows is None:
         return _Norm(norm, "none", 0.0, (node,))
     return _Norm(norm, *follows, (node, user))
@@ -140,6 +145,8 @@ def _stage(cat: fx.Node, place: dict[fx.Node, int], report: match.MatchReport) -
     reason = _unsuitable(features)
     if not reason and not all(user in readers or _is_cat(user) for user in cat.users):
         reason = "the concatenation is used elsewhere too"
+    if not reason and not match.recorded_alike(cat, *readers):
+        reason = "a part of it runs without gradients"
     if not reason and len(norms) == len(found):
         return _Stage(cat, features, norms)
     for reader, norm in zip(readers, found, strict=True):

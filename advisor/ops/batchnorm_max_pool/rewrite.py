@@ -47,7 +47,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
 
 def _chain(pool: fx.Node) -> tuple[tuple[fx.Node, ...], str, float] | None:
     """The nodes before a pooling, last first, down to the batch norm; with the activation among them."""
-    before = pool.args[0] if pool.args else pool.kwargs.get("input")
+    before = match.operand(pool)
     if not isinstance(before, fx.Node):
         return None
     nodes: tuple[fx.Node, ...] = (before,)
@@ -55,7 +55,7 @@ def _chain(pool: fx.Node) -> tuple[tuple[fx.Node, ...], str, float] | None:
     follows = match.activation(before)
     if follows is not None:
         activation, slope = follows
-        norm = before.args[0] if before.args else None
+        norm = match.operand(before)
         if not isinstance(norm, fx.Node):
             return None
         nodes = (before, norm)

@@ -23,7 +23,6 @@ _OURS = {
     depthwise_conv2d,
     grouped_conv2d,
 }  # put in earlier, for a convolution which autocast would run in half precision
-_ADD_IN_PLACE = {operator.iadd, "add_"}
 _MUL = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _MUL_IN_PLACE = {operator.imul, "mul_"}
 _HALF = (torch.float16, torch.bfloat16)
@@ -100,28 +99,9 @@ def _bias_of(node: fx.Node) -> Any:
     return node.args[_BIAS] if len(node.args) > _BIAS else node.kwargs.get("bias")
 
 
-def _untouched(node: fx.Node, reader: fx.Node, *, overwritten: bool) -> bool:
-    """Whether `node` still holds at the end of a pattern what `reader`, a node of it, read; it is read there instead.
-
-    overwritten: `reader` writes into it, so that nobody else may have wanted the result there.
-    """
-    others = [user for user in node.users if user is not reader]
-    if overwritten and (others or node.op in ("placeholder", "get_attr")):
-        return False
-    return not any(match.changes_in_place(user, node) and _follows(user, reader) for user in others)
-
-
-def _follows(later: fx.Node, node: fx.Node) -> bool:
-    while node.op != "output":
-        node = node.next
-        if node is later:
-            return True
-    return False
-
-
 def _activation(node: fx.Node) -> _Activation | None:
     follows = match.activation(node)
-    before = node.args[0] if node.args else None
+    before = match.operand(node)
     if follows is None or not isinstance(before, fx.Node) or match.only_user(before) is not node:
         return None
     if _bias_of(before) is not None:
@@ -132,8 +112,7 @@ def _activation(node: fx.Node) -> _Activation | None:
     second = match.addend(before, first)
     if second is None:
         return None
-    in_place = before.target in _ADD_IN_PLACE
-    if not _untouched(first, before, overwritten=in_place) or not _untouched(second, before, overwritten=False):
+    if not match.read_later(first, before) or not match.read_later(second, before):
         return None
     for x, other in ((first, second), (second, first)):
         if _bias_of(x) is not None and match.only_user(x) is before:
@@ -165,7 +144,7 @@ def _factor(mul: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
 
 
 def _scaled_add(add: fx.Node) -> _ScaledAdd | None:
-    for position, term in enumerate(add.args[:2]):
+    for term in add.args[:2]:
         if not isinstance(term, fx.Node):
             continue
         residual = match.addend(add, term, mixed=True)
@@ -176,16 +155,15 @@ def _scaled_add(add: fx.Node) -> _ScaledAdd | None:
         branch, reader = term, add
         while match.only_user(branch) is reader and (factor := _factor(branch)) is not None:
             base, node, kind = factor
-            if kind in found or not _untouched(node, branch, overwritten=False):
+            if kind in found or not match.read_later(node, branch):
                 break
             found[kind] = node
             dead.append(branch)
             branch, reader = base, branch
-        overwritten = add.target in _ADD_IN_PLACE and position == 1  # the residual is the one that add_ writes into
         if (
             found
-            and _untouched(branch, reader, overwritten=False)
-            and _untouched(residual, add, overwritten=overwritten)
+            and match.read_later(branch, reader)
+            and match.read_later(residual, add)
             and _dtype(residual) in (_dtype(add), _dtype(branch))
         ):
             scale, keep = found.get("channel"), found.get("sample")

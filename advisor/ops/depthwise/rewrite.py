@@ -11,12 +11,14 @@ from advisor.ops.moments import Producer
 
 
 def _depthwise(node: fx.Node) -> match.Conv2d | str:
-    """The convolution that the kernels take, or why it is left alone; "" when it is an ordinary one."""
+    """The convolution that the kernels take, or why it is left alone; "" when it has other groups than one a channel."""
     if match.conv2d_arguments(node)["groups"] == 1:
         return ""
     call = match.conv2d(node)
     if isinstance(call, str):
         return call
+    if call.groups != call.channels:
+        return ""  # the grouped family's
     reason = call.unsupported(spec)
     if reason:
         return reason
@@ -35,7 +37,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     """Put the operation in where a convolution has as many groups as channels in and out.
 
     With `compiled` the graph goes on to Inductor, which needs the torch.library operation; autocast's cast of the input, which
-    is inside the convolution, is then written out before it. `report` gains one entry a grouped convolution.
+    is inside the convolution, is then written out before it. `report` gains one entry a depthwise convolution.
     """
     graph = graph_module.graph
     for node, call in match.convolutions(graph, report, _depthwise):

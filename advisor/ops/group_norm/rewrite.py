@@ -56,7 +56,7 @@ def _norm(node: fx.Node) -> _Norm | str:
         return "shape is dynamic"
     groups = x.shape[1] if node.target is F.instance_norm else given["num_groups"]
     user = match.only_user(node)
-    follows = match.activation(user) if user is not None and user.args and user.args[0] is node else None
+    follows = match.activation(user) if user is not None else None
     nodes: tuple[fx.Node, ...] = (node,)
     activation = "none"
     if user is not None and follows is not None and follows[0] in spec.ACTIVATIONS:

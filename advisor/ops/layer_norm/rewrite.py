@@ -46,7 +46,8 @@ def _call(node: fx.Node) -> _Norm | str:
     if x.dim() < 2 or tuple(given["normalized_shape"]) != tuple(x.shape[-1:]):
         return "it normalises over more than the channels"
     after = match.only_user(node)
-    if match.permutes(given["input"], _TO_NHWC) and after is not None and match.permutes(after, _TO_NCHW):
+    around = match.permutes(given["input"], _TO_NHWC) and after is not None and match.permutes(after, _TO_NCHW)
+    if around and after is not None and match.recorded_alike(given["input"], node):
         nodes: tuple[fx.Node, ...] = (given["input"], node, after)
         return _Norm(nodes, given["input"].args[0], given["weight"], given["bias"], given["eps"], 1)
     return _Norm((node,), given["input"], given["weight"], given["bias"], given["eps"], -1)
@@ -118,6 +119,8 @@ def _by_hand(quotient: fx.Node) -> _Norm | None:
     nodes = tuple(dict.fromkeys(n for n in inner if isinstance(n, fx.Node)))
     if any(user not in (*nodes, offset[0]) for n in nodes for user in n.users):
         return None  # something else uses a part of it
+    if not match.recorded_alike(*nodes, offset[0]):
+        return None
     return _Norm((*nodes, offset[0]), x, scaled[2], offset[2], eps, 1)
 
 

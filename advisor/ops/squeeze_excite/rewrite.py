@@ -56,7 +56,7 @@ class _Chain:
 
     def step(self) -> None:
         self.passed.append(self.at)
-        before = self.at.args[0] if self.at.args else self.at.kwargs.get("input")
+        before = match.operand(self.at)
         if isinstance(before, fx.Node):
             self.at = before
 
@@ -65,7 +65,7 @@ class _Chain:
             self.step()
 
     def _single(self) -> bool:
-        return match.only_user(self.at) is not None
+        return len(self.at.users) == 1
 
 
 def _weights(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
@@ -116,7 +116,9 @@ def _block(product: fx.Node) -> _Block | str | None:
 
 def _behind(product: fx.Node, x: fx.Node, scale: fx.Node) -> _Block | str | None:
     chain = _Chain(scale)
-    chain.skip(_EXPANDS | _RESHAPES)
+    chain.skip(_EXPANDS)
+    factor = chain.at
+    chain.skip(_RESHAPES)
     gate = _GATES.get(chain.at.target)
     if gate is None:
         return None
@@ -141,9 +143,19 @@ def _behind(product: fx.Node, x: fx.Node, scale: fx.Node) -> _Block | str | None
     if _pooled(chain.at) is not x:
         return "it does not pool what it scales"
     chain.step()
+    if not match.recorded_alike(*chain.passed, product):
+        return "a part of it runs without gradients"
     if any(match.only_user(node) is None for node in chain.passed):
         return "something else uses a part of it"
+    if not _a_channel(factor, x):
+        return "its gate is no factor a sample and channel"
     return _Block((*chain.passed[::-1], product), x, first[0], first[1], second[0], second[1], activation[0], gate)
+
+
+def _a_channel(factor: fx.Node, x: fx.Node) -> bool:
+    """Whether one factor belongs to each sample and channel: [N, C, 1, 1] beside [N, C, H, W]."""
+    small, whole = match.value(factor), match.value(x)
+    return small is not None and whole is not None and tuple(small.shape) == (*whole.shape[:2], 1, 1)
 
 
 def _refusal(block: _Block, *, compiled: bool) -> str:
