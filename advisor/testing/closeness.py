@@ -24,7 +24,7 @@ from advisor.profiling.training import RootModule, Training
 from advisor.testing.device_lock import alone
 from advisor.testing.live import LiveStep
 from advisor.testing.measuring import found_in
-from advisor.trials.gate import Gate
+from advisor.trials.numerics.gate import Gate
 
 _WRAPPERS = ("_orig_mod.", "module.")
 PRECISIONS = ("half", "tf32")

@@ -13,7 +13,7 @@ import torch
 from advisor.core.errors import AdvisorError
 from advisor.testing.device_lock import alone
 from advisor.testing.live import LiveStep
-from advisor.trials.gate import SavedState
+from advisor.trials.numerics.state import SavedState
 
 SHOWN = 5
 

@@ -44,8 +44,8 @@ from advisor.transforms.bundle import Bundle
 from advisor.trials import planfile, planner, records, spent
 from advisor.trials.batches import BatchWatch
 from advisor.trials.disturbance import MachineWatch
-from advisor.trials.gate import Gate
 from advisor.trials.kept import KeptChanges, Standing
+from advisor.trials.numerics.gate import Gate
 from advisor.trials.statistics import (
     INCONCLUSIVE,
     KEPT,

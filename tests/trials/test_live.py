@@ -11,9 +11,9 @@ from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
 from advisor.profiling.session import Session
 from advisor.trials import live, records
-from advisor.trials.gate import GateResult
 from advisor.trials.live import SearchDriver
 from advisor.trials.measure import MeasureDriver
+from advisor.trials.numerics.gate import GateResult
 
 
 def session(tmp_path, *names, **more):

@@ -7,8 +7,8 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.profiling.training import RootModule, Training
-from advisor.trials import gate
-from advisor.trials.gate import Gate
+from advisor.trials.numerics import appeal, plain, precision
+from advisor.trials.numerics.gate import Gate
 
 torch.set_num_threads(1)
 
@@ -458,7 +458,7 @@ def moved_by(roundings):
 
 def test_activations_at_the_edge_of_zero_do_not_make_another_order_wrong(monkeypatch):
     assert OnEdge().judge(moved_by(24)).passed
-    monkeypatch.setattr(gate, "_LAYERED_SEEDS", ())
+    monkeypatch.setattr(appeal, "LAYERED_SEEDS", ())
     assert not OnEdge().judge(moved_by(24)).passed  # what one rounding at the start shows is not enough
     monkeypatch.undo()
     assert not OnEdge().judge(wrong_gradient).passed
@@ -504,13 +504,13 @@ def wrong_gradient_now_and_then(forward):
 
 
 def test_what_hangs_on_one_activation_is_judged_at_points_close_by(monkeypatch):
-    monkeypatch.setattr(gate, "_LAYERED_SEEDS", ())  # six draws may miss it
+    monkeypatch.setattr(appeal, "LAYERED_SEEDS", ())  # six draws may miss it
     check = OneOnEdge().judge(one_let_through)
     assert check.passed, check
     assert "4 of 4 points close by" in check.detail
     for wrong in (slightly_wrong_gradient, wrong_gradient, wrong_output, wrong_gradient_now_and_then, stale_output):
         assert not OneOnEdge().judge(wrong).passed, wrong
-    monkeypatch.setattr(gate, "_CLOSE_SEEDS", ())
+    monkeypatch.setattr(appeal, "CLOSE_SEEDS", ())
     assert not OneOnEdge().judge(one_let_through).passed
 
 
@@ -535,19 +535,19 @@ class RowsOnEdge(OnEdge):
 
 def test_noise_is_looked_for_in_both_orders_of_the_rows(monkeypatch):
     """What is seen with the rows rolled counts, and is enough where nothing is seen on the batch as it was."""
-    monkeypatch.setattr(gate, "_CLOSE_SEEDS", ())
-    plain = gate._replay
+    monkeypatch.setattr(appeal, "CLOSE_SEEDS", ())
+    replayed = plain.replay
 
     def replay(call, saved, *, jitter=0.0, rolled=False, **options):
-        quiet = jitter > gate._EPSILON["fp32"] and not rolled
-        return plain(call, saved, jitter=0.0 if quiet else jitter, rolled=rolled, **options)
+        quiet = jitter > precision.EPSILON["fp32"] and not rolled
+        return replayed(call, saved, jitter=0.0 if quiet else jitter, rolled=rolled, **options)
 
     def moved(forward):
         net = forward.__self__
         noise = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
         return lambda x, edge: F.relu(x @ net.weight + 24 * 8 * 2.0**-24 * noise - edge)
 
-    monkeypatch.setattr(gate, "_replay", replay)
+    monkeypatch.setattr(plain, "replay", replay)
     assert RowsOnEdge().judge(moved).passed
 
 
@@ -592,7 +592,7 @@ def test_what_rounding_every_layer_costs_does_not_make_bf16_wrong(monkeypatch):
     assert not LoopFarFromZero().judge(wrong_gradient_in_bf16, Semantics.PRECISION).passed
     assert not LoopFarFromZero().judge(lambda forward: lambda x: 1.5 * autocast(forward)(x), Semantics.PRECISION).passed
     assert not LoopFarFromZero().judge(autocast, Semantics.REASSOCIATED).passed
-    monkeypatch.setattr(gate, "_ROUNDED_FACTOR", 0.0)
+    monkeypatch.setattr(appeal, "ROUNDED_FACTOR", 0.0)
     assert (
         not LoopFarFromZero().judge(autocast, Semantics.PRECISION).passed
     )  # what moving weights once shows is not enough

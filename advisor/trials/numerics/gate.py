@@ -1,0 +1,204 @@
+"""The numeric gate: does the training step still compute what it computed, on the live model, without moving it an inch.
+
+At a step boundary each root module's latest call is replayed from saved state (replay.py, state.py): same inputs, same random
+state, same output gradients; forward, backward, buffers. (The output gradients have the captured ones' size and random signs:
+backward is linear in them, so any fault shows, and a net that has learnt its batch by heart, whose own gradients are all
+cancellation, is judged like any other.) The plain step is replayed several times to learn its own noise (plain.py), then the step
+with the change; how far they are apart (distance.py) is held against that noise (bounds.py), and before a change is refused more of
+it is looked for (appeal.py). A change of the optimizer is held against the plain update (updates.py). Parameters, buffers, gradients,
+random state and plain attributes are put back, and a fingerprint over their bits says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from advisor.core.findings import Semantics
+from advisor.core.verdict import Check
+from advisor.profiling.discover import capture_next_step
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.training import Training
+from advisor.trials.numerics.appeal import close_by, yardstick
+from advisor.trials.numerics.bounds import joined, judged
+from advisor.trials.numerics.distance import distance
+from advisor.trials.numerics.plain import PlainStep, observe
+from advisor.trials.numerics.replay import Call, detached, finite, random_like
+from advisor.trials.numerics.state import SavedState
+from advisor.trials.numerics.updates import compare_update, state_of
+
+# While a change of precision overflows, output gradients are lowered by this factor, as a GradScaler would.
+_LOWER, _LOWER_TRIES = 2.0**-4, 5
+_TURNS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The check, and the extra time of the first replay with the change on (compile, capture, tuning), microseconds."""
+
+    check: Check
+    first_us: float = 0.0
+
+
+class Gate:
+    """Compares the step with a change on and off. One capture serves one comparison.
+
+    `arm()` at one boundary, then at the next `captured()` and `judge(...)`; `release()` frees what was captured.
+    """
+
+    def __init__(self, training: Training, watcher: StepWatcher | None = None) -> None:
+        self.training, self.watcher = training, watcher
+        self._autocast: dict[int, tuple[bool, torch.dtype]] = {}
+        self._hooks: list[Any] = []
+        self._calls: list[Call] = []
+
+    def arm(self) -> None:
+        """Record the coming step's root calls."""
+        self.release()
+        kind = self.training.device.type
+        for root in self.training.roots:
+            # How autocast stands is known only at the call itself.
+            def note(module: Any, args: Any, kwargs: Any) -> None:
+                self._autocast[id(module)] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+            self._hooks.append(root.module.register_forward_pre_hook(note, with_kwargs=True))
+        capture_next_step(self.training)
+
+    def captured(self) -> bool:
+        """Take what the step left; True when every root that backward reached can be replayed."""
+        self._unhook()
+        self._calls = []
+        default = (False, torch.get_autocast_dtype(self.training.device.type))
+        for root in self.training.roots:
+            if id(root.module) not in self._autocast or not any(g is not None for g in root.output_grads):
+                continue
+            args, kwargs = pytree.tree_map(detached, (root.args, root.kwargs))
+            autocast = self._autocast.get(id(root.module), default)
+            self._calls.append(Call(root, args, kwargs, list(root.output_grads), autocast))
+        return bool(self._calls)
+
+    def release(self) -> None:
+        """Let go of inputs, outputs and gradients."""
+        self._unhook()
+        self._calls, self._autocast = [], {}
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for root in self.training.roots:
+            root.output, root.output_grads = None, ()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def judge(
+        self,
+        on: Callable[[], None],
+        off: Callable[[], None],
+        semantics: Semantics,
+        precision: str = "half",
+        computes_in: str = "fp64",
+    ) -> GateResult:
+        """Compare, and leave the change on.
+
+        Args:
+            on, off: switch the change; `on` must leave the loop as it will be timed.
+            semantics: what the change promises.
+            precision: the class that a PRECISION change computes in: half or tf32.
+            computes_in: the coarsest class that the loop as it stands is known to round to inside its models (autocast
+                in a forward, kept changes): fp64, fp32, tf32 or half.
+
+        Raises:
+            Whatever `on` or a replay with the change on raises; everything saved is put back before.
+        """
+        modules = [call.root.module for call in self._calls]
+        self._let_go()  # the step's graph hangs on its output; replays need the room
+        if not all(bool(torch.isfinite(g).all()) for call in self._calls for g in call.grads if g is not None):
+            on()
+            return GateResult(Check(passed=None, detail="the plain step's gradients are NaN or infinite themselves"))
+        for call in self._calls:
+            call.grads = [None if g is None else random_like(g) for g in call.grads]
+        with _quiet(self.watcher), SavedState(modules, self.training) as saved:
+            if any(_has_update_hooks(module) for module in modules):
+                on()
+                return GateResult(
+                    Check(passed=None, detail="parameters update themselves in backward: no replay is possible")
+                )
+            plain = [observe(call, saved, semantics, precision, computes_in) for call in self._calls]
+            hooks = [dict(o._optimizer_step_post_hooks) for o in self.training.optimizers]
+            before = [state_of(o) for o in self.training.optimizers]
+            on()
+            findings, first_us = [], 0.0
+            for step in plain:
+                finding, extra = _compare(step, semantics)
+                look_again = yardstick(step, semantics)
+                if finding.passed is False and look_again is not None:
+                    off()
+                    step.noise += look_again(step)
+                    on()
+                    finding, _ = _compare(step, semantics)
+                    if finding.passed is False and semantics is Semantics.REASSOCIATED:
+                        finding = close_by(step, finding, on, off)
+                findings.append(finding)
+                first_us += extra
+            saved.restore()
+            saved.give_gradients()
+            for optimizer, old, user_hooks in zip(self.training.optimizers, before, hooks, strict=True):
+                if state_of(optimizer) != old:
+                    findings.append(compare_update(optimizer, on, off, semantics, user_hooks))
+        moved = saved.difference()
+        if moved:
+            findings.append(Check(passed=False, detail=f"the change moved {moved} outside the step"))
+        return GateResult(joined(findings), first_us)
+
+
+def _compare(plain: PlainStep, semantics: Semantics) -> tuple[Check, float]:
+    name = plain.call.root.name
+    if plain.unusable:
+        return Check(passed=None, detail=f"{name}: {plain.unusable}"), 0.0
+    lift = 1.0
+    first = plain.again()
+    for _ in range(_LOWER_TRIES if semantics is Semantics.PRECISION else 0):
+        if finite(first):
+            break
+        lift *= _LOWER
+        first = plain.again(lift=lift)
+    # Two batches in turn show a stale output; six calls reach what engages late (a graph's capture).
+    seconds: list[float] = []
+    worst: Check | None = None
+    for turn in range(_TURNS):
+        rolled = turn % 2 == 1
+        result = first if turn == 0 else plain.again(lift=lift, rolled=rolled)
+        seconds.append(result.seconds)
+        check = judged(name, distance(result, plain.rolled if rolled else plain.base), plain, semantics)
+        if worst is None or worst.numbers.get("of_bound", 0.0) <= check.numbers.get("of_bound", 0.0):
+            worst = check
+        if check.passed is not True:
+            worst = check
+            break
+    assert worst is not None  # there is at least one turn
+    steady = min(seconds[1:], default=seconds[0])
+    return worst, max(0.0, seconds[0] - steady) * 1e6
+
+
+@contextlib.contextmanager
+def _quiet(watcher: StepWatcher | None) -> Iterator[None]:
+    """The watcher's hooks do not take replays for training."""
+    if watcher is None:
+        yield
+        return
+    before, watcher.patches.active = watcher.patches.active, False
+    try:
+        yield
+    finally:
+        watcher.patches.active = before
+
+
+def _has_update_hooks(module: torch.nn.Module) -> bool:
+    return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())

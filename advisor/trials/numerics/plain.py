@@ -1,0 +1,64 @@
+"""The plain step, replayed several times to learn its own noise.
+
+Repeats; inputs and weights moved by one rounding of the compute dtype; other seeds for models with dropout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from advisor.core.findings import Semantics
+from advisor.trials.numerics.distance import Distance, distance
+from advisor.trials.numerics.precision import EPSILON, coarser, compute_class
+from advisor.trials.numerics.replay import Call, Result, finite, replay
+from advisor.trials.numerics.state import SavedState
+
+_REPEATS = 3
+
+
+@dataclass(slots=True, eq=False)
+class PlainStep:
+    """One root's call without the change: its result as captured, and with the rows in another order; and its noise."""
+
+    call: Call
+    saved: SavedState
+    base: Result
+    rolled: Result
+    target_class: str  # that a change of it may compute in
+    repeats: list[Distance] = field(default_factory=list)
+    noise: list[Distance] = field(default_factory=list)
+    seeds: list[Distance] = field(default_factory=list)  # other random seeds, when they matter
+    unusable: str = ""
+
+    def again(self, **options: Any) -> Result:
+        """The call once more, with what is on now; options as `replay` has them."""
+        return replay(self.call, self.saved, **options)
+
+    def moved(self, **options: Any) -> Distance:
+        """How far the call is from `base` with these options; with `rolled`, from the call in that order."""
+        return distance(self.again(**options), self.rolled if options.get("rolled") else self.base)
+
+
+def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str, computes_in: str) -> PlainStep:
+    """Replay the plain step until its noise is known; `precision`, `computes_in` as `Gate.judge` has them."""
+    script_class = coarser(compute_class(saved.device, call), computes_in)
+    # What the candidate's own rounding would do is the yardstick for a change of precision.
+    target_class = coarser(precision, script_class) if semantics is Semantics.PRECISION else script_class
+    plain = PlainStep(call, saved, replay(call, saved), replay(call, saved, rolled=True), target_class)
+    if not finite(plain.base):
+        plain.unusable = "the plain step has NaN or infinite gradients itself"
+        return plain
+    for _ in range(_REPEATS - 1):
+        plain.repeats.append(plain.moved())
+    for seed in (1, 2):
+        plain.noise.append(plain.moved(jitter=EPSILON[target_class], seed=seed))
+    other = plain.moved(reseed=101)
+    if other.largest > 2.0 * max(d.largest for d in plain.repeats) + EPSILON[script_class]:
+        plain.seeds = [other, plain.moved(reseed=202)]
+    if semantics is Semantics.PRECISION and call.autocast[0]:
+        # The script has autocast already: what counts is whether the change is farther from fp32 than the script is.
+        with contextlib.suppress(RuntimeError):  # a model with half-precision casts of its own cannot run without
+            plain.noise.append(distance(plain.base, plain.again(autocast=False)))
+    return plain

@@ -1,0 +1,184 @@
+"""One root's training call, run again from saved state: forward, backward, buffers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from advisor.profiling.training import RootModule
+from advisor.trials.numerics.state import SavedState
+
+# Tensors below this many values are pooled with others of their kind (batch-norm weights, biases).
+SMALL = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One root's captured training call, and how autocast stood around it."""
+
+    root: RootModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grads: list[torch.Tensor | None]
+    autocast: tuple[bool, torch.dtype]
+
+
+@dataclass(slots=True, eq=False)
+class Result:
+    """Copies of what one replay left: tensors by group, and what else must agree."""
+
+    groups: dict[str, list[torch.Tensor]]
+    structure: tuple[Any, ...]
+    seconds: float
+
+
+def replay(
+    call: Call,
+    saved: SavedState,
+    *,
+    jitter: float = 0.0,
+    seed: int = 0,
+    reseed: int = 0,
+    rolled: bool = False,
+    lift: float = 1.0,
+    autocast: bool | None = None,
+) -> Result:
+    """Run one root forward and backward from the saved state.
+
+    jitter: move weights and inputs by this relative amount. rolled: the batch's rows in another order. lift: output
+    gradients times this power of two, parameter gradients back down. reseed: another random state.
+    """
+    saved.restore(buffers_only=not jitter)
+    if reseed:
+        torch.manual_seed(reseed)
+    module = call.root.module
+    args, kwargs, grads = call.args, call.kwargs, call.grads
+    if rolled:
+        args, kwargs = pytree.tree_map(_rolled, (args, kwargs))
+    if jitter:
+        generator = torch.Generator().manual_seed(seed)
+        args, kwargs = pytree.tree_map(lambda leaf: _jittered(leaf, jitter, generator), (args, kwargs))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(_jittered(parameter, jitter, generator))
+    enabled, dtype = call.autocast
+    kind = saved.device.type
+    _synchronize(saved.device)
+    start = time.perf_counter()
+    args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
+    try:
+        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled if autocast is None else autocast):
+            output = module(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        # Read as the script reads them, on its stream and at once: what is filled in later, by another stream or in
+        # backward, is too late for the loss.
+        outputs = [t.detach().clone() for t in tensors]
+        wanted = [
+            (t, g * lift if lift != 1.0 else g)
+            for t, g in zip(tensors, grads, strict=False)
+            if g is not None and t.requires_grad and t.shape == g.shape
+        ]
+        if wanted:
+            torch.autograd.backward([t for t, _ in wanted], [g.to(t.dtype) for t, g in wanted])
+        inputs = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        groups = _grouped(module, outputs, inputs, saved, lift)
+        _synchronize(saved.device)
+        seconds = time.perf_counter() - start
+        structure = (
+            pytree.tree_structure(output),
+            tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
+            tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
+            tuple(id(p) for p in module.parameters()),
+            tuple(int(b) if b.numel() == 1 else 0 for b in module.buffers() if not b.is_floating_point()),
+        )
+        return Result(groups, structure, seconds)
+    finally:
+        for parameter in module.parameters():
+            parameter.grad = None
+        if jitter:
+            saved.restore()
+
+
+def finite(result: Result) -> bool:
+    gradients = [t for g, ts in result.groups.items() if g.startswith("gradient") for t in ts]
+    return all(bool(torch.isfinite(t).all()) for t in gradients)
+
+
+def _grouped(
+    module: torch.nn.Module, outputs: list[torch.Tensor], inputs: list[torch.Tensor], saved: SavedState, lift: float
+) -> dict[str, list[torch.Tensor]]:
+    """What a step leaves, by group, in tensors of its own; `outputs` are copies already."""
+    groups: dict[str, list[torch.Tensor]] = {}
+    for i, tensor in enumerate(outputs):
+        groups[f"output {i}" if len(outputs) > 1 else "output"] = [tensor]
+    for i, tensor in enumerate(inputs):
+        if tensor.grad is not None:
+            groups[f"gradient of input {i}"] = [tensor.grad.detach() / lift]
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        small = parameter.numel() < SMALL
+        # A small parameter may have no gradient where its true gradient is zero (a bias that a norm cancels).
+        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter) if small else None
+        if grad is not None:
+            groups.setdefault("gradients of small parameters" if small else f"gradient of {name}", []).append(
+                grad.detach() / lift if lift != 1.0 else grad.detach().clone()
+            )
+    for name, buffer in module.named_buffers():
+        before = saved.buffers.get(id(buffer))
+        if before is not None and buffer.is_floating_point() and buffer.shape == before[1].shape:
+            owner = name.rpartition(".")[0] or type(module).__name__
+            groups.setdefault(f"buffer updates of {owner}", []).append(buffer.detach() - before[1])
+    return groups
+
+
+def detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _fresh(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # A copy: a forward that works in place on its input must find it as it was, every time.
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _rolled(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return leaf
+    with torch.no_grad():
+        other = torch.roll(leaf, 1, 0) if leaf.size(0) > 1 else leaf.flip(-1)
+        return torch.empty_like(leaf).copy_(other).requires_grad_(leaf.requires_grad)
+
+
+def random_like(gradient: torch.Tensor) -> torch.Tensor:
+    """Normal random values of the same root mean square (of a mean loss's, where it is zero), the same ones each time."""
+    generator = torch.Generator().manual_seed(gradient.numel() % 2**31)
+    row = torch.randn(8191, generator=generator).to(gradient.device)
+    values = row.repeat(-(-gradient.numel() // row.numel()))[: gradient.numel()].view(gradient.shape)
+    rms = gradient.float().square().mean().sqrt().clamp_min(1.0 / max(1, gradient.numel()))
+    return torch.empty_like(gradient).copy_(values * rms)
+
+
+def _jittered(leaf: Any, amount: float, generator: torch.Generator) -> Any:
+    """Each value times (1 ± amount), the sign drawn from `generator` on the CPU so that it is the same everywhere."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.numel() == 0:
+        return leaf
+    with torch.no_grad():
+        # Signs of a short row are enough, and far cheaper to draw and move than one for each value.
+        signs = (torch.randint(0, 2, (8191,), generator=generator, dtype=torch.int8) * 2 - 1).to(leaf.device)
+        repeated = signs.repeat(-(-leaf.numel() // signs.numel()))[: leaf.numel()].view(leaf.shape)
+        moved = leaf.double() if leaf.dtype == torch.float64 else leaf.float()
+        moved = moved * (1.0 + 2.0 * amount * repeated)
+        return torch.empty_like(leaf).copy_(moved).requires_grad_(leaf.requires_grad and leaf.is_leaf)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
