@@ -386,8 +386,16 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         for _, report in rewrites:
             report.graphs += 1
+        parts = [graph_module]
+        for node, body in recomputation.bodies(graph_module):
+            reason = recomputation.left_alone(body, compiled=mode is not None)
+            if not reason:
+                parts.append(body)
+            for family in families if reason else ():
+                reports[family.id].unmatched[path(node)] = reason
         for rewrite, report in (*rewrites, *finishes):
-            _rewrite_or_leave(rewrite, graph_module, report, compiled=mode is not None)
+            for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
+                _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)
         if mode is None:
             recomputation.as_written(graph_module)
         if rewrites or mode is None:

@@ -143,6 +143,8 @@ def test_autocast(emulated) -> None:
 def test_activation_checkpoints_inside_and_around(emulated, reentrant: bool) -> None:
     net, plain = pair({"use_reentrant": reentrant})
     alike(step(net), step(plain))
+    assert set(sites(net)) >= IN_FP32
+    assert not any(ran for fell_back in dispatch.fell_back.values() for ran in fell_back.values())
     net, plain = pair()
 
     def around(net: nn.Module) -> Any:
