@@ -473,6 +473,12 @@ def apply(
     if measured.step_kind == "forward":
         say("the script trains nothing, so no change can be tried in its training; the findings say what would help")
         return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+    if measured.model.world_size > 1 and not dry_run:
+        say(
+            f"the script trains in {measured.model.world_size} processes, and changes are tried in one alone: search with one "
+            "(`torchrun --nproc-per-node 1`, `devices=1`), then train in all with its plan, by `advisor run --plan`"
+        )
+        return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
     if dry_run:
         found = replace(found, recommendations=candidates)
         return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)

@@ -525,7 +525,7 @@ class Discovery:
         if loader is not None and not any(loader is known for known in self._drawn):
             self._drawn.append(loader)
         self.watcher.batch_loaded(_first_shape(batch), nanoseconds)
-        if not self.finished:
+        if self._looking or not self.finished:
             self._look_at_batch(batch)
             self.seen.batch.iterator = IteratorSeen.of(iterator) if loader is None else None
 

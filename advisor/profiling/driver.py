@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from advisor.core import storage
 from advisor.core.profile import MemoryStats
 from advisor.core.trace import Trace
@@ -56,11 +58,10 @@ class ProfileDriver:
     def __init__(self, training: Training, session: Session, watcher: StepWatcher, discovery: Discovery) -> None:
         self.training, self.session, self.watcher, self.discovery = training, session, watcher, discovery
         self.phase = "warm-up"
-        self.records = os.environ.get("RANK", "0") == "0"
+        self.records = _group()[0] == 0
         # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
         # So it is in a script that makes so few steps that there is no warm-up worth the name.
         self.handful = session.brief and session.warmup < MIN_WARMUP
-        self.in_step = _world_size() > 1 or self.handful
         self.compiled: bool | None = None  # whether the step runs compiled code, where the caller has seen it
         self._notes: list[str] = []
         self._process = os.getpid()
@@ -84,6 +85,11 @@ class ProfileDriver:
         self._traced: Window | None = None
         self._facts: FactsRecord | None = None
         self._saved_ns = self._told_ns = 0
+
+    @property
+    def in_step(self) -> bool:
+        """The boundaries are counted and nothing else. Asked at each one: some scripts make their process group late."""
+        return self.handful or _group()[1] > 1
 
     def attach(self) -> None:
         """Listen to the steps, and write what there is when the script ends in any way that runs `atexit`."""
@@ -402,8 +408,12 @@ def _window(step: StepEvent, begun: Window | None = None) -> Window:
     )
 
 
-def _world_size() -> int:
+def _group() -> tuple[int, int]:
+    """This process's rank and the number of ranks: of the process group, or, before there is one, as its launcher told."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
     try:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:
-        return 1
+        return 0, 1

@@ -162,6 +162,34 @@ finally:
     assert facts.model.convs[0].followed_by_bn
 
 
+def test_a_rank_that_the_script_starts_itself_is_measured(tmp_path: Path) -> None:
+    """`mp.spawn`, as in PyTorch's own examples: the process that was started trains nothing, and no launcher has set RANK."""
+    write(
+        tmp_path,
+        """
+import os
+import torch
+def rank(number, folder):
+    from torch.distributed import init_process_group
+    init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=1)
+"""
+        + textwrap.indent(LOOP, "    ")
+        + """
+    train(1000)
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(rank, (os.getcwd(),), nprocs=1)
+    print("goes on")
+""",
+    )
+    ended, output, run_dir = run(tmp_path, "train.py")
+    assert (ended.code, ended.stopped_by_advisor) == (0, True), output
+    assert "goes on" in output
+    assert "Traceback" not in output
+    record = storage.load(run_dir / STEPS_FILE, StepsRecord)
+    assert record.complete
+    assert record.kind == "optimizer"
+
+
 def test_a_bare_except_does_not_keep_a_script_training(tmp_path: Path) -> None:
     write(
         tmp_path,

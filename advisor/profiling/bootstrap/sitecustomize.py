@@ -44,10 +44,10 @@ def _step_aside() -> None:
 
 def _wanted() -> bool:
     """Whether this process is the one that trains, or one of its ranks."""
-    if not os.environ.get("ADVISOR_SESSION") or os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
+    if not os.environ.get("ADVISOR_SESSION") or _disabled():
         return False
     if "ADVISOR_ATTACHED" in os.environ:
-        return False  # a subprocess of the script: a compile worker, a tool
+        return False  # a subprocess of the script: a compile worker, a tool; or a rank, which shows later
     words = sys.orig_argv
     code = words[words.index("-c") + 1] if "-c" in words[:-1] else ""
     if "--multiprocessing-fork" in words or any(helper in code for helper in _HELPERS):
@@ -60,8 +60,20 @@ def _wanted() -> bool:
     return supervisor == "0" or supervisor == str(os.getppid())
 
 
+def _may_be_rank() -> bool:
+    """Whether this is a process of a script that is observed, of which only time can tell if it trains."""
+    return bool(os.environ.get("ADVISOR_SESSION")) and "ADVISOR_ATTACHED" in os.environ and not _disabled()
+
+
+def _disabled() -> bool:
+    return os.environ.get("ADVISOR_DISABLE", "") not in ("", "0")
+
+
 class _AfterTorch:
-    """A finder that finds nothing itself: it sees to it that `attach` runs right after torch's own module body."""
+    """A finder that finds nothing itself: it sees to it that `then` runs right after torch's own module body."""
+
+    def __init__(self, then: Any) -> None:
+        self._then = then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
@@ -86,7 +98,9 @@ class _AfterTorch:
             execute(module)
             if "exec_module" in vars(loader):
                 del loader.exec_module
-            _attach(self)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            self._then()
 
         try:
             loader.exec_module = exec_module
@@ -94,16 +108,32 @@ class _AfterTorch:
             _say("switched off: torch is loaded in a way that leaves no room for hooks")
 
 
-def _attach(finder: Any = None) -> None:
-    """Hand over to advisor proper, once."""
-    if finder is not None and finder in sys.meta_path:
-        sys.meta_path.remove(finder)
+def _await_group() -> None:
+    """Attach once this process joins a process group: it is a rank that the script has started itself (`mp.spawn`, Lightning)."""
+    distributed: Any = getattr(sys.modules["torch"], "distributed", None)
+    plain = getattr(distributed, "init_process_group", None)
+    if plain is None:
+        return
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        if vars(distributed).get("init_process_group") is init_process_group:
+            distributed.init_process_group = plain
+            _attach(rank=True)
+        return result
+
+    init_process_group.__doc__ = plain.__doc__
+    distributed.init_process_group = init_process_group
+
+
+def _attach(*, rank: bool = False) -> None:
+    """Hand over to advisor proper. A rank of the script's own is measured or trains with the plan; changes are tried in none."""
     try:
         _make_importable()
         from advisor.profiling.session import from_environment
 
         session = from_environment()
-        if session is not None:
+        if session is not None and not (rank and session.mode not in ("profile", "run")):
             from importlib import import_module
 
             import_module("advisor.pipeline").attach(session)
@@ -114,7 +144,7 @@ def _attach(finder: Any = None) -> None:
 def _guard_files() -> None:
     """In a search: from here on, before torch or anything else of the script's is imported, its files are set aside."""
     folder = os.environ.get("ADVISOR_FILES")
-    if not folder or os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
+    if not folder or _disabled():
         return
     # The script's own folder is not on the path yet: a module named advisor there would be found too late.
     words = [word for word in sys.orig_argv[1:] if not word.startswith("-")]
@@ -179,6 +209,8 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
             if "torch" in sys.modules:
                 _attach()
             else:
-                sys.meta_path.insert(0, _AfterTorch())
+                sys.meta_path.insert(0, _AfterTorch(_attach))
+        elif _may_be_rank() and "torch" not in sys.modules:
+            sys.meta_path.insert(0, _AfterTorch(_await_group))
     except Exception as _error:
         _say(f"switched off, the script goes on: {type(_error).__name__}: {_error}")

@@ -167,6 +167,20 @@ def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
     assert "test_discover.py:" in told.source
 
 
+def test_the_next_models_batches_are_looked_at_too(found: Found) -> None:
+    """After a search for the learning rate, or in the next fold."""
+    training, _, discovery = found
+    told = []
+    for rows in (6, 3):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.randn(48, 3)), batch_size=rows):
+            model(x).sum().backward()
+            optimizer.step()
+        told.append(facts.input_stats(training, discovery).batch_bytes)
+    assert told == [6 * 3 * 4, 3 * 3 * 4]
+
+
 def test_images_that_workers_normalise_are_told_with_their_time(found: Found) -> None:
     training, _, discovery = found
     model = nn.Sequential(nn.Flatten(), nn.Linear(6 * 8 * 3, 1))

@@ -234,6 +234,17 @@ def test_ranks_stop_by_counting_alone(start: Start, monkeypatch: pytest.MonkeyPa
     assert collector().started == 0
 
 
+def test_a_group_that_is_made_late_counts_like_a_launchers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning starts the other ranks from the first, after this one's hooks are there."""
+    driver = start(deadline_unix_s=1.0)
+    assert driver.records
+    assert not driver.in_step
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    assert driver.in_step  # boundaries are counted, so that all ranks stop at the same one
+    assert not start().records
+
+
 def test_slow_steps_need_fewer(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WARMUP_S", 0.0)
     monkeypatch.setattr(module, "TIMED_S", 0.0)

@@ -1,0 +1,46 @@
+"""What `apply` makes of a first profile, before anything is tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from advisor import pipeline
+from advisor.core.environment import Environment
+from advisor.core.errors import ExitCode
+from advisor.core.findings import Findings
+from advisor.core.profile import ModelFacts, StepProfile
+from advisor.trials import search
+
+
+def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would decide for itself, and replay its step in collectives that the others are not in."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.chdir(tmp_path)
+    profile = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(device="cpu"), step_kind="optimizer",
+        step_us=None, wall_us=None, model=ModelFacts(world_size=2),
+    )  # fmt: skip
+    measured = SimpleNamespace(profile=profile, findings=Findings(run="", findings=(), recommendations=()), exit_code=0)
+    monkeypatch.setattr(pipeline, "_profile", lambda *_, **__: measured)
+    searched: list[object] = []
+
+    def apply_search(*given: object, **_: object) -> object:
+        searched.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "apply_search", apply_search)
+    said: list[str] = []
+    result = pipeline.apply([str(script)], auto=True, out=tmp_path / "run", say=said.append)
+    assert result.exit_code == ExitCode.INCONCLUSIVE
+    assert result.profile is profile
+    assert not searched
+    assert any("trains in 2 processes" in line and "advisor run --plan" in line for line in said)
+    measured.profile = replace(profile, model=ModelFacts(), complete=True)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.apply([str(script)], auto=True, out=tmp_path / "other", say=said.append)
+    assert searched
