@@ -630,7 +630,7 @@ def attach(session: Session) -> None:
 
         attach_profile(session)
     elif session.mode == "search":
-        from advisor.trials.live import attach_search
+        from advisor.trials.live.driver import attach_search
 
         attach_search(session)
     elif session.mode == "measure":

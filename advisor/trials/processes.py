@@ -1,6 +1,6 @@
 """Search processes, one after the other, until each candidate has a verdict.
 
-In each one live.py tries what is left. One that ends too early, or dies, is followed by another; whoever was on trial when
+In each one live/driver.py tries what is left. One that ends too early, or dies, is followed by another; whoever was on trial when
 it died is to blame, unless nobody comes to a verdict any more: then it is the script.
 """
 

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import planted_changes
-from advisor.trials import live
+from advisor.trials.live import limit
 
 planted_changes.plant()
-live.ALARM_GRACE_S = 0.5
+limit.ALARM_GRACE_S = 0.5
 torch.set_num_threads(1)
 torch.manual_seed(0)
 device = torch.device(sys.argv[1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from advisor.ops import nvrtc
-from advisor.trials.disturbance import MachineWatch
+from advisor.trials.live.disturbance import MachineWatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

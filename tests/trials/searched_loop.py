@@ -17,9 +17,10 @@ from torch import nn
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.verdict import Check
-from advisor.profiling import attach, stop, timing
+from advisor.profiling import attach, graphs, stop, timing
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.trials import live, measure
+from advisor.trials import measure
+from advisor.trials.live import blocks, driver, loop, trial
 
 torch.set_num_threads(1)
 
@@ -90,8 +91,8 @@ class Undisturbed:
 
 def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise):
     training, watcher = attach.attach_training(session)
-    live.step_times = measure.step_times = planted(training)
-    live.MachineWatch = Undisturbed
+    blocks.step_times = driver.step_times = measure.step_times = planted(training)
+    loop.MachineWatch = Undisturbed
     done = 0
     try:
         driver_class(training, session, watcher, find)
@@ -208,7 +209,7 @@ class LosesDevice(Wrapped):
     id = "loses_device"
 
     def apply(self, training, parameters):
-        live.unusable = lambda device: True
+        trial.unusable = lambda device: True
         return super().apply(training, parameters)
 
     def wrap(self, forward, net):
@@ -280,7 +281,7 @@ class Captures(Traced):
     id = "captures"
 
     def apply(self, training, parameters):
-        live.graphs.alive = lambda: True
+        graphs.alive = lambda: True
         return super().apply(training, parameters)
 
 

@@ -10,10 +10,10 @@ from advisor.core import storage
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
 from advisor.profiling.session import Session
-from advisor.trials import live, records
-from advisor.trials.live import SearchDriver
+from advisor.trials import planner, records
+from advisor.trials.live.driver import SearchDriver, name_native_faults
 from advisor.trials.measure import MeasureDriver
-from advisor.trials.numerics.gate import GateResult
+from advisor.trials.numerics.gate import Gate, GateResult
 
 
 def session(tmp_path, *names, **more):
@@ -68,7 +68,7 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path):
 @pytest.fixture
 def bundled(monkeypatch):
     names = ("faster", "quicker", "wrong", "no_effect", "slower", "nothing", "does_not_apply")
-    monkeypatch.setattr(live.planner, "BUNDLED", frozenset(names))
+    monkeypatch.setattr(planner, "BUNDLED", frozenset(names))
 
 
 @pytest.mark.usefixtures("bundled")
@@ -202,7 +202,7 @@ def test_a_script_that_ends_early_is_gone_on_with(tmp_path, monkeypatch):
     assert current.transform == "faster"
     assert current.numerics.passed
     # What was proved before the script ended is not proved again: a gate that refuses everything is not asked.
-    monkeypatch.setattr(live.Gate, "judge", lambda *_: GateResult(Check(passed=False, detail="asked again")))
+    monkeypatch.setattr(Gate, "judge", lambda *_: GateResult(Check(passed=False, detail="asked again")))
     for _ in range(8):
         verdicts, reason = search(tmp_path, "faster", steps=60)
         if verdicts:
@@ -246,7 +246,7 @@ def test_nothing_is_traced_beside_captured_graphs(tmp_path):
 def test_a_process_that_dies_in_native_code_says_where(tmp_path):
     def driver(training, orders, *more):
         faulthandler.disable()  # pytest's own, which stays on in the fork
-        live.name_native_faults(orders)
+        name_native_faults(orders)
         return SearchDriver(training, orders, *more)
 
     _, reason = train(session(tmp_path, "dies"), driver, find)
@@ -273,7 +273,7 @@ def test_restart_only_candidates_are_handed_back(tmp_path):
 
 
 def test_what_is_tried_on_top_in_the_end_does_not_end_the_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(live.planner, "ON_TOP", frozenset({"fresh_only", "does_not_apply"}))
+    monkeypatch.setattr(planner, "ON_TOP", frozenset({"fresh_only", "does_not_apply"}))
     verdicts, _ = search(tmp_path, "fresh_only", "does_not_apply", "faster")
     assert {name: v.status for name, v in verdicts.items()} == {"does_not_apply": "not applicable", "faster": "kept"}
     record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)

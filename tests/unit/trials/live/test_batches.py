@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.images import NormalisedImages, Table
-from advisor.trials.batches import BatchWatch
+from advisor.trials.live.batches import BatchWatch
 
 
 @pytest.fixture

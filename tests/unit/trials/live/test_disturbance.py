@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 from fake_nvml import GPU_IS_LOST, FakeNvml
 
 from advisor.profiling import nvml
-from advisor.trials import disturbance
-from advisor.trials.disturbance import LEAST_BLOCKS, MachineWatch
+from advisor.trials.live import disturbance
+from advisor.trials.live.disturbance import LEAST_BLOCKS, MachineWatch
 
 
 @pytest.fixture

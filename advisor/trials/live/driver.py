@@ -1,0 +1,285 @@
+"""The search mode: candidates are tried one after the other in the running loop, each against the loop as it stands.
+
+The search is one routine that waits at `yield` for the next step boundary, so it reads in the order in which things happen.
+Each verdict is on disk before the next candidate begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import itertools
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from advisor.core import storage
+from advisor.core.findings import Recommendation
+from advisor.core.verdict import Verdict
+from advisor.profiling.attach import attach_training
+from advisor.profiling.session import Session, tell
+from advisor.profiling.steps import StepWatcher
+from advisor.profiling.stop import stop
+from advisor.profiling.timing import step_times
+from advisor.profiling.training import StepEvent, Training
+from advisor.transforms import registry
+from advisor.transforms.base import Transform
+from advisor.trials import planfile, planner, records
+from advisor.trials.kept import KeptChanges
+from advisor.trials.live.loop import Loop
+from advisor.trials.live.switch import Unclean
+from advisor.trials.live.trial import Trial
+from advisor.trials.records import InTrial
+from advisor.trials.statistics import KEPT, MORE, median
+
+WARMUP_PATIENCE = 20  # steps after the warm-up in which none was clean, before unclean ones have to do
+
+Steps = Generator[None, StepEvent, None]
+
+
+def attach_search(session: Session) -> None:
+    """The search mode, in the child, once torch is imported."""
+    name_native_faults(session)
+    training, watcher = attach_training(session)
+    SearchDriver(training, session, watcher)
+
+
+def name_native_faults(session: Session) -> None:
+    """A process that dies in native code leaves in the run folder where in Python it was; a script's own handler stays."""
+    if faulthandler.is_enabled():
+        return
+    with contextlib.suppress(OSError):
+        path = session.folder / records.TRIALS_DIR / records.FAULT_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A plain descriptor, open for as long as the process lives: a file object would close it when it is collected.
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), all_threads=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Postponed:
+    """A trial whose noise CUDA graphs may take away: as far as it came, beside which changes, and what it took."""
+
+    trial: InTrial
+    on: tuple[str, ...]
+    seconds: float
+
+
+class SearchDriver:
+    """A `Training.on_step` listener; made at attach. `find` looks a transform up by id."""
+
+    def __init__(
+        self,
+        training: Training,
+        session: Session,
+        watcher: StepWatcher | None = None,
+        find: Callable[[str], Transform] = registry.get,
+    ) -> None:
+        self.training, self.session = training, session
+        self.kept = KeptChanges(training, session.kept, find)
+        self.kept.settle()
+        self.loop = Loop(training, session, watcher, find, self.kept)
+        self._notes: list[str] = []
+        self._on_top: list[str] = []
+        self._postponed: dict[object, _Postponed] = {}
+        self._steps = 0
+        self._routine = self._search()
+        next(self._routine)
+        if watcher is not None:
+            watcher.patches.on_fault.append(self._on_fault)
+        training.on_step.append(self.on_step)
+
+    def on_step(self, event: StepEvent) -> None:
+        """One boundary.
+
+        Raises:
+            StopTraining: when the search is done.
+        """
+        self._steps += 1
+        try:
+            self._routine.send(event)
+        except StopIteration:
+            stop(self.session, "search done")
+
+    def _on_fault(self, error: BaseException) -> None:
+        """Advisor is off in this process: nothing is to be measured here any more, and the training is thrown away."""
+        with contextlib.suppress(Exception):
+            self._routine.close()
+        with contextlib.suppress(Exception):
+            self.kept.undo()
+        stop(self.session, "advisor switched itself off")
+
+    # -- the search -------------------------------------------------------------------------------------------------
+
+    def _search(self) -> Steps:
+        session = self.session
+        tell(session, "phase", phase="warm-up")
+        yield from self._warm_up()
+        for name, reason in self.kept.left_out.items():
+            self._notes.append(f"{name}, kept before, could not be applied: {reason}")
+        restart, late = "", False
+        waiting = records.untried(session.folder, session.candidates)
+        while waiting:
+            if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
+                late = True
+                break
+            members = self._bundle(waiting)
+            candidate = planner.as_one(members) if members else waiting.pop(0)
+            current = self._resumed(candidate)
+            title = planner.title(candidate.transform)
+            tell(session, "trial", transform=candidate.transform, title=title, pairs=len(current.off_us))
+            before = self._postponed.get(records.attempt(candidate))
+            trial = Trial(
+                self.loop,
+                candidate,
+                current,
+                patient=not self._graphs_may_tell(candidate, waiting),
+                begun_s=before.seconds if before is not None else 0.0,
+            )
+            try:
+                verdict = yield from trial.run()
+            except Unclean as problem:
+                self._conclude(trial.verdict("failed", str(problem)))
+                break
+            if verdict is None and candidate.transform in planner.ON_TOP:
+                self._on_top.append(candidate.transform)
+                records.clear_current(session.folder)
+                continue
+            if verdict is None:
+                restart = candidate.transform
+                break
+            if verdict.status == MORE:
+                self._postpone(candidate, verdict, waiting)
+            elif members and verdict.status == KEPT:
+                waiting = [c for c in waiting if c not in members]
+                self._conclude_members(members, verdict)
+            else:
+                self._conclude(verdict)
+        else:
+            self._write(restart, complete=True)
+            return
+        self._write(restart, out_of_time=late)
+
+    def _warm_up(self) -> Steps:
+        recent: list[StepEvent] = [(yield)]
+        while not self.kept.settle():
+            yield
+        settled = self._steps
+        while True:
+            recent = [*recent[-9:], (yield)]
+            warm = self._steps - settled - max(2, self.session.warmup)
+            if warm >= 0:
+                times = step_times(recent).step_us
+                if times or warm > WARMUP_PATIENCE:
+                    wall = [(b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(recent)]
+                    self.loop.step_us = median(times or wall)
+                    return
+
+    def _resumed(self, candidate: Recommendation) -> InTrial:
+        """The record of this candidate's trial: where an earlier process left it, or a new one."""
+        known = records.load_current(self.session.folder)
+        parameters = dict(candidate.parameters)
+        if known is not None and (known.transform, known.parameters) == (candidate.transform, parameters):
+            return known
+        left = self._postponed.get(records.attempt(candidate))
+        if left is not None and left.on == self.loop.standing:
+            return left.trial
+        return InTrial(transform=candidate.transform, parameters=parameters)
+
+    # -- half precision behind CUDA graphs --------------------------------------------------------------------------
+
+    def _graphs_may_tell(self, candidate: Recommendation, waiting: Sequence[Recommendation]) -> bool:
+        """Whether it is half precision and CUDA graphs are next: what the host's launches hide of it shows in a replayed step."""
+        behind = next((c for c in waiting if c.transform not in planner.HALF), None)
+        if candidate.transform not in planner.HALF or behind is None or behind.transform != planner.GRAPHS:
+            return False
+        return records.attempt(candidate) not in self._postponed and self._applies(behind)
+
+    def _postpone(self, candidate: Recommendation, verdict: Verdict, waiting: list[Recommendation]) -> None:
+        """Its turn comes again behind CUDA graphs: from its last pair where they are not kept, anew where they are."""
+        current = self._resumed(candidate)
+        self._postponed[records.attempt(candidate)] = _Postponed(current, self.loop.standing, verdict.seconds)
+        place = next(i for i, c in enumerate(waiting) if c.transform == planner.GRAPHS)
+        waiting.insert(place + 1, candidate)
+        records.clear_current(self.session.folder)
+        tell(self.session, "postponed", transform=verdict.transform, title=verdict.title, reason=verdict.reason)
+
+    # -- several as one ---------------------------------------------------------------------------------------------
+
+    def _bundle(self, waiting: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+        """Of the candidates whose turn it is, those to be tried as one: what applies now, unless that was tried before, or one of
+        them is on trial already.
+        """
+        group = planner.bundle(waiting)
+        current = records.load_current(self.session.folder)
+        if current is not None and current.transform in {c.transform for c in group}:
+            return ()
+        members = tuple(c for c in group if self._applies(c))
+        known = {v.transform for v in self.loop.verdicts()}
+        return members if len(members) > 1 and planner.as_one(members).transform not in known else ()
+
+    def _applies(self, candidate: Recommendation) -> bool:
+        try:
+            return self.loop.find(candidate.transform).match(self.training, {}).applies
+        except Exception:
+            return False  # its own trial tells why
+
+    def _conclude_members(self, members: Sequence[Recommendation], verdict: Verdict) -> None:
+        """A kept bundle: each member has a verdict of its own, with the effect it had itself; the gain is of all of them."""
+        for place, member in enumerate(members):
+            transform = self.loop.find(member.transform)
+            others = [m for m in members if m is not member]
+            titles = " and ".join(self.loop.find(m.transform).title for m in others)
+            sites = transform.sites(self.training) or ((), ())
+            self._conclude(
+                dataclasses.replace(
+                    verdict,
+                    transform=member.transform,
+                    title=transform.title,
+                    reason=f"{verdict.reason}, together with {titles}",
+                    round=member.round,
+                    semantics=transform.semantics,
+                    predicted=member.predicted,
+                    gain=None,
+                    together=tuple(m.transform for m in others),
+                    effect=transform.effect(self.training, None, None),
+                    seconds=verdict.seconds / len(members),
+                    # Paid once, and so told once.
+                    first_step_us=0.0 if place else verdict.first_step_us,
+                    break_even_steps=None if place else verdict.break_even_steps,
+                    memory_delta_bytes=0 if place else verdict.memory_delta_bytes,
+                    matched=sites[0],
+                    unmatched=sites[1],
+                )
+            )
+
+    # -- what is left behind ----------------------------------------------------------------------------------------
+
+    def _conclude(self, verdict: Verdict) -> None:
+        self.loop.tell_spent()
+        records.save_verdict(self.session.folder, verdict)
+        records.clear_current(self.session.folder)
+        tell(
+            self.session,
+            "verdict",
+            transform=verdict.transform,
+            title=verdict.title,
+            status=verdict.status,
+            reason=verdict.reason,
+            model=planfile.model_hash(root.module for root in self.training.roots),  # a killed process writes no record
+        )
+
+    def _write(self, restart: str, *, complete: bool = False, out_of_time: bool = False) -> None:
+        record = records.SearchRecord(
+            complete=complete,
+            restart=restart,
+            on_top=tuple(self._on_top),
+            out_of_time=out_of_time,
+            model_hash=planfile.model_hash(root.module for root in self.training.roots),
+            steps=self._steps,
+            step_us=self.loop.step_us,
+            notes=tuple(self._notes),
+        )
+        storage.save(self.session.folder / records.SEARCH_FILE, record)
+        self.loop.tell_spent()

@@ -1,0 +1,58 @@
+"""The time that one trial may take: asked between steps, and enforced by the kernel where nobody can be asked."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from advisor.profiling.session import Session
+
+# Over a trial's own limit the process is ended by the kernel: a compiler that hangs cannot be asked to stop.
+ALARM_GRACE_S = 20.0
+
+
+class OutOfTime(Exception):
+    """The trial or the whole search has used up its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """`ends_at` is `time.monotonic()`."""
+
+    ends_at: float
+
+    @classmethod
+    def of(cls, session: Session) -> Limit:
+        """A trial that begins now: its own limit, and not beyond the search's."""
+        now, left_s = time.monotonic(), session.trial_timeout_s
+        if session.deadline_unix_s:
+            left_s = min(left_s, session.deadline_unix_s - time.time())
+        return cls(now + left_s)
+
+    def check(self) -> None:
+        """
+        Raises:
+            OutOfTime: when it is over.
+        """
+        if time.monotonic() > self.ends_at:
+            raise OutOfTime
+
+    @contextlib.contextmanager
+    def alarm(self) -> Iterator[None]:
+        """The kernel ends this process when what is inside takes longer than the trial may, whatever it waits for."""
+        if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+            yield  # the script uses the alarm itself
+            return
+        seconds = max(1.0, self.ends_at - time.monotonic()) + ALARM_GRACE_S
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        except (OSError, ValueError):
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -1,0 +1,77 @@
+"""A candidate switched on and off in the running loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from advisor.profiling.patches import say
+from advisor.profiling.training import Training
+from advisor.transforms.base import Transform
+from advisor.trials.kept import Standing
+
+
+class Unclean(Exception):
+    """A change could not be taken back, or the device is in error for good: the process is no basis for further trials."""
+
+
+@dataclass(slots=True, eq=False)
+class Switch:
+    """On: what the candidate cannot stand beside is off. Off: the loop as it stood before."""
+
+    training: Training
+    transform: Transform
+    parameters: dict[str, str]
+    rivals: list[Standing]
+    standing: Standing | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """The candidate is part of the loop."""
+        return self.standing is not None
+
+    def on(self) -> None:
+        """Apply the candidate in the place of its rivals; nothing when it is on.
+
+        Raises:
+            Unclean: when a rival could not be taken back. Whatever the candidate raises; then the rivals are on again.
+        """
+        if self.standing is not None:
+            return
+        for rival in reversed(self.rivals):
+            _take_back(rival)
+        try:
+            undo = self.transform.apply(self.training, self.parameters)
+        except BaseException:
+            self._rivals_on()
+            raise
+        self.standing = Standing(self.transform, self.parameters, undo)
+
+    def off(self) -> None:
+        """Take the candidate back; nothing when it is off.
+
+        Raises:
+            Unclean: when it could not be taken back.
+        """
+        if self.standing is None:
+            return
+        standing, self.standing = self.standing, None
+        _take_back(standing)
+        self._rivals_on()
+
+    def _rivals_on(self) -> None:
+        for rival in self.rivals:
+            rival.undo = rival.transform.apply(self.training, rival.parameters)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the advice behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _take_back(standing: Standing) -> None:
+    try:
+        standing.undo.run()
+    except Exception as error:
+        told = f"{standing.transform.id} could not be taken back: {first_line(error)}"
+        say(told)
+        raise Unclean(told) from error

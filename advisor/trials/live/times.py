@@ -1,0 +1,121 @@
+"""The blocks of a trial so far, and what they say. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+from advisor.core.verdict import Blocks
+from advisor.trials.records import InTrial
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, Decision, decide, gain_interval, median, rate_by_means
+
+
+@dataclass(slots=True)
+class Arm:
+    """Blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends."""
+
+    medians: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    walls: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Times:
+    """Both arms; times are microseconds a step."""
+
+    off: Arm = field(default_factory=Arm)
+    on: Arm = field(default_factory=Arm)
+    steps: int = 0  # of a block
+    dropped: int = 0  # steps that were no clean training steps
+    disturbed: int = 0  # blocks that did not count, for what the machine did meanwhile
+    bursty: int = 0  # blocks whose steps come in bursts
+
+    @classmethod
+    def resumed(cls, found: InTrial) -> Times:
+        """As an earlier process noted them."""
+        off = Arm(list(found.off_us), list(found.off_mean_us), list(found.off_wall_us))
+        on = Arm(list(found.on_us), list(found.on_mean_us), list(found.on_wall_us))
+        return cls(off, on, found.steps_per_block, bursty=found.bursty)
+
+    def noted(self, current: InTrial) -> InTrial:
+        """`current` with every whole pair."""
+        pairs = len(self.pairs)
+        return dataclasses.replace(
+            current,
+            off_us=tuple(self.off.medians[:pairs]),
+            on_us=tuple(self.on.medians[:pairs]),
+            off_mean_us=tuple(self.off.means[:pairs]),
+            on_mean_us=tuple(self.on.means[:pairs]),
+            off_wall_us=tuple(self.off.walls[:pairs]),
+            on_wall_us=tuple(self.on.walls[:pairs]),
+            steps_per_block=self.steps,
+            bursty=self.bursty,
+        )
+
+    @property
+    def by_means(self) -> bool:
+        """Whether bursts make medians meaningless."""
+        return rate_by_means(self.bursty, len(self.off.medians) + len(self.on.medians))
+
+    @property
+    def off_us(self) -> list[float]:
+        """One time a block with the change off."""
+        return self.off.means if self.by_means else self.off.medians
+
+    @property
+    def on_us(self) -> list[float]:
+        """One time a block with the change on."""
+        return self.on.means if self.by_means else self.on.medians
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """Whole pairs (off, on)."""
+        return list(zip(self.off_us, self.on_us, strict=False))
+
+    @property
+    def blocks(self) -> Blocks:
+        """As a verdict has them."""
+        return Blocks(
+            off_us=tuple(self.off_us),
+            on_us=tuple(self.on_us),
+            steps_per_block=self.steps,
+            dropped=self.dropped,
+            disturbed=self.disturbed,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the change adds to the peak of allocated memory; 0 where it was not seen both with and without."""
+        return self.on.peak_bytes - self.off.peak_bytes if self.on.peak_bytes and self.off.peak_bytes else 0
+
+    def last_look(self, min_gain: float, max_pairs: int) -> Decision:
+        """What the pairs say when there will be no more."""
+        last = decide(self.pairs, min_gain, max_pairs=max_pairs, last=True)
+        return dataclasses.replace(last, reason=f"out of time: {last.reason}")
+
+    def against_the_wall(self, decision: Decision) -> Decision:
+        """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept."""
+        if decision.status != KEPT or decision.gain is None:
+            return decision
+        walls = [p for p in zip(self.off.walls, self.on.walls, strict=False) if not any(map(math.isnan, p))]
+        by_wall = gain_interval(walls) if len(walls) >= 4 else None
+        # The two clocks differ by what the host does after its last launch; hidden work leaves no gain on the wall at all.
+        if by_wall is None or by_wall[0].high >= 0.5 * decision.gain.low:
+            return decision
+        reason = f"CUDA events and wall clock disagree: {decision.reason}, by wall clock at most {by_wall[0].high:+.1%}"
+        return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
+
+    def step_us(self, decision: Decision) -> float | None:
+        """The loop's step after this decision; None where no block was timed."""
+        if not self.off_us:
+            return None
+        return median(self.on_us if decision.status == KEPT else self.off_us)
+
+    def break_even_steps(self, first_us: float, decision: Decision | None) -> float | None:
+        """After how many steps the extra time of the first one is saved; None where none is."""
+        if decision is None or decision.point is None or not self.off_us:
+            return None
+        saved_us = decision.point * median(self.off_us)  # its share is of the step without the change
+        return math.ceil(first_us / saved_us) if saved_us > 0 else None

@@ -1,0 +1,325 @@
+"""One candidate's trial, in the order in which things happen: match, numeric gate, warm-up, effect, timed blocks, verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from advisor.core.findings import Recommendation, Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.verdict import Check, Verdict
+from advisor.ops.verify import unusable
+from advisor.profiling import graphs
+from advisor.profiling.attach import Attached
+from advisor.profiling.discover import capture_next_step
+from advisor.profiling.steps import BACKWARDS, SHAPES
+from advisor.profiling.training import StepEvent
+from advisor.transforms.base import Transform
+from advisor.trials import planner, records, spent
+from advisor.trials.kept import Standing
+from advisor.trials.live.batches import BatchWatch
+from advisor.trials.live.blocks import TimedBlocks
+from advisor.trials.live.limit import Limit, OutOfTime
+from advisor.trials.live.loop import Loop
+from advisor.trials.live.switch import Switch, Unclean, first_line
+from advisor.trials.live.times import Times
+from advisor.trials.live.trace import traced_step
+from advisor.trials.numerics.gate import Gate
+from advisor.trials.records import InTrial
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, Decision
+
+# Steps after a first enabling that are never timed, and at most waited for until their times agree.
+MIN_SETTLE, MAX_SETTLE = 3, 12
+SETTLED_SPREAD = 1.15  # longest over shortest of the last three
+CAPTURE_TRIES = 4
+UNFED = "the model does not get the loader's batches any more"
+
+Course = Generator[None, StepEvent, Verdict | None]
+
+
+class Trial:
+    """`run` once; it waits at `yield` for the next step boundary.
+
+    current: the trial as an earlier process left it, or a new one. patient: False where noise shall not be waited out: the
+    verdict's status may be MORE then. begun_s: what it took before, where it was put off.
+    """
+
+    def __init__(
+        self, loop: Loop, candidate: Recommendation, current: InTrial, *, patient: bool = True, begun_s: float = 0.0
+    ) -> None:
+        self.loop, self.candidate, self.patient = loop, candidate, patient
+        self.limit = Limit.of(loop.session)
+        self.current = dataclasses.replace(current, limit_s=loop.session.trial_timeout_s, starts=current.starts + 1)
+        self.transform: Transform | None = None
+        self.switch: Switch | None = None
+        self.times = Times.resumed(current)
+        self._begun = time.monotonic() - begun_s
+        self._gate, self._batches = Gate(loop.training, loop.watcher), BatchWatch(loop.training)
+        self._proved = current.numerics is not None  # in an earlier process, with the same changes on
+        self._first_us = current.first_step_us
+        self._sites: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._numerics, self._effect = current.numerics, current.effect
+        self._timing: Check | None = None
+
+    def run(self) -> Course:
+        """The verdict; None when only fresh processes can try the candidate. What is not kept is off again.
+
+        Raises:
+            Unclean: when the process is no basis for another trial.
+        """
+        self.loop.spent.enter(spent.LOOK)
+        self.loop.note(self.current)
+        lost = False
+        try:
+            return (yield from self._course())
+        except OutOfTime:
+            last = self.times.last_look(self.loop.session.min_gain, self.loop.session.max_pairs)
+            return self.verdict(last.status if last.status == REVERTED else INCONCLUSIVE, last.reason, last)
+        except torch.cuda.OutOfMemoryError as error:
+            return self.verdict("failed", f"out of memory: {first_line(error)}")
+        except Exception as error:
+            lost = bool(unusable(str(self.loop.training.device)))
+            if lost:
+                raise Unclean(f"it left the GPU in error, which ends the process: {first_line(error)}") from error
+            if isinstance(error, Unclean):
+                raise
+            return self.verdict("failed", f"{type(error).__name__}: {first_line(error)}")
+        finally:
+            self.loop.spent.enter(spent.UNDO)
+            self._gate.release()
+            self._batches.stop()
+            if not lost:  # a lost device's changes go with its process
+                self._take_back()
+
+    def verdict(self, status: str, reason: str, decision: Decision | None = None) -> Verdict:
+        """The verdict with all that is known by now."""
+        known: dict[str, Any] = {}
+        if self.transform is not None:
+            known = {"title": self.transform.title, "semantics": self.transform.semantics}
+        return records.verdict_on(
+            self.candidate,
+            status,
+            reason,
+            gain=decision.gain if decision is not None else None,
+            effect=self._effect,
+            numerics=self._numerics,
+            timing=self._timing,
+            blocks=self.times.blocks,
+            first_step_us=self._first_us,
+            break_even_steps=self.times.break_even_steps(self._first_us, decision),
+            memory_delta_bytes=self.times.memory_bytes,
+            seconds=time.monotonic() - self._begun,
+            matched=self._sites[0],
+            unmatched=self._sites[1],
+            **known,
+        )
+
+    def _course(self) -> Course:
+        loop = self.loop
+        transform = self.transform = loop.transform(self.candidate.transform)
+        self._batches.start()
+        captured = yield from self._capture()
+        fed = None if self._proved else self._batches.fed()
+        self._batches.stop()
+        refused = self._match(transform)
+        if refused is not None or not transform.live:
+            return refused
+        switch = self.switch = Switch(
+            loop.training, transform, dict(self.candidate.parameters), self._rivals(transform)
+        )
+        states_effect = type(transform).effect is not Transform.effect
+        traced = self.current.traced and transform.traced and not self._proved and states_effect
+        if traced and loop.traced is None and not graphs.alive():
+            loop.spent.enter(spent.TRACE)
+            loop.traced = yield from traced_step(loop)
+            loop.spent.enter(spent.LOOK)
+            captured = yield from self._capture()
+        if not self._proved:
+            refused = self._judge(transform, switch, captured)
+            if refused is not None:
+                return refused
+        refused = yield from self._settle(switch, fed)
+        if refused is not None:
+            return refused
+        self._sites = transform.sites(loop.training) or self._sites
+        after: StepProfile | None = None
+        if not self._proved:
+            self._enter(spent.TRACE, "effect")
+            # Processes died under the tracer beside captured graphs, and only there: what is on by then, and what has
+            # run, is shown by the live state (docs/decisions/0018).
+            if traced and not graphs.alive():
+                after = yield from traced_step(loop)
+            self._effect = transform.effect(loop.training, loop.traced if after is not None else None, after)
+            if self._effect.passed is False:
+                return self.verdict(REVERTED, f"applied, but without effect: {self._effect.detail}")
+        return (yield from self._time(switch, after))
+
+    # -- match ------------------------------------------------------------------------------------------------------
+
+    def _match(self, transform: Transform) -> Verdict | None:
+        if transform.id == "amp_fp16" and self._bf16_serves():
+            # The same matrix rate with less range: loss scaling for nothing but cuDNN's fp16 batch norms.
+            return self.verdict(
+                "skipped", "bf16 runs as fast on this GPU and needs no loss scaling; `--only amp_fp16` tries it"
+            )
+        match = transform.match(self.loop.training, dict(self.candidate.parameters))
+        self._sites = (match.sites, match.unmatched)
+        if not match.applies:
+            return self.verdict("not applicable", match.reason or "it does not apply here")
+        return None
+
+    def _bf16_serves(self) -> bool:
+        """Whether bf16 is, or was, a candidate on a GPU with bf16 matrix units."""
+        if not self.loop.on_gpu or torch.cuda.get_device_capability(self.loop.training.device) < (8, 0):
+            return False
+        tried = (v.transform for v in self.loop.verdicts())
+        return "amp_bf16" in {*tried, *(c.transform for c in self.loop.session.candidates)}
+
+    def _rivals(self, transform: Transform) -> list[Standing]:
+        standing = self.loop.kept.standing
+        conflicts = {*self.candidate.conflicts, *transform.conflicts}
+        names = planner.conflicting(
+            transform.id, conflicts, [(s.transform.id, s.transform.conflicts) for s in standing]
+        )
+        return [s for s in standing if s.transform.id in names]
+
+    # -- numeric gate -----------------------------------------------------------------------------------------------
+
+    def _capture(self) -> Generator[None, StepEvent, bool]:
+        for _ in range(CAPTURE_TRIES):
+            self._gate.arm()
+            event = yield
+            if self._gate.captured() and event.reason not in (SHAPES, BACKWARDS):
+                return True
+        return False
+
+    def _judge(self, transform: Transform, switch: Switch, captured: bool) -> Verdict | None:
+        self._enter(spent.GATE, "gate")
+        numerics = Check(passed=None, detail="no model call with gradients was seen to replay")
+        if captured:
+            with self.limit.alarm():
+                result = self._gate.judge(
+                    switch.on, switch.off, transform.semantics, _precision(transform), self._computes_in()
+                )
+            numerics, self._first_us = result.check, result.first_us
+        self._gate.release()
+        self._numerics = numerics
+        if numerics.passed is False:
+            return self.verdict(REVERTED, f"it changes the training: {numerics.detail}")
+        if numerics.passed is None:
+            return self.verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
+        return None
+
+    def _computes_in(self) -> str:
+        """What the loop as it stands rounds to inside its models, as far as a look from outside cannot tell."""
+        discovery = Attached.discovery
+        if discovery is not None and discovery.seen.autocast is not None:
+            return "half"
+        standing = (s.transform for s in self.loop.kept.standing)
+        kept = {_precision(transform) for transform in standing if transform.semantics is Semantics.PRECISION}
+        return "half" if "half" in kept else "tf32" if kept else "fp64"
+
+    # -- warm-up ----------------------------------------------------------------------------------------------------
+
+    def _settle(self, switch: Switch, fed: bool | None) -> Course:
+        """Switch on and wait until step times agree; `fed`: whether the loader's batches arrived without the change."""
+        self._enter(spent.SETTLE, "warm-up")
+        switch.on()  # after the gate it is on already
+        if fed:
+            self._batches.start()
+        with self.limit.alarm():
+            extra_us, still_fed = yield from self._agree()
+        self._first_us += 0.0 if self._proved else extra_us
+        self._batches.stop()
+        self._gate.release()  # what the watched steps left
+        if fed and still_fed is False:
+            self._numerics = Check(passed=False, detail=UNFED)
+            return self.verdict(REVERTED, f"it changes the training: {UNFED}")
+        return None
+
+    def _agree(self) -> Generator[None, StepEvent, tuple[float, bool | None]]:
+        """
+        Returns:
+            What the steps until their times agreed took more than later ones, µs, and whether the loader's batches were seen to
+            arrive in all of them (None: not watched, or nothing to compare).
+        """
+        times: list[float] = []
+        fed: bool | None = None
+        while True:
+            watching = self._batches.active and len(times) < MIN_SETTLE
+            if watching:
+                capture_next_step(self.loop.training)  # a root's inputs are those of its latest captured call
+            self.loop.synchronize()
+            start = time.perf_counter()
+            yield
+            self.loop.synchronize()
+            times.append((time.perf_counter() - start) * 1e6)
+            if watching:
+                arrived = self._batches.fed()
+                fed = arrived if fed is None else fed and arrived is not False
+            self.limit.check()
+            last = times[-3:]
+            if len(times) >= MAX_SETTLE or (len(times) >= MIN_SETTLE and max(last) <= SETTLED_SPREAD * min(last)):
+                usual = statistics.median(last)
+                return math.fsum(max(0.0, t - usual) for t in times[:-3]), fed
+
+    # -- timed blocks -----------------------------------------------------------------------------------------------
+
+    def _time(self, switch: Switch, after: StepProfile | None) -> Course:
+        self.current = dataclasses.replace(
+            self.current, numerics=self._numerics, effect=self._effect, first_step_us=self._first_us
+        )
+        self.loop.spent.enter(spent.BLOCKS)
+        self.loop.note(self.times.noted(dataclasses.replace(self.current, phase="timing")))
+        blocks = TimedBlocks(self.loop, self.limit, self.times)
+        decision = yield from blocks.run(switch, self.current, patient=self.patient)
+        if not self.patient and decision.status == INCONCLUSIVE:
+            decision = dataclasses.replace(decision, status=MORE)
+        self._timing = Check(
+            passed=decision.status == KEPT,
+            detail=decision.reason,
+            numbers={} if decision.point is None else {"gain": decision.point},
+        )
+        if decision.status == KEPT:
+            switch.on()
+            self._stand(switch)
+            self.loop.traced = after
+        return self.verdict(decision.status, decision.reason, decision)
+
+    def _stand(self, switch: Switch) -> None:
+        """The candidate is part of the loop from now on; what it replaced is not."""
+        assert switch.standing is not None  # it was switched on by the caller
+        for rival in switch.rivals:
+            self.loop.kept.standing.remove(rival)
+            for old in self.loop.verdicts():
+                if old.transform == rival.transform.id and old.status == KEPT:
+                    reason = f"replaced by {self.candidate.transform}, which is faster; it had gained: {old.reason}"
+                    old = dataclasses.replace(old, status=REVERTED, reason=reason)
+                    records.save_verdict(self.loop.session.folder, old)
+        self.loop.kept.standing.append(switch.standing)
+
+    def _take_back(self) -> None:
+        """The loop is as it stands, without the candidate unless it is part of it."""
+        if self.switch is None or self.transform is None or not self.switch.is_on:
+            return
+        if all(self.switch.standing is not s for s in self.loop.kept.standing):
+            self.switch.off()
+            self.transform.release(self.loop.training)
+            if self.loop.on_gpu:
+                torch.cuda.empty_cache()
+
+    def _enter(self, phase: str, named: str) -> None:
+        """The next part begins: `phase` is its time's, `named` its name on disk, should the process die in it."""
+        self.loop.spent.enter(phase)
+        self.loop.note(dataclasses.replace(self.current, phase=named))
+
+
+def _precision(transform: Transform) -> str:
+    """The class that a change of precision computes in."""
+    return "tf32" if transform.semantics is Semantics.PRECISION and transform.id == "tf32" else "half"
