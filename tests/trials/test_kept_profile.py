@@ -25,9 +25,9 @@ class Captured(Wrapped):
 
 def either(name):
     try:
-        return Captured() if name == "captured" else find(name)
+        return Captured() if name == "captured" else registry.get(name)
     except AdvisorError:
-        return registry.get(name)
+        return find(name)
 
 
 def begin(training, session, watcher, found):
