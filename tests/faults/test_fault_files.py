@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,39 @@ sys.exit(6)
     assert ended.stdout.splitlines()[0] == "trained 60", ended.stderr
     assert ended.returncode == 6
     assert "No space left" in ended.stderr
+
+
+def test_a_dry_run_leaves_the_tree_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("mine\n")
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(200):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    with open("log.txt", "w" if step == 0 else "a") as log:
+        log.write(f"{step}\\n")
+torch.save(model.state_dict(), "model.pt")
+"""
+    )
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    ended = subprocess.run(
+        [sys.executable, "-m", "advisor", "apply", "--dry-run", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert "nothing was changed" in ended.stderr
+    shutil.rmtree(tmp_path / "advisor-runs")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_two_runs_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

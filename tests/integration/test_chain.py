@@ -233,7 +233,7 @@ def test_a_plan_of_another_model_trains_the_plain_script(proved) -> None:
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        ("raise RuntimeError('boom')", 1, "exit code 1"),
+        ("raise torch.OutOfMemoryError('boom')", 1, "exit code 1"),
         ("os._exit(9)", 9, "exit code 9"),
         ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
     ],
@@ -250,7 +250,7 @@ def test_a_script_that_fails_keeps_its_exit_code_and_what_was_measured(
     if code == 1:
         applied = advisor(tmp_path, "apply", "--auto", "train.py")
         assert applied.returncode == 1
-        assert "RuntimeError: boom" in applied.stderr  # the reason; all it printed is in the run folder
+        assert "OutOfMemoryError: boom" in applied.stderr  # the reason; all it printed is in the run folder
         (output,) = (tmp_path / "advisor-runs").glob("*/script-output.log")
         assert "Traceback" in output.read_text()
 
