@@ -10,6 +10,7 @@ from advisor.analysis.view import Geometry, View, is_strict_fp32
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
+from advisor.core.units import percent_text
 
 # By the definitions of the metrics named.
 LARGE_KERNEL, FEW_CHANNELS, FFT_KERNEL = 7, 4, 9
@@ -68,7 +69,7 @@ def fill(view: View, table: MetricTable) -> None:
         for name in shares:
             table.miss(name, "no convolution's shape is known")
         return
-    reason = f"{unknown / total:.0%} of convolution time has no known shape" if unknown > 0 else ""
+    reason = f"{percent_text(unknown / total)} of convolution time has no known shape" if unknown > 0 else ""
     for name, wanted in shares.items():
         provenance = Provenance.MODELLED if name == "bias_act_frac" else Provenance.MEASURED
         table.set(name, view.share(wanted), provenance, reason)

@@ -29,6 +29,7 @@ from advisor.analysis.whatif import OP_HIGH_US, OP_LOW_US, Change, Saving, Step
 from advisor.core import roofline
 from advisor.core.findings import Interval
 from advisor.core.profile import KernelRow, StepProfile
+from advisor.core.units import percent_text
 
 # Share of the measured matrix rate that convolutions reach. Measured on one H200 with cuDNN 9.19: bf16 NHWC 3x3 450 to 713
 # of about 790 TFLOP/s forward; TF32 backward down to 140 of about 400.
@@ -127,7 +128,7 @@ def _nothing(basis: str) -> Change:
 def _share(view: View, chosen: Iterable[KernelRow], step: Step) -> str:
     chosen = list(chosen)
     time = sum(row.time_us for row in chosen) * step.scale
-    return f"{launches(chosen):.0f} {'kernels' if view.on_gpu else 'operators'} that take {time / step.step_us:.0%} of the step"
+    return f"{launches(chosen):.0f} {'kernels' if view.on_gpu else 'operators'} that take {percent_text(time / step.step_us)} of the step"
 
 
 def _limit(view: View, row: KernelRow, *, dtype: str, byte_factor: float = 1.0) -> float:
@@ -280,7 +281,7 @@ def _channels_last(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     layout = [row for row in view.rows if row.kind == "layout"]
     told = "at their limits at best; grouped and large depthwise ones may lose"
     if not view.on_gpu:
-        told = f"of which NHWC saves {CPU_NHWC_WORST:.0%} to {CPU_NHWC_BEST:.0%}, of depthwise ones up to {CPU_DEPTHWISE_NHWC_BEST:.0%}"
+        told = f"of which NHWC saves {percent_text(CPU_NHWC_WORST)} to {percent_text(CPU_NHWC_BEST)}, of depthwise ones up to {percent_text(CPU_DEPTHWISE_NHWC_BEST)}"
         others = [row for row in view.rows if _nhwc_on_cpu(row)]
         told += f"; {_share(view, others, step)} pool, upsample and normalise, each in another way" if others else ""
     basis = f"{_share(view, layout, step)} convert layouts; {_share(view, convs, step)} are convolutions, {told}"
@@ -395,7 +396,7 @@ def _fused_casts(view: View, step: Step, parameters: Mapping[str, str]) -> Chang
         best=Saving(device_us=_gain_to(time, least / CASTS_BEST), host_us=fewer * OP_LOW_US),
         basis=(
             f"{_share(view, chosen, step)} cast weights or their gradients; their bytes take {least:.0f} us, together they "
-            f"run at {CASTS_WORST:.0%} to {CASTS_BEST:.0%} of copy bandwidth"
+            f"run at {percent_text(CASTS_WORST)} to {percent_text(CASTS_BEST)} of copy bandwidth"
         ),
     )
 
@@ -506,7 +507,7 @@ def _defer_sync(view: View, step: Step, parameters: Mapping[str, str]) -> Change
         # A host that never waits runs ahead, which also closes gaps, as far as it is fast enough.
         best=Saving(sync_us=step.sync_us, gaps_us=step.gaps_us),
         basis=(
-            f"{sum(site.calls for site in scalar):.0f} scalar reads a step, {share:.0%} of the host's waiting; the device "
+            f"{sum(site.calls for site in scalar):.0f} scalar reads a step, {percent_text(share)} of the host's waiting; the device "
             f"is idle {step.sync_us:.0f} us after waits and {step.gaps_us:.0f} us between launches"
         ),
     )
@@ -541,7 +542,7 @@ def _fused_bn_act(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
         best=Saving(device_us=_gain_to(touched, best), host_us=merged * OP_LOW_US),
         basis=(
             f"{_share(view, (*norms, *after), step)} normalise, add and activate; in one kernel a pass they move "
-            f"{_fused_total(view, norms, after) / 1e9:.3g} GB at {FUSED_WORST:.0%} to {FUSED_BEST:.0%} of copy bandwidth"
+            f"{_fused_total(view, norms, after) / 1e9:.3g} GB at {percent_text(FUSED_WORST)} to {percent_text(FUSED_BEST)} of copy bandwidth"
         ),
     )
 
@@ -580,9 +581,9 @@ def _kernel_family(
         rows = chosen(view)
         if not rows:
             return _nothing(f"no {what} in the step")
-        told = f"they run at {FUSED_BEST:.0%} of copy bandwidth"
-        told += f" or, merged, save {merged:.0%} of their time" if merged else ""
-        told += f", and save {most:.0%} of their time" if most < 1.0 else ""
+        told = f"they run at {percent_text(FUSED_BEST)} of copy bandwidth"
+        told += f" or, merged, save {percent_text(merged)} of their time" if merged else ""
+        told += f", and save {percent_text(most)} of their time" if most < 1.0 else ""
         best = sum(
             min(
                 max(_gain_to(row.time_us, _bytes_us(view, row.modelled_bytes) / FUSED_BEST), merged * row.time_us),
@@ -678,7 +679,11 @@ def _compile(graphs: bool) -> _Predictor:
         # Fused groups keep about one kernel in three: normalise, add and activate become one.
         fewer = launches(chosen) * 2 / 3 * OP_LOW_US if view.on_gpu else 0.0
         replayed = graphs and view.on_gpu
-        bound = f"at {COMPILED_BEST:.0%} of bandwidth at best" if view.on_gpu else "all of it in the caches at best"
+        bound = (
+            f"at {percent_text(COMPILED_BEST)} of bandwidth at best"
+            if view.on_gpu
+            else "all of it in the caches at best"
+        )
         basis = f"{_share(view, chosen, step)} normalise, activate or convert, {bound}"
         return Change(
             worst=Saving(

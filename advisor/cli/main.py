@@ -112,7 +112,7 @@ def _fail(line: str, code: int) -> int:
     cls=AdvisorGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
-Exit codes; `profile` and `run` end with the script's own:
+Exit codes; `profile`, `run` and a failing script's `apply` end with the script's own:
   0  done
   1  findings at --fail-on, or a regression
   2  wrong usage or bad input

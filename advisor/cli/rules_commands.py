@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import click
 from advisor.cli import output
 from advisor.cli.parameters import rules_option
 from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.units import counted
 from advisor.rules.rule import AREAS, Rule
 
 paths_argument = click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[PATHS]...")
@@ -61,7 +61,7 @@ def list_rules(*, rules_dirs: tuple[Path, ...], area: str | None, as_json: bool)
     meanings = "; ".join(f"{semantics.value}: {meaning}" for semantics, meaning in wording.SEMANTICS.items())
     for text in (
         f"Semantics, what the change does to the numbers: {meanings}.",
-        f"{len(chosen)} rules. `{output.program()} rules show ID` explains one.",
+        f"{counted(len(chosen), 'rule')}. `{output.program()} rules show ID` explains one.",
     ):
         _say("\n" + _wrapped(text, output.width()))
     return ExitCode.OK
@@ -158,8 +158,8 @@ def test(paths: tuple[Path, ...], *, verbose: bool) -> int:
     for result in results if verbose else failed:
         word = "ok    " if result.passed else "FAILED"
         _say(f"{word} {result.rule}: {result.case}" + (f": {result.detail}" if result.detail else ""))
-    counted = Counter(result.rule for result in results)
-    _say(f"{len(results)} cases of {len(counted)} rules, {len(failed)} failed")
+    rules_tested = len({result.rule for result in results})
+    _say(f"{counted(len(results), 'case')} of {counted(rules_tested, 'rule')}, {len(failed)} failed")
     return ExitCode.FINDINGS if failed else ExitCode.OK
 
 
@@ -174,7 +174,6 @@ def lint(paths: tuple[Path, ...]) -> int:
     Example:
       advisor rules lint my-rules
     """
-    from advisor.reporting import wording
     from advisor.resources import rules_dir
     from advisor.rules import check
     from advisor.rules.cases import read_cases
@@ -192,5 +191,5 @@ def lint(paths: tuple[Path, ...]) -> int:
         _say(str(fault))
         if isinstance(fault, RuleError) and fault.excerpt:
             _say(fault.excerpt)
-    _say(f"{wording.number(len(found), 'sound rule')}, {wording.number(len(faults), 'fault')}")
+    _say(f"{counted(len(found), 'sound rule')}, {counted(len(faults), 'fault')}")
     return ExitCode.FINDINGS if faults else ExitCode.OK

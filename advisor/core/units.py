@@ -52,6 +52,11 @@ def percent_text(fraction: float) -> str:
     return (f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %").replace("-", "−")
 
 
+def counted(count: int, what: str) -> str:
+    """`1 place`, `2 places`."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def unbroken(text: str) -> str:
     """`text` in which no line may end between a number and its unit, nor in `n = 20`: no-break spaces stand there."""
     text = re.sub(rf"(?<=\d) (?=(?:{_UNITS})(?!\w))", "\N{NO-BREAK SPACE}", text)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from advisor.core.environment import Environment
 from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
 from advisor.core.trace import DeviceTable, Trace
+from advisor.core.units import percent_text
 from advisor.profiling import dram, kinds, rows, transfers
 from advisor.profiling.hostcalls import copy_kind, is_launch, is_wait
 from advisor.profiling.hosttree import CLOSURE, OPTIMIZER_STEP, HostTree, build, is_activity
@@ -101,7 +102,9 @@ def _device_steps(
                          launches=len(launches) / steps, coverage_frac=0.0, events=events,
                          notes=tuple(notes))  # fmt: skip
     if coverage is not None and coverage < LOW_COVERAGE:
-        notes.append(f"only {coverage:.0%} of the kernel launches have a device record: shares of time are uncertain")
+        notes.append(
+            f"only {percent_text(coverage)} of the kernel launches have a device record: shares of time are uncertain"
+        )
 
     everything = _records(trace, tree)
     records = [r for r in everything if first <= r.launched < last]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.core.trace import DramSamples, Trace
+from advisor.core.units import percent_text
 from advisor.profiling.intervals import Interval, clip, total, union
 
 BURST = "advisor:burst"  # the host's range around each burst's launches
@@ -212,7 +213,7 @@ def _aligned(
         if work:
             inside = share_inside(mapped, work, slack_ns=interval_ns)
             if inside < WORK_FRAC:
-                raise _InDoubtError(f"only {inside:.0%} of the traffic lies beside work of this process")
+                raise _InDoubtError(f"only {percent_text(inside)} of the traffic lies beside work of this process")
         return mapped
     except _InDoubtError:
         if same_clock:
@@ -235,7 +236,7 @@ def _check_lengths(samples: DramSamples, scale: float, interval_ns: int) -> None
         raise _InDoubtError(f"by its bursts a sample takes {usual * scale:.0f} ns; expected {interval_ns} ns")
     even = sum(abs(length / usual - 1) <= EVEN_TOLERANCE for length in lengths) / len(lengths)
     if even < EVEN_FRAC:
-        raise _InDoubtError(f"only {even:.0%} of the samples are equally long")
+        raise _InDoubtError(f"only {percent_text(even)} of the samples are equally long")
 
 
 def _pulses(samples: DramSamples, first: Burst, last: Burst, interval_ns: int) -> tuple[_Pulse, _Pulse]:

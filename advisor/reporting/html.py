@@ -75,6 +75,7 @@ def _environment() -> jinja2.Environment:
         "factor": wording.factor,
         "value": wording.value,
         "unit": wording.unit,
+        "counted": units.counted,
         "tracing": wording.tracing,
         "sentence": wording.sentence,
         "px": lambda value: f"{value:.1f}",

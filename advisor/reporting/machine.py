@@ -7,7 +7,7 @@ from typing import Any
 from advisor.core.findings import Findings, Outcome
 from advisor.core.profile import StepProfile
 from advisor.core.storage import to_plain
-from advisor.core.units import bytes_text, count_text, percent_text, time_text
+from advisor.core.units import bytes_text, count_text, counted, percent_text, time_text
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
 
@@ -104,7 +104,7 @@ def _findings(findings: Findings) -> list[str]:
         lines += ["", f"{len(fired) - MARKDOWN_FINDINGS} more in findings.json."]
     missing = [f for f in findings.findings if f.outcome is Outcome.UNKNOWN]
     if missing:
-        lines += ["", f"<details><summary>{len(missing)} rules not evaluated</summary>", ""]
+        lines += ["", f"<details><summary>{counted(len(missing), 'rule')} not evaluated</summary>", ""]
         lines += [f"- {cell(f.rule)}: {cell('; '.join(f.missing))}" for f in missing]
         lines += ["", "</details>"]
     return lines

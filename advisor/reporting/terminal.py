@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome
 from advisor.core.profile import StepProfile
-from advisor.core.units import bytes_text, count_text, percent_text, time_text, unbroken
+from advisor.core.units import bytes_text, count_text, counted, percent_text, time_text, unbroken
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta, compare_profiles
@@ -233,7 +233,7 @@ def _unfired(page: _Page, findings: Findings) -> list[str]:
         group = [f for f in findings.findings if f.outcome is outcome]
         if not group:
             continue
-        lines += ["", page.heading(title, f"{len(group)} rules")]
+        lines += ["", page.heading(title, counted(len(group), "rule"))]
         for f in group:
             lines += page.wrap(f"{f.rule}: {f.title}", 6, first=4)
             for detail in (*map(evidence_text, f.evidence), *f.missing):
@@ -285,9 +285,7 @@ def trials_text(
 
 
 def _trials(page: _Page, log: TrialLog) -> list[str]:
-    lines = [
-        page.heading("Trials", f"{wording.number(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")
-    ]
+    lines = [page.heading("Trials", f"{counted(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
     if where := wording.spent(log):

@@ -7,7 +7,7 @@ import shlex
 from advisor.core.findings import Finding, Findings, Interval, Outcome, Semantics
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import ProfilerCost, Spread, StepProfile
-from advisor.core.units import bytes_text, percent_text, rate_text, time_text
+from advisor.core.units import bytes_text, counted, percent_text, rate_text, time_text
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.reporting import breakdown
 
@@ -111,11 +111,6 @@ def spread(measured: Spread) -> str:
     return f"p10–p90 {low}–{high}, n = {measured.n}"
 
 
-def number(count: int, what: str) -> str:
-    """`1 place`, `2 places`."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
 def factor(value: float) -> str:
     """A speed-up factor: `3.10×`."""
     return f"{value:.2f}×"
@@ -135,10 +130,10 @@ def fired(findings: Findings | None) -> tuple[Finding, ...]:
 
 def counts(findings: Findings) -> str:
     """`61 rules: 9 fired, 44 quiet, 8 not evaluated`."""
-    number = {o: sum(f.outcome is o for f in findings.findings) for o in Outcome}
+    of = {o: sum(f.outcome is o for f in findings.findings) for o in Outcome}
     return (
-        f"{len(findings.findings)} rules: {number[Outcome.FIRED]} fired, {number[Outcome.QUIET]} quiet, "
-        f"{number[Outcome.UNKNOWN]} not evaluated"
+        f"{counted(len(findings.findings), 'rule')}: {of[Outcome.FIRED]} fired, {of[Outcome.QUIET]} quiet, "
+        f"{of[Outcome.UNKNOWN]} not evaluated"
     )
 
 
@@ -213,7 +208,7 @@ def trials_headline(trials: TrialLog) -> str:
         waiting = [v for v in trials.verdicts if v.status == "inconclusive"]
         if not waiting and trials.complete:
             return "Nothing helps here: every change that was tried was rejected for a reason. The plain script stays as it is."
-        why = f"{number(len(waiting), 'change')} could not be settled" if waiting else "the search did not finish"
+        why = f"{counted(len(waiting), 'change')} could not be settled" if waiting else "the search did not finish"
         return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may tell."
     if stack is None or stack.speedup is None:
         return f"{changes}; the stack was not compared with the plain script."
@@ -249,7 +244,7 @@ def tracing(cost: ProfilerCost) -> str:
     """What tracing did to the steps: `3 steps traced, each 44 % slower than untraced`."""
     slower = f"{percent_text(cost.overhead_frac)} slower" if cost.overhead_frac > 0 else "no slower"
     return (
-        f"{number(cost.traced_steps, 'step')} traced, {'each ' if cost.traced_steps > 1 else ''}{slower} than untraced"
+        f"{counted(cost.traced_steps, 'step')} traced, {'each ' if cost.traced_steps > 1 else ''}{slower} than untraced"
     )
 
 
@@ -269,14 +264,14 @@ def reason(verdict: Verdict) -> str:
     """Why the verdict is what it is; of a kept change also what it costs once and what the whole loses without it."""
     parts = [verdict.reason]
     if verdict.status == "kept" and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
-        paid = number(round(verdict.break_even_steps), "step")
+        paid = counted(round(verdict.break_even_steps), "step")
         parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
     if verdict.left_out_gain is not None:
         parts.append(f"left out of the whole, {gain(verdict.left_out_gain)} of the step are lost")
     if verdict.blocks.disturbed:
-        parts.append(f"{number(verdict.blocks.disturbed, 'disturbed block')} taken again")
+        parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.unmatched:
-        parts.append(f"{number(len(verdict.unmatched), 'place')} left as before")
+        parts.append(f"{counted(len(verdict.unmatched), 'place')} left as before")
     return "; ".join(p for p in parts if p)
 
 

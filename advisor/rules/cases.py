@@ -10,6 +10,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.metrics import Scalar as MetricScalar
+from advisor.core.units import percent_text
 from advisor.rules.catalog import CASES_SUFFIX
 from advisor.rules.conditions import Comparison, comparisons, truth
 from advisor.rules.engine import evaluate, outcome
@@ -140,7 +141,7 @@ def demands(rule: Rule, cases: Iterable[Case]) -> Iterator[CaseResult]:
         if not any(case.expect is wanted for case in cases):
             yield CaseResult(rule=rule.id, case="cases", passed=False, detail=f"no case expects {wanted.value!r}")
     if not any(_just_below(rule, case) for case in cases if case.expect is Outcome.QUIET):
-        detail = f"no quiet case fails by one condition alone and lies within {NEAR:.0%} of its threshold"
+        detail = f"no quiet case fails by one condition alone and lies within {percent_text(NEAR)} of its threshold"
         yield CaseResult(rule=rule.id, case="cases", passed=False, detail=detail)
 
 

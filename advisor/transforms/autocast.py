@@ -19,6 +19,7 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
@@ -84,7 +85,7 @@ class _Autocast(Transform):
         share = sum(row.time_us for row in rows if row.dtype == label) / total if total else 0.0
         return Check(
             passed=share > 0.5 if total else None,
-            detail=f"{share:.0%} of convolution and product time is {label}"
+            detail=f"{percent_text(share)} of convolution and product time is {label}"
             if total
             else "no convolutions or products",
             numbers={"half_frac": share},

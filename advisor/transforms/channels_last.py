@@ -18,6 +18,7 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import cuda_graphs
@@ -81,7 +82,7 @@ class ChannelsLast(Transform):
             share = nhwc / total if total else 0.0
             return Check(
                 passed=share > 0.5,
-                detail=f"{share:.0%} of convolution time is on NHWC tensors",
+                detail=f"{percent_text(share)} of convolution time is on NHWC tensors",
                 numbers={"nhwc_frac": share},
             )
         stacks = [ForwardStack.of(target) for target in targets(training)]

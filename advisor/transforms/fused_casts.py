@@ -16,6 +16,7 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, weight_casts
 from advisor.ops.match import MatchReport
@@ -84,7 +85,7 @@ class FusedCasts(Transform):
             return Check(passed=False, detail="no weight is cast in a captured graph" + (f" ({why})" if why else ""))
         if not ran:
             return Check(passed=False, detail=dispatch.told(weight_casts.ID), numbers=numbers)
-        detail = f"{len(report.matched)} weights cast together"
+        detail = f"{counted(len(report.matched), 'weight')} cast together"
         if before is None or after is None or not (before.kernels and after.kernels):
             return Check(passed=True, detail=detail, numbers=numbers)
         casts = [_casts(profile) for profile in (before, after)]

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Family
@@ -112,13 +113,13 @@ class KernelTransform(Transform):
                 return Check(passed=False, detail=f"no kernel of {self.family.id} ran in the traced step")
             return Check(
                 passed=True,
-                detail=f"{len(matched)} places replaced, {seen:.0f} kernel launches a step",
+                detail=f"{counted(len(matched), 'place')} replaced, {seen:.0f} kernel launches a step",
                 numbers={"matched": len(matched), "launches": seen},
             )
         ran = sum(self.family.engaged.values())
         return Check(
             passed=ran > 0,
-            detail=f"{len(matched)} places replaced; {dispatch.told(self.family.id)}",
+            detail=f"{counted(len(matched), 'place')} replaced; {dispatch.told(self.family.id)}",
             numbers={"matched": len(matched), "calls": ran},
         )
 

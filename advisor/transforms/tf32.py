@@ -17,6 +17,7 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
@@ -68,7 +69,7 @@ class Tf32(Transform):
             )
         return Check(
             passed=True,
-            detail=f"tensor-core share of convolutions and products {shares[0]:.0%} → {shares[1]:.0%}",
+            detail=f"tensor-core share of convolutions and products {percent_text(shares[0])} → {percent_text(shares[1])}",
             numbers=numbers,
         )
 

@@ -168,7 +168,7 @@ def test_geometry_from_facts_with_and_without_the_roots_name_and_from_shapes() -
     bare = replace(profiles.with_rows(profiles.resnet50(), shaped, grouped, broken), model=ModelFacts())
     table = metrics(bare)
     numbers(table, depthwise_frac=0.1, grouped_conv_frac=0.3, large_conv_frac=0.0)
-    assert "60% of convolution time" in table["depthwise_frac"].reason
+    assert "60 % of convolution time" in table["depthwise_frac"].reason
     # A module of the same size tells the stride that shapes cannot.
     like = replace(bare, model=ModelFacts(convs=(profiles.conv("Net.a", 7, (32, 32), groups=32),)))
     numbers(metrics(like), large_conv_frac=0.1)

@@ -301,7 +301,7 @@ def test_on_a_cpu_pools_and_upsampling_gain_by_channels_last_and_other_norms_los
     up = on_a_cpu(kind="upsample", op="aten::upsample_bilinear2d_backward", time_us=90000)
     found = gain(profiles.with_rows(base, conv, pool, up), "channels_last")
     between(found, (-2000 + 18000 + 40500) / 150000, (8000 + 24000 + 72000) / 150000)
-    assert "2 operators that take 80% of the step pool" in found.basis
+    assert "2 operators that take 80 % of the step pool" in found.basis
     alone = gain(profiles.with_rows(base, conv), "channels_last").low
     globally = on_a_cpu(kind="pool", op="aten::_adaptive_avg_pool2d", time_us=30000)
     assert gain(profiles.with_rows(base, conv, globally), "channels_last").low == alone

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.core.units import percent_text, unbroken
+from advisor.core.units import counted, percent_text, unbroken
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,7 @@ def test_a_number_and_its_unit_stay_together(text: str) -> None:
 
 def test_words_after_a_number_may_go_to_the_next_line() -> None:
     assert unbroken("3 changes, 2 sites of 5 spare ones") == "3 changes, 2 sites of 5 spare ones"
+
+
+def test_one_is_singular() -> None:
+    assert (counted(0, "rule"), counted(1, "rule"), counted(1234, "rule")) == ("0 rules", "1 rule", "1,234 rules")

@@ -235,7 +235,7 @@ def test_low_coverage_is_told() -> None:
             b.launch("k", i * 10, i * 10 + 4, i * 10 + 8)
     found = aggregate(b.trace(), MACHINE)
     assert found.coverage_frac == 0.9
-    assert any("90%" in note for note in found.notes)
+    assert any("90 %" in note for note in found.notes)
 
 
 def test_a_replayed_graph_is_one_launch_of_many_kernels_and_said_to_be_opaque() -> None:

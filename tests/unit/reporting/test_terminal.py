@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.findings import Interval
+from advisor.core.findings import Interval, Outcome
 from advisor.core.profile import StepProfile
 from advisor.reporting import terminal
 
@@ -152,3 +152,11 @@ def test_notes_of_a_run_and_of_a_search_are_sentences():
 def test_a_share_too_small_to_show_is_not_nothing():
     slow = replace(samples.cpu_run(), limit_us=1.0)
     assert "<0.1 % of this machine's limit" in terminal.profile_text(slow, None, 80)
+
+
+def test_one_rule_is_singular():
+    found = samples.findings()
+    unknown = next(f for f in found.findings if f.outcome is Outcome.UNKNOWN)
+    text = terminal.profile_text(samples.resnet50(), replace(found, findings=(unknown,)), 80, explain=True)
+    assert "Not evaluated  1 rule\n" in text
+    assert "1 rule: 0 fired" in text

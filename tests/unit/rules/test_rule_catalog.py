@@ -113,7 +113,7 @@ def test_the_sound_cases_pass(tmp_path):
     [
         (None, "no cases in slow-thing.cases.yaml"),
         (CASES.replace("expect: quiet", "expect: fired"), "quiet, expected fired"),
-        (CASES.replace("idle_data_frac: 4.9 %", "idle_data_frac: 1 %"), "within 20% of its threshold"),
+        (CASES.replace("idle_data_frac: 4.9 %", "idle_data_frac: 1 %"), "within 20 % of its threshold"),
         (CASES.replace("expect: not evaluated\n    missing: [idle_data_frac]", "expect: quiet"), "not evaluated, expected quiet"),
         (CASES[: CASES.index("  - name: no data")], "no case expects 'not evaluated'"),
         (CASES.replace("waits 20 %", "waits 30 %"), "the message is 'The GPU waits 20 %.'"),

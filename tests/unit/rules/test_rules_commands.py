@@ -84,7 +84,7 @@ def test_test_fails_on_a_failing_case(capsys, tmp_path):
     code, out, _ = call(capsys, "test", tmp_path)
     assert code == 1
     assert "FAILED slow-thing: just below: quiet, expected fired" in out
-    assert "of 1 rules" in out
+    assert "of 1 rule, " in out
 
 
 def test_lint_shows_place_line_and_caret(capsys, tmp_path):
