@@ -301,7 +301,7 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
     head = f"  {'change':<{name_width}}  {'predicted':>{wide}}  {'measured':>{wider}}  verdict"
     lines.append(page.paint(head, "dim"))
     begun = 1
-    for v in log.verdicts:
+    for v in sorted(log.verdicts, key=lambda v: v.round):  # what an earlier round left open is decided at the end
         if v.round != begun:
             begun = v.round
             lines += page.wrap(wording.round_headline(log, begun), 2, "bold")
@@ -357,6 +357,8 @@ def _written(page: _Page, log: TrialLog) -> list[str]:
             lines.append(page.paint(f"  {len(log.files_written) - 8} more in the report.", "dim"))
     if not log.complete:
         lines += page.wrap("The search did not finish; what was decided until then is above.", 2, "yellow")
+    if log.notes:
+        lines += [*([""] if lines else []), page.heading("Notes of the search")]
     for note in log.notes:
         lines += page.wrap(wording.sentence(note), 2, "dim")
     return lines

@@ -160,3 +160,16 @@ def test_one_rule_is_singular():
     text = terminal.profile_text(samples.resnet50(), replace(found, findings=(unknown,)), 80, explain=True)
     assert "Not evaluated  1 rule\n" in text
     assert "1 rule: 0 fired" in text
+
+
+def test_each_round_is_told_once_also_where_its_last_verdict_comes_later():
+    first, second, *_, last = samples.trials().verdicts
+    log = replace(samples.trials(), verdicts=(first, replace(second, round=2), replace(last, round=1)))
+    text = terminal.trials_text(log, 100)
+    assert text.count("Round 1,") == 1
+    assert text.index(last.title) < text.index("Round 2")
+
+
+def test_notes_of_a_search_are_no_files():
+    text = terminal.trials_text(replace(samples.trials(), notes=("no time was left for round 3",)), 80)
+    assert "(diverted from checkpoint.pth)\n\nNotes of the search\n  No time was left for round 3.\n" in text
