@@ -27,8 +27,13 @@ def list_kernels(form: str) -> None:
       advisor kernels list
     """
     from advisor import pipeline
+    from advisor.reporting.terminal import kernels_text
 
-    _show(pipeline.kernels_list(), form)
+    rows = pipeline.kernels_list()
+    if form == "json":
+        output.say(output.json_text(rows), sys.stdout)
+    else:
+        output.say(kernels_text(rows, output.width(), output.color(sys.stdout)), sys.stdout)
 
 
 @kernels.command()
@@ -43,15 +48,10 @@ def verify(form: str, family: str) -> int:
       advisor kernels verify batchnorm_act --format json
     """
     from advisor import pipeline
+    from advisor.reporting.terminal import records_text
 
     with Progress(live=True) as say:
         rows = pipeline.kernels_verify(say, family)
-    _show(rows, form)
-    return ExitCode.OK if all(row.get("passed", False) for row in rows) else ExitCode.FINDINGS
-
-
-def _show(rows: list[dict[str, object]], form: str) -> None:
-    from advisor.reporting.terminal import records_text
-
     text = output.json_text(rows) if form == "json" else records_text(rows, width=output.width())
     output.say(text, sys.stdout)
+    return ExitCode.OK if all(row.get("passed", False) for row in rows) else ExitCode.FINDINGS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import textwrap
 import unicodedata
@@ -448,6 +449,21 @@ def checks_text(checks: Sequence[Mapping[str, str]], width: int = 100, color: bo
         lines.append(f"  {page.paint(mark, style)} {check['name']:<{name_width}}  {found[0].strip()}".rstrip())
         lines += found[1:]
         lines += page.wrap(check.get("fix", ""), indent, style)
+    return "\n".join(lines)
+
+
+def kernels_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
+    """The bundled kernels by family: what it replaces, then each source with the start of its hash and its entries."""
+    page = _Page(max(width, MIN_WIDTH), color)
+    lines: list[str] = []
+    for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
+        sources = list(group)
+        lines += [*([""] if lines else []), page.heading(family, counted(len(sources), "source"))]
+        lines += page.wrap(f"in place of {sources[0]['replaces']}", 4, first=2)
+        longest = max(len(str(source["kernel"])) for source in sources)
+        for source in sources:
+            lines.append(f"  {source['kernel']!s:<{longest}}  " + page.paint(f"sha256 {source['sha256']}", "dim"))
+            lines += page.wrap(str(source["entries"]), 6, "dim")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 
 # Losses of single steps jump with their batch; means over this many steps are compared.
@@ -57,7 +58,7 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
         worst = max(worst, difference / allowed if allowed > 0 else (0.0 if difference == 0 else math.inf))
     numbers = {"steps": float(length), "of_bound": worst}
     told = (
-        f"losses of {length} steps at {worst:.0%} of the envelope"
+        f"losses of {length} steps at {percent_text(worst)} of the envelope"
         if math.isfinite(worst)
         else "losses differ from a constant zero"
     )

@@ -2,6 +2,7 @@
 
 python tests/faults/page.py --run cpu          run the tests that need no GPU, write docs/reliability/cpu.json, then the page
 python tests/faults/page.py --run gpu          the same of those that need one: docs/reliability/gpu.json
+python tests/faults/page.py --run cpu --missing  only those that are not on record yet; what is stays
 python tests/faults/page.py                    write the page from what is recorded
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,8 @@ def named(machine: str) -> list[str]:
     return [test for test in tests() if on_gpu(test) is (machine == "gpu")]
 
 
-def record(machine: str) -> dict[str, Any]:
-    """Run the catalogue's tests for this machine here: outcomes of each test's cases, with what they ran on."""
+def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
+    """Run these of the catalogue's tests here: outcomes of each one's cases, with what they ran on."""
     at_once = ["-n", "2", "--dist", "loadgroup"] if machine == "cpu" else []  # two at once would share the GPU
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.xml"
@@ -71,7 +73,7 @@ def record(machine: str) -> dict[str, Any]:
                 "-q",
                 *at_once,
                 f"--junit-xml={outcome}",
-                *named(machine),
+                *chosen,
             ],
             cwd=ROOT,
             check=False,
@@ -153,11 +155,17 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=("cpu", "gpu"), help="run the tests for this machine first and record them")
-    machine = parser.parse_args().run
-    if machine:
+    parser.add_argument("--missing", action="store_true", help="run only tests that are not on record")
+    given = parser.parse_args()
+    if given.run:
         RECORDS.mkdir(exist_ok=True)
-        text = json.dumps(record(machine), indent=1) + "\n"
-        (RECORDS / f"{machine}.json").write_text(text, encoding="utf-8")
+        wanted = named(given.run)
+        known = {run["machine"]: run["tests"] for run in records()}.get(given.run, {}) if given.missing else {}
+        if chosen := [test for test in wanted if test not in known]:
+            found = record(given.run, chosen)
+            found["tests"] = dict(sorted({**{t: known[t] for t in wanted if t in known}, **found["tests"]}.items()))
+            text = json.dumps(found, indent=1) + "\n"
+            (RECORDS / f"{given.run}.json").write_text(text, encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from advisor.core.findings import Semantics
+from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 from advisor.trials.numerics.distance import Distance
 from advisor.trials.numerics.plain import PlainStep
@@ -54,7 +55,9 @@ def judged(name: str, found: Distance, plain: PlainStep, semantics: Semantics) -
     numbers["noise"] = max((d.l2.get(group, 0.0) for d in noise), default=0.0)
     if ratio <= 1.0:
         return Check(
-            passed=True, detail=f"{name}: {group} off by {error:.1e}, {ratio:.0%} of the bound", numbers=numbers
+            passed=True,
+            detail=f"{name}: {group} off by {error:.1e}, {percent_text(ratio)} of the bound",
+            numbers=numbers,
         )
     if plain.seeds:
         # Random layers draw other numbers when kernels or layouts change: then the step is one more draw, no worse.
@@ -71,7 +74,7 @@ def judged(name: str, found: Distance, plain: PlainStep, semantics: Semantics) -
             )
             and fair_scale
         ):
-            detail = f"{name}: random layers; as far from the plain step as another seed ({drawn:.0%} of the bound)"
+            detail = f"{name}: random layers; as far from the plain step as another seed ({percent_text(drawn)} of the bound)"
             return Check(passed=True, detail=detail, numbers={**numbers, "of_bound": drawn})
     return Check(
         passed=False, detail=f"{name}: {group} off by {error:.1e}, {ratio:.1f} times the bound", numbers=numbers

@@ -67,7 +67,8 @@ class FakePipeline(types.ModuleType):
         )
 
     def kernels_list(self):
-        return [{"kernel": "batchnorm_act_fwd", "replaces": "BatchNorm + add + ReLU"}]
+        facts = {"family": "batchnorm_act", "entries": "fwd_stats, fwd_apply", "sha256": "ab12"}
+        return [{"kernel": "batchnorm_act_fwd", "replaces": "BatchNorm + add + ReLU", **facts}]
 
     def kernels_verify(self, say, family):
         self._record("kernels_verify", family)

@@ -275,6 +275,7 @@ def test_compare_json_and_markdown(invoke, pipeline):
 
 def test_kernels(invoke, pipeline):
     assert "batchnorm_act_fwd" in invoke("kernels", "list").stdout
+    assert json.loads(invoke("kernels", "list", "--format", "json").stdout)[0]["sha256"] == "ab12"
     assert invoke("kernels", "verify").exit_code == 0
     assert pipeline.calls["kernels_verify"] == (("",), {})
     assert invoke("kernels", "verify", "batchnorm_act").exit_code == 0

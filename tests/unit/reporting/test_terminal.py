@@ -173,3 +173,12 @@ def test_each_round_is_told_once_also_where_its_last_verdict_comes_later():
 def test_notes_of_a_search_are_no_files():
     text = terminal.trials_text(replace(samples.trials(), notes=("no time was left for round 3",)), 80)
     assert "(diverted from checkpoint.pth)\n\nNotes of the search\n  No time was left for round 3.\n" in text
+
+
+def test_a_family_says_once_what_it_replaces():
+    shared = {"family": "pooling", "replaces": "max_pool2d, training, " + "channels_last " * 8, "sha256": "ab12"}
+    sources = [{**shared, "kernel": f"pooling/{name}.cu", "entries": ", ".join([name] * 9)} for name in ("max", "mean")]
+    lines = terminal.kernels_text([*sources, {**sources[0], "family": "upsample"}], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if not line.startswith(" ")] == ["pooling  2 sources", "", "upsample  1 source"]
+    assert sum("in place of max_pool2d" in line for line in lines) == 2
