@@ -2,7 +2,7 @@
 
 python tests/faults/page.py --run cpu          run the tests that need no GPU, write docs/reliability/cpu.json, then the page
 python tests/faults/page.py --run gpu          the same of those that need one: docs/reliability/gpu.json
-python tests/faults/page.py --run cpu --missing  only those that are not on record yet; what is stays
+python tests/faults/page.py --run cpu --missing  only those that are not on record, or failed there; what is stays
 python tests/faults/page.py                    write the page from what is recorded
 """
 
@@ -155,12 +155,15 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=("cpu", "gpu"), help="run the tests for this machine first and record them")
-    parser.add_argument("--missing", action="store_true", help="run only tests that are not on record")
+    parser.add_argument("--missing", action="store_true", help="run only tests that are not on record, or failed there")
     given = parser.parse_args()
     if given.run:
         RECORDS.mkdir(exist_ok=True)
         wanted = named(given.run)
-        known = {run["machine"]: run["tests"] for run in records()}.get(given.run, {}) if given.missing else {}
+        known = {}
+        if given.missing:
+            before = {run["machine"]: run["tests"] for run in records()}.get(given.run, {})
+            known = {test: counts for test, counts in before.items() if not counts.get("failed")}
         if chosen := [test for test in wanted if test not in known]:
             found = record(given.run, chosen)
             found["tests"] = dict(sorted({**{t: known[t] for t in wanted if t in known}, **found["tests"]}.items()))

@@ -132,8 +132,10 @@ def proved(
     return folder, applied, (before, tree(folder))
 
 
-def run_of(folder: Path, holding: str) -> Path:
-    return next((folder / "advisor-runs").glob(f"*/{holding}")).parent
+def search_of(folder: Path) -> Path:
+    """The search's run folder: later runs with its plan keep a copy of the plan, not of the trials."""
+    (trials,) = (folder / "advisor-runs").glob("*/trials.json")
+    return trials.parent
 
 
 def test_profile_finds_what_is_slow_and_report_and_recommend_say_so_again(proved) -> None:
@@ -161,7 +163,7 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     assert applied.returncode == 0, applied.stderr
     told = applied.stderr
     assert told.index("put back afterwards, but not what native libraries") < told.index("trying"), told
-    run = run_of(folder, "plan.yaml")
+    run = search_of(folder)
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan
     assert plan["speedup"].startswith("2.65×"), plan["speedup"]
@@ -191,7 +193,7 @@ def test_run_trains_to_the_end_and_the_checkpoint_is_the_plain_scripts(proved) -
 
 def test_enable_in_the_script_and_a_true_no_op(proved) -> None:
     folder, _, _ = proved
-    plan = run_of(folder, "plan.yaml") / "plan.yaml"
+    plan = search_of(folder) / "plan.yaml"
     text = SCRIPT + 'print("fused", optimizer.param_groups[0].get("fused"))\n'
     write(folder, f'import advisor\nadvisor.enable(r"{plan}")\n' + text, "own.py")
     with_plan = python(folder, "own.py", "1")
@@ -211,7 +213,7 @@ def test_enable_in_the_script_and_a_true_no_op(proved) -> None:
 )
 def test_a_plan_that_cannot_be_read_is_one_line(proved, tmp_path: Path, old: str, new: str, said: str) -> None:
     folder, _, _ = proved
-    text = (run_of(folder, "plan.yaml") / "plan.yaml").read_text()
+    text = (search_of(folder) / "plan.yaml").read_text()
     assert old in text
     (tmp_path / "plan.yaml").write_text(text.replace(old, new))
     ran = advisor(folder, "run", "--plan", str(tmp_path / "plan.yaml"), "train.py", "1")
