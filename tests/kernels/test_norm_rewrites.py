@@ -118,6 +118,28 @@ class SELayer(nn.Module):
         return x * y.expand_as(x)
 
 
+class Indexed(SEModule):
+    """Of a small net's hand-written kind: a pooling as large as the image, and dimensions put back by an index."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        s = self.fc2(self.act(self.fc1(F.avg_pool2d(x, x.size(2))))).sigmoid()
+        return x * s.flatten(1)[:, :, None, None]
+
+
+class Flattened(SELayer):
+    """The mean of a row of pixels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.fc(x.flatten(2).mean(-1))[:, :, None, None]
+
+
+class SquareOnly(SEModule):
+    """A pooling that leaves out a row and a column."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.fc2(self.act(self.fc1(F.avg_pool2d(x, x.size(2) - 1)))).sigmoid()
+
+
 class Elsewhere(SEModule):
     """Scales another tensor than it pools."""
 
@@ -146,10 +168,11 @@ class Excited(nn.Module):
             Elsewhere(16, 4),
             Shared(16, 4),
         )
+        self.indexed, self.flattened, self.square = Indexed(16, 8), Flattened(16, 8), SquareOnly(16, 8)
         self.odd = SqueezeExcitation(16, 4, nn.Hardswish, nn.Sigmoid)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.timm(self.hard(self.vision(self.conv(x))))
+        x = self.square(self.flattened(self.indexed(self.timm(self.hard(self.vision(self.conv(x)))))))
         x = self.odd(self.shared(self.elsewhere(self.linear(x))))
         return x * torch.sigmoid(x)
 
@@ -183,8 +206,15 @@ FOUND = {
             "hard": "se+relu+hardsigmoid",
             "timm": "se+relu+sigmoid",
             "linear": "se+relu+sigmoid",
+            "indexed": "se+relu+sigmoid",
+            "flattened": "se+relu+sigmoid",
         },
-        {"elsewhere": "does not pool", "shared": "something else uses", "odd": "activation hardswish"},
+        {
+            "square": "does not pool",
+            "elsewhere": "does not pool",
+            "shared": "something else uses",
+            "odd": "activation hardswish",
+        },
     ),
 }
 

@@ -113,16 +113,24 @@ def _max(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
     return f"max_pool {window.label}", reason
 
 
-def _avg(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
+def avg_pool_window(node: fx.Node) -> tuple[fx.Node, Window, bool, int | None] | str | None:
+    """Input, window, whether padding counts, and another divisor of an average pooling; why it is left alone; None for others."""
     if node.op != "call_function" or node.target is not F.avg_pool2d:
         return None
     bound = match.bound(node, _AVG_PARAMETERS, _AVG_DEFAULTS)
     kernel, padding = pair(bound["kernel_size"]), pair(bound["padding"])
     stride = kernel if bound["stride"] in (None, (), []) else pair(bound["stride"])
     if kernel is None or stride is None or padding is None:
-        return "", "sizes are dynamic"
+        return "sizes are dynamic"
     window = spec.window(kernel, stride, padding, ceil_mode=bool(bound["ceil_mode"]))
-    return _put_avg(node, bound["input"], window, bool(bound["count_include_pad"]), bound["divisor_override"], compiled)
+    return bound["input"], window, bool(bound["count_include_pad"]), bound["divisor_override"]
+
+
+def _avg(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
+    found = avg_pool_window(node)
+    if found is None or isinstance(found, str):
+        return None if found is None else ("", found)
+    return _put_avg(node, *found, compiled)
 
 
 def _put_avg(

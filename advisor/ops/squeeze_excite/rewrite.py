@@ -1,11 +1,12 @@
 """Finds squeeze-and-excite in a captured graph: pool, two products with an activation between them, gate, product with x.
 
 The products may be 1x1 convolutions (torchvision, timm) or linear layers with views round them; the pool a mean over the
-pixels or an adaptive average pool of one pixel.
+pixels, as they are or in one dimension, an adaptive average pool of one pixel, or an average pool of the whole image.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
+from advisor.ops.pooling.rewrite import avg_pool_window
 from advisor.ops.squeeze_excite import api, spec
 
 _PRODUCT = {operator.mul, torch.mul, "mul"}
@@ -61,11 +63,21 @@ class _Chain:
             self.at = before
 
     def skip(self, targets: set[Any]) -> None:
-        while self.at.op in ("call_function", "call_method") and self.at.target in targets and self._single():
+        while self.at.op in ("call_function", "call_method") and self._moves(targets) and self._single():
             self.step()
+
+    def _moves(self, targets: set[Any]) -> bool:
+        return self.at.target in targets or (targets is _RESHAPES and _unsqueezes(self.at))
 
     def _single(self) -> bool:
         return len(self.at.users) == 1
+
+
+def _unsqueezes(node: fx.Node) -> bool:
+    """Whether the node is `y[:, :, None, None]` or its like."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+        return False
+    return all(index in (None, slice(None), Ellipsis) for index in node.args[1])
 
 
 def _weights(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
@@ -88,18 +100,32 @@ def _weights(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
 
 
 def _pooled(node: fx.Node) -> fx.Node | None:
-    """What the node is the mean over all pixels of."""
+    """What the node is the mean over all pixels of, with these in two dimensions or in one."""
+    found: Any = None
     if node.target is F.adaptive_avg_pool2d:
         given = match.bound(node, ("input", "output_size"), {})
-        fits = given.get("output_size") in (1, (1, 1), [1, 1])
+        found = given["input"] if given.get("output_size") in (1, (1, 1), [1, 1]) else None
+    elif (pooling := avg_pool_window(node)) is not None and not isinstance(pooling, str):
+        x, window, _, divisor = pooling
+        whole = match.value(x)
+        fits = whole is not None and window.kernel == tuple(whole.shape[2:]) and window.padding == (0, 0)
+        found = x if fits and divisor is None else None
     elif node.target in ("mean", torch.mean):
         given = match.bound(node, ("input", "dim", "keepdim"), {})
-        dims = given.get("dim")
-        fits = isinstance(dims, (tuple, list)) and sorted(int(d) % 4 for d in dims) == [2, 3] and "dtype" not in given
-    else:
-        return None
-    found = given.get("input")
-    return found if fits and isinstance(found, fx.Node) else None
+        x, dims = match.value(given.get("input")), given.get("dim")
+        dims = (dims,) if isinstance(dims, int) else dims
+        if x is not None and isinstance(dims, (tuple, list)) and "dtype" not in given:
+            pixels = {4: [2, 3], 3: [2]}.get(x.dim())
+            found = given["input"] if sorted(int(d) % x.dim() for d in dims) == pixels else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _in_one_dimension(node: fx.Node, x: fx.Node) -> bool:
+    """Whether the node is `x` with its pixels in one dimension: `x.view(n, c, -1)`."""
+    image, line = match.value(x), match.value(node)
+    if node.target not in _RESHAPES or match.operand(node) is not x or image is None or line is None:
+        return False
+    return tuple(line.shape) == (*image.shape[:2], math.prod(image.shape[2:]))
 
 
 def _block(product: fx.Node) -> _Block | str | None:
@@ -140,9 +166,13 @@ def _behind(product: fx.Node, x: fx.Node, scale: fx.Node) -> _Block | str | None
     # From here on it is one, whatever becomes of it.
     chain.step()
     chain.skip(_RESHAPES)
-    if _pooled(chain.at) is not x:
-        return "it does not pool what it scales"
+    pooled = _pooled(chain.at)
     chain.step()
+    if pooled is not None and pooled is not x and _in_one_dimension(pooled, x):
+        chain.step()
+        pooled = x
+    if pooled is not x:
+        return "it does not pool what it scales"
     if not match.recorded_alike(*chain.passed, product):
         return "a part of it runs without gradients"
     if any(match.only_user(node) is None for node in chain.passed):
