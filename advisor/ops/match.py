@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, storage
 
-_ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
+ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 _WRITES = {
     operator.iadd,
@@ -280,7 +280,7 @@ def changes_in_place(user: fx.Node, tensor: Any) -> bool:
 
 def addend(add: fx.Node, term: fx.Node, *, mixed: bool = False) -> fx.Node | None:
     """The other operand, when `add` is a plain sum of `term` and a second tensor of one shape and, unless `mixed`, dtype."""
-    if add.op not in ("call_function", "call_method") or add.target not in _ADD or add.kwargs or len(add.args) != 2:
+    if add.op not in ("call_function", "call_method") or add.target not in ADD or add.kwargs or len(add.args) != 2:
         return None
     other = add.args[1] if add.args[0] is term else add.args[0]
     if not isinstance(other, fx.Node) or other is term:
@@ -345,6 +345,24 @@ def _memory(node: fx.Node) -> int:
     return 0 if found is None else int(found.untyped_storage()._cdata)
 
 
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+
+
+def without_idle_dropouts(graph: fx.Graph) -> None:
+    """Dropouts that drop nothing leave the graph: PyTorch gives back their input itself and draws no random number for them.
+
+    Networks have them between a norm and its activation (MONAI) and between an activation and a convolution (timm).
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _DROPOUTS:
+            continue
+        given = bound(node, ("input", "p", "training", "inplace"), {"p": 0.5, "training": True})
+        x = given.get("input")
+        if isinstance(x, fx.Node) and (given["training"] is False or given["p"] in (0, 0.0)):
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
+
+
 def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
     """`new` takes the place of `old`; `old` and then `dead`, as far as nobody uses them any more, leave the graph."""
     new.meta.update(old.meta)
@@ -393,6 +411,8 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
                 parts.append(body)
             for family in families if reason else ():
                 reports[family.id].unmatched[path(node)] = reason
+        for part in parts if families else ():
+            without_idle_dropouts(part.graph)
         for rewrite, report in (*rewrites, *finishes):
             for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
                 _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)

@@ -271,12 +271,13 @@ class Block(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(8, 8, 3, padding=1)
         self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
-        self.gamma = nn.Parameter(torch.randn(8, 1, 1))
+        self.last = after == "scaled with channels last"  # as in ConvNeXt's own code
+        self.gamma = nn.Parameter(torch.randn(8) if self.last else torch.randn(8, 1, 1))
         self.after = after
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.narrow(F.gelu(self.wide(self.conv(x).permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)
-        z = self.gamma * z
+        z = self.narrow(F.gelu(self.wide(self.conv(x).permute(0, 2, 3, 1))))
+        z = (self.gamma * z).permute(0, 3, 1, 2) if self.last else self.gamma * z.permute(0, 3, 1, 2)
         z = z * torch.ones((x.shape[0], 1, 1, 1), dtype=z.dtype).bernoulli_(0.5).div_(0.5)
         z += x
         if self.after == "changed in place":
@@ -305,14 +306,15 @@ def trained(function, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tens
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.parametrize("form", ["", "scaled with channels last"])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_convnext_s_blocks_train_as_the_plain_ones(request: pytest.FixtureRequest, kernels: bool) -> None:
+def test_convnext_s_blocks_train_as_the_plain_ones(request: pytest.FixtureRequest, kernels: bool, form: str) -> None:
     torch.manual_seed(0)
     if kernels:
         request.getfixturevalue("emulated")
     dispatch.clear()
-    rewritten = Blocks().to(memory_format=torch.channels_last)
-    plain, exact = Blocks(), Blocks().double()
+    rewritten = Blocks(form).to(memory_format=torch.channels_last)
+    plain, exact = Blocks(form), Blocks(form).double()
     for model in (plain, exact):
         model.load_state_dict(rewritten.state_dict())
     x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)

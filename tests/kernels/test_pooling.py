@@ -270,12 +270,13 @@ class Styles(nn.Module):
             + torch.mean(b, dim=[-1, -2])
             + b.mean((2, 3), keepdim=True)[:, :, 0, 0]
         )
-        return self.halved(b), self.uneven(b), c, self.indexed(b)[0], b.mean(1), x.mean((2, 3))  # fmt: skip
+        large = F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 10)  # more pixels than a window may have, and all there are
+        return self.halved(b), self.uneven(b), c, self.indexed(b)[0], b.mean(1), x.mean((2, 3)), large
 
 
 LEFT_ALONE = {"uneven": "windows of unequal size", "indexed": "return_indices=True"}
 FOUND = [
-    "avg_pool k2s2", "avg_pool k2s2", "avg_pool k2s2ceil", *["global_avg_pool"] * 5, "identity",
+    "avg_pool k2s2", "avg_pool k2s2", "avg_pool k2s2ceil", *["global_avg_pool"] * 6, "identity",
     "max_pool k3s1", "max_pool k3s1", "max_pool k3s2",
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -199,6 +199,37 @@ def _with_neighbours(site: _ScaledAdd) -> Iterator[_ScaledAdd]:
         yield replace(site, product=taken[0], casting=taken[1])
 
 
+def _scale_behind_permutes(graph: fx.Graph) -> None:
+    """`(x * scale).permute(0, 3, 1, 2)` becomes `x.permute(0, 3, 1, 2) * scale[:, None, None]` where a sum follows.
+
+    ConvNeXt's own code scales while channels are last. Both are the same products of the same memory.
+    """
+    for node in list(graph.nodes):
+        scaled = match.operand(node) if match.permutes(node, _TO_NCHW) else None
+        user = match.only_user(node)
+        if not isinstance(scaled, fx.Node) or user is None or user.target not in _MUL | match.ADD:
+            continue
+        for base, factor in _last_factor(scaled) if match.only_user(scaled) is node else ():
+            with graph.inserting_before(node):
+                image = graph.call_method("permute", (base, *_TO_NCHW))
+                channels = graph.call_function(operator.getitem, (factor, (slice(None), None, None)))
+                product = graph.call_function(operator.mul, (image, channels))
+            image.meta = {**node.meta, "example_value": cast(torch.Tensor, match.value(base)).permute(_TO_NCHW)}
+            channels.meta = {**scaled.meta, "example_value": cast(torch.Tensor, match.value(factor))[:, None, None]}
+            match.replace(node, product, (scaled,))
+            break
+
+
+def _last_factor(mul: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The image [N, H, W, C] that a product scales, and its factors [C]; nothing where it is no such product."""
+    if mul.op not in ("call_function", "call_method") or mul.target not in _MUL - _MUL_IN_PLACE or mul.kwargs:
+        return
+    for base, factor in (mul.args, mul.args[::-1]):
+        whole, small = match.value(base), match.value(factor)
+        if whole is not None and small is not None and whole.dim() == 4 and small.shape == whole.shape[-1:]:
+            yield cast(fx.Node, base), cast(fx.Node, factor)
+
+
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape with 1 for what is not known before the graph runs: only the channels matter here."""
     return tuple(size if type(size) is int else 1 for size in tensor.shape)
@@ -242,6 +273,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     gains one entry a site, under the path of the convolution or Linear layer or that of the module that adds.
     """
     seen: set[str] = set()
+    _scale_behind_permutes(graph_module.graph)
     for node in list(graph_module.graph.nodes):
         if node._erased:
             continue

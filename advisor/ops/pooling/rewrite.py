@@ -137,10 +137,18 @@ def _put_avg(
     node: fx.Node, x: fx.Node, window: Window, include: bool, divisor: int | None, compiled: bool
 ) -> tuple[str, str]:
     reason = refused(x, window, "avg_pool")
+    if reason and divisor is None and is_whole(window, x):
+        return _put_global(node, x, compiled, keepdim=True)  # which may be of more pixels than a window
     if not reason:
         function = torch.ops.advisor.avg_pool2d.default if compiled else api.avg_pool2d
         _put(node, function, (x, window.kernel, window.stride, window.padding, window.ceil_mode, include, divisor))
     return f"avg_pool {window.label}", reason
+
+
+def is_whole(window: Window, x: fx.Node) -> bool:
+    """Whether the window is the image, so that there is one."""
+    image = match.value(x)
+    return image is not None and window.kernel == tuple(image.shape[2:]) and not any(window.padding)
 
 
 def _adaptive(node: fx.Node, compiled: bool) -> tuple[str, str] | None:

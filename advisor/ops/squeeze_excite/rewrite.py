@@ -16,7 +16,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
-from advisor.ops.pooling.rewrite import avg_pool_window
+from advisor.ops.pooling.rewrite import avg_pool_window, is_whole
 from advisor.ops.squeeze_excite import api, spec
 
 _PRODUCT = {operator.mul, torch.mul, "mul"}
@@ -107,16 +107,14 @@ def _pooled(node: fx.Node) -> fx.Node | None:
         found = given["input"] if given.get("output_size") in (1, (1, 1), [1, 1]) else None
     elif (pooling := avg_pool_window(node)) is not None and not isinstance(pooling, str):
         x, window, _, divisor = pooling
-        whole = match.value(x)
-        fits = whole is not None and window.kernel == tuple(whole.shape[2:]) and window.padding == (0, 0)
-        found = x if fits and divisor is None else None
+        found = x if divisor is None and is_whole(window, x) else None
     elif node.target in ("mean", torch.mean):
         given = match.bound(node, ("input", "dim", "keepdim"), {})
-        x, dims = match.value(given.get("input")), given.get("dim")
+        whole, dims = match.value(given.get("input")), given.get("dim")
         dims = (dims,) if isinstance(dims, int) else dims
-        if x is not None and isinstance(dims, (tuple, list)) and "dtype" not in given:
-            pixels = {4: [2, 3], 3: [2]}.get(x.dim())
-            found = given["input"] if sorted(int(d) % x.dim() for d in dims) == pixels else None
+        if whole is not None and isinstance(dims, (tuple, list)) and "dtype" not in given:
+            pixels = {4: [2, 3], 3: [2]}.get(whole.dim())
+            found = given["input"] if sorted(int(d) % whole.dim() for d in dims) == pixels else None
     return found if isinstance(found, fx.Node) else None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from advisor.ops import match
+from advisor.ops import dispatch, match
 from advisor.ops.family import Family
 
 
@@ -153,3 +153,33 @@ def test_calls_are_told_apart_by_path() -> None:
         f"(test_match.py:{Net.forward.__code__.co_firstlineno + 1})"
     )  # in no module below the captured one
     assert len(set(names)) == len(names) == 6
+
+
+class Dropping(nn.Module):
+    """Dropouts that drop nothing between a norm and its activation, and one that drops something behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.idle, self.never, self.some = (
+            nn.BatchNorm2d(8),
+            nn.Dropout(0.0),
+            nn.Dropout2d(0.5),
+            nn.Dropout(0.5),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.some(F.relu(self.never(self.idle(self.norm(x)))))
+
+
+def test_dropouts_that_drop_nothing_do_not_stand_between() -> None:
+    model, report = Dropping().train(), match.MatchReport()
+    model.never.eval()
+    x = torch.randn(2, 8, 4, 4)
+    with dispatch.everything():
+        run = torch.compile(model.forward, backend=match.backend({"batchnorm_act": report}, mode=None), dynamic=False)
+        torch.manual_seed(1)
+        mine = run(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(mine, model(x))
+    assert 0 < (mine == 0).sum() < mine.numel()
+    assert report.matched == {"norm": "bn+relu"}
