@@ -1,0 +1,93 @@
+"""Batches: their workers, their bytes, their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from advisor.analysis.memory import BYTES
+from advisor.analysis.predictions.basis import (
+    nothing,
+)
+from advisor.analysis.view import (
+    View,
+)
+from advisor.analysis.whatif import Change, Saving, Step
+
+# Of a batch's bytes, those that it has in uint8.
+UINT8_BYTES = 1 / BYTES["fp32"]
+
+
+def prefetch(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """Copies to the device beside its work."""
+    copies = [copy for copy in view.profile.copies if copy.kind == "h2d"]
+    if not copies:
+        return nothing("nothing is copied to the device in a step")
+    if not view.profile.input.moved_unchanged:
+        return nothing("batches are changed before they are copied, so they cannot be copied ahead")
+    alone = sum(copy.time_us * (1 - copy.overlapped_frac) for copy in copies)
+    best = min(step.copy_us, max(alone, step.copy_us))
+    # A pageable batch must be copied into pinned memory by the host first, which may take as long as it saves.
+    worst = 0.0 if any(copy.pageable for copy in copies) else min(alone, step.copy_us)
+    return Change(
+        worst=Saving(copy_us=worst),
+        best=Saving(copy_us=best),
+        basis=f"copies to the device run {alone:.0f} us a step beside no kernel; {step.copy_us:.0f} us of idle are theirs",
+    )
+
+
+def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """Batches made by more processes at once."""
+    stats, machine = view.profile.input, view.profile.environment
+    if not stats.loader:
+        return nothing("no DataLoader was used")
+    cores = machine.cpu_count or stats.workers + 1
+    if not view.on_gpu:
+        quantity = view.profile.utilization.get("cpu_util_frac")
+        used = quantity.value if quantity is not None and quantity.value is not None else 0.0
+        spare = min(1.0, max(0.0, cores * (1 - used)))
+        return Change(
+            worst=Saving(),
+            best=Saving(data_us=step.data_us * spare if stats.workers < cores else 0.0),
+            basis=f"{step.data_us:.0f} us a step wait for the loader; {spare:.1f} of {cores} cores are free for it",
+        )
+    wanted = parameters.get("workers", "")
+    most = (
+        int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, cores // max(1, view.profile.model.world_size))
+    )
+    # One batch of loading: seen whole without workers; with w starved workers, each makes one batch in w steps.
+    batch = stats.next_us if stats.workers == 0 else stats.workers * step.step_us
+
+    def saved(workers: int) -> float:
+        return max(0.0, min(step.data_us, step.step_us - batch / workers))
+
+    return Change(
+        worst=Saving(data_us=saved(max(1, most // 2))),
+        best=Saving(data_us=saved(most)),
+        basis=(
+            f"the device waits {step.data_us:.0f} us a step for data; a batch takes {batch:.0f} us of one worker, "
+            f"shared by {max(1, most // 2)} to {most} of {cores} cores"
+        ),
+    )
+
+
+def uint8_batches(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """Batches of a quarter of the bytes, normalised on the device."""
+    stats = view.profile.input
+    if not stats.normalise:
+        return nothing("no transforms that normalise images were recognised")
+    if not stats.workers or stats.batch_dtype != "fp32":
+        return nothing("no workers make fp32 batches")
+    if not stats.moved_unchanged:
+        return nothing("batches are changed before they are copied, so their values are needed on the host")
+    # Each of w starved workers makes one batch in w steps. What batches of a quarter of the bytes save between processes and in
+    # pinned memory comes on top, and at best takes what is left of the wait.
+    saved = stats.normalise_us / stats.workers
+    return Change(
+        worst=Saving(),
+        best=Saving(data_us=step.data_us, copy_us=(1 - UINT8_BYTES) * step.copy_us),
+        basis=(
+            f"{stats.normalise} takes a worker {stats.normalise_us:.0f} us a batch, {saved:.0f} us a step with {stats.workers} "
+            f"workers; the device waits {step.data_us:.0f} us a step for data and {step.copy_us:.0f} us for copies, of "
+            f"{stats.batch_bytes / 1e6:.0f} MB that become {stats.batch_bytes * UINT8_BYTES / 1e6:.0f}"
+        ),
+    )

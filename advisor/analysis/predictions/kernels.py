@@ -1,0 +1,209 @@
+"""The bundled kernels: what is fused, and families that are dispatched only where they win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from advisor.analysis.conv import pointwise_before_norm
+from advisor.analysis.predictions.basis import (
+    Predictor,
+    bytes_us,
+    gain_to,
+    nothing,
+    share,
+    trained,
+)
+from advisor.analysis.view import (
+    View,
+    is_batchnorm,
+    is_groupnorm,
+    is_layernorm,
+    is_own,
+    launches,
+    parent,
+)
+from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
+from advisor.core.profile import KernelRow
+from advisor.core.units import percent_text
+
+# The bundled batch-norm kernels' passes on one H200: 1,850 to 3,916 of 4,244 GB/s.
+FUSED_BEST, FUSED_WORST = 0.92, 0.44
+# Copies and sums of growing concatenations took 15.3 ms of DenseNet-121's step on one H200; without them it was 17.4 ms shorter.
+CONCAT_MERGED = 1.0
+# Operators registered through torch.library.custom_op took 45 us of host time on one H200 machine, torch's own 11 us.
+CUSTOM_OP_EXTRA_US = 34.0
+# Passes that become one, measured on one H200 in bf16: scale, drop path and add took a quarter of their time; squeeze-and-
+# excite blocks took half forward and a quarter backward; a pooling read what the norm before it had at hand.
+BIAS_ACT_MERGED, SQUEEZE_EXCITE_MERGED, POOL_MERGED = 0.75, 0.7, 0.5
+# The 7x7 stem on one H200 in bf16: 7 times as fast forward, 2 to 3 times backward.
+FIRST_CONV_BEST = 0.7
+# A 1x1 convolution's kernel that leaves the batch norm behind it its statistics takes about what cuDNN's takes, by its bytes; the
+# norm's pass over the result, which falls away, takes as long as the convolution less its input: at 64 -> 256 channels 0.7 of it.
+POINTWISE_MERGED = 0.7
+
+
+def fused_bn_act(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """Batch norm, add and activation in one kernel a pass."""
+    containers = view.normalised_containers()
+    norms = [row for row in view.rows if is_batchnorm(row)]
+    after = [row for row in view.rows if view.is_after_norm(row, containers)]
+    if not norms:
+        return nothing("no batch normalisation in the step")
+    if view.profile.environment.copy_gbps <= 0 or not any(row.modelled_bytes > 0 for row in norms):
+        return None
+    touched = best = worst = 0.0
+    for row in (*norms, *after):
+        if row.modelled_bytes <= 0:
+            continue
+        touched += row.time_us
+        nbytes = _fused_bytes(row, view.profile.environment.l2_bytes)
+        best += bytes_us(view, nbytes) / FUSED_BEST
+        worst += bytes_us(view, nbytes) / FUSED_WORST
+    merged = launches(row for row in after if row.phase == "forward")
+    # The kernels are for NHWC: without it nothing is put in place.
+    nhwc = view.profile.model.channels_last or all(row.layout == "nhwc" for row in norms)
+    forward = launches(row for row in norms if row.phase == "forward")
+    slow = merged * OP_LOW_US - forward * CUSTOM_OP_EXTRA_US
+    return Change(
+        worst=Saving(device_us=touched - worst, host_us=slow) if nhwc else Saving(),
+        best=Saving(device_us=gain_to(touched, best), host_us=merged * OP_LOW_US),
+        basis=(
+            f"{share(view, (*norms, *after), step)} normalise, add and activate; in one kernel a pass they move "
+            f"{_fused_total(view, norms, after) / 1e9:.3g} GB at {percent_text(FUSED_WORST)} to {percent_text(FUSED_BEST)} of copy bandwidth"
+        ),
+    )
+
+
+def _fused_bytes(row: KernelRow, cache: int) -> float:
+    """Bytes that remain of a row when batch norm, add and activation are one operator a direction.
+
+    Batch norm forward moves x and y (2 of 2 passes), and x again for the statistics unless it stays in the cache; backward
+    x, dy and dx (3 of 3), x and dy again. An add keeps the read of its other operand in forward; an activation nothing.
+    """
+    if row.kind == "activation":
+        return 0.0
+    if row.kind == "elementwise":
+        return row.modelled_bytes / 3
+    cached = row.calls > 0 and 0 < row.modelled_bytes / row.calls <= cache
+    if cached:
+        return row.modelled_bytes
+    return row.modelled_bytes * (5 / 3 if row.phase == "backward" else 3 / 2)
+
+
+def _fused_total(view: View, norms: list[KernelRow], after: list[KernelRow]) -> float:
+    return sum(_fused_bytes(row, view.profile.environment.l2_bytes) for row in (*norms, *after))
+
+
+def fused_bn_concat(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """The concatenations go; the norms over them are the bundled kernels' too, unless `fused_bn_act` has them already."""
+    found = _concatenations(view)
+    if not found:
+        return nothing("no concatenations and sums of gradients in the step")
+    containers = {row.module for row in found if row.kind == "concat" and row.module}
+    norms = [row for row in view.rows if is_batchnorm(row) and parent(row.module) in containers]
+    after = [row for row in view.rows if row.kind == "activation" and view.is_after_norm(row, containers)]
+    cache = view.profile.environment.l2_bytes
+    known = [row for row in (*norms, *after) if row.modelled_bytes > 0]
+    normalised = gain_to(
+        sum(row.time_us for row in known),
+        sum(bytes_us(view, _fused_bytes(row, cache)) for row in known) / FUSED_BEST,
+    )
+    told = f", and {share(view, known, step)} normalise them, where no bundled kernel does so yet" if known else ""
+    return Change(
+        worst=Saving(),
+        best=Saving(
+            device_us=CONCAT_MERGED * sum(row.time_us for row in found) + normalised,
+            host_us=launches(found) * OP_LOW_US,
+        ),
+        basis=f"{share(view, found, step)} are concatenations and sums of gradients, which go{told}",
+    )
+
+
+def _kernel_family(
+    chosen: Callable[[View], list[KernelRow]], what: str, *, merged: float = 0.0, most: float = 1.0
+) -> Predictor:
+    """For bundled kernels that are dispatched only where they are measured to win: from nothing gained down to the limit.
+
+    Args:
+        merged: share of the time that goes where passes become one, however near its own limit each of them is.
+        most: share of the time that goes at best, where that was measured.
+    """
+
+    def predictor(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+        rows = chosen(view)
+        if not rows:
+            return nothing(f"no {what} in the step")
+        told = f"they run at {percent_text(FUSED_BEST)} of copy bandwidth"
+        told += f" or, merged, save {percent_text(merged)} of their time" if merged else ""
+        told += f", and save {percent_text(most)} of their time" if most < 1.0 else ""
+        best = sum(
+            min(
+                max(gain_to(row.time_us, bytes_us(view, row.modelled_bytes) / FUSED_BEST), merged * row.time_us),
+                most * row.time_us,
+            )
+            for row in rows
+        )
+        return Change(
+            worst=Saving(),
+            best=Saving(device_us=best, host_us=launches(rows) * OP_LOW_US),
+            basis=f"{share(view, rows, step)} are {what}; at best {told}",
+        )
+
+    return predictor
+
+
+def _of(wanted: Callable[[KernelRow], bool]) -> Callable[[View], list[KernelRow]]:
+    return lambda view: [row for row in view.rows if trained(row) and not is_own(row) and wanted(row)]
+
+
+def _concatenations(view: View) -> list[KernelRow]:
+    """Concatenations and, where there are any, the additions that sum up the gradients of their parts."""
+    found = _of(lambda row: row.kind == "concat")(view)
+    sums = _of(lambda row: row.phase == "backward" and row.kind == "elementwise" and row.op.startswith("aten::add"))(
+        view
+    )
+    return [*found, *sums] if found else []
+
+
+def _squeeze_excite(view: View) -> list[KernelRow]:
+    blocks = view.squeeze_excite_blocks()
+    return [row for row in view.rows if row.module in blocks or parent(row.module) in blocks]
+
+
+def _depthwise(view: View) -> list[KernelRow]:
+    return list(filter(view.conv(lambda g: g.depthwise), view.rows))
+
+
+def _first_convolution(view: View) -> list[KernelRow]:
+    return list(filter(view.conv(lambda g: g.in_channels == 3), view.rows))
+
+
+def _grouped(view: View) -> list[KernelRow]:
+    return list(filter(view.conv(lambda g: g.grouped), view.rows))
+
+
+def _pointwise(view: View) -> list[KernelRow]:
+    return list(filter(pointwise_before_norm(view), view.rows))
+
+
+def _bias_and_activation(view: View) -> list[KernelRow]:
+    containers = view.normalised_containers()
+    return [row for row in view.rows if view.is_unnormed(row, containers)]
+
+
+# What is fused everywhere it is found has a prediction of its own above.
+FAMILIES: dict[str, Predictor] = {
+    "fused_bn_max_pool": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling", merged=POOL_MERGED),
+    "fused_pooling": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling"),
+    "fused_upsample": _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat"),
+    "fused_layer_norm": _kernel_family(_of(is_layernorm), "layer normalisation"),
+    "fused_group_norm": _kernel_family(_of(is_groupnorm), "group normalisation"),
+    "fused_squeeze_excite": _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED),
+    "fused_bias_act": _kernel_family(
+        _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED
+    ),
+    "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
+    "first_conv": _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST),
+    "grouped_conv": _kernel_family(_grouped, "grouped convolutions"),
+    "pointwise_conv": _kernel_family(_pointwise, "1x1 convolutions before batch norms", merged=POINTWISE_MERGED),
+}

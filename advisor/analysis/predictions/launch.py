@@ -1,0 +1,125 @@
+"""The host: its waits, its launches, and what a compiler makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from advisor.analysis.predictions.basis import (
+    Predictor,
+    gain_to,
+    limit_us,
+    nothing,
+    own_dtype,
+    share,
+    trained,
+)
+from advisor.analysis.sync import is_scalar_read
+from advisor.analysis.view import (
+    View,
+    launches,
+)
+from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
+from advisor.core.units import percent_text
+
+# A compiled batch norm reads at 88 % of DRAM bandwidth (KernelBench's H100 timings, 64x64x512x512 fp32).
+COMPILED_BEST = 0.88
+# A node of a replayed graph costs 1 to 2 us (published replay timings; 3.03 ms for ResNet-18 on one H200), and more where
+# kernels are long and the host runs ahead: of 4.1 us idle at each of ConvNeXt-T's 642 kernels on one H200, graphs left 2.2 to
+# 3.2. There the device itself takes that long from kernel to kernel.
+GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
+# torch.compile made ResNet-18 at 32x32 slower on one H200, where the host was the limit: 10.6 ms became 11.6 ms.
+COMPILE_HOST_LOSS = 0.1
+# Its convolutions and matrix products are laid out anew and may lose what fusing gains: on one H200 ResNet-50 lost 1 to 10 %
+# of its step, MobileNetV3-Large up to 21 %, each beside the bundled batch-norm kernels.
+COMPILE_DEVICE_LOSS = 0.1
+_POINTWISE = ("activation", "elementwise", "dropout", "copy", "loss")
+
+
+def defer_sync(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """No waits for scalars: the host runs ahead."""
+    sites = view.profile.syncs
+    scalar = [site for site in sites if is_scalar_read(site)]
+    if not scalar:
+        return nothing("no scalar is read from the device in a step")
+    waited = sum(site.time_us for site in sites)
+    share = sum(site.time_us for site in scalar) / waited if waited > 0 else 0.0
+    return Change(
+        worst=Saving(sync_us=step.sync_us * share),
+        # A host that never waits runs ahead, which also closes gaps, as far as it is fast enough.
+        best=Saving(sync_us=step.sync_us, gaps_us=step.gaps_us),
+        basis=(
+            f"{sum(site.calls for site in scalar):.0f} scalar reads a step, {percent_text(share)} of the host's waiting; the device "
+            f"is idle {step.sync_us:.0f} us after waits and {step.gaps_us:.0f} us between launches"
+        ),
+    )
+
+
+def compiled(graphs: bool) -> Predictor:
+    """Loops that Inductor fuses; with `graphs` replayed as a graph."""
+
+    def predictor(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+        if view.profile.model.compiled:
+            return nothing("the script already compiles its model")
+        containers = view.normalised_containers()
+        chosen = [row for row in view.rows if row.kind in ("norm", "reduce", "layout", *_POINTWISE) and trained(row)]
+        best = 0.0
+        for row in chosen:
+            merged = row.kind == "layout" or view.is_after_norm(row, containers)
+            limit = limit_us(view, row, dtype=own_dtype(row)) / COMPILED_BEST
+            # What one loop has in a CPU's cache the next one reads there, whatever memory's bandwidth is.
+            best += row.time_us if merged or not view.on_gpu else gain_to(row.time_us, limit)
+        # Fused groups keep about one kernel in three: normalise, add and activate become one.
+        fewer = launches(chosen) * 2 / 3 * OP_LOW_US if view.on_gpu else 0.0
+        replayed = graphs and view.on_gpu
+        bound = (
+            f"at {percent_text(COMPILED_BEST)} of bandwidth at best"
+            if view.on_gpu
+            else "all of it in the caches at best"
+        )
+        basis = f"{share(view, chosen, step)} normalise, activate or convert, {bound}"
+        return Change(
+            worst=Saving(
+                device_us=-COMPILE_DEVICE_LOSS * view.device_us if view.on_gpu else 0.0,
+                host_us=-COMPILE_HOST_LOSS * step.host_high_us,
+            ),
+            best=Saving(
+                device_us=best,
+                host_us=step.host_low_us if replayed else fewer,
+                gaps_us=step.gaps_us if replayed else 0.0,
+            ),
+            basis=f"{basis}; {step.gaps_us:.0f} us of launch gaps replayed as a graph" if replayed else basis,
+        )
+
+    return predictor
+
+
+def cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """One launch for what the model's forward and backward launch one by one."""
+    facts = view.profile.model
+    if facts.graphed:
+        return nothing("the script already replays CUDA graphs")
+    if not facts.fixed_shapes:
+        return nothing("input shapes change, so no one graph fits")
+    # Forward and backward of the model are captured; loss, metrics and optimizer are launched one by one as before.
+    captured = launches(
+        row for row in view.rows if row.phase != "optimizer" and (row.module or row.phase == "backward")
+    )
+    every = launches(view.rows)
+    if captured <= 0:
+        return nothing("no kernel of a module was traced")
+    # At worst the host is spared no more than issuing the captured operators takes; what else it does in a step (the loop, the
+    # loader's hand-over, metrics, the optimizer) stays. Two small nets on one H200, idle for 67 % of the step, saved 25 %.
+    least = max(0.0, captured * (OP_LOW_US - GRAPH_NODE_US))
+    return Change(
+        worst=Saving(
+            gaps_us=min(least, max(0.0, step.gaps_us * captured / every - captured * GRAPH_NODE_WORST_US)),
+            host_us=min(least, step.host_high_us),
+            host_closes_gaps=False,
+        ),
+        # One launch after a wait instead of hundreds: the idle after a wait goes as well.
+        best=Saving(gaps_us=step.gaps_us, sync_us=step.sync_us, host_us=step.host_low_us),
+        basis=(
+            f"the device is idle {step.gaps_us:.0f} us a step between launches and {step.sync_us:.0f} us after waits; "
+            f"{captured:.0f} of {every:.0f} kernels are replayed, at up to {GRAPH_NODE_WORST_US:.2g} us each"
+        ),
+    )
