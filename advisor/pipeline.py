@@ -306,6 +306,10 @@ def _ended(code: int, number: int) -> str:
 
 
 def _nothing_measured(measured: StepProfile, ended: str) -> str:
+    from advisor.profiling.session import DISABLE_VARIABLE, disabled
+
+    if disabled():
+        return f"{DISABLE_VARIABLE} is set: the script ran by itself, and nothing was measured"
     if ended:
         return f"{ended}, before enough training steps were seen"
     if measured.steps_seen:
@@ -419,6 +423,7 @@ def apply(
         AdvisorError: for a script that cannot be started, an unknown transform id, or no run to start from.
     """
     from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.session import DISABLE_VARIABLE, disabled
     from advisor.transforms.registry import TRANSFORMS
     from advisor.trials import ledger
     from advisor.trials.script import last_line
@@ -429,6 +434,8 @@ def apply(
             raise AdvisorError(f"no transform {name!r}", expected="one of " + ", ".join(sorted(TRANSFORMS)))
     if not auto and ask is None and not dry_run:
         raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
+    if disabled():
+        raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
     _check_rules(rules_dirs)
     source = None if words else load_run("last")
     if source is not None:
@@ -653,9 +660,9 @@ def enable(plan: str | Path) -> None:
     Raises:
         AdvisorError: when the plan cannot be read.
     """
-    from advisor.profiling.session import DISABLE_VARIABLE, SESSION_VARIABLE
+    from advisor.profiling.session import SESSION_VARIABLE, disabled
 
-    if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0") or os.environ.get(SESSION_VARIABLE):
+    if disabled() or os.environ.get(SESSION_VARIABLE):
         return
     from advisor.trials import kept, planfile
 

@@ -29,7 +29,7 @@ from typing import Any
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
-from advisor.profiling.session import DISABLE_VARIABLE, SESSION_VARIABLE, Session
+from advisor.profiling.session import SESSION_VARIABLE, Session, disabled
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 SUPERVISOR_VARIABLE = "ADVISOR_SUPERVISOR"  # the pid whose direct child is the script; "0": any descendant may be it
@@ -224,7 +224,7 @@ def launch(
 def child_environment(command: ScriptCommand, session: Session, extra: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: this process's, the orders, and the bootstrap folder in front of `PYTHONPATH`."""
     variables = {**os.environ, **extra}
-    if variables.get(DISABLE_VARIABLE, "") not in ("", "0"):
+    if disabled(variables):
         return variables  # a true no-op
     old = variables.get("PYTHONPATH", "")
     # An empty entry would put the working directory on the child's path: no trailing separator.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +65,15 @@ class Session:
         return Path(self.files_dir or self.run_dir)
 
 
+def disabled(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether these variables switch advisor off: `ADVISOR_DISABLE` is set, to something other than 0."""
+    return variables.get(DISABLE_VARIABLE, "") not in ("", "0")
+
+
 def from_environment() -> Session | None:
     """The session this process was started under, or None when there is none or `ADVISOR_DISABLE` is set."""
     path = os.environ.get(SESSION_VARIABLE)
-    if not path or os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
+    if not path or disabled():
         return None
     return storage.load(Path(path), Session)
 

@@ -124,6 +124,19 @@ def test_a_command_without_its_subcommand_shows_its_help(
     assert "Commands:" in lines
 
 
+def test_a_search_while_advisor_is_switched_off_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISOR_DISABLE", "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["apply", "--auto", "train.py"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "advisor: ADVISOR_DISABLE is set, so nothing can be tried. Unset it for this command.\n"
+    )
+    assert not (folder / "advisor-runs").exists()
+
+
 def test_the_report_of_a_sound_run_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["report", "sound", "--html", f"new{os.sep}x.html"])

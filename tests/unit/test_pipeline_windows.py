@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from advisor.core import storage
-from advisor.pipeline import _shorter
+from advisor.core.environment import Environment
+from advisor.core.profile import StepProfile
+from advisor.pipeline import _nothing_measured, _shorter
 from advisor.profiling.driver import MIN_WARMUP
 from advisor.profiling.records import STEPS_FILE, StepsRecord
 from advisor.profiling.session import Session
@@ -45,3 +47,16 @@ def test_model_calls_are_the_steps_of_a_script_that_trains_nothing(tmp_path: Pat
 
 def test_a_complete_run_is_not_repeated(tmp_path: Path) -> None:
     assert ordered(tmp_path, steps_seen=40, complete=True) is None
+
+
+def test_why_nothing_was_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = StepProfile(
+        script="t.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
+    )
+    monkeypatch.delenv("ADVISOR_DISABLE", raising=False)
+    assert _nothing_measured(empty, "").startswith("no training step was seen")
+    assert _nothing_measured(empty, "the script was ended by SIGKILL").startswith(
+        "the script was ended by SIGKILL, before"
+    )
+    monkeypatch.setenv("ADVISOR_DISABLE", "1")
+    assert _nothing_measured(empty, "") == "ADVISOR_DISABLE is set: the script ran by itself, and nothing was measured"
