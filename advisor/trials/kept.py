@@ -65,10 +65,15 @@ class KeptChanges:
         return not self._waiting
 
     def undo(self) -> None:
-        """Take everything back, last first; what waits is dropped."""
+        """Take everything back, last first; what waits is dropped.
+
+        Raises:
+            The first error of a change that could not be taken back, after all were tried.
+        """
         self._waiting.clear()
-        while self.standing:
-            self.standing.pop().undo.run()
+        everything = Undo([standing.undo.run for standing in self.standing])
+        self.standing.clear()
+        everything.run()
 
     def _apply(self, item: PlanItem) -> str:
         """Why it does not fit (yet); empty when it is on."""
@@ -140,8 +145,10 @@ class RunDriver:
 
     def undo(self) -> None:
         """The process is as without the plan."""
-        self.kept.undo()
-        self._leave()
+        try:
+            self.kept.undo()
+        finally:
+            self._leave()
 
     def _give_up(self, reason: str) -> None:
         self.kept.undo()

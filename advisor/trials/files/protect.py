@@ -20,10 +20,11 @@ def protect(run_dir: Path) -> Guard:
 
     Call once a process, after torch's import.
     """
-    _end_with_supervisor()
-    os.environ.update(trackers.offline(run_dir))
+    # Files first: should anything behind this fail, the script goes on without advisor, and the guard stays.
     here = Guard.of(run_dir)
     native_writers.announce(here.announced)
+    _end_with_supervisor()
+    os.environ.update(trackers.offline(run_dir))
     return here
 
 

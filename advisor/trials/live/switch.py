@@ -11,7 +11,7 @@ from advisor.trials.kept import Standing
 
 
 class Unclean(Exception):
-    """A change could not be taken back, or the device is in error for good: the process is no basis for further trials."""
+    """The loop is not what it is taken for, or the device in error for good: the process is no basis for further trials."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class Switch:
         """Apply the candidate in the place of its rivals; nothing when it is on.
 
         Raises:
-            Unclean: when a rival could not be taken back. Whatever the candidate raises; then the rivals are on again.
+            Unclean: when a rival could not be taken back, or put back on. Whatever the candidate raises; then they are on again.
         """
         if self.standing is not None:
             return
@@ -50,7 +50,7 @@ class Switch:
         """Take the candidate back; nothing when it is off.
 
         Raises:
-            Unclean: when it could not be taken back.
+            Unclean: when it could not be taken back, or a rival not put back on.
         """
         if self.standing is None:
             return
@@ -59,8 +59,14 @@ class Switch:
         self._rivals_on()
 
     def _rivals_on(self) -> None:
+        lost = ""
         for rival in self.rivals:
-            rival.undo = rival.transform.apply(self.training, rival.parameters)
+            try:
+                rival.undo = rival.transform.apply(self.training, rival.parameters)
+            except Exception as error:
+                lost = lost or f"{rival.transform.id} could not be put back on: {first_line(error)}"
+        if lost:
+            raise Unclean(lost)
 
 
 def first_line(error: BaseException) -> str:
