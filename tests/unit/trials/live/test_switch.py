@@ -58,9 +58,13 @@ def test_a_loop_that_lost_a_kept_change_is_no_basis_for_trials(candidate_breaks:
     """Planted: a rival that cannot be put back on. Later trials would be held against a loop without it."""
     loop: list[str] = []
     switch = beside(Change("candidate", loop, *candidate_breaks), Change("a", loop, 2), Change("b", loop))
-    with pytest.raises(Unclean, match=r"^a could not be put back on: a broke$"):
+
+    def tried() -> None:
         switch.on()
         switch.off()
+
+    with pytest.raises(Unclean, match=r"^a could not be put back on: a broke$"):
+        tried()
     assert "b" in loop
 
 
