@@ -217,10 +217,12 @@ def kernels_hash(folder: Path | None = None) -> str:
 def model_hash(modules: Iterable[Any]) -> str:
     """sha256 over class names, parameter and buffer names, shapes and dtypes of the root modules, in order of discovery.
 
-    The same for every instance of one architecture; values play no part.
+    The same for every instance of one architecture, alone or wrapped for several processes; values play no part.
     """
+    from advisor.profiling.discover import inner  # imports torch, which the supervisor does without
+
     digest = hashlib.sha256()
-    for root in modules:
+    for root in map(inner, modules):
         for name, module in root.named_modules():
             digest.update(f"m {name} {type(module).__qualname__}\n".encode())
         for kind, tensors in (("p", root.named_parameters()), ("b", root.named_buffers())):

@@ -117,6 +117,8 @@ def test_model_hash_is_of_the_structure_not_the_values():
 
     assert planfile.model_hash([net()]) == planfile.model_hash([net()])
     assert planfile.model_hash([net()]) != planfile.model_hash([net(8)])
+    # A plan proved in one process fits the training in several.
+    assert planfile.model_hash([torch.nn.DataParallel(net())]) == planfile.model_hash([net()])
     assert planfile.model_hash([net()]) != planfile.model_hash([net(dtype=torch.float64)])
 
 
