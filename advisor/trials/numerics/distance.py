@@ -30,6 +30,7 @@ class Distance:
 
     @property
     def largest(self) -> float:
+        """Of the group that is farthest off."""
         return max(self.l2.values(), default=0.0)
 
     def times(self, factor: float) -> Distance:
@@ -56,7 +57,7 @@ def distance(found: Result, base: Result) -> Distance:
     table = dict(zip(base.groups, torch.stack(rows).tolist(), strict=True)) if rows else {}
     count = sum(t.numel() for g in gradients for t in base.groups[g])
     energy = sum(table[g][1] for g in gradients)
-    for group, (squares, reference, _, _, worst, broken) in table.items():
+    for group, (squares, reference, _, own_squares, worst, broken) in table.items():
         if broken:
             apart.broken = f"{group} has NaN or infinite values that the plain step has not"
             return apart
@@ -64,7 +65,8 @@ def distance(found: Result, base: Result) -> Distance:
         floor = _FLOOR**2 * energy / max(1, count) * size if group in gradients else 0.0
         if group.startswith("buffer"):
             floor = 1e-12 * size  # below fp32 resolution of values around one
-        apart.l2[group] = math.sqrt(squares / max(reference, floor)) if squares else 0.0
+        # What was zero and is not any more is off by all of itself.
+        apart.l2[group] = math.sqrt(squares / (max(reference, floor) or own_squares)) if squares else 0.0
         apart.worst[group] = worst if group.startswith(("output", "gradient of ")) else 0.0
     if gradients:
         product = sum(table[g][2] for g in gradients)

@@ -106,6 +106,7 @@ def replay(
 
 
 def finite(result: Result) -> bool:
+    """Whether all gradients are."""
     gradients = [t for g, ts in result.groups.items() if g.startswith("gradient") for t in ts]
     return all(bool(torch.isfinite(t).all()) for t in gradients)
 
@@ -139,6 +140,7 @@ def _grouped(
 
 
 def detached(leaf: Any) -> Any:
+    """A tensor's values as a leaf of its own; other things as they are."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
