@@ -363,6 +363,22 @@ def without_idle_dropouts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def after_changes(graph: fx.Graph) -> None:
+    """What reads a tensor after an operation that changed it in place reads that operation's result, which is the same tensor.
+
+    So `out.add_(shortcut)` as a statement looks as `out += shortcut` does.
+    """
+    for node in graph.nodes:
+        changed = operand(node)
+        if not isinstance(changed, fx.Node) or len(changed.users) < 2 or not changes_in_place(node, changed):
+            continue
+        if not _memory(node) or _memory(node) != _memory(changed):
+            continue
+        later = _behind(node)
+        for user in [user for user in changed.users if user in later]:
+            user.replace_input_with(changed, node)
+
+
 def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
     """`new` takes the place of `old`; `old` and then `dead`, as far as nobody uses them any more, leave the graph."""
     new.meta.update(old.meta)
@@ -413,6 +429,7 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
                 reports[family.id].unmatched[path(node)] = reason
         for part in parts if families else ():
             without_idle_dropouts(part.graph)
+            after_changes(part.graph)
         for rewrite, report in (*rewrites, *finishes):
             for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
                 _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)

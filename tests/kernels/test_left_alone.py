@@ -29,7 +29,7 @@ class Base(nn.Module):
 
 
 class ShortcutWrittenInto(Base):
-    """`y += …` changes the shortcut, and something has kept that."""
+    """`y += …` changes the shortcut, and something that has kept that sees the sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, branch = self.branches(x)
@@ -158,9 +158,29 @@ class FrozenSqueeze(Gate):
         return y * self.gate(mean).view(len(y), C, 1, 1)
 
 
+class ScaledWhatHasChanged(Gate):
+    """The gate belongs to what the tensor was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        rows = y.flatten(2)
+        gate = self.gate(y.mean((2, 3))).view(len(y), C, 1, 1)
+        rows.mul_(2.0)
+        return y * gate
+
+
+class ChangedBeforeTheConcatenation(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, branch = self.branches(x)
+        part = y[:, :, ::2, ::2]
+        large = F.interpolate(y, scale_factor=2)
+        part.mul_(2.0)
+        return torch.cat([large, F.interpolate(branch, scale_factor=2)], 1)
+
+
 # Net → family, what is matched all the same, and what is said of the rest.
 NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
-    ShortcutWrittenInto: ("batchnorm_act", {"bn"}, set()),
+    ShortcutWrittenInto: ("batchnorm_act", {"bn+add"}, set()),
     InputWrittenInto: ("batchnorm_act", {"bn"}, set()),
     ShortcutChangedAfterTheSum: ("batchnorm_act", {"bn"}, set()),
     AddendChangedAfterTheSum: ("bias_act", set(), set()),
@@ -175,6 +195,8 @@ NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
     ),
     GateOfColumns: ("squeeze_excite", set(), {"its gate is no factor a sample and channel"}),
     GateOfRows: ("squeeze_excite", set(), {"its gate is no factor a sample and channel"}),
+    ScaledWhatHasChanged: ("squeeze_excite", set(), {"its input is changed in place elsewhere"}),
+    ChangedBeforeTheConcatenation: ("upsample", {"nearest+cat"}, {"its input is changed in place elsewhere"}),
     FrozenGate: ("squeeze_excite", set(), {"a part of it runs without gradients"}),
     FrozenSqueeze: ("squeeze_excite", set(), {"a part of it runs without gradients"}),
 }
@@ -247,6 +269,22 @@ class WrittenIntoTheBranch(Base):
         return F.relu(out, inplace=True) + shortcut
 
 
+class ByStatement(Base):
+    """`out.add_(shortcut)`, whose result is not taken up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shortcut, out = self.branches(x)
+        out.add_(shortcut)
+        return F.relu(out) + shortcut
+
+
+class ChangedBeforeTheNorm(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y.mul_(2.0)
+        return F.relu(self.norm(y))
+
+
 class ByKeyword(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(input=self.norm(self.a(x)))
@@ -269,6 +307,8 @@ class WholeMomentum(Base):
     [
         (Around, "batchnorm_act", {"bn+add+relu"}),
         (WrittenIntoTheBranch, "batchnorm_act", {"bn+add+relu"}),
+        (ByStatement, "batchnorm_act", {"bn+add+relu"}),
+        (ChangedBeforeTheNorm, "batchnorm_act", {"bn+relu"}),
         (ByKeyword, "batchnorm_act", {"bn+relu"}),
         (ByKeyword, "bias_act", {"bias+relu"}),
         (WholeMomentum, "batchnorm_act", {"bn+relu"}),

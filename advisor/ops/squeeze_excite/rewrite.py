@@ -202,7 +202,7 @@ def _refusal(block: _Block, *, compiled: bool) -> str:
     hidden = w1.shape[0]
     if w1.numel() != hidden * shape[1] or w2.numel() != hidden * shape[1] or w2.shape[0] != shape[1]:
         return "its weights do not lead from the channels and back"
-    if any(match.changes_in_place(user, block.x) for user in block.x.users if user not in block.nodes):
+    if not match.read_later(block.x, block.nodes[0]):
         return "its input is changed in place elsewhere"
     parameters = [match.value(p) for p in (block.w1, block.b1, block.w2, block.b2) if p is not None]
     dtype = match.dtype_name(x)

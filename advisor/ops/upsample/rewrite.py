@@ -60,7 +60,7 @@ def _call(node: fx.Node) -> _Call | str:
         return "its shape is not known"
     if len(shape) != 4:
         return f"{len(shape)}-D input"
-    if any(match.changes_in_place(user, bound["input"]) for user in bound["input"].users if user is not node):
+    if not match.read_later(bound["input"], node):
         return "its input is changed in place elsewhere"
     if bound["antialias"]:
         return "antialias"
