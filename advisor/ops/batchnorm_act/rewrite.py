@@ -275,6 +275,7 @@ def _count_batches_at_once(graph: fx.Graph) -> None:
         and (value := match.value(node.args[0])) is not None
         and value.dtype == torch.int64
         and value.dim() == 0
+        and node.args[0].op in ("placeholder", "get_attr")
         and len(node.args[0].users) == 1  # else its place counts, and one launch does not write twice to one tensor
     ]
     if len(counts) < 2:
