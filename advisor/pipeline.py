@@ -350,6 +350,7 @@ def _evaluate(
     from advisor import analysis, rules
     from advisor.analysis.predict import predict
     from advisor.resources import rules_dir
+    from advisor.transforms import registry
 
     table = analysis.metrics(measured)
     loaded = rules.load([rules_dir(), *rules_dirs])
@@ -358,7 +359,9 @@ def _evaluate(
     recommended = []
     for item in rules.recommend(findings, table):
         what_if = predict(measured, item.transform, item.parameters)
-        recommended.append(replace(item, predicted=what_if) if what_if is not None else item)
+        # A rule's title says what is wrong; a recommendation's, what to do.
+        named = replace(item, title=registry.title(item.transform), reason=f"{item.title}. {item.reason}".strip())
+        recommended.append(replace(named, predicted=what_if) if what_if is not None else named)
     return Findings(
         run=run_dir.name,
         findings=tuple(findings),

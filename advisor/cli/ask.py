@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
+from advisor.cli import output
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
-from advisor.reporting import wording
+from advisor.reporting.terminal import question_text
 
 
 def terminal() -> tuple[TextIO, TextIO]:
@@ -33,12 +34,7 @@ def ask(recommendation: Recommendation) -> bool:
         AdvisorError: when nobody is there to answer.
     """
     answers, questions = terminal()
-    about = [wording.SEMANTICS[recommendation.semantics]]
-    if recommendation.predicted is not None:
-        about.insert(0, f"predicted to save {wording.saves(recommendation.predicted)}")
-    questions.write(f"\n{recommendation.title or recommendation.transform} ({'; '.join(about)})\n")
-    if recommendation.reason:
-        questions.write(f"  {recommendation.reason}\n")
+    questions.write(f"\n{question_text(recommendation, output.width())}\n")
     while True:
         questions.write("Try it? [y/n] ")
         questions.flush()

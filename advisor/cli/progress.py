@@ -6,9 +6,13 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 from typing import TextIO
 
+from advisor.core.units import unbroken
+
+PREFIX = "[advisor] "
 _NUMBERS = re.compile(r"\d[\d.,]*")
 REPEAT_AFTER_S = 10.0  # how long a message that only counts on stays unsaid where lines cannot be replaced
 
@@ -31,13 +35,13 @@ class Progress:
     def __call__(self, text: str) -> None:
         if self._quiet:
             return
-        line = "[advisor] " + " ".join(text.split())
+        line = PREFIX + " ".join(text.split())
         shape = _NUMBERS.sub("#", line)
         try:
             if self._live:
                 self._redraw(line, same=shape == self._shape)
             elif self._verbose or shape != self._shape or time.monotonic() - self._said_at >= REPEAT_AFTER_S:
-                self._stream.write(line + "\n")
+                self._stream.write(self._laid_out(line) + "\n")
                 self._said_at = time.monotonic()
             self._stream.flush()
         except (OSError, ValueError):  # a closed or full stderr must not end a training run
@@ -55,7 +59,18 @@ class Progress:
 
     def _finish(self) -> None:
         """The line now shown stays, in full: only while it can still change must it fit on one."""
-        self._stream.write(f"\r\x1b[2K{self._cut}\n" if self._cut else "\n")
+        self._stream.write(f"\r\x1b[2K{self._laid_out(self._cut)}\n" if self._cut else "\n")
+
+    def _laid_out(self, line: str) -> str:
+        """On a terminal no word is torn apart at its edge; a log has one line for one message."""
+        if not self._stream.isatty():
+            return line
+        indent = " " * len(PREFIX)
+        width = max(shutil.get_terminal_size().columns, 2 * len(indent))
+        lines = textwrap.wrap(
+            unbroken(line), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
     def close(self) -> None:
         """End the live line, so that what follows starts on a line of its own."""

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from advisor.core.findings import Evidence, Finding, Findings, Outcome
+from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, time_text, unbroken
 from advisor.core.verdict import TrialLog
@@ -365,6 +365,20 @@ def _written(page: _Page, log: TrialLog) -> list[str]:
     return lines
 
 
+def question_text(recommendation: Recommendation, width: int = 100) -> str:
+    """One change that could be tried: what it is, what it promises, what asks for it."""
+    return "\n".join(_recommendation(_Page(max(width, MIN_WIDTH), False), recommendation, "", 2))
+
+
+def _recommendation(page: _Page, r: Recommendation, mark: str, indent: int) -> list[str]:
+    about = [f"predicted to save {wording.saves(r.predicted)}" if r.predicted else "", wording.SEMANTICS[r.semantics]]
+    return [
+        *page.wrap(f"{mark}{r.title or r.transform}  [{r.transform}]", indent, "bold", first=2 if mark else 0),
+        *page.wrap(" · ".join(a for a in about if a), indent, "green"),
+        *page.wrap(r.reason, indent, "dim"),
+    ]
+
+
 def recommendations_text(
     profile: StepProfile | None,
     findings: Findings | None,
@@ -380,14 +394,7 @@ def recommendations_text(
     if not recommendations:
         return "\n".join([*lines, "  Nothing: no rule asks for a change that can be tried."])
     for number, r in enumerate(recommendations, 1):
-        lines += page.wrap(f"{number:>2}. {r.title or r.transform}  [{r.transform}]", 6, "bold", first=2)
-        about = [
-            f"predicted to save {wording.saves(r.predicted)}" if r.predicted else "",
-            wording.SEMANTICS[r.semantics],
-        ]
-        lines += page.wrap(" · ".join(a for a in about if a), 6, "green")
-        if r.reason:
-            lines += page.wrap(r.reason, 6, "dim")
+        lines += _recommendation(page, r, f"{number:>2}. ", 6)
     lines += page.wrap(
         "This is the first round. When it keeps something, the script is profiled with that on, and what the rules ask for "
         "then is tried in a further round.",

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from advisor import pipeline
+from advisor import pipeline, rules
 from advisor.core.environment import Environment
 from advisor.core.errors import ExitCode
-from advisor.core.findings import Findings
+from advisor.core.findings import Findings, Recommendation
 from advisor.core.profile import ModelFacts, StepProfile
 from advisor.trials import search
 
@@ -44,3 +44,16 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         pipeline.apply([str(script)], auto=True, out=tmp_path / "other", say=said.append)
     assert searched
+
+
+def test_a_recommendation_is_called_after_what_it_does_and_says_what_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Recommendation(transform="channels_last", title="Convolutions run in NCHW layout", reason="They take 60 %.")
+    monkeypatch.setattr(rules, "recommend", lambda *_: [asked])
+    profile = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
+    )
+    (found,) = pipeline._evaluate(profile, tmp_path).recommendations
+    assert found.title == "channels_last (NHWC) memory layout"
+    assert found.reason == "Convolutions run in NCHW layout. They take 60 %."

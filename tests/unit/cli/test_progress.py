@@ -44,7 +44,9 @@ def test_live_line_is_replaced_and_ended(monkeypatch):
     assert lines[0] == "\r\x1b[2K[advisor] pair 1 of 6\r\x1b[2K[advisor] pair 2 of 6"
     cut, whole = lines[1].removeprefix("\r\x1b[2K").split("\r\x1b[2K")
     assert len(cut) < 30  # while it may change it fits on a line
-    assert whole == "[advisor] trying something with a very long name indeed"  # what stays is whole
+    whole = [whole, *lines[2:-1]]  # what stays is whole, and tears no word apart
+    assert " ".join(line.strip() for line in whole) == "[advisor] trying something with a very long name indeed"
+    assert max(map(len, whole)) <= 30
     assert stream.getvalue().endswith("\n")
 
 
@@ -63,3 +65,17 @@ def test_a_closed_stream_stops_nothing():
     stream.close()
     say("step 1")
     say.close()
+
+
+def test_a_terminal_tears_no_word_apart_and_a_log_has_one_line_for_one_message(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal, log = Terminal(), io.StringIO()
+    text = "what native libraries write, and what is sent elsewhere, is not put back within 12 s"
+    for stream in (terminal, log):
+        Progress(stream)(text)
+    assert log.getvalue() == f"[advisor] {text}\n"
+    lines = terminal.getvalue().splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 40
+    assert " ".join(line.strip() for line in lines) == f"[advisor] {text}"
+    assert lines[-1].startswith(" " * 10)

@@ -182,3 +182,11 @@ def test_a_family_says_once_what_it_replaces():
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["pooling  2 sources", "", "upsample  1 source"]
     assert sum("in place of max_pool2d" in line for line in lines) == 2
+
+
+def test_a_question_says_what_would_be_tried_in_lines_that_fit():
+    first = samples.findings().recommendations[0]
+    text = terminal.question_text(replace(first, title="bf16 mixed precision", reason="Because of this. " * 9), 80)
+    assert text.splitlines()[0] == "bf16 mixed precision  [amp_bf16]"
+    assert "predicted to save" in text
+    assert max(map(len, text.splitlines())) <= 80
