@@ -129,8 +129,8 @@ def decide(
     confidence = 1.0 - (1.0 - CONFIDENCE) / len(usable)
     result = gain_interval(pairs, confidence)
     if result is None:
-        enough = len(pairs) >= 2
-        return Decision(INCONCLUSIVE, None, None, "block times are missing or not positive" if enough else "no pairs")
+        few = "fewer than two pairs of blocks were timed" if len(pairs) < 2 else ""
+        return Decision(INCONCLUSIVE, None, None, few or "block times are missing or not positive")
     gain, point = result
     told = f"{_share(point)} of the step saved ({_share(gain.low)} to {_share(gain.high)}, {len(pairs)} pairs)"
     if gain.low > min_gain:

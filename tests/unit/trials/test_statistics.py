@@ -153,6 +153,12 @@ def test_times_that_are_no_times_are_never_kept():
         assert st.decide([(1000.0, bad)] * 6, 0.01).status == st.INCONCLUSIVE
 
 
+def test_too_few_pairs_for_an_interval_are_told():
+    for pairs in ([], [(1000.0, 900.0)]):
+        decision = st.decide(pairs, 0.01, last=True)
+        assert (decision.status, decision.reason) == (st.INCONCLUSIVE, "fewer than two pairs of blocks were timed")
+
+
 def test_gain_is_the_share_of_time_saved():
     interval, point = st.gain_interval([(100.0, 75.0), (200.0, 150.0), (100.0, 75.0)])
     assert point == pytest.approx(0.25)
