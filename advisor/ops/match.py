@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import catalog, storage
+from advisor.ops import catalog, dispatch, storage
 
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
@@ -189,6 +189,11 @@ def in_dtype_of(result: fx.Node, x: Any) -> Any:
     if before is None or after is None or before.dtype == after.dtype:
         return x
     return result.graph.call_method("to", (x, after.dtype))
+
+
+def said_of(what: str, reason: str) -> str:
+    """The reason, with what it is said of where it does not tell: "scale+add: no measurement on file"."""
+    return f"{what}: {reason}" if reason == dispatch.UNMEASURED else reason
 
 
 def conv2d_arguments(node: fx.Node) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
             site = next((more for more in _with_neighbours(site) if not _refusal(more)), site)
         reason = _refusal(site) or (_inductor(site) if compiled else "")
         if reason:
-            report.unmatched[path] = reason
+            report.unmatched[path] = match.said_of(site.label, reason)
             continue
         if isinstance(site, _Activation):
             _put_activation(site, compiled=compiled)

@@ -30,7 +30,8 @@ def _depthwise(node: fx.Node) -> match.Conv2d | str:
         return f"dtype {dtype}"
     channels, *_, kernel = call.weight_shape
     wins = spec.wins(channels=channels, kernel=kernel, stride=call.stride[0], dilation=call.dilation[0])
-    return dispatch.refusal("", wins) or call
+    name = spec.name(kernel, call.stride[0], call.dilation[0])
+    return match.said_of(name, dispatch.refusal("", wins)) or call
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -31,7 +31,8 @@ def _grouped(node: fx.Node) -> match.Conv2d | str:
     if dtype not in spec.STORAGE:
         return f"dtype {dtype}"
     wins = spec.wins(dtype=dtype, group=call.weight_shape[1], stride=call.stride[0])
-    return dispatch.refusal("", wins) or call
+    name = spec.name(call.weight_shape[1], call.stride[0])
+    return match.said_of(name, dispatch.refusal("", wins)) or call
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
