@@ -121,6 +121,21 @@ class FrozenStart(nn.Module):
         return torch.cat(features, 1)
 
 
+class Dense(nn.Module):
+    """A dense block with the one activation that the norms' kernels do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(3, C, 1), nn.Conv2d(C, C, 1), nn.Conv2d(2 * C, C, 1)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(C), nn.BatchNorm2d(2 * C)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [self.convs[0](x)]
+        for norm, conv in zip(self.norms, self.convs[1:], strict=True):
+            features.append(conv(F.gelu(norm(torch.cat(features, 1)), approximate="tanh")))
+        return torch.cat(features, 1)
+
+
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -193,6 +208,7 @@ NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
         {"bn+relu over 1 feature maps", "bn+relu over 2 feature maps"},
         {"no other norm"},
     ),
+    Dense: ("batchnorm_concat", {"bn over 1 feature maps", "bn over 2 feature maps"}, set()),
     GateOfColumns: ("squeeze_excite", set(), {"its gate is no factor a sample and channel"}),
     GateOfRows: ("squeeze_excite", set(), {"its gate is no factor a sample and channel"}),
     ScaledWhatHasChanged: ("squeeze_excite", set(), {"its input is changed in place elsewhere"}),

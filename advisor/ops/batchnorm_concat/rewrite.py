@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
 from advisor.ops.batchnorm_act.rewrite import BatchNorm, batch_norm
-from advisor.ops.batchnorm_act.spec import name
+from advisor.ops.batchnorm_act.spec import ACTIVATIONS, name
 from advisor.ops.batchnorm_concat import api, spec
 
 _CAT = {torch.cat, torch.concat, torch.concatenate}
@@ -129,7 +129,7 @@ def _norm(node: fx.Node) -> _Norm | str:
         return f"{norm.variant}: the norm by itself"
     user = match.only_user(node)
     follows = match.activation(user) if user is not None else None
-    if user is None or follows is None:
+    if user is None or follows is None or follows[0] not in ACTIVATIONS:
         return _Norm(norm, "none", 0.0, (node,))
     return _Norm(norm, *follows, (node, user))
 
