@@ -50,6 +50,8 @@ def gain(value: Interval | None) -> str:
 
 def saves(predicted: Interval) -> str:
     """A predicted gain within a sentence: `24–58 % of the step`, `up to 12 % of the step`."""
+    if predicted.low == predicted.high == 0:
+        return "nothing"
     if predicted.low <= 0 < predicted.high:
         return f"up to {share(predicted.high)} of the step"
     return f"{gain(predicted)} of the step"

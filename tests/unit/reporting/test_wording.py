@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.findings import Findings
+from advisor.core.findings import Findings, Interval
 from advisor.core.profile import Spread
 from advisor.core.verdict import Round, TrialLog
 from advisor.reporting import wording
@@ -126,3 +126,8 @@ def test_notes_are_sentences_and_names_stay_as_they_are():
 def test_a_round_names_what_is_kept_as_people_call_it():
     log = replace(samples.trials(), rounds=(Round(number=2, step_us=5e4, kept=("amp_bf16", "tf32")),))
     assert wording.round_headline(log, 2).endswith("a step with bf16 autocast, tf32")
+
+
+def test_what_is_predicted_to_save_nothing_says_so():
+    texts = [wording.saves(Interval(low=low, high=high)) for low, high in ((0.0, 0.0), (0.0, 0.2), (-0.1, -0.02))]
+    assert texts == ["nothing", "up to 20 % of the step", "−10 to −2 % of the step"]
