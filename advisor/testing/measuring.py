@@ -132,7 +132,9 @@ def measure_script(
             say=said.append,
         )
     if result.profile is None or result.exit_code:
-        raise AdvisorError(f"{words[0]} could not be measured: {said[-1] if said else f'exit code {result.exit_code}'}")
+        # The last that was said is of the script's end where nothing was measured, else of the measuring.
+        why = said[-1] if said and result.profile is None else f"it ended with exit code {result.exit_code}"
+        raise AdvisorError(f"{words[0]} could not be measured: {why}")
     return Measured(
         result.profile, label=label, beyond=_compiled_in(result.profile), seconds=time.perf_counter() - began
     )

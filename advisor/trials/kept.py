@@ -75,6 +75,17 @@ class KeptChanges:
         self.standing.clear()
         everything.run()
 
+    def follow(self) -> None:
+        """What stands is on in the models that the script trains by now.
+
+        Raises:
+            Whatever a change raises that cannot be taken back or put on again.
+        """
+        for standing in reversed(self.standing):
+            standing.undo.run()
+        for standing in self.standing:
+            standing.undo = standing.transform.apply(self.training, standing.parameters)
+
     def _apply(self, item: PlanItem) -> str:
         """Why it does not fit (yet); empty when it is on."""
         try:

@@ -89,7 +89,7 @@ class Undisturbed:
         return ""
 
 
-def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise):
+def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise, fold=0):
     training, watcher = attach.attach_training(session)
     blocks.step_times = driver.step_times = measure.step_times = planted(training)
     loop.MachineWatch = Undisturbed
@@ -97,11 +97,17 @@ def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.no
     try:
         driver_class(training, session, watcher, find)
         torch.manual_seed(0)
-        net = Net(wait_s)
-        net.noise = noise
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+        def begin():
+            net = Net(wait_s)
+            net.noise = noise
+            return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+        net, optimizer = begin()
         data = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
         for done in range(1, steps + 1):
+            if fold and done % fold == 0:
+                net, optimizer = begin()  # another model from here on
             x, y = data[done % 4]
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()

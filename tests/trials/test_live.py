@@ -4,13 +4,16 @@ import re
 import time
 
 import pytest
-from searched_loop import CHANGES, DoesNotApply, Waits, candidates, find, train
+import torch
+from searched_loop import CHANGES, DoesNotApply, Net, Waits, candidates, find, train
 
 from advisor.core import storage
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
 from advisor.profiling.session import Session
+from advisor.profiling.training import RootModule, Training
 from advisor.trials import planner, records
+from advisor.trials.kept import KeptChanges
 from advisor.trials.live.driver import SearchDriver, name_native_faults
 from advisor.trials.measure import MeasureDriver
 from advisor.trials.numerics.gate import Gate, GateResult
@@ -24,7 +27,7 @@ def session(tmp_path, *names, **more):
 
 
 def search(tmp_path, *names, **more):
-    options = {k: more.pop(k) for k in ("steps", "wait_s", "noise") if k in more}
+    options = {k: more.pop(k) for k in ("steps", "wait_s", "noise", "fold") if k in more}
     orders = session(tmp_path, *names, **more)
     _, reason = train(orders, SearchDriver, find, **options)
     return {v.transform: v for v in records.verdicts(tmp_path)}, reason
@@ -230,6 +233,34 @@ def test_what_cannot_be_taken_back_ends_the_process(tmp_path):
     assert verdicts["cannot_go_back"].status == "failed"
     assert "faster" not in verdicts
     assert not storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).complete
+
+
+def test_a_trial_goes_on_in_the_scripts_next_model(tmp_path):
+    """A change that was made in one fold's model is not in the next one's: it was told to be without effect."""
+    verdicts, reason = search(tmp_path, "faster", "wrong", fold=60)
+    assert reason == "search done"
+    assert {name: v.status for name, v in verdicts.items()} == {"faster": "kept", "wrong": "reverted"}
+    assert "changes the training" in verdicts["wrong"].reason
+
+
+def test_models_that_end_before_any_trial_does_leave_it_open(tmp_path):
+    verdicts, _ = search(tmp_path, "faster", fold=10)
+    assert verdicts["faster"].status == "inconclusive"
+    assert "another model" in verdicts["faster"].reason
+
+
+def test_a_kept_change_is_on_in_the_scripts_next_model():
+    training = Training(device=torch.device("cpu"))
+    training.roots = [RootModule(module=Net(0.05), name="Net")]
+    first = training.roots[0].module
+    kept = KeptChanges(training, [PlanItem(transform="faster", status="kept")], find)
+    assert kept.settle()
+    training.roots = [RootModule(module=Net(0.05), name="Net")]
+    kept.follow()
+    assert first.wait_s == 0.05
+    assert training.roots[0].module.wait_s < 0.05
+    kept.undo()
+    assert training.roots[0].module.wait_s == 0.05
 
 
 def test_what_live_state_proves_is_not_traced(tmp_path):

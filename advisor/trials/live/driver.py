@@ -12,8 +12,11 @@ import faulthandler
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from advisor.core import storage
 from advisor.core.findings import Recommendation
@@ -29,11 +32,13 @@ from advisor.transforms.base import Transform
 from advisor.trials import planfile, planner, records
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.loop import Loop
-from advisor.trials.live.switch import Unclean
+from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import KEPT, MORE, median
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, median
 
+# A script that goes on to another model (k-fold) this often before a trial is done leaves it open.
+MAX_MODELS = 4
 WARMUP_PATIENCE = 20  # steps after the warm-up in which none was clean, before unclean ones have to do
 
 Steps = Generator[None, StepEvent, None]
@@ -83,7 +88,9 @@ class SearchDriver:
         self._notes: list[str] = []
         self._on_top: list[str] = []
         self._postponed: dict[object, _Postponed] = {}
+        self._moves: Counter[object] = Counter()  # to other models, by candidate
         self._steps = 0
+        self._models: list[torch.nn.Module] = []  # what the running trial began with; none between trials
         self._routine = self._search()
         next(self._routine)
         if watcher is not None:
@@ -97,8 +104,12 @@ class SearchDriver:
             StopTraining: when the search is done.
         """
         self._steps += 1
+        models = [root.module for root in self.training.roots]
         try:
-            self._routine.send(event)
+            if models and self._models and not any(new is old for new in models for old in self._models):
+                self._routine.throw(OtherModel())
+            else:
+                self._routine.send(event)
         except StopIteration:
             stop(self.session, "search done")
 
@@ -137,11 +148,26 @@ class SearchDriver:
                 patient=not self._graphs_may_tell(candidate, waiting),
                 begun_s=before.seconds if before is not None else 0.0,
             )
+            self._models = [root.module for root in self.training.roots]
             try:
                 verdict = yield from trial.run()
+            except OtherModel:
+                try:
+                    moves = self._follow(candidate)
+                except Exception as problem:
+                    self._conclude(
+                        trial.verdict("failed", f"not on again in the script's next model: {first_line(problem)}")
+                    )
+                    break
+                if moves < MAX_MODELS:
+                    waiting[:0] = [] if members else [candidate]
+                    continue
+                verdict = trial.verdict(INCONCLUSIVE, "the script goes on to another model before a trial is done")
             except Unclean as problem:
                 self._conclude(trial.verdict("failed", str(problem)))
                 break
+            finally:
+                self._models = []
             if verdict is None and candidate.transform in planner.ON_TOP:
                 self._on_top.append(candidate.transform)
                 records.clear_current(session.folder)
@@ -186,6 +212,17 @@ class SearchDriver:
         if left is not None and left.on == self.loop.standing:
             return left.trial
         return InTrial(transform=candidate.transform, parameters=parameters)
+
+    def _follow(self, candidate: Recommendation) -> int:
+        """What is kept is on in the script's next model (the next fold); the candidate's trial begins there where it stood.
+
+        Returns:
+            How often that was so for this candidate.
+        """
+        self.kept.follow()
+        self.loop.traced = None
+        self._moves[records.attempt(candidate)] += 1
+        return self._moves[records.attempt(candidate)]
 
     # -- half precision behind CUDA graphs --------------------------------------------------------------------------
 

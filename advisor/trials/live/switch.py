@@ -14,6 +14,10 @@ class Unclean(Exception):
     """The loop is not what it is taken for, or the device in error for good: the process is no basis for further trials."""
 
 
+class OtherModel(Exception):
+    """The script trains another model than the one that the trial began with."""
+
+
 @dataclass(slots=True, eq=False)
 class Switch:
     """On: what the candidate cannot stand beside is off. Off: the loop as it stood before."""

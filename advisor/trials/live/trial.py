@@ -27,7 +27,7 @@ from advisor.trials.live.batches import BatchWatch
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
-from advisor.trials.live.switch import Switch, Unclean, first_line
+from advisor.trials.live.switch import OtherModel, Switch, Unclean, first_line
 from advisor.trials.live.times import Times
 from advisor.trials.live.trace import traced_step
 from advisor.trials.numerics.gate import Gate
@@ -72,6 +72,7 @@ class Trial:
 
         Raises:
             Unclean: when the process is no basis for another trial.
+            OtherModel: as it was raised at a `yield`.
         """
         self.loop.spent.enter(spent.LOOK)
         self.loop.note(self.current)
@@ -87,7 +88,7 @@ class Trial:
             lost = bool(unusable(str(self.loop.training.device)))
             if lost:
                 raise Unclean(f"it left the GPU in error, which ends the process: {first_line(error)}") from error
-            if isinstance(error, Unclean):
+            if isinstance(error, (Unclean, OtherModel)):
                 raise
             return self.verdict("failed", f"{type(error).__name__}: {first_line(error)}")
         finally:
