@@ -522,8 +522,8 @@ class Discovery:
         if not torch.is_grad_enabled() and self.watcher.kind != FORWARD:
             return  # evaluation
         loader = self._iterators.get(iterator)
-        if loader is not None and not any(loader is known for known in self._drawn):
-            self._drawn.append(loader)
+        if loader is not None and not (self._drawn and self._drawn[-1] is loader):
+            self._drawn = [*(known for known in self._drawn if known is not loader), loader]  # the latest last
         self.watcher.batch_loaded(_first_shape(batch), nanoseconds)
         if self._looking or not self.finished:
             self._look_at_batch(batch)

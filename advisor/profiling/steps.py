@@ -504,10 +504,19 @@ def _wrap_engine(watcher: StepWatcher, name: str, starts: Any, done: Any) -> Non
 
 
 def living_optimizers() -> list[torch.optim.Optimizer]:
-    """All optimizer objects in the process, stepped or not; a scan of the heap, milliseconds."""
+    """All optimizer objects in the process whose steps would be seen, stepped or not; a scan of the heap, milliseconds.
+
+    Torch's hooks do not reach a wrapper that never ran `Optimizer.__init__` (Accelerate's): the one inside is told.
+    """
     base = torch.optim.Optimizer
     # type(), not isinstance(): asking an object for its __class__ may run the user's code.
-    return [found for found in gc.get_objects() if base in type(found).__mro__ and getattr(found, "param_groups", None)]
+    return [
+        found
+        for found in gc.get_objects()
+        if base in type(found).__mro__
+        and getattr(type(found).step, "hooked", False)
+        and getattr(found, "param_groups", None)
+    ]
 
 
 def _append_new(found: list[Any], value: Any) -> None:

@@ -167,6 +167,22 @@ def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
     assert "test_discover.py:" in told.source
 
 
+def test_the_loader_drawn_from_last_is_the_trainings(found: Found) -> None:
+    """Before steps are known an interval may hold a whole epoch and its evaluation, whose batches are drawn with gradients on."""
+    training, watcher, _ = found
+    model = nn.Linear(3, 1)
+    train = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
+    other = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
+    for loader in (train, other, train):
+        for _ in loader:
+            pass
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert watcher.seen == 1
+    assert training.loaders == [train]
+
+
 def test_the_next_models_batches_are_looked_at_too(found: Found) -> None:
     """After a search for the learning rate, or in the next fold."""
     training, _, discovery = found

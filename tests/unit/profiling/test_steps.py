@@ -279,6 +279,29 @@ def test_a_closure_may_run_backward_as_often_as_it_likes(loop: Loop) -> None:
     assert loop.training.batch_size == 16
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer by its class alone, which torch's hooks do not reach."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
+        return self.inside.param_groups
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inside.step()
+
+
+def test_a_wrapped_optimizers_first_step_is_one(loop: Loop) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Wrapper(sgd(model))
+    for _ in range(3):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    assert len(loop.events) == 3
+
+
 def test_a_closure_that_runs_once_is_a_step_like_any_other(loop: Loop) -> None:
     """As Lightning does: the whole step runs inside `Optimizer.step`, and the batches before it outside."""
     model = nn.Linear(3, 1)
