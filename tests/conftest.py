@@ -1,8 +1,10 @@
-"""What holds for every test: none sees what an earlier one in the same process has compiled."""
+"""What holds for every test: none sees what an earlier one in the same process has compiled or drawn."""
 
 from __future__ import annotations
 
+import random
 import sys
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,15 @@ def dynamo_begins_anew() -> Iterator[None]:
     _forget_compiled_code()  # what a fixture of wider scope has compiled
     yield
     _forget_compiled_code()
+
+
+@pytest.fixture(autouse=True)
+def draws_of_its_own(request: pytest.FixtureRequest) -> None:
+    """Each test has its own random numbers, the same in any order and in any process."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 @pytest.hookimpl(trylast=True)
