@@ -162,8 +162,9 @@ finally:
     assert facts.model.convs[0].followed_by_bn
 
 
-def test_a_rank_that_the_script_starts_itself_is_measured(tmp_path: Path) -> None:
-    """`mp.spawn`, as in PyTorch's own examples: the process that was started trains nothing, and no launcher has set RANK."""
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_rank_that_the_script_starts_itself_is_measured(tmp_path: Path, method: str) -> None:
+    """As in PyTorch's own examples: the process that was started trains nothing, and no launcher has set RANK."""
     write(
         tmp_path,
         """
@@ -174,10 +175,10 @@ def rank(number, folder):
     init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=1)
 """
         + textwrap.indent(LOOP, "    ")
-        + """
+        + f"""
     train(1000)
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(rank, (os.getcwd(),), nprocs=1)
+    torch.multiprocessing.start_processes(rank, (os.getcwd(),), nprocs=1, start_method="{method}")
     print("goes on")
 """,
     )

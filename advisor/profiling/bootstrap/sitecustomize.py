@@ -108,8 +108,11 @@ class _AfterTorch:
             _say("switched off: torch is loaded in a way that leaves no room for hooks")
 
 
-def _await_group() -> None:
-    """Attach once this process joins a process group: it is a rank that the script has started itself (`mp.spawn`, Lightning)."""
+def _await_group(attached: int = 0) -> None:
+    """Attach once a process joins a process group: it is a rank that the script has started itself (`mp.spawn`, Lightning).
+
+    In process `attached` that has been done already; what it forks is waited for.
+    """
     distributed: Any = getattr(sys.modules["torch"], "distributed", None)
     plain = getattr(distributed, "init_process_group", None)
     if plain is None:
@@ -117,13 +120,18 @@ def _await_group() -> None:
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
-        if vars(distributed).get("init_process_group") is init_process_group:
+        if os.getpid() != attached and vars(distributed).get("init_process_group") is init_process_group:
             distributed.init_process_group = plain
             _attach(rank=True)
         return result
 
     init_process_group.__doc__ = plain.__doc__
     distributed.init_process_group = init_process_group
+
+
+def _attach_here() -> None:
+    _attach()
+    _await_group(os.getpid())
 
 
 def _attach(*, rank: bool = False) -> None:
@@ -207,9 +215,9 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
         if _trains:
             os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
             if "torch" in sys.modules:
-                _attach()
+                _attach_here()
             else:
-                sys.meta_path.insert(0, _AfterTorch(_attach))
+                sys.meta_path.insert(0, _AfterTorch(_attach_here))
         elif _may_be_rank() and "torch" not in sys.modules:
             sys.meta_path.insert(0, _AfterTorch(_await_group))
     except Exception as _error:
