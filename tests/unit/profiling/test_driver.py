@@ -91,7 +91,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return driver
 
     yield begin
-    for driver in made:
+    for driver in reversed(made):  # the later one has wrapped what the earlier one put in place
         driver.watcher.detach()
         driver._let_go()
     Attached.training = Attached.watcher = Attached.discovery = None
