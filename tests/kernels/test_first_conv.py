@@ -144,8 +144,9 @@ def test_an_fp32_image_under_autocast_is_read_as_it_lies(emulated, channels_last
     assert ours.dtype == torch.bfloat16
     assert ours.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
-    for mine, other in zip(gradients(ours, *leaves), gradients(theirs, *leaves), strict=True):
-        torch.testing.assert_close(mine, other, rtol=2e-2, atol=0.3)
+    sent = torch.randn_like(theirs)  # not of the outputs, whose own roundings differ
+    for mine, other in zip(*(torch.autograd.grad(y, leaves, sent) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=0.2)
         assert mine.stride() == other.stride()
 
 
