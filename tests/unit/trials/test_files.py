@@ -522,6 +522,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from advisor.trials.files.restore import restore
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins without
 replace = os.replace
 def interrupted(*places):
     os.kill(os.getpid(), signal.SIGINT)
