@@ -120,7 +120,8 @@ def test_a_script_sees_the_same_world_and_draws_the_same_numbers(tmp_path: Path)
     ended, output, run_dir = run(tmp_path, "train.py", "--lr", "0.1", "--help", keep_running=True)
     plainly, _ = plain.communicate(timeout=100)
     assert plain.returncode == ended.code == 7, output
-    told = [line for line in output.splitlines() if line.startswith("{")]  # multiprocessing may warn behind it, on stderr
+    # Behind it multiprocessing may warn, on stderr.
+    told = [line for line in output.splitlines() if line.startswith("{")]
     expected, seen = json.loads(plainly), json.loads(told[-1])
     expected["modules"] = seen["modules"]  # Python leaves the module in place that ran at its start
     assert seen == expected
