@@ -151,7 +151,7 @@ class Rounds:
             reason = reason or str(error)
         if script.over:
             return None
-        eager = tuple(item for item in kept if item.transform != "cuda_graphs")
+        eager = tuple(item for item in kept if item.transform != planner.GRAPHS)
         if ended is not None and ended.exit.signal in TRACER_FAULTS and len(eager) < len(kept):
             # The tracer has been seen to die beside captured graphs; replays are paused in the traced window anyway.
             script.notes.append(

@@ -25,7 +25,6 @@ _OURS = {
 }  # put in earlier, for a convolution which autocast would run in half precision
 _MUL = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _MUL_IN_PLACE = {operator.imul, "mul_"}
-_HALF = (torch.float16, torch.bfloat16)
 _TO_NCHW = (0, 3, 1, 2)
 _BIAS = 2  # position among a convolution's or Linear layer's arguments
 
@@ -194,7 +193,7 @@ def _with_neighbours(site: _ScaledAdd) -> Iterator[_ScaledAdd]:
     """The site with all that it could take in before and behind it, the most first, and alone."""
     product = _product_of(site)
     dtype = _dtype(site.branch)
-    casting = tuple(consumers.casting(site.node, dtype, _OURS)) if dtype is not None and dtype in _HALF else ()
+    casting = tuple(consumers.casting(site.node, dtype, _OURS)) if dtype is not None and dtype in consumers.HALF else ()
     for taken in dict.fromkeys(((product, casting), (None, casting), (product, ()), (None, ()))):
         yield replace(site, product=taken[0], casting=taken[1])
 
