@@ -241,6 +241,9 @@ def _profile(
     measured = assemble(run_dir, machine, exit_code=ended.code)
     if ended.code and not ended.stopped_by_advisor:
         measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
+    if ended.hung:
+        hung = "the script's process hung in native exit handlers after it was measured, and was ended"
+        measured = replace(measured, notes=(*measured.notes, hung))
     if shorter is not None:
         note = "the script ends early, so this was measured in a second run with shorter windows"
         measured = replace(measured, notes=(*measured.notes, note))
@@ -627,6 +630,9 @@ def attach(session: Session) -> None:
     Raises:
         AdvisorError: for a mode that does not exist.
     """
+    from advisor.profiling import stop
+
+    stop.tell_of_the_end(session)
     if session.protect_files:
         from advisor.trials.files.protect import protect
 

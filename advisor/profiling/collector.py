@@ -50,6 +50,7 @@ _RUNTIME_NAME = re.compile(r"^cu(da)?[A-Z]\w+$")
 _KINETO_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 # Kineto takes CUPTI down after a trace only when this is "1"; otherwise each launch goes on costing host time (docs/decisions/0018).
 _TEARDOWN = "TEARDOWN_CUPTI"
+TEARDOWN_LEAST_S, TEARDOWN_MOST_S = 0.02, 0.5  # for which the end of a trace waits for that
 _ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg)")
 
 
@@ -93,6 +94,7 @@ class TraceCollector:
         training: its roots give the modules their paths; None leaves modules named by their class.
         step_s: usual time of a step with no profiler on, from which the counters' interval follows; 0 if unknown.
         compiled: whether the step runs compiled code; None where nobody knows.
+        lasting: the process trains on after the trace, and is to pay nothing for it then.
     """
 
     _teardown: ClassVar[str] = ""  # of this process, as chosen for the latest trace
@@ -105,9 +107,10 @@ class TraceCollector:
         *,
         step_s: float = 0.0,
         compiled: bool | None = None,
+        lasting: bool = True,
     ) -> None:
         self.notes: list[str] = []
-        self._compiled = compiled
+        self._compiled, self._lasting = compiled, lasting
         self._cuda = _cuda_usable(device)
         self._annotator = Annotator(training.roots if training is not None else ())
         self._profile: autograd_profiler.profile | None = None
@@ -133,7 +136,8 @@ class TraceCollector:
             if self._cuda:
                 torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
                 # The counters are CUPTI's too, and would go down with it.
-                TraceCollector._teardown = choose_teardown(TraceCollector._teardown, wanted=self._dram is None)
+                wanted = self._lasting and self._dram is None
+                TraceCollector._teardown = choose_teardown(TraceCollector._teardown, wanted=wanted)
             with quiet_kineto():
                 profile._prepare_trace()  # type: ignore[no-untyped-call]
             profile._start_trace()  # type: ignore[no-untyped-call]
@@ -187,7 +191,10 @@ class TraceCollector:
         try:
             with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
                 autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+            threads = _threads()
             results = _disable_profiler()
+            if self._cuda and os.environ.get(_TEARDOWN) == "1":
+                _see_cupti_down(threads)
             trace = read_events(results, device, notes=self.notes)
         except Exception as error:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
@@ -218,6 +225,27 @@ class TraceCollector:
         window, self._dram = self._dram, None
         if window is not None:
             window.close()
+
+
+def _threads() -> int:
+    """How many threads this process has; 0 where /proc does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
+
+
+def _see_cupti_down(threads: int) -> None:
+    """Call CUDA until Kineto has taken CUPTI down, which a thread beyond these `threads` does inside the calls that follow.
+
+    A process that came to its end before would hang there for good, in the C library's exit handlers.
+    """
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < TEARDOWN_MOST_S:
+        torch.cuda.current_stream().query()
+        time.sleep(0.001)
+        if waited > TEARDOWN_LEAST_S and 0 < _threads() <= threads:
+            return
 
 
 def _cuda_usable(device: torch.device) -> bool:

@@ -187,7 +187,12 @@ class ProfileDriver:
             wall = spread(self._times.wall_us) if self._times else None
             step_s = wall.median / 1e6 if wall else 0.0
             self._collector = TraceCollector(
-                self.training.device, self.session, self.training, step_s=step_s, compiled=self.compiled
+                self.training.device,
+                self.session,
+                self.training,
+                step_s=step_s,
+                compiled=self.compiled,
+                lasting=self.session.keep_running,
             )
             self._collector.start()
         except Exception as error:

@@ -29,7 +29,7 @@ from typing import Any
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
-from advisor.profiling.session import SESSION_VARIABLE, Session, disabled
+from advisor.profiling.session import LEAVING, SESSION_VARIABLE, Session, disabled
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 SUPERVISOR_VARIABLE = "ADVISOR_SUPERVISOR"  # the pid whose direct child is the script; "0": any descendant may be it
@@ -37,6 +37,7 @@ ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: w
 # The run folder in which every Python process below, from its first line on, sets aside what it is about to change.
 FILES_VARIABLE = "ADVISOR_FILES"
 POLL_S = 0.1
+LEAVING_S = 15.0  # for the exit handlers of native libraries, once Python's have run in a script that was stopped
 GRACE_S = 5.0  # between asking a process tree to end and ending it
 
 
@@ -134,6 +135,7 @@ class Exit:
     signal: int = 0
     stopped_by_advisor: bool = False
     timed_out: bool = False
+    hung: bool = False  # it was stopped by advisor and did all it had to do, but native code kept it from ending
     seconds: float = 0.0
     files_written: tuple[str, ...] = ()  # told by the child in `file` events
 
@@ -182,13 +184,16 @@ def launch(
     finally:
         if stream is not None:
             stream.close()
-    timed_out = stopped = False
+    timed_out = stopped = hung = False
+    left = 0.0  # when the stopped script's own clean-up was over
     files: list[str] = []
 
     def pass_on() -> None:
-        nonlocal stopped
+        nonlocal stopped, left
         for event in progress.read():
             stopped = stopped or event.get("event") == "stopped"
+            if event.get("event") == LEAVING and event.get("pid") == child.pid:
+                left = time.monotonic()
             if event.get("event") == "file" and "path" in event:
                 files.append(str(event["path"]))
             if on_progress is not None:
@@ -206,16 +211,22 @@ def launch(
                 if timeout_s is not None and time.monotonic() - started > timeout_s and not timed_out:
                     timed_out = True
                     end_tree(child)
+                elif left and time.monotonic() - left > LEAVING_S and not (timed_out or hung):
+                    hung = True
+                    end_tree(child)
         pass_on()
     except BaseException:
         end_tree(child)
         raise
+    if hung:
+        code = 0  # it had come to the end that was asked for
     number = -code if code < 0 else 0
     return Exit(
         code=128 + number if number else code,
         signal=number,
         stopped_by_advisor=stopped,
         timed_out=timed_out,
+        hung=hung,
         seconds=time.monotonic() - started,
         files_written=tuple(dict.fromkeys(files)),
     )

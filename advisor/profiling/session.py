@@ -19,6 +19,7 @@ from advisor.core.plan import PlanItem
 
 SESSION_VARIABLE = "ADVISOR_SESSION"
 DISABLE_VARIABLE = "ADVISOR_DISABLE"
+LEAVING = "leaving"  # the event of a script that was stopped and has run its clean-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ with `os._exit(0)`, its streams flushed, because it would otherwise train on for
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from contextlib import suppress
 
-from advisor.profiling.session import Session, tell
+from advisor.profiling.session import LEAVING, Session, tell
 
 MAX_RAISES = 3
 
@@ -41,6 +42,20 @@ def stop(session: Session, reason: str) -> None:
         tell(session, "stopped", reason=reason, pid=os.getpid())
     _Request.reason = reason or "done"
     insist()
+
+
+def tell_of_the_end(session: Session) -> None:
+    """Tell the supervisor when a script that was stopped has run its clean-up: what is left is native code's.
+
+    To be called early: handlers that are registered later run before this one.
+    """
+    process = os.getpid()
+
+    def leaving() -> None:
+        if os.getpid() == process and requested():
+            tell(session, LEAVING, pid=process)
+
+    atexit.register(leaving)
 
 
 def requested() -> bool:

@@ -16,6 +16,7 @@ from advisor.profiling.session import Session
 from advisor.trials import records, spent
 from advisor.trials.files import restore, trackers
 
+_HUNG = "a process of the script had done all it was to do, hung in native exit handlers, and was ended"
 Say = Callable[[str], None]
 Launch = Callable[..., Exit]
 
@@ -100,6 +101,8 @@ class Script:
         finally:
             self.put_back()
         self._account(time.monotonic() - began, phase)
+        if ended.hung and _HUNG not in self.notes:
+            self.notes.append(_HUNG)
         if ended.code == 130 or ended.signal == signal.SIGINT:
             self.interrupted = True
         return Ended(ended, self._fault)

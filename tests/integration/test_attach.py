@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core import storage
+from advisor.profiling import launcher
 from advisor.profiling.launcher import Exit, ScriptCommand, launch
 from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
 from advisor.profiling.session import Session
@@ -210,6 +211,19 @@ print("not stopped")
     assert ended.code == 0
     assert ended.stopped_by_advisor
     assert "not stopped" not in output
+
+
+def test_a_script_that_hangs_after_its_clean_up_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As native libraries' exit handlers do: here, a handler from before torch's import runs after all others."""
+    monkeypatch.setattr(launcher, "LEAVING_S", 1.0)
+    script = "import atexit, time\natexit.register(time.sleep, 90)\n" + LOOP
+    write(tmp_path, script + 'atexit.register(open("cleaned", "w").write, "up")\ntrain(1000)\n')
+    ended, _, run_dir = run(tmp_path, "train.py", steps=3)
+    assert ended.hung
+    assert (ended.code, ended.signal, ended.timed_out, ended.stopped_by_advisor) == (0, 0, False, True)
+    assert ended.seconds < 60
+    assert (tmp_path / "cleaned").exists()
+    assert (run_dir / "steps.json").exists()
 
 
 def test_what_was_gathered_is_on_disk_when_a_short_script_dies(tmp_path: Path) -> None:

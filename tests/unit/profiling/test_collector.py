@@ -455,3 +455,41 @@ def test_what_the_user_says_about_cupti_stays(monkeypatch) -> None:
     monkeypatch.setattr(collector.graphs, "alive", lambda: False)
     assert collector.choose_teardown("", wanted=True) == ""
     assert os.environ["TEARDOWN_CUPTI"] == "0"
+
+
+def test_cupti_stays_where_the_process_ends_after_the_trace(monkeypatch) -> None:
+    """Taken down in the last moments of a process it keeps that from ending."""
+    wanted: list[bool] = []
+    monkeypatch.setattr(collector, "choose_teardown", lambda ours, *, wanted: seen(wanted))
+    monkeypatch.setattr(collector, "_cuda_usable", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(collector.TraceCollector, "_open_counters", lambda *_: None)
+
+    def seen(value: bool) -> str:
+        wanted.append(value)
+        raise RuntimeError("enough")
+
+    for lasting in (True, False):
+        session = Session(mode="profile", run_dir="", script="train.py", counters=False)
+        collector.TraceCollector(torch.device("cuda", 0), session, lasting=lasting).start()
+    assert wanted == [True, False]
+
+
+def test_the_end_of_a_trace_waits_until_cupti_is_down(monkeypatch) -> None:
+    queries: list[int] = []
+    threads = iter([8, 8, 8, 7])
+
+    class Stream:
+        def query(self) -> bool:
+            queries.append(1)
+            return True
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(collector, "_threads", lambda: next(threads))
+    monkeypatch.setattr(collector, "TEARDOWN_LEAST_S", 0.0)
+    collector._see_cupti_down(7)
+    assert len(queries) == 4
+    # A thread of somebody else's that stays keeps nobody waiting for long.
+    monkeypatch.setattr(collector, "_threads", lambda: 8)
+    monkeypatch.setattr(collector, "TEARDOWN_MOST_S", 0.05)
+    collector._see_cupti_down(7)
