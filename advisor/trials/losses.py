@@ -48,12 +48,14 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     values = [value for run in plain for value in run[:length]]
     scale = math.fsum(abs(v) for v in values) / len(values)
     jumps = _jumps(plain[0][:length])
+    columns = list(zip(*plain_windows, strict=True))
+    # Runs that have gone apart cross now and then: how far chance takes them shows in the windows around, too.
+    spreads = [max(column) - min(column) for column in columns]
+    spreads = [max(spreads[max(0, i - 1) : i + 2]) for i in range(len(spreads))]
     worst = 0.0
-    for i in range(len(plain_windows[0])):
-        column = [run[i] for run in plain_windows]
+    for i, (column, spread) in enumerate(zip(columns, spreads, strict=True)):
         centre = math.fsum(column) / len(column)
-        spread = SPREAD_FACTOR * (max(column) - min(column))
-        allowed = tolerance * max(abs(centre), scale) + spread + JUMP_FACTOR * jumps
+        allowed = tolerance * max(abs(centre), scale) + SPREAD_FACTOR * spread + JUMP_FACTOR * jumps
         difference = max(abs(run[i] - centre) for run in stack_windows)
         worst = max(worst, difference / allowed if allowed > 0 else (0.0 if difference == 0 else math.inf))
     numbers = {"steps": float(length), "of_bound": worst}
@@ -67,6 +69,11 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
         detail=told if worst <= 1.0 else f"the loss leaves the plain runs' envelope ({told})",
         numbers=numbers,
     )
+
+
+def apart(check: Check) -> bool:
+    """Whether this comparison failed for nothing but distance, which further plain runs may show to be chance's."""
+    return check.passed is False and math.isfinite(check.numbers.get("of_bound", math.inf))
 
 
 def _jumps(values: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from advisor.core.findings import Interval, Semantics
 from advisor.core.plan import PlanItem
-from advisor.core.verdict import StackVerdict
+from advisor.core.verdict import Check, StackVerdict
 from advisor.trials import losses
 from advisor.trials.records import Measurement
 from advisor.trials.statistics import bursty, median, process_speedup
@@ -67,8 +67,7 @@ def judge(
         return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
     found = ratio(plain, stack, flow=flow)
     low, point, high = found.bounds or (None, None, None)
-    precision = any(item.semantics == Semantics.PRECISION.value for item in kept)
-    check = losses.compare([m.losses for m in plain], [m.losses for m in stack], precision=precision)
+    check = _trained_alike(plain, stack, kept)
     # Steps whose loss cannot be seen (hand-written gradients) have the numeric gate of each change as their proof.
     passed: bool | None = True
     detail = check.detail
@@ -94,6 +93,16 @@ def judge(
         losses_plain=plain[0].losses,
         losses_stack=stack[0].losses,
     )
+
+
+def apart(plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]) -> bool:
+    """Whether the losses of the runs with `kept` are finite and lie outside the plain runs' envelope."""
+    return losses.apart(_trained_alike(plain, stack, kept))
+
+
+def _trained_alike(plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]) -> Check:
+    precision = any(item.semantics == Semantics.PRECISION.value for item in kept)
+    return losses.compare([m.losses for m in plain], [m.losses for m in stack], precision=precision)
 
 
 def _rate(batch: int, steps_us: Sequence[float]) -> float | None:

@@ -66,6 +66,12 @@ class StackTrial:
             if not runs.plain:
                 return self._unproved(kept, "the plain script gave no measurement in a fresh run")
             verdict = self._judge(runs.plain, runs.stack, kept)
+            if verdict.passed is False and number == 1 and proof.apart(runs.plain, runs.stack, kept):
+                # Two plain runs say little of how far chance takes a training whose losses still swing.
+                self._gather(runs, (PLAIN, PLAIN), kept, "the losses differ; how far the plain script's go apart")
+                if self.script.over:
+                    return self._cut_short()
+                verdict = self._judge(runs.plain, runs.stack, kept)
         if verdict.passed is None:
             reason = f"noise hides whether the kept changes together are faster: {verdict.detail}"
             return self._unproved(kept, reason, verdict)
