@@ -44,7 +44,6 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 # What a knowing user writes by hand; torch.compile is one line more.
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
 WARMUP, STEPS = 15, 40
-MAX_SEARCH_S = 240.0
 # What sets the dtype that a step computes in, and with it the step's limit.
 DTYPES = {"amp_bf16": "bfloat16", "amp_fp16": "float16", "tf32": "tf32"}
 
@@ -97,8 +96,18 @@ class ModelRow:
     date: str
 
 
-def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say: Callable[[str], None]) -> int:
+def run(
+    *,
+    pattern: str,
+    json_out: Path | None,
+    baselines: tuple[str, ...],
+    max_time_s: float,
+    say: Callable[[str], None],
+) -> int:
     """Run each training, and write after each run of it, so that an interrupted one leaves what it had.
+
+    Args:
+        max_time_s: what each search may take, as `advisor apply --max-time`.
 
     Raises:
         AdvisorError: without a GPU (exit code 5), without docs/examples, or when `pattern` matches nothing.
@@ -121,7 +130,7 @@ def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say:
         with tempfile.TemporaryDirectory(prefix="advisor-bench-") as scratch:
             os.chdir(scratch)
             try:
-                for row in _measured(name, words, baselines=baselines, say=say):
+                for row in _measured(name, words, baselines=baselines, max_time_s=max_time_s, say=say):
                     results.write(target, "models", [*rows, storage.to_plain(row)])
             finally:
                 os.chdir(home)
@@ -130,12 +139,12 @@ def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say:
 
 
 def _measured(
-    name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], say: Callable[[str], None]
+    name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], max_time_s: float, say: Callable[[str], None]
 ) -> Iterator[ModelRow]:
     """The training's row when its search is done, and again with each baseline."""
     import torch
 
-    found = pipeline.apply(words, auto=True, max_time_s=MAX_SEARCH_S, say=say)
+    found = pipeline.apply(words, auto=True, max_time_s=max_time_s, say=say)
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
     stack, model = found.log.stack or StackVerdict(passed=None, detail=""), found.profile.model

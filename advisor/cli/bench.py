@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from advisor.cli import output
+from advisor.cli.parameters import Duration
 from advisor.cli.progress import Progress
 
 
@@ -28,8 +29,15 @@ from advisor.cli.progress import Progress
     help="What else to measure: eager PyTorch, torch.compile; of a training, the script tuned by hand, and compiled too. "
     "`bench ops` always measures eager.",
 )
+@click.option(
+    "--max-time",
+    type=Duration(),
+    default="10m",
+    show_default=True,
+    help="`bench models`: end each search after this long, as `advisor apply --max-time` does.",
+)
 @click.argument("what", type=click.Choice(("ops", "models", "tune")))
-def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> int:
+def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max_time: float) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
     `tune`, each kernel with every combination of its launch constants.
 
@@ -39,7 +47,7 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> 
     Examples:
       advisor bench ops --filter batchnorm_act
       advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
-      advisor bench models --json models.json
+      advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
     """
     from advisor.bench import models, ops, tune
@@ -53,5 +61,6 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str) -> 
     with Progress(live=True) as say:
         if what == "tune":
             return int(tune.run(pattern=pattern, json_out=json_out, say=say))
-        chosen = ops if what == "ops" else models
-        return int(chosen.run(pattern=pattern, json_out=json_out, baselines=names, say=say))
+        if what == "ops":
+            return int(ops.run(pattern=pattern, json_out=json_out, baselines=names, say=say))
+        return int(models.run(pattern=pattern, json_out=json_out, baselines=names, max_time_s=max_time, say=say))
