@@ -62,7 +62,8 @@ def bench(
         rounds=(Round(number=1), Round(number=2, kept=profiled_with, folder="round-2")),
     )  # fmt: skip
     found = SimpleNamespace(profile=profile(4000.0), log=log, run_dir=run_dir)
-    monkeypatch.setattr(pipeline, "apply", lambda *_, **__: found)
+    limits: list[float] = []
+    monkeypatch.setattr(pipeline, "apply", lambda *_, **options: limits.append(options["max_time_s"]) or found)
 
     def launch(command: object, session: Any, **_: object) -> None:
         folder = Path(session.run_dir)
@@ -76,7 +77,8 @@ def bench(
     monkeypatch.setattr(models, "launch", more.get("launch", launch))
     target, baselines = tmp_path / "models.json", more.get("baselines", ("eager", "compile"))
     with contextlib.suppress(KeyboardInterrupt):
-        models.run(pattern="resnet50", json_out=target, baselines=baselines, say=lambda _: None)
+        models.run(pattern="resnet50", json_out=target, baselines=baselines, max_time_s=77.0, say=lambda _: None)
+    assert limits == [77.0]
     row: dict[str, Any]
     (row,) = json.loads(target.read_text())["rows"]
     return row
@@ -122,5 +124,5 @@ def test_a_baseline_that_is_interrupted_costs_no_row(monkeypatch, machine, tmp_p
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        models.run(pattern="", json_out=None, baselines=(), say=print)
+        models.run(pattern="", json_out=None, baselines=(), max_time_s=1.0, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
