@@ -46,12 +46,7 @@ def fill(view: View, table: MetricTable) -> None:
     for name, wanted in _BY_ROW.items():
         table.set(f"{name}_frac", view.share(wanted))
 
-    blocks = view.squeeze_excite_blocks()
-    inside = tuple(f"{path}." for path in blocks)
-
-    def in_block(row: KernelRow) -> bool:
-        return row.module in blocks or (bool(inside) and row.module.startswith(inside))
-
+    in_block = view.squeeze_excite()
     table.set(
         "se_frac",
         view.share(in_block),

@@ -18,6 +18,8 @@ _BATCH_NORM = re.compile(r"batch_?norm|(^|[:_])bn_(fw|bw|inf|train)", re.IGNOREC
 _INSTANCE_OR_GROUP = re.compile(r"(group|instance)_?norm", re.IGNORECASE)
 _LAYER_NORM = re.compile(r"layer_?norm", re.IGNORECASE)
 _INDEX = re.compile(r"aten::_?(index|gather|scatter|embedding|masked_|nonzero|take|put)")
+_SQUEEZE_EXCITE_FORWARD = re.compile(r"aten::(mul|mean|adaptive_avg_pool2d)_?$")
+_SQUEEZE_EXCITE_BACKWARD = re.compile(r"aten::(mul|div|sum|add|_adaptive_avg_pool2d_backward)_?$")
 _SQUEEZE_EXCITE = re.compile(
     r"^(Squeeze_?(And|&)?_?Excit\w*|Effective_?SE\w*|E?SE(Layer|Block|Module|Unit|Net)?)$", re.IGNORECASE
 )
@@ -247,6 +249,7 @@ class View:
 
     def is_unnormed(self, row: KernelRow, containers: set[str]) -> bool:
         """Elementwise work of the model beside no batch norm: biases, activations, layer scale, drop path, residual additions.
+        A squeeze-and-excite block's are among them.
 
         An addition in backward sums the gradients of a fork, and stays.
         """
@@ -255,9 +258,20 @@ class View:
         summed = row.phase == "backward" and row.kind == "elementwise" and row.op.startswith("aten::add")
         return not summed and not is_cast(row) and not self.is_after_norm(row, containers)
 
-    def squeeze_excite_blocks(self) -> frozenset[str]:
-        """Paths of the squeeze-and-excite blocks whose own forward runs a kernel."""
-        return frozenset(row.module for row in self.rows if row.module and is_squeeze_excite(row.module_type))
+    def squeeze_excite(self) -> Callable[[KernelRow], bool]:
+        """A row predicate: work of a squeeze-and-excite block whose own forward runs a kernel.
+
+        By the paths of the blocks. A captured forward is all its root's; there, in a model with such blocks, it is what gates
+        channels, pools them, and does the same backward, by operator and shapes.
+        """
+        blocks = frozenset(row.module for row in self.rows if row.module and is_squeeze_excite(row.module_type))
+        inside = tuple(f"{path}." for path in blocks)
+        if blocks:
+            return lambda row: row.module in blocks or row.module.startswith(inside)
+        captured = not any("." in row.module for row in self.rows)
+        if captured and any(map(is_squeeze_excite, self.profile.model.module_counts)) and any(map(_gates, self.rows)):
+            return _like_squeeze_excite
+        return lambda row: False
 
     def is_after_norm(self, row: KernelRow, containers: set[str]) -> bool:
         """An activation, or an add, that stands in a module beside a batch norm.
@@ -274,6 +288,26 @@ class View:
             and row.module in containers
             and self.fact(row) is None
         )
+
+
+def _gates(row: KernelRow) -> bool:
+    """Channels scaled by one value each: [N, C, H, W] times [N, C, 1, 1]."""
+    shapes = [shape for shape in shapes_of(row) if len(shape) == 4]
+    if row.kind != "elementwise" or "mul" not in row.op or len(shapes) != 2 or shapes[0][:2] != shapes[1][:2]:
+        return False
+    return sorted(shape[2:] == [1, 1] for shape in shapes) == [False, True]
+
+
+def _like_squeeze_excite(row: KernelRow) -> bool:
+    if row.phase not in ("forward", "backward") or is_own(row):
+        return False
+    shape = next(iter(shapes_of(row)), [])
+    if len(shape) != 4 or row.kind not in ("elementwise", "activation", "reduce"):
+        return False
+    if shape[2:] == [1, 1]:
+        return True
+    # The pooled activation is the gated one too: backward sums the gradients of both uses.
+    return bool((_SQUEEZE_EXCITE_BACKWARD if row.phase == "backward" else _SQUEEZE_EXCITE_FORWARD).match(row.op))
 
 
 def _weight_shape(fact: ConvFact) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ class Bundle(Transform):
         return tuple(s for sites, _ in found for s in sites), tuple(s for _, unmatched in found for s in unmatched)
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        """Of any of them: a member that finds no place changes nothing for the others."""
         found = {m.id: m.effect(training, before, after) for m in self.members}
-        failed = {name: check for name, check in found.items() if check.passed is False}
-        passed = False if failed else None if any(check.passed is None for check in found.values()) else True
-        return Check(passed=passed, detail="; ".join(f"{n}: {check.detail}" for n, check in (failed or found).items()))
+        seen = {check.passed for check in found.values()}
+        passed = True if True in seen else None if None in seen else False
+        return Check(passed=passed, detail="; ".join(f"{n}: {check.detail}" for n, check in found.items()))

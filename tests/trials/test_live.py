@@ -101,7 +101,7 @@ def test_changes_known_to_win_are_proved_in_one_trial(tmp_path):
 @pytest.mark.usefixtures("bundled")
 @pytest.mark.parametrize(
     ("other", "told"),
-    [("wrong", "changes the training"), ("no_effect", "without effect"), ("slower", "slower")],
+    [("wrong", "changes the training"), ("slower", "slower")],
 )
 def test_what_fails_as_one_is_tried_one_by_one(tmp_path, other, told):
     verdicts, _ = search(tmp_path, other, "quicker", "faster_still")
@@ -112,6 +112,29 @@ def test_what_fails_as_one_is_tried_one_by_one(tmp_path, other, told):
     assert told in verdicts[other].reason
     assert verdicts[f"{other} + quicker"].status == "reverted"
     assert verdicts["faster_still"].status == "kept"
+
+
+@pytest.mark.usefixtures("bundled")
+def test_what_finds_no_place_costs_the_others_nothing(tmp_path):
+    verdicts, _ = search(tmp_path, "no_effect", "faster", "quicker", "faster_still")
+    assert "no_effect + faster" not in " ".join(verdicts)
+    assert verdicts["no_effect"].status == "reverted"
+    assert "without effect" in verdicts["no_effect"].reason
+    assert verdicts["no_effect"].together == ()
+    assert (verdicts["no_effect"].blocks.off_us, verdicts["no_effect"].first_step_us) == ((), 0.0)
+    assert [verdicts[name].status for name in ("faster", "quicker", "faster_still")] == ["kept"] * 3
+    assert (verdicts["faster"].together, verdicts["quicker"].together) == (("quicker",), ("faster",))
+    assert verdicts["faster"].first_step_us >= verdicts["quicker"].first_step_us == 0.0
+
+
+@pytest.mark.usefixtures("bundled")
+def test_the_only_one_with_an_effect_has_the_gain_to_itself(tmp_path):
+    verdicts, _ = search(tmp_path, "no_effect", "quicker")
+    assert verdicts["no_effect"].status == "reverted"
+    assert verdicts["quicker"].status == "kept"
+    assert verdicts["quicker"].together == ()
+    assert verdicts["quicker"].gain.low > 0.01
+    assert "together" not in verdicts["quicker"].reason
 
 
 @pytest.mark.usefixtures("bundled")

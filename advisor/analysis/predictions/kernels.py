@@ -166,8 +166,7 @@ def _concatenations(view: View) -> list[KernelRow]:
 
 
 def _squeeze_excite(view: View) -> list[KernelRow]:
-    blocks = view.squeeze_excite_blocks()
-    return [row for row in view.rows if row.module in blocks or parent(row.module) in blocks]
+    return list(filter(view.squeeze_excite(), view.rows))
 
 
 def _depthwise(view: View) -> list[KernelRow]:
@@ -188,7 +187,8 @@ def _pointwise(view: View) -> list[KernelRow]:
 
 def _bias_and_activation(view: View) -> list[KernelRow]:
     containers = view.normalised_containers()
-    return [row for row in view.rows if view.is_unnormed(row, containers)]
+    in_block = view.squeeze_excite()
+    return [row for row in view.rows if view.is_unnormed(row, containers) and not in_block(row)]
 
 
 # What is fused everywhere it is found has a prediction of its own above.

@@ -20,7 +20,7 @@ import torch
 
 from advisor.core import storage
 from advisor.core.findings import Recommendation
-from advisor.core.verdict import Verdict
+from advisor.core.verdict import Blocks, Verdict
 from advisor.profiling.attach import attach_training
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
@@ -35,7 +35,7 @@ from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, median
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, median
 
 # A script that goes on to another model (k-fold) this often before a trial is done leaves it open.
 MAX_MODELS = 4
@@ -263,33 +263,42 @@ class SearchDriver:
             return False  # its own trial tells why
 
     def _conclude_members(self, members: Sequence[Recommendation], verdict: Verdict) -> None:
-        """A kept bundle: each member has a verdict of its own, with the effect it had itself; the gain is of all of them."""
-        for place, member in enumerate(members):
-            transform = self.loop.find(member.transform)
-            others = [m for m in members if m is not member]
-            titles = " and ".join(self.loop.find(m.transform).title for m in others)
+        """A kept bundle: each member has a verdict of its own, with the effect it had itself; the gain is of all that had one."""
+        transforms = [self.loop.find(m.transform) for m in members]
+        effects = [transform.effect(self.training, None, None) for transform in transforms]
+        with_effect = [t for t, effect in zip(transforms, effects, strict=True) if effect.passed is not False]
+        paid = False
+        for member, transform, effect in zip(members, transforms, effects, strict=True):
             sites = transform.sites(self.training) or ((), ())
-            self._conclude(
-                dataclasses.replace(
-                    verdict,
-                    transform=member.transform,
-                    title=transform.title,
-                    reason=f"{verdict.reason}, together with {titles}",
-                    round=member.round,
-                    semantics=transform.semantics,
-                    predicted=member.predicted,
-                    gain=None,
-                    together=tuple(m.transform for m in others),
-                    effect=transform.effect(self.training, None, None),
-                    seconds=verdict.seconds / len(members),
-                    # Paid once, and so told once.
-                    first_step_us=0.0 if place else verdict.first_step_us,
-                    break_even_steps=None if place else verdict.break_even_steps,
-                    memory_delta_bytes=0 if place else verdict.memory_delta_bytes,
-                    matched=sites[0],
-                    unmatched=sites[1],
-                )
+            own = dataclasses.replace(
+                verdict,
+                transform=member.transform,
+                title=transform.title,
+                round=member.round,
+                semantics=transform.semantics,
+                predicted=member.predicted,
+                effect=effect,
+                seconds=verdict.seconds / len(members),
+                matched=sites[0],
+                unmatched=sites[1],
             )
+            if transform not in with_effect:
+                # It is on with the others, and nothing of it is in the graph.
+                reason = f"applied, but without effect: {effect.detail}"
+                own = dataclasses.replace(own, status=REVERTED, reason=reason, gain=None, timing=None, blocks=Blocks())
+            elif len(with_effect) > 1:
+                others = [t for t in with_effect if t is not transform]
+                titles = " and ".join(t.title for t in others)
+                own = dataclasses.replace(
+                    own,
+                    reason=f"{verdict.reason}, together with {titles}",
+                    gain=None,
+                    together=tuple(t.id for t in others),
+                )
+            if paid or transform not in with_effect:  # paid once, and so told once
+                own = dataclasses.replace(own, first_step_us=0.0, break_even_steps=None, memory_delta_bytes=0)
+            paid = paid or transform in with_effect
+            self._conclude(own)
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from advisor.analysis.launch import extent
 from advisor.analysis.predict import predict
 from advisor.analysis.view import View
 from advisor.core.metrics import BY_NAME, MetricTable
-from advisor.core.profile import IdleCause, ModelFacts, Quantity, Site
+from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.resources import kernel_entries
 
@@ -375,6 +376,47 @@ def test_squeeze_excite_by_class_name() -> None:
         model=ModelFacts(module_counts={"SqueezeExcitation": 8, "Sequential": 3, "SELayer": 1}),
     )
     numbers(metrics(tested), se_frac=2 / 3, se_count=9.0)
+
+
+def captured_blocks(**model: object) -> StepProfile:
+    """A captured forward of a net with four squeeze-and-excite blocks, as an EfficientNet's was traced: all rows are its root's."""
+    base = profiles.resnet50()
+
+    def made(op: str, phase: str, shapes: list[list[int]], kind: str = "elementwise") -> KernelRow:
+        row = replace(base.kernels[0], kind=kind, op=op, phase=phase, module="Net", module_type="Net", name=op)
+        return replace(row, shapes=json.dumps(shapes), time_us=1.0)
+
+    whole, pooled = [256, 144, 56, 56], [256, 144, 1, 1]
+    rows = (
+        made("aten::mul", "forward", [pooled, whole]),
+        made("aten::mul", "backward", [whole, pooled]),
+        made("aten::mul", "backward", [whole, whole]),
+        made("aten::add_", "backward", [whole, whole, []]),
+        made("aten::sum", "backward", [whole, [], []], "reduce"),
+        made("aten::sigmoid", "forward", [pooled], "activation"),
+        # and what is none of theirs: a residual sum, an activation, the optimizer, a loss
+        made("aten::add_", "forward", [whole, whole, []]),
+        made("aten::relu_", "forward", [whole], "activation"),
+        made("aten::_foreach_mul_", "optimizer", [whole]),
+        made("aten::mul", "forward", [[256, 1000], [256, 1000]]),
+    )
+    facts = ModelFacts(module_counts={"SqueezeExcitation": 4, "ReLU": 9}, **model)
+    return replace(profiles.with_rows(base, *rows), model=facts)
+
+
+def test_squeeze_excite_in_a_captured_forward_is_known_by_what_it_does() -> None:
+    """Else a second round, which profiles captured steps, never tries the kernels for it (25 % of an EfficientNet's step)."""
+    tested = captured_blocks()
+    numbers(metrics(tested), se_frac=0.6, se_count=4.0, unnormed_elementwise_frac=0.3)
+    found = predict(tested, "fused_squeeze_excite", {})
+    assert found is not None
+    assert found.high > 0.0
+    # Not where the model has no such block, no channel is gated, or modules tell.
+    nameless = replace(tested, model=replace(tested.model, module_counts={"Gate": 4}))
+    numbers(metrics(nameless), se_frac=0.0)
+    numbers(metrics(replace(tested, kernels=tested.kernels[2:])), se_frac=0.0)
+    seen = replace(tested, kernels=(*tested.kernels, replace(tested.kernels[6], module="Net.layer1.0")))
+    numbers(metrics(seen), se_frac=0.0)
 
 
 def test_a_cpu_profile_has_operators_and_no_gpu_metrics() -> None:

@@ -62,8 +62,15 @@ def test_one_that_fails_fails_for_all_and_leaves_nothing_on() -> None:
     with pytest.raises(RuntimeError):
         bundle.apply(None, {})
     assert log == ["a on", "a off"]
-    assert bundle.effect(None, None, None) == Check(passed=False, detail="b: of b")
-    assert Bundle("a", [Member("a", log, effect=None)]).effect(None, None, None).passed is None
+
+
+def test_an_effect_of_any_member_is_one() -> None:
+    def effect(*members: bool | None) -> Check:
+        return Bundle("x", [Member(str(i), [], effect=m) for i, m in enumerate(members)]).effect(None, None, None)
+
+    assert effect(False, True) == Check(passed=True, detail="0: of 0; 1: of 1")
+    assert effect(False, None).passed is None
+    assert effect(False, False).passed is False
 
 
 @pytest.fixture
