@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
-from advisor.core.findings import Recommendation
+from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.units import percent_text
 from advisor.core.verdict import Blocks, Check, StackVerdict, Verdict
@@ -25,7 +26,9 @@ from advisor.trials.script import Script
 from advisor.trials.statistics import INCONCLUSIVE, KEPT, REVERTED
 
 ROUNDS = 3  # while noise hides the answer and time is left
-TURNS = (0, 1)  # seeds of the runs without an item, or with one more: those of the stack's own
+# Seeds of the runs without an item, or with one more: those of the stack's own. One run may do: its blocks tell a clear answer, and
+# nothing is dropped or added on the word of one.
+TURNS = (0, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +106,7 @@ class StackTrial:
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
             script.say(f"what is kept with {title}, in fresh processes")
-            runs = self._seeded(spent.ON_TOP, (*kept, item))
+            runs = self._seeded(spent.ON_TOP, (*kept, item), partial(self._gains_nothing, proved, item))
             if script.over:
                 break
             whole = self._judge(proved.plain, runs, (*kept, item))
@@ -130,21 +133,22 @@ class StackTrial:
         gains = {v.transform: v.gain.low for v in verdicts if v.gain is not None}
         known = {v.transform for v in verdicts if v.left_out_gain is not None}
         open_items = [item for item in kept if item.transform not in known]
+        unasked: list[str] = []
         for item in sorted(open_items, key=lambda i: gains.get(i.transform, 0.0)):
             rest, title = [i for i in kept if i is not item], planner.title(item.transform)
             if not rest:
                 break
-            if time.time() + len(TURNS) * self.runs.last_s > until:
-                script.notes.append(f"no time was left to run the stack without {title}")
+            if time.time() + self.runs.last_s > until:
+                unasked.append(title)
                 continue
             script.say(f"the stack without {title}, in fresh processes")
-            runs = self._seeded(spent.LEFT_OUT, rest)
+            runs = self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept))
             if script.over:
                 break
             # Where another one does not apply without it, it is needed, whatever the runs took.
-            if len(runs) < len(TURNS) or any(m.left_out for m in runs):
+            if not runs or any(m.left_out for m in runs):
                 continue
-            gain = proof.ratio(runs, proved.stack, flow=self._flow(kept)).saved("left out, fresh processes")
+            gain = self._left_out_gain(proved, kept, runs)
             if gain is None:
                 continue
             records.revise_kept(script.run_dir, item.transform, left_out_gain=gain)
@@ -155,6 +159,8 @@ class StackTrial:
                 self._revert(item, "the whole stack is as fast without it")
                 script.say(f"{title}: dropped, the whole stack is as fast without it")
                 kept, proved = rest, dataclasses.replace(proved, verdict=whole, stack=tuple(runs))
+        if unasked:
+            script.notes.append(f"no time was left to run the stack without {', '.join(unasked)}")
         return proved
 
     # -- fresh runs -------------------------------------------------------------------------------------------------
@@ -181,15 +187,32 @@ class StackTrial:
                     runs.stack.clear()
                 runs.stack.append(found)
 
-    def _seeded(self, phase: str, kept: Sequence[PlanItem]) -> list[Measurement]:
-        """Runs with these changes, with the seeds of the stack's own; fewer where one gave no measurement."""
-        found = []
+    def _seeded(
+        self, phase: str, kept: Sequence[PlanItem], settled: Callable[[Sequence[Measurement]], bool]
+    ) -> list[Measurement]:
+        """Runs with these changes, with the seeds of the stack's own, until they have `settled` it; none where one failed."""
+        found: list[Measurement] = []
         for turn in TURNS:
             run = self.runs.measure(phase, kept, turn=turn)
             if run is None:
-                break
+                return []
             found.append(run)
+            if settled(found):
+                break
         return found
+
+    def _gains_nothing(self, proved: Proof, item: PlanItem, runs: Sequence[Measurement]) -> bool:
+        """Whether these runs with one more change already say that it is not to be kept."""
+        gain = proof.ratio(proved.stack, runs, flow=self._flow((item,))).saved("")
+        return item.transform in runs[-1].left_out or (gain is not None and gain.high < self.min_gain)
+
+    def _is_needed(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
+        """Whether these runs without one of `kept` already say that it stays."""
+        gain = self._left_out_gain(proved, kept, runs)
+        return bool(runs[-1].left_out) or (gain is not None and gain.low >= self.min_gain)
+
+    def _left_out_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
+        return proof.ratio(runs, proved.stack, flow=self._flow(kept)).saved("left out, fresh processes")
 
     def _judge(
         self, plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]
@@ -215,7 +238,7 @@ class StackTrial:
             ratio, numerics: the stack's own runs against these.
             whole: the plain script's runs against these.
         """
-        if len(runs) < len(TURNS):
+        if not runs:
             return records.verdict_on(candidate, "failed", "a fresh run with it gave no measurement")
         left_out = next((m.left_out[candidate.transform] for m in runs if candidate.transform in m.left_out), "")
         if left_out:

@@ -69,3 +69,17 @@ def test_losses_that_jump_from_batch_to_batch_get_room_for_it():
     steady = curve(1, noise=0.01, fall=0.0)
     shifted = [value + (0.35 if i % 10 < 5 else -0.35) for i, value in enumerate(steady)]
     assert losses.compare([steady], [shifted]).passed is False
+
+
+def test_plain_runs_that_cross_are_as_far_apart_as_around_their_crossing():
+    apart = [curve(1, start=2.0, fall=-0.02), curve(2, start=2.8, fall=0.02)]  # they meet in the middle
+    elsewhere = [curve(3, start=3.2, fall=0.0)]
+    assert losses.compare(apart, elsewhere).passed is True
+    assert losses.compare([curve(1, start=2.4, fall=0.0), curve(2, start=2.4, fall=0.0)], elsewhere).passed is False
+
+
+def test_only_a_finite_distance_may_be_chances():
+    assert losses.apart(losses.compare([curve(1)], [curve(2, start=4.0)]))
+    assert not losses.apart(losses.compare([curve(1)], [curve(2)]))
+    assert not losses.apart(losses.compare([curve(1)], [[math.nan] * 42]))
+    assert not losses.apart(losses.compare([curve(1)], [curve(2, steps=3)]))
