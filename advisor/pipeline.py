@@ -630,9 +630,6 @@ def attach(session: Session) -> None:
     Raises:
         AdvisorError: for a mode that does not exist.
     """
-    from advisor.profiling import stop
-
-    stop.tell_of_the_end(session)
     if session.protect_files:
         from advisor.trials.files.protect import protect
 

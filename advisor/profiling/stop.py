@@ -7,11 +7,12 @@ with `os._exit(0)`, its streams flushed, because it would otherwise train on for
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
+import time
 from contextlib import suppress
 
+from advisor.profiling.records import PROGRESS_FILE
 from advisor.profiling.session import LEAVING, Session, tell
 
 MAX_RAISES = 3
@@ -23,6 +24,24 @@ class StopTraining(SystemExit):
     def __init__(self, reason: str) -> None:
         super().__init__(0)
         self.reason = reason
+
+
+class _Leaving:
+    """Tells the supervisor when the interpreter of a script that was stopped is taken apart: exit handlers and `finally` blocks have
+    run by then, and what is left is native code's. Holds all it needs, because modules are empty by that time.
+
+    To be put into `sys`, which Python clears last, and always: a module of ours lives on in the frames that the stop has passed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._process, self._getpid, self._write, self._now = os.getpid(), os.getpid, os.write, time.time
+        self._event = LEAVING
+        self._file = os.open(session.folder / PROGRESS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def __del__(self) -> None:
+        if self._getpid() == self._process:  # a forked child has it too
+            line = f'{{"t": {self._now()!r}, "event": "{self._event}", "pid": {self._process}}}\n'
+            self._write(self._file, line.encode())
 
 
 class _Request:
@@ -40,22 +59,10 @@ def stop(session: Session, reason: str) -> None:
     """
     if not _Request.reason:
         tell(session, "stopped", reason=reason, pid=os.getpid())
+        with suppress(OSError):
+            sys._advisor_leaving = _Leaving(session)  # type: ignore[attr-defined]
     _Request.reason = reason or "done"
     insist()
-
-
-def tell_of_the_end(session: Session) -> None:
-    """Tell the supervisor when a script that was stopped has run its clean-up: what is left is native code's.
-
-    To be called early: handlers that are registered later run before this one.
-    """
-    process = os.getpid()
-
-    def leaving() -> None:
-        if os.getpid() == process and requested():
-            tell(session, LEAVING, pid=process)
-
-    atexit.register(leaving)
 
 
 def requested() -> bool:

@@ -106,7 +106,7 @@ class StackTrial:
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
             script.say(f"what is kept with {title}, in fresh processes")
-            runs = self._seeded(spent.ON_TOP, (*kept, item), partial(self._gains_nothing, proved, item))
+            runs = self._seeded(spent.ON_TOP, (*kept, item), partial(self._gains_nothing, proved, (*kept, item)))
             if script.over:
                 break
             whole = self._judge(proved.plain, runs, (*kept, item))
@@ -201,10 +201,10 @@ class StackTrial:
                 break
         return found
 
-    def _gains_nothing(self, proved: Proof, item: PlanItem, runs: Sequence[Measurement]) -> bool:
-        """Whether these runs with one more change already say that it is not to be kept."""
-        gain = proof.ratio(proved.stack, runs, flow=self._flow((item,))).saved("")
-        return item.transform in runs[-1].left_out or (gain is not None and gain.high < self.min_gain)
+    def _gains_nothing(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
+        """Whether these runs with the last of `kept` on top of the others already say that it is not to be kept."""
+        gain = proof.ratio(proved.stack, runs, flow=self._flow(kept)).saved("on top, fresh processes")
+        return kept[-1].transform in runs[-1].left_out or (gain is not None and gain.high < self.min_gain)
 
     def _is_needed(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
         """Whether these runs without one of `kept` already say that it stays."""
