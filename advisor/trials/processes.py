@@ -1,7 +1,8 @@
 """Search processes, one after the other, until each candidate has a verdict.
 
 In each one live/driver.py tries what is left. One that ends too early, or dies, is followed by another; whoever was on trial when
-it died is to blame, unless nobody comes to a verdict any more: then it is the script.
+it died is to blame, unless nobody comes to a verdict any more, or the same error ends it with another one on trial: then it is the
+script's own, and such an end is one that came too early.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from advisor.core.findings import Interval, Recommendation
-from advisor.core.verdict import Blocks
+from advisor.core.verdict import Blocks, Verdict
 from advisor.profiling.launcher import Exit
 from advisor.trials import planner, records
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.pairs import try_in_pairs
 from advisor.trials.records import InTrial
-from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script, last_line
+from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script
 from advisor.trials.statistics import INCONCLUSIVE, REVERTED, decide
 
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
@@ -45,6 +46,8 @@ class SearchProcesses:
     restarted: set[str] = field(default_factory=set)  # transforms that only fresh processes could try
     on_top: list[Recommendation] = field(default_factory=list)  # and candidates among them whose turn comes last
     _crashes: int = 0
+    _blamed: dict[str, Verdict] = field(default_factory=dict)  # by the error that ended the process
+    _own_errors: set[str] = field(default_factory=set)  # the script's, whatever is on trial
 
     @property
     def ended(self) -> bool:
@@ -123,12 +126,26 @@ class SearchProcesses:
             reason = f"advisor switched itself off: {ended.fault}"
             self._conclude(records.load_current(run_dir) or _in_trial(left[0]), left, "failed", reason)
             return True
-        if ended.failed and not ended.exit.stopped_by_advisor:
+        if ended.failed and not ended.exit.stopped_by_advisor and not self._scripts_own(ended.exit):
             self._crashes = self._crashes + 1 if len(records.verdicts(run_dir)) == verdicts else 1
             self._crashed(ended.exit, left)
             return True
         self.ended_early += not ended.exit.stopped_by_advisor
         return self._progress() != before
+
+    def _scripts_own(self, ended: Exit) -> bool:
+        """Whether a Python error that is the script's own has ended this process. A verdict that blamed a candidate for it is withdrawn."""
+        current, error = records.load_current(self.script.run_dir), self.script.last_line
+        if ended.signal or ended.timed_out or current is None or not error:
+            return False
+        blamed = self._blamed.get(error)
+        if blamed is not None and (blamed.transform, blamed.parameters) != (current.transform, current.parameters):
+            del self._blamed[error]
+            self._own_errors.add(error)
+            records.withdraw(self.script.run_dir, blamed)
+            self.script.notes.append(f"the script itself ends with “{error}”; the search went on in further runs of it")
+            self.script.say(f"{blamed.title}: not to blame, {self.script.notes[-1]}")
+        return error in self._own_errors
 
     def _progress(self) -> tuple[object, ...]:
         current = records.load_current(self.script.run_dir)
@@ -160,7 +177,9 @@ class SearchProcesses:
             script.notes.append(
                 f"the search ended: the script failed {CRASHES} times in a row; see {records.OUTPUT_FILE}"
             )
-        self._conclude(current, left, *self._blame(ended, current))
+        verdict = self._conclude(current, left, *self._blame(ended, current))
+        if script.last_line and not ended.signal and not ended.timed_out:
+            self._blamed[script.last_line] = verdict
 
     def _blame(self, ended: Exit, current: InTrial) -> tuple[str, str]:
         """Status and reason of the candidate on trial when the process died."""
@@ -174,7 +193,7 @@ class SearchProcesses:
             where = records.native_fault(self.script.run_dir)
             told = f"the process died of signal {ended.signal} in its {current.phase}"
             return "failed", f"{told} ({where})" if where else told
-        last = last_line(self.script.run_dir / records.OUTPUT_FILE)
+        last = self.script.last_line
         return "failed", f"the script failed in its {current.phase}" + (f": {last}" if last else "")
 
     def _look_last(self, candidates: Sequence[Recommendation]) -> None:
@@ -198,7 +217,7 @@ class SearchProcesses:
         status: str,
         reason: str,
         gain: Interval | None = None,
-    ) -> None:
+    ) -> Verdict:
         """The candidate on trial has this verdict. It may be several as one, which no candidate stands for."""
         as_tried = Recommendation(transform=current.transform, parameters=current.parameters)
         candidate = next((c for c in candidates if planner.identity(c) == planner.identity(as_tried)), as_tried)
@@ -220,6 +239,7 @@ class SearchProcesses:
         records.save_verdict(self.script.run_dir, verdict)
         records.clear_current(self.script.run_dir)
         self.script.say(f"{verdict.title}: {status}, {reason}")
+        return verdict
 
 
 def _in_trial(candidate: Recommendation) -> InTrial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable
@@ -152,6 +153,14 @@ def save_verdict(run_dir: Path, verdict: Verdict) -> None:
     number = max((int(p.name.split("-")[0]) for p in files), default=0) + 1
     safe = re.sub(r"[^\w.-]", "_", verdict.transform)
     storage.save(run_dir / TRIALS_DIR / f"{number:02d}-{safe}.json", verdict)
+
+
+def withdraw(run_dir: Path, verdict: Verdict) -> None:
+    """Its candidate has no verdict any more."""
+    for path in verdict_files(run_dir):
+        with contextlib.suppress(AdvisorError):
+            if attempt(storage.load(path, Verdict)) == attempt(verdict):
+                path.unlink(missing_ok=True)
 
 
 def revise_kept(run_dir: Path, transform: str, **changes: Any) -> None:

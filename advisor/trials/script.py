@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -57,6 +58,12 @@ class Script:
     failed: bool = False  # whatever candidate is on
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _fault: str = ""
+    _said_from: int = 0  # in the file of its output, where the latest process's begins
+
+    @property
+    def last_line(self) -> str:
+        """The last line that the latest process wrote; "" where it wrote none."""
+        return last_line(self.run_dir / records.OUTPUT_FILE, since=self._said_from)
 
     @property
     def over(self) -> bool:
@@ -80,6 +87,8 @@ class Script:
         """
         began, self._fault = time.monotonic(), ""
         (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._said_from = (self.run_dir / records.OUTPUT_FILE).stat().st_size
         session = Session(
             mode=mode,
             script=self.command.words[0],
@@ -136,12 +145,11 @@ class Script:
             self.say(f"advisor switched itself off in the script: {event.get('error')}")
 
 
-def last_line(path: Path) -> str:
-    """The last line of the script's output, where Python puts the error's own text."""
+def last_line(path: Path, *, since: int = 0) -> str:
+    """The last line of the script's output, where Python puts the error's own text; not before `since`, bytes."""
     try:
         with open(path, "rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - 8192))
+            stream.seek(max(since, stream.seek(0, 2) - 8192))
             lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""

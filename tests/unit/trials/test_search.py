@@ -319,14 +319,78 @@ def test_a_script_too_short_for_any_trial_comes_to_an_end(script):
     ],
 )
 def test_a_crash_is_blamed_on_the_candidate_and_the_search_goes_on(script, ended, told):
-    (script.run_dir / records.OUTPUT_FILE).write_text("Traceback\nRuntimeError: boom\n\n")
-    script.verdicts = {"tf32": lambda session: ended, "compile": "reverted"}
+    def crashes(session):
+        (script.run_dir / records.OUTPUT_FILE).write_text("Traceback\nRuntimeError: boom\n\n")
+        return ended
+
+    script.verdicts = {"tf32": crashes, "compile": "reverted"}
     _, _, code, verdicts = apply(script, "tf32", "compile")
     assert verdicts["tf32"].status == "failed"
     assert told in verdicts["tf32"].reason
     assert verdicts["tf32"].predicted is not None
     assert verdicts["compile"].status == "reverted"
     assert code == 0
+
+
+def test_an_error_of_the_scripts_own_is_no_candidates(script):
+    """It raises after so many steps, whatever is on trial: the first to meet that is tried again."""
+    output = script.run_dir / records.OUTPUT_FILE
+    met = []
+
+    def raises(then):
+        def ended(session):
+            name = records.load_current(script.run_dir).transform
+            met.append(name)
+            if met.count(name) > 1:  # a process that has got farther with its trial comes to a verdict
+                script.verdicts[name] = then
+                return script.search(session)
+            with open(output, "a") as stream:
+                stream.write("Traceback\nIndexError: sample 6400\n")
+            return Exit(code=1)
+
+        return ended
+
+    script.verdicts = {"tf32": raises("kept"), "compile": raises("reverted"), "channels_last": raises("reverted")}
+    script.step_us[("tf32",)] = 500.0
+    log, _, code, verdicts = apply(script, "tf32", "compile", "channels_last")
+    assert {name: v.status for name, v in verdicts.items()} == {
+        "tf32": "kept",
+        "compile": "reverted",
+        "channels_last": "reverted",
+    }
+    assert met[:2] != ["tf32", "tf32"]
+    assert sum("IndexError: sample 6400" in note for note in log.notes) == 1
+    assert code == 0
+    assert log.stack.passed
+
+
+def test_a_silent_end_is_not_told_by_an_earlier_process_error(script):
+    output = script.run_dir / records.OUTPUT_FILE
+
+    def raises(session):
+        output.write_text("RuntimeError: one\n")
+        return Exit(code=1)
+
+    script.verdicts = {"tf32": raises, "compile": lambda session: Exit(code=1)}
+    _, _, _, verdicts = apply(script, "tf32", "compile")
+    assert verdicts["tf32"].status == verdicts["compile"].status == "failed"
+    assert verdicts["compile"].reason == "the script failed in its gate"
+
+
+def test_two_candidates_with_errors_of_their_own_have_failed(script):
+    output = script.run_dir / records.OUTPUT_FILE
+
+    def raises(text):
+        def ended(session):
+            with open(output, "a") as stream:
+                stream.write(text)
+            return Exit(code=1)
+
+        return ended
+
+    script.verdicts = {"tf32": raises("RuntimeError: one\n"), "compile": raises("RuntimeError: two\n")}
+    _, _, _, verdicts = apply(script, "tf32", "compile")
+    assert [verdicts[name].status for name in ("tf32", "compile")] == ["failed", "failed"]
 
 
 def dies_in_its_effect(script, seen, unless_untraced=None):
