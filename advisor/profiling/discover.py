@@ -29,8 +29,10 @@ from advisor.profiling.training import RootModule, StepEvent, Training
 
 # Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
 LOOK_STEPS = 3
-# Looking again after the roots have changed is cheap but not free; a script that changes them for ever is left alone.
+# Looking again after the roots have changed is cheap but not free; a script that changes them every few steps is left alone.
+# One that trains a model for a while and goes on to the next (k-fold) is followed for as long as it runs.
 MAX_LOOKS = 8
+CALM_STEPS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +113,8 @@ class Discovery:
         self._keep_inputs = keep_inputs
         self._steps_looked = 0
         self._looks = 0
+        self._hasty_looks = 0  # soon after the last
+        self._calm = 0  # boundaries since the last look
         self._looking: list[Patch] = []
         self._watching: list[Patch] = []
         self._calls: list[_Call] = []
@@ -135,8 +139,10 @@ class Discovery:
             self._steps_looked += 1
             if self._steps_looked >= LOOK_STEPS:
                 self.stop_looking()
-        elif self._root_calls == 0 and (interval.backwards or not self._roots) and self._looks < MAX_LOOKS:
+        elif self._root_calls == 0 and (interval.backwards or not self._roots) and self._hasty_looks < MAX_LOOKS:
             self.look()
+        else:
+            self._calm += 1
         self._root_calls = 0
         self._adopt_loaders(step.clean)
         self._count_samples()
@@ -245,7 +251,8 @@ class Discovery:
         self._forwards.end()
         self._unwatch()
         self._looks += 1
-        self._steps_looked = 0
+        self._hasty_looks += self._calm < CALM_STEPS
+        self._steps_looked = self._calm = 0
         replace = self.patches.replace
         self._looking = [replace(torch.nn.Module, "__call__", self._module_call())]
         self._looking += [
@@ -286,7 +293,7 @@ class Discovery:
         """No close look from here on. To be called before others put their own `nn.Module.__call__` on top of the look's,
         as the annotation of a traced window does: hooks that end in another order than they began cannot be taken back.
         """
-        self._looks = MAX_LOOKS
+        self._hasty_looks = MAX_LOOKS
         if self._looking:
             self.stop_looking()
 

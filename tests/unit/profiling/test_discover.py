@@ -197,6 +197,21 @@ def test_the_next_models_batches_are_looked_at_too(found: Found) -> None:
     assert told == [6 * 3 * 4, 3 * 3 * 4]
 
 
+@pytest.mark.parametrize(("steps", "followed"), [(discover.CALM_STEPS + 8, 12), (5, discover.MAX_LOOKS)])
+def test_models_are_followed_unless_they_change_all_the_time(found: Found, steps: int, followed: int) -> None:
+    """Twelve folds, or a script that makes a model for every few steps."""
+    training, _, _ = found
+    known = []
+    for _ in range(12):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+        known.append([root.module for root in training.roots] == [model])
+    assert sum(known) == followed
+
+
 def test_images_that_workers_normalise_are_told_with_their_time(found: Found) -> None:
     training, _, discovery = found
     model = nn.Sequential(nn.Flatten(), nn.Linear(6 * 8 * 3, 1))
