@@ -6,6 +6,7 @@ fresh processes itself; the hand-tuned baselines run in fresh processes right af
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -102,12 +103,14 @@ def run(
     json_out: Path | None,
     baselines: tuple[str, ...],
     max_time_s: float,
+    runs: Path | None = None,
     say: Callable[[str], None],
 ) -> int:
     """Run each training, and write after each run of it, so that an interrupted one leaves what it had.
 
     Args:
         max_time_s: what each search may take, as `advisor apply --max-time`.
+        runs: where the searches' run folders are left, below each training's name; None leaves none.
 
     Raises:
         AdvisorError: without a GPU (exit code 5), without docs/examples, or when `pattern` matches nothing.
@@ -125,10 +128,11 @@ def run(
     target = (json_out or results.folder() / "models.json").resolve()
     rows = [row for row in results.on_file(target) if row["name"] not in chosen]
     home = Path.cwd()
+    runs = runs and runs.resolve()
     for name, (script, *arguments) in chosen.items():
         words = (str(examples / script), *arguments)
-        with tempfile.TemporaryDirectory(prefix="advisor-bench-") as scratch:
-            os.chdir(scratch)
+        with _workplace(runs, name) as folder:
+            os.chdir(folder)
             try:
                 for row in _measured(name, words, baselines=baselines, max_time_s=max_time_s, say=say):
                     results.write(target, "models", [*rows, storage.to_plain(row)])
@@ -136,6 +140,21 @@ def run(
                 os.chdir(home)
         rows.append(storage.to_plain(row))
     return ExitCode.OK
+
+
+@contextlib.contextmanager
+def _workplace(runs: Path | None, name: str) -> Iterator[Path]:
+    """The folder that a script is run in: below `runs`, or one that is gone afterwards."""
+    if runs is None:
+        with tempfile.TemporaryDirectory(prefix="advisor-bench-") as scratch:
+            yield Path(scratch)
+        return
+    folder = runs / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AdvisorError(f"cannot make {folder} ({error.strerror})", fix="Name another folder with --runs.") from None
+    yield folder
 
 
 def _measured(

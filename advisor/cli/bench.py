@@ -36,8 +36,14 @@ from advisor.cli.progress import Progress
     show_default=True,
     help="`bench models`: end each search after this long, as `advisor apply --max-time` does.",
 )
+@click.option(
+    "--runs",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="`bench models`: leave the searches' run folders in DIR, for `advisor report`.",
+)
 @click.argument("what", type=click.Choice(("ops", "models", "tune")))
-def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max_time: float) -> int:
+def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max_time: float, runs: Path | None) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
     `tune`, each kernel with every combination of its launch constants.
 
@@ -63,4 +69,6 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max
             return int(tune.run(pattern=pattern, json_out=json_out, say=say))
         if what == "ops":
             return int(ops.run(pattern=pattern, json_out=json_out, baselines=names, say=say))
-        return int(models.run(pattern=pattern, json_out=json_out, baselines=names, max_time_s=max_time, say=say))
+        return int(
+            models.run(pattern=pattern, json_out=json_out, baselines=names, max_time_s=max_time, runs=runs, say=say)
+        )

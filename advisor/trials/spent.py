@@ -9,13 +9,14 @@ PROFILE = "first profile"
 # In the process of a search. The start is all before the first trial: Python, data, model, warm-up, and what was kept before, which
 # each process captures anew.
 START, LOOK, GATE, SETTLE = "starting searches", "matching", "numeric gate", "warm-up of changes"
+FIRST = "first steps with changes"  # compile, capture, tuning: in the gate, where each change is on for the first time
 TRACE, BLOCKS, UNDO = "effect checks", "timed blocks", "taking back"
 # Whole processes of another kind.
 ROUNDS, PAIRS, STACK = "profiles of later rounds", "pairs of fresh runs", "whole against plain"
 ON_TOP, LEFT_OUT = "changes on top of the whole", "whole without each change"
 REST = "rest"  # rules, files, the supervisor's own
 
-PHASES = (PROFILE, START, LOOK, GATE, SETTLE, TRACE, BLOCKS, UNDO, ROUNDS, PAIRS, STACK, ON_TOP, LEFT_OUT, REST)
+PHASES = (PROFILE, START, LOOK, GATE, FIRST, SETTLE, TRACE, BLOCKS, UNDO, ROUNDS, PAIRS, STACK, ON_TOP, LEFT_OUT, REST)
 
 
 class Stopwatch:
@@ -31,6 +32,13 @@ class Stopwatch:
         now = self._now()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
+
+    def charge(self, phase: str, seconds: float) -> None:
+        """So much of the running phase was another's."""
+        self.enter(self._phase)
+        moved = min(seconds, self._seconds[self._phase])
+        self._seconds[self._phase] -= moved
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + moved
 
     def seconds(self) -> dict[str, float]:
         """By phase so far, the running one included."""

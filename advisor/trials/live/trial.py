@@ -209,6 +209,7 @@ class Trial:
                     switch.on, switch.off, transform.semantics, _precision(transform), self._computes_in()
                 )
             numerics, self._first_us = result.check, result.first_us
+            self.loop.spent.charge(spent.FIRST, result.first_us / 1e6)
         self._gate.release()
         self._numerics = numerics
         if numerics.passed is False:

@@ -63,7 +63,13 @@ def bench(
     )  # fmt: skip
     found = SimpleNamespace(profile=profile(4000.0), log=log, run_dir=run_dir)
     limits: list[float] = []
-    monkeypatch.setattr(pipeline, "apply", lambda *_, **options: limits.append(options["max_time_s"]) or found)
+
+    def apply(*_: Any, **options: Any) -> Any:
+        limits.append(options["max_time_s"])
+        Path("left").write_text("by the search")  # in the folder that it runs in
+        return found
+
+    monkeypatch.setattr(pipeline, "apply", apply)
 
     def launch(command: object, session: Any, **_: object) -> None:
         folder = Path(session.run_dir)
@@ -77,7 +83,14 @@ def bench(
     monkeypatch.setattr(models, "launch", more.get("launch", launch))
     target, baselines = tmp_path / "models.json", more.get("baselines", ("eager", "compile"))
     with contextlib.suppress(KeyboardInterrupt):
-        models.run(pattern="resnet50", json_out=target, baselines=baselines, max_time_s=77.0, say=lambda _: None)
+        models.run(
+            pattern="resnet50",
+            json_out=target,
+            baselines=baselines,
+            max_time_s=77.0,
+            runs=more.get("runs"),
+            say=lambda _: None,
+        )
     assert limits == [77.0]
     row: dict[str, Any]
     (row,) = json.loads(target.read_text())["rows"]
@@ -120,6 +133,17 @@ def test_a_baseline_that_is_interrupted_costs_no_row(monkeypatch, machine, tmp_p
 
     row = bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",), launch=interrupted)
     assert (row["plain_ms"], row["advisor_ms"], row["eager_ms"], row["compile_ms"]) == (8.1, 2.0, None, None)
+
+
+def test_run_folders_are_left_where_asked(monkeypatch, machine, tmp_path) -> None:
+    bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",))
+    monkeypatch.chdir(tmp_path)
+    bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",), runs=Path("runs"))
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("left")] == [Path("runs/resnet50_b256/left")]
+    assert Path.cwd() == tmp_path
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AdvisorError, match="cannot make"):
+        bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",), runs=Path("file"))
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -296,7 +296,7 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--baseline", "eager").exit_code == 0
     ((name, options),) = called
     options.pop("say")
-    more = {"max_time_s": 600.0} if what == "models" else {}
+    more = {"max_time_s": 600.0, "runs": None} if what == "models" else {}
     assert (name, options) == (what, {"pattern": "bn", "json_out": out, "baselines": ("eager",), **more})
     assert invoke("bench", what, "--baseline", "cudnn").exit_code == ExitCode.USAGE
 
