@@ -136,14 +136,15 @@ def test_a_baseline_that_is_interrupted_costs_no_row(monkeypatch, machine, tmp_p
 
 
 def test_run_folders_are_left_where_asked(monkeypatch, machine, tmp_path) -> None:
-    bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",))
     monkeypatch.chdir(tmp_path)
-    bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",), runs=Path("runs"))
+    given = {"kept": ("tf32",), "profiled_with": ("tf32",)}
+    bench(monkeypatch, tmp_path / "a", **given)
+    bench(monkeypatch, tmp_path / "b", runs=Path("runs"), **given)
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("left")] == [Path("runs/resnet50_b256/left")]
     assert Path.cwd() == tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(AdvisorError, match="cannot make"):
-        bench(monkeypatch, tmp_path, kept=("tf32",), profiled_with=("tf32",), runs=Path("file"))
+        bench(monkeypatch, tmp_path / "c", runs=Path("file"), **given)
 
 
 def test_without_a_gpu_it_says_so() -> None:
