@@ -7,6 +7,8 @@ of the whole gradient.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,11 @@ from advisor.trials.numerics.replay import Result
 
 # A group much weaker than the model's mean gradient (a bias before batch norm: truly zero) is measured against that.
 _FLOOR = 1e-3
+# Tensors are compared together up to this many values beyond the first; two more copies of them are made.
+BATCH_ELEMENTS = 1 << 25
+
+# Σ(a−b)², Σb², Σab, Σa², worst |a−b| / (|b| + rms of b), and how many values lost finiteness.
+Row = tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -53,8 +60,8 @@ def distance(found: Result, base: Result) -> Distance:
         apart.broken = "other tensors have gradients"
         return apart
     gradients = [g for g in base.groups if g.startswith("gradient") and not g.startswith("gradient of input")]
-    rows = [sums(found.groups[group], base.groups[group]).cpu() for group in base.groups]
-    table = dict(zip(base.groups, torch.stack(rows).tolist(), strict=True)) if rows else {}
+    rows = iter(_rows([t for ts in found.groups.values() for t in ts], [t for ts in base.groups.values() for t in ts]))
+    table = {group: _added([next(rows) for _ in base.groups[group]]) for group in base.groups}
     count = sum(t.numel() for g in gradients for t in base.groups[g])
     energy = sum(table[g][1] for g in gradients)
     for group, (squares, reference, _, own_squares, worst, broken) in table.items():
@@ -77,31 +84,85 @@ def distance(found: Result, base: Result) -> Distance:
     return apart
 
 
-def sums(found: list[torch.Tensor], base: list[torch.Tensor]) -> torch.Tensor:
-    """Σ(a−b)², Σb², Σab, Σa², worst |a−b| / (|b| + rms of b), and how many values lost finiteness; fp64, one transfer."""
-    total = torch.zeros(6, dtype=torch.float64, device=base[0].device)
-    for raw_a, raw_b in zip(found, base, strict=True):
-        if not raw_b.is_floating_point():
-            unequal = (raw_a != raw_b).double().mean()
-            total[0] += unequal * raw_b.numel()
-            total[1] += raw_b.numel()
+def sums(found: list[torch.Tensor], base: list[torch.Tensor]) -> Row:
+    """Of one group."""
+    return _added(_rows(found, base))
+
+
+def _added(rows: Sequence[Row]) -> Row:
+    if not rows:
+        return (0.0,) * 6
+    squares, reference, product, own, worst, broken = zip(*rows, strict=True)
+    return math.fsum(squares), math.fsum(reference), math.fsum(product), math.fsum(own), max(worst), math.fsum(broken)
+
+
+def _rows(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[Row]:
+    """One row a tensor. Many at once: a deep net has hundreds, and each sum of each would be a launch of its own."""
+    rows: list[Row] = [(0.0,) * 6] * len(base)
+    batches: list[list[int]] = []
+    open_batches: dict[torch.dtype, list[int]] = {}
+    elements: Counter[torch.dtype] = Counter()
+    for i, tensor in enumerate(base):
+        if not tensor.numel():
             continue
-        wide = torch.float64 if raw_b.dtype == torch.float64 else torch.float32
-        a, b = raw_a.to(wide), raw_b.to(wide)
-        both = torch.isfinite(a) & torch.isfinite(b)
-        total[5] += (torch.isfinite(b) & ~both).sum() + (torch.isnan(a) & ~torch.isnan(b)).sum()
-        a, b = torch.where(both, a, 0.0), torch.where(both, b, 0.0)
-        difference = a - b
-        total[0] += (difference * difference).sum(dtype=torch.float64)
-        squares = (b * b).sum(dtype=torch.float64)
-        total[1] += squares
-        total[2] += (a * b).sum(dtype=torch.float64)
-        total[3] += (a * a).sum(dtype=torch.float64)
-        if b.numel():
-            rms = torch.sqrt(squares / b.numel()).to(wide)
-            tiny = torch.finfo(wide).tiny
-            total[4] = torch.maximum(total[4], (difference.abs() / (b.abs() + rms + tiny)).max().double())
-    return total
+        if not tensor.is_floating_point():
+            unequal = float((found[i] != tensor).double().mean()) * tensor.numel()
+            rows[i] = (unequal, float(tensor.numel()), 0.0, 0.0, 0.0, 0.0)
+            continue
+        wide = _wide(tensor)
+        if wide not in open_batches or elements[wide] > BATCH_ELEMENTS:
+            batches.append([])
+            open_batches[wide], elements[wide] = batches[-1], 0
+        open_batches[wide].append(i)
+        elements[wide] += tensor.numel()
+    for chosen in batches:
+        wide = _wide(base[chosen[0]])
+        a, b = ([tensors[i].to(wide) for i in chosen] for tensors in (found, base))
+        try:
+            several = _together(a, b)
+        except RuntimeError:  # no room for it, or no such operation on this device
+            several = None
+        for i, row in zip(chosen, several or map(_one, a, b), strict=True):
+            rows[i] = row
+    return rows
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _together(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[Row] | None:
+    """Rows of tensors of one dtype; None where any value is not finite."""
+    difference = torch._foreach_sub(a, b)
+    norms = [torch.stack(torch._foreach_norm(ts, 2, dtype=torch.float64)) for ts in (difference, b, a)]
+    squares, reference, own = torch.stack(norms).square().cpu()
+    if not bool(torch.isfinite(squares + reference + own).all()):
+        return None
+    sizes = torch.tensor([t.numel() for t in b], dtype=torch.float64)
+    scale = torch._foreach_abs(b)
+    torch._foreach_add_(scale, (torch.sqrt(reference / sizes) + torch.finfo(b[0].dtype).tiny).tolist())
+    torch._foreach_abs_(difference)
+    torch._foreach_div_(difference, scale)
+    worst = torch.stack(torch._foreach_norm(difference, math.inf)).double().cpu()
+    # Exactly Σb² where a and b are the same bits.
+    product = 0.5 * (own + reference - squares)
+    columns = (squares, reference, product, own, worst, torch.zeros_like(worst))
+    return [tuple(row) for row in torch.stack(columns, 1).tolist()]
+
+
+def _one(a: torch.Tensor, b: torch.Tensor) -> Row:
+    """The row of one tensor, whose values need not be finite: what is infinite or NaN in either counts as zero, and is told."""
+    both = torch.isfinite(a) & torch.isfinite(b)
+    broken = (torch.isfinite(b) & ~both).sum() + (torch.isnan(a) & ~torch.isnan(b)).sum()
+    a, b = torch.where(both, a, 0.0), torch.where(both, b, 0.0)
+    difference = a - b
+    squares, reference, product, own = (
+        (x * y).sum(dtype=torch.float64) for x, y in ((difference, difference), (b, b), (a, b), (a, a))
+    )
+    rms = torch.sqrt(reference / b.numel()).to(b.dtype)
+    worst = (difference.abs() / (b.abs() + rms + torch.finfo(b.dtype).tiny)).max()
+    row = torch.stack([squares, reference, product, own, worst.double(), broken.double()])
+    return tuple(row.tolist())
 
 
 def _difference(found: tuple[Any, ...], base: tuple[Any, ...]) -> str:

@@ -43,7 +43,7 @@ def compare_update(
         plain = _update(optimizer, parameters, user_hooks)
     finally:
         on()
-    found = sums(changed, plain).tolist()
+    found = sums(changed, plain)
     if found[5]:
         return Check(
             passed=False, detail="the optimizer's update has NaN or infinite values", numbers={"of_bound": math.inf}

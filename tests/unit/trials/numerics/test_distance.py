@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from advisor.trials.numerics.distance import distance
+from advisor.trials.numerics import distance as module
+from advisor.trials.numerics.distance import distance, sums
 from advisor.trials.numerics.replay import Result
 
 
@@ -20,3 +23,58 @@ def test_what_was_zero_and_is_not_any_more_is_off_by_all_of_it(group: str) -> No
     assert found.l2[group.replace("_", " ")] >= 1.0
     assert not found.broken
     assert distance(base, base).largest == 0.0
+
+
+def expected(a: torch.Tensor, b: torch.Tensor) -> tuple[float, ...]:
+    a, b = a.double(), b.double()
+    d, rms = a - b, b.square().mean().sqrt()
+    worst = (d.abs() / (b.abs() + rms)).max()
+    return tuple(float(v) for v in (d.square().sum(), b.square().sum(), (a * b).sum(), a.square().sum(), worst, 0.0))
+
+
+def pairs() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors as results hold them: of several dtypes, strided, single values, none at all."""
+    torch.manual_seed(3)
+    base = [torch.randn(7), torch.randn(5, 6).t(), torch.randn(3, 4, 5, 2).to(memory_format=torch.channels_last)]
+    base += [torch.tensor(2.5), torch.randn(4, 4).bfloat16(), torch.randn(9).double(), torch.randn(11) * 1e-3]
+    return [t + 0.01 * torch.randn(t.shape, dtype=t.dtype) for t in base], base
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("elements", [1, 20, 1 << 25])
+def test_tensors_compared_together_are_as_far_apart_as_one_by_one(monkeypatch, together: bool, elements: int) -> None:
+    monkeypatch.setattr(module, "BATCH_ELEMENTS", elements)
+    if not together:
+
+        def refused(*_: object, **__: object) -> None:
+            raise RuntimeError("not on this device")
+
+        monkeypatch.setattr(torch, "_foreach_norm", refused)
+    found, base = pairs()
+    rows = module._rows(found, base)
+    for row, a, b in zip(rows, found, base, strict=True):
+        assert row == pytest.approx(expected(a, b), rel=1e-5, abs=1e-12), a.shape
+    whole = sums(found, base)
+    assert whole[:4] == pytest.approx([math.fsum(row[i] for row in rows) for i in range(4)])
+    assert whole[4] == max(row[4] for row in rows)
+
+
+def test_the_same_bits_are_no_distance_apart() -> None:
+    _, base = pairs()
+    squares, reference, product, own, worst, broken = sums([t.clone() for t in base], base)
+    assert (squares, worst, broken) == (0.0, 0.0, 0.0)
+    assert product == reference == own
+    other = [t.clone() for t in base]
+    other[2][1, 2, 3, 1] = torch.nextafter(other[2][1, 2, 3, 1], torch.tensor(9.0))  # one bit of one element
+    assert sums(other, base)[0] > 0.0
+
+
+def test_values_that_are_not_finite_are_counted_where_the_other_has_them_not() -> None:
+    base = [torch.tensor([1.0, 2.0, math.inf, math.nan]), torch.tensor([1.0, 1.0])]
+    same = sums([t.clone() for t in base], base)
+    assert (same[0], same[5]) == (0.0, 0.0)
+    found = [torch.tensor([math.nan, 2.0, math.inf, math.nan]), torch.tensor([1.0, math.inf])]
+    assert sums(found, base)[5] == 3.0  # a NaN counts as lost and as new, an infinity as lost
+    assert sums([], []) == (0.0,) * 6
+    assert sums([torch.zeros(0)], [torch.zeros(0)]) == (0.0,) * 6
+    assert sums([torch.tensor([1, 5])], [torch.tensor([1, 2])])[:2] == (1.0, 2.0)
