@@ -128,7 +128,7 @@ def proved(
     (folder / "first").rename(folder / "advisor-runs" / "first")
     (folder / "net.pt").write_text("weeks of training")
     applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-pairs", "3",
-                      ADVISOR_LEDGER=str(folder.parent / "ledger.jsonl"))  # fmt: skip
+                      ADVISOR_LEDGER=str(folder.with_name(f"{folder.name}-ledger.jsonl")))  # fmt: skip
     return folder, applied, (before, tree(folder))
 
 
@@ -177,7 +177,7 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
         "Fused optimizer" in (run / "report.html").read_text() or "fused optimizer" in (run / "report.html").read_text()
     )
     assert after == before
-    (told,) = (json.loads(line) for line in (folder.parent / "ledger.jsonl").read_text().splitlines())
+    (told,) = (json.loads(line) for line in (folder.with_name(f"{folder.name}-ledger.jsonl")).read_text().splitlines())
     assert (told["transform"], told["status"]) == ("fused_optimizer", "kept")
     assert told["predicted"]["high"] == pytest.approx(verdict["predicted"]["high"])
 
