@@ -46,10 +46,9 @@ def fill(view: View, table: MetricTable) -> None:
     for name, wanted in _BY_ROW.items():
         table.set(f"{name}_frac", view.share(wanted))
 
-    in_block = view.squeeze_excite()
     table.set(
         "se_frac",
-        view.share(in_block),
+        view.share(view.squeeze_excite()),
         Provenance.MODELLED,
         "by class names; a block whose own forward runs no kernel is not seen",
     )
@@ -62,7 +61,7 @@ def fill(view: View, table: MetricTable) -> None:
     )
     table.set(
         "unnormed_elementwise_frac",
-        view.share(lambda row: view.is_unnormed(row, containers) and not in_block(row)),
+        view.share(view.unnormed()),
         Provenance.MODELLED,
         "counted where no batch norm stands in the same module",
     )

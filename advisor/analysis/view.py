@@ -247,16 +247,21 @@ class View:
         """Paths of modules with a batch norm directly inside: where an add or activation follows one."""
         return {parent(row.module) for row in self.rows if is_batchnorm(row) and row.module}
 
-    def is_unnormed(self, row: KernelRow, containers: set[str]) -> bool:
-        """Elementwise work of the model beside no batch norm: biases, activations, layer scale, drop path, residual additions.
-        A squeeze-and-excite block's are among them.
+    def unnormed(self) -> Callable[[KernelRow], bool]:
+        """A row predicate: elementwise work of the model beside no batch norm and in no squeeze-and-excite block: biases, activations,
+        layer scale, drop path, residual additions.
 
         An addition in backward sums the gradients of a fork, and stays.
         """
-        if row.kind not in ("activation", "elementwise") or row.phase not in ("forward", "backward") or is_own(row):
-            return False
-        summed = row.phase == "backward" and row.kind == "elementwise" and row.op.startswith("aten::add")
-        return not summed and not is_cast(row) and not self.is_after_norm(row, containers)
+        containers, in_block = self.normalised_containers(), self.squeeze_excite()
+
+        def predicate(row: KernelRow) -> bool:
+            if row.kind not in ("activation", "elementwise") or row.phase not in ("forward", "backward") or is_own(row):
+                return False
+            summed = row.phase == "backward" and row.kind == "elementwise" and row.op.startswith("aten::add")
+            return not (summed or is_cast(row) or self.is_after_norm(row, containers) or in_block(row))
+
+        return predicate
 
     def squeeze_excite(self) -> Callable[[KernelRow], bool]:
         """A row predicate: work of a squeeze-and-excite block whose own forward runs a kernel.
@@ -295,7 +300,7 @@ def _gates(row: KernelRow) -> bool:
     shapes = [shape for shape in shapes_of(row) if len(shape) == 4]
     if row.kind != "elementwise" or "mul" not in row.op or len(shapes) != 2 or shapes[0][:2] != shapes[1][:2]:
         return False
-    return sorted(shape[2:] == [1, 1] for shape in shapes) == [False, True]
+    return (shapes[0][2:] == [1, 1]) != (shapes[1][2:] == [1, 1])
 
 
 def _like_squeeze_excite(row: KernelRow) -> bool:

@@ -186,9 +186,7 @@ def _pointwise(view: View) -> list[KernelRow]:
 
 
 def _bias_and_activation(view: View) -> list[KernelRow]:
-    containers = view.normalised_containers()
-    in_block = view.squeeze_excite()
-    return [row for row in view.rows if view.is_unnormed(row, containers) and not in_block(row)]
+    return list(filter(view.unnormed(), view.rows))
 
 
 # What is fused everywhere it is found has a prediction of its own above.
