@@ -135,8 +135,8 @@ class SearchProcesses:
 
     def _scripts_own(self, ended: Exit) -> bool:
         """Whether a Python error that is the script's own has ended this process. A verdict that blamed a candidate for it is withdrawn."""
-        current, error = records.load_current(self.script.run_dir), self.script.last_line
-        if ended.signal or ended.timed_out or current is None or not error:
+        current, error = records.load_current(self.script.run_dir), self._error(ended)
+        if current is None or not error:
             return False
         blamed = self._blamed.get(error)
         if blamed is not None and (blamed.transform, blamed.parameters) != (current.transform, current.parameters):
@@ -146,6 +146,10 @@ class SearchProcesses:
             self.script.notes.append(f"the script itself ends with “{error}”; the search went on in further runs of it")
             self.script.say(f"{blamed.title}: not to blame, {self.script.notes[-1]}")
         return error in self._own_errors
+
+    def _error(self, ended: Exit) -> str:
+        """The Python error that this process ended with; "" where something else ended it, or it told none."""
+        return "" if ended.signal or ended.timed_out else self.script.last_line
 
     def _progress(self) -> tuple[object, ...]:
         current = records.load_current(self.script.run_dir)
@@ -178,8 +182,8 @@ class SearchProcesses:
                 f"the search ended: the script failed {CRASHES} times in a row; see {records.OUTPUT_FILE}"
             )
         verdict = self._conclude(current, left, *self._blame(ended, current))
-        if script.last_line and not ended.signal and not ended.timed_out:
-            self._blamed[script.last_line] = verdict
+        if error := self._error(ended):
+            self._blamed[error] = verdict
 
     def _blame(self, ended: Exit, current: InTrial) -> tuple[str, str]:
         """Status and reason of the candidate on trial when the process died."""

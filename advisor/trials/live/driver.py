@@ -267,7 +267,6 @@ class SearchDriver:
         transforms = [self.loop.find(m.transform) for m in members]
         effects = [transform.effect(self.training, None, None) for transform in transforms]
         with_effect = [t for t, effect in zip(transforms, effects, strict=True) if effect.passed is not False]
-        paid = False
         for member, transform, effect in zip(members, transforms, effects, strict=True):
             sites = transform.sites(self.training) or ((), ())
             own = dataclasses.replace(
@@ -295,9 +294,8 @@ class SearchDriver:
                     gain=None,
                     together=tuple(t.id for t in others),
                 )
-            if paid or transform not in with_effect:  # paid once, and so told once
+            if transform not in with_effect[:1]:  # paid once, and so told once
                 own = dataclasses.replace(own, first_step_us=0.0, break_even_steps=None, memory_delta_bytes=0)
-            paid = paid or transform in with_effect
             self._conclude(own)
 
     # -- what is left behind ----------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ of the whole gradient.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,24 +98,11 @@ def _added(rows: Sequence[Row]) -> Row:
 def _rows(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[Row]:
     """One row a tensor. Many at once: a deep net has hundreds, and each sum of each would be a launch of its own."""
     rows: list[Row] = [(0.0,) * 6] * len(base)
-    batches: list[list[int]] = []
-    open_batches: dict[torch.dtype, list[int]] = {}
-    elements: Counter[torch.dtype] = Counter()
     for i, tensor in enumerate(base):
-        if not tensor.numel():
-            continue
-        if not tensor.is_floating_point():
+        if tensor.numel() and not tensor.is_floating_point():
             unequal = float((found[i] != tensor).double().mean()) * tensor.numel()
             rows[i] = (unequal, float(tensor.numel()), 0.0, 0.0, 0.0, 0.0)
-            continue
-        wide = _wide(tensor)
-        if wide not in open_batches or elements[wide] > BATCH_ELEMENTS:
-            batches.append([])
-            open_batches[wide], elements[wide] = batches[-1], 0
-        open_batches[wide].append(i)
-        elements[wide] += tensor.numel()
-    for chosen in batches:
-        wide = _wide(base[chosen[0]])
+    for wide, chosen in _batches(base):
         a, b = ([tensors[i].to(wide) for i in chosen] for tensors in (found, base))
         try:
             several = _together(a, b)
@@ -125,6 +111,23 @@ def _rows(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[R
         for i, row in zip(chosen, several or map(_one, a, b), strict=True):
             rows[i] = row
     return rows
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.dtype, list[int]]]:
+    """Places of the floating-point ones with values, by the dtype that they are compared in."""
+    for wide in (torch.float32, torch.float64):
+        batch: list[int] = []
+        elements = 0
+        for i, tensor in enumerate(tensors):
+            if not tensor.numel() or not tensor.is_floating_point() or _wide(tensor) is not wide:
+                continue
+            if elements > BATCH_ELEMENTS:
+                yield wide, batch
+                batch, elements = [], 0
+            batch.append(i)
+            elements += tensor.numel()
+        if batch:
+            yield wide, batch
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
