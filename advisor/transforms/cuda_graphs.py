@@ -89,8 +89,9 @@ class _Captured:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cast cached before the capture would be frozen into the graph
+        # A cast cached before the capture would be frozen into the graph, and one cached in it lies in the graph's memory. The
+        # cache is emptied, not switched off: that flag is a guard of Dynamo's, and the forward would be traced once more.
+        torch.clear_autocast_cache()
         try:
             torch.cuda.synchronize(device)
             with _aliased_parameters(module) as leaves:
@@ -114,7 +115,7 @@ class _Captured:
             _leave_capture(device)
             raise
         finally:
-            torch.set_autocast_cache_enabled(cached)
+            torch.clear_autocast_cache()
         self.outputs = [o.detach() for o in flat]  # the autograd graph itself may go: the replay is the backward now
         arrived = iter(gradients)
         self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]

@@ -8,6 +8,7 @@ then kernels, then whole-graph compilers.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 
 from advisor.core.findings import Recommendation
@@ -63,6 +64,8 @@ _BOUND_BY = {"launch": GRAPHS, "data": "loader_workers", "copy": "prefetch", "sy
 BOUND_FRAC = 0.2
 # A change that was too small to be proved is worth a second trial where its share of the step has grown by half.
 MUCH_LONGER = 1.5
+# So is one that noise has hidden, when it may gain as much of the step as this.
+LARGE_GAIN = 0.1
 
 
 def order(recommendations: Sequence[Recommendation], profile: StepProfile | None = None) -> tuple[Recommendation, ...]:
@@ -131,6 +134,26 @@ def bundle(candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
     return found if len(found) > 1 else ()
 
 
+def left_open(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+    """Those of a round's candidates that were right and in effect, rather faster than not, and left open by noise; () for fewer than two.
+
+    Tried as one they may be told. Where the host's launches and the device's work take equally long, neither a change for the one nor
+    one for the other shortens a step (half precision and the fused optimizer under CUDA graphs), and both together do.
+    """
+    kept = {v.transform for v in verdicts if v.status == "kept"}
+    seen = {(identity(v), v.round): v for v in verdicts}
+    found: list[Recommendation] = []
+    for candidate in candidates:
+        verdict = seen.get((identity(candidate), candidate.round))
+        if verdict is None or verdict.status != "inconclusive" or not _right_but_slow(verdict) or candidate.parameters:
+            continue
+        gained = verdict.timing is not None and verdict.timing.numbers.get("gain", 0.0) > 0.0
+        rivals = conflicting(candidate.transform, candidate.conflicts, [(c.transform, c.conflicts) for c in found])
+        if gained and not rivals and not kept & {candidate.transform, *candidate.conflicts}:
+            found.append(candidate)
+    return tuple(found) if len(found) > 1 else ()
+
+
 def title(identifier: str) -> str:
     """What people call this transform, or these where several were tried as one."""
     return " and ".join(map(registry.title, identifier.split(TOGETHER)))
@@ -160,10 +183,12 @@ def second_look(
     What was right and in effect, but not faster, before CUDA graphs were kept: half precision gains nothing while the host's
     launches bound the step, and all it has once a graph is kept. And bundled kernels that were left out or did not win before
     half precision was kept: they are dispatched by dtype. And what may have gained a little of a step that was much longer
-    than `step_us`, the step with all that is kept: the same time saved is a larger share of it. What takes longer than
-    `LONG_FIRST_STEP_US` to switch on is not tried twice.
+    than `step_us`, the step with all that is kept: the same time saved is a larger share of it. And, once, what may have
+    gained much and was hidden by noise: another process may be a better place. What takes longer than `LONG_FIRST_STEP_US`
+    to switch on is not tried twice.
     """
     latest = {identity(v): place for place, v in enumerate(verdicts)}
+    turns = Counter(identity(v) for v in verdicts)
     graphs, half = _kept_at(verdicts, {GRAPHS}), _kept_at(verdicts, HALF)
     again = {
         key
@@ -171,6 +196,7 @@ def second_look(
         if (place < graphs and _right_but_slow(verdicts[place]))
         or (place < half and _of_another_dtype(verdicts[place]))
         or _of_a_longer_step(verdicts[place], step_us)
+        or (turns[key] == 1 and _hidden(verdicts[place]))
     }
     kept = {v.transform for v in verdicts if v.status == "kept"}
     return tuple(c for c in candidates if identity(c) in again and not kept & {c.transform, *c.conflicts})
@@ -209,6 +235,12 @@ def _of_a_longer_step(verdict: Verdict, step_us: float) -> bool:
     gained = verdict.gain is not None and verdict.gain.high > 0.0
     then = [t for t in verdict.blocks.off_us if t > 0]
     return gained and _right_but_slow(verdict) and 0.0 < step_us * MUCH_LONGER < (min(then) if then else 0.0)
+
+
+def _hidden(verdict: Verdict) -> bool:
+    """Noise left open whether it gains much of the step."""
+    gained = verdict.gain is not None and verdict.gain.high >= LARGE_GAIN
+    return verdict.status == "inconclusive" and gained and _right_but_slow(verdict)
 
 
 def conflicting(

@@ -14,7 +14,7 @@ from typing import Any
 
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
-from advisor.trials import records, spent
+from advisor.trials import bytecode, records, spent
 from advisor.trials.files import restore, trackers
 
 _HUNG = "a process of the script had done all it was to do, hung in native exit handlers, and was ended"
@@ -102,7 +102,7 @@ class Script:
                 session,
                 on_progress=self._told,
                 timeout_s=timeout_s,
-                environment=trackers.offline(self.run_dir),
+                environment={**trackers.offline(self.run_dir), **bytecode.variables()},
                 output=self.run_dir / records.OUTPUT_FILE,
             )
         except KeyboardInterrupt:

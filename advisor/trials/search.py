@@ -97,8 +97,8 @@ def apply_search(
         trial = StackTrial(script, runs, budget, min_gain, processes.restarted)
         proved = trial.prove()
         if proved is not None:
-            proved = trial.add_on_top(proved, processes.on_top)
             proved = trial.leave_one_out(proved)
+            proved = trial.add_on_top(proved, processes.on_top)
     except KeyboardInterrupt:
         script.interrupted = True
     except Exception as raised:

@@ -1,7 +1,7 @@
 """The stack: all kept changes together, in fresh processes, against the plain script.
 
-First the whole is proved; what does not hold there is not kept. Then what was left for last is tried on top of it, and while
-time is left it runs without each of its items: one that it is as fast without is dropped.
+First the whole is proved; what does not hold there is not kept. Then it runs without each of its items while time is left: one
+that it is as fast without is dropped. What was left for last is tried on top of what remains.
 """
 
 from __future__ import annotations

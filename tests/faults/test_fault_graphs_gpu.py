@@ -194,3 +194,60 @@ def test_dropout_draws_anew_in_each_replay(pair: Callable[..., Pair]) -> None:
     assert found.replays == 2 + 4
     for a, b in itertools.pairwise(outputs):
         assert not torch.equal(a, b)
+
+
+class Cast(Net):
+    """Computes in half precision, whatever surrounds it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_casts_of_weights_follow_their_updates(around: bool) -> None:
+    """Also one that autocast keeps from a call before the capture, in the region around both."""
+    torch.manual_seed(0)
+    nets = [Cast().to(DEVICE)]
+    nets.append(copy.deepcopy(nets[0]))
+    training = Training(device=torch.device(DEVICE), roots=[RootModule(module=nets[1], name="Cast")])
+    transform = CudaGraphs()
+    undo = transform.apply(training, {})
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    try:
+        for _ in range(STEPS):
+            x, y = torch.randn(16, 3, 8, 8, device=DEVICE), torch.randint(5, (16,), device=DEVICE)
+            losses = []
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=around):
+                    other = net.fc(x.mean((2, 3)).repeat(1, 3)[:, :8])  # its weight's cast stays until the region's end
+                    loss = F.cross_entropy(net(x), y) + 0.1 * F.cross_entropy(other.float(), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+        assert transform.effect(training, None, None).numbers["replays"] == STEPS - 3
+        for ours, theirs in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    finally:
+        undo.run()
+
+
+def test_a_capture_traces_a_captured_forward_no_second_time() -> None:
+    """Each takes Dynamo seconds for a net of any depth; a flag that its guards know must not change around the capture."""
+    from torch._dynamo.utils import counters
+
+    net = Cast().to(DEVICE)
+    net.__dict__["forward"] = torch.compile(type(net).forward.__get__(net), backend="eager", dynamic=False)
+    training = Training(device=torch.device(DEVICE), roots=[RootModule(module=net, name="Cast")])
+    transform = CudaGraphs()
+    counters.clear()
+    undo = transform.apply(training, {})
+    try:
+        for _ in range(6):
+            net(torch.randn(16, 3, 8, 8, device=DEVICE)).sum().backward()
+        assert transform.effect(training, None, None).numbers["replays"] == 3
+        assert counters["stats"]["unique_graphs"] == 1
+    finally:
+        undo.run()

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+from typing import ClassVar
 
 import torch
 import torch._dynamo  # what the first optimizer imports: here once, not in every fork
@@ -185,6 +186,36 @@ class Graphs(Waits):
         return undo
 
 
+class Balanced(Wrapped):
+    """Takes away one of two waits that run side by side: little is gained before the other one goes as well."""
+
+    of_the_wait = (1.0, 0.96, 0.6)  # what is left of it, by how many of the two are on
+    on: ClassVar[set[str]] = set()
+
+    def apply(self, training, parameters):
+        net, undo = training.roots[0].module, Undo()
+        whole_s = net.wait_s / self.of_the_wait[len(self.on)]
+
+        def turn(change):
+            change(self.id)
+            net.wait_s = whole_s * self.of_the_wait[len(self.on)]
+
+        turn(self.on.add)
+        undo.push(lambda: turn(self.on.discard))
+        return undo
+
+    def effect(self, training, before, after):
+        return Check(passed=self.id in self.on, detail="one of two waits is gone")
+
+
+class Host(Balanced):
+    id = "host"
+
+
+class Device(Balanced):
+    id, title = "device", "another change of the tests"
+
+
 class FasterStill(Waits):
     id, factor, conflicts = "faster_still", 0.1, ("faster",)
 
@@ -328,7 +359,7 @@ CHANGES = {
     c.id: c
     for c in (
         Nothing, Faster, Quicker, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
-        FreshOnly, Dies, Traced, Counted, Captures, Half, Graphs,
+        FreshOnly, Dies, Traced, Counted, Captures, Half, Graphs, Host, Device,
     )
 }  # fmt: skip
 

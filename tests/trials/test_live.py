@@ -153,6 +153,25 @@ def test_a_trial_begun_alone_is_gone_on_with_alone(tmp_path):
     assert verdicts["faster"].together == ()
 
 
+def test_what_noise_leaves_open_is_tried_as_one_behind_the_others(tmp_path):
+    verdicts, reason = search(tmp_path, "host", "device", "nothing", noise=0.06)
+    assert reason == "search done"
+    assert {verdicts[name].status for name in ("host", "device")} == {"kept"}
+    host, device = verdicts["host"], verdicts["device"]
+    assert (host.together, device.together) == (("device",), ("host",))
+    assert host.timing.numbers["gain"] == pytest.approx(0.4 * 50 / 52, abs=0.05)
+    assert list(verdicts)[:3] == ["host", "device", "nothing"]  # the verdicts of their own trials have gone
+
+
+def test_what_noise_leaves_open_is_tried_as_one_only_once(tmp_path):
+    known = Verdict(transform="host + device", status="inconclusive", reason="noise")
+    records.save_verdict(tmp_path, known)
+    verdicts, reason = search(tmp_path, "host", "device", noise=0.06)
+    assert reason == "search done"
+    assert verdicts["host + device"] == known
+    assert {verdicts[name].status for name in ("host", "device")} == {"inconclusive"}
+
+
 def test_a_faster_rival_takes_the_place_of_a_kept_change(tmp_path):
     verdicts, _ = search(tmp_path, "faster", "faster_still")
     assert verdicts["faster_still"].status == "kept"

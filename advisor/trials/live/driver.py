@@ -131,11 +131,11 @@ class SearchDriver:
             self._notes.append(f"{name}, kept before, could not be applied: {reason}")
         restart, late = "", False
         waiting = records.untried(session.folder, session.candidates)
-        while waiting:
-            if session.deadline_unix_s and time.time() >= session.deadline_unix_s:
+        while waiting or self._left_open():
+            if waiting and self._out_of_time():
                 late = True
                 break
-            members = self._bundle(waiting)
+            members = self._bundle(waiting) if waiting else self._left_open()
             candidate = planner.as_one(members) if members else waiting.pop(0)
             current = self._resumed(candidate)
             title = planner.title(candidate.transform)
@@ -255,6 +255,19 @@ class SearchDriver:
         members = tuple(c for c in group if self._applies(c))
         known = {v.transform for v in self.loop.verdicts()}
         return members if len(members) > 1 and planner.as_one(members).transform not in known else ()
+
+    def _left_open(self) -> tuple[Recommendation, ...]:
+        """What noise has left open, each by itself, to be tried as one, once, behind everything else."""
+        if self._out_of_time():
+            return ()
+        verdicts = self.loop.verdicts()
+        members = planner.left_open(verdicts, self.session.candidates)
+        live = all(self.loop.find(m.transform).live for m in members)
+        tried = bool(members) and planner.as_one(members).transform in {v.transform for v in verdicts}
+        return () if tried or not live else members
+
+    def _out_of_time(self) -> bool:
+        return 0 < self.session.deadline_unix_s <= time.time()
 
     def _applies(self, candidate: Recommendation) -> bool:
         try:

@@ -323,5 +323,6 @@ class Trial:
 
 
 def _precision(transform: Transform) -> str:
-    """The class that a change of precision computes in."""
-    return "tf32" if transform.semantics is Semantics.PRECISION and transform.id == "tf32" else "half"
+    """The class that a change of precision, or several as one, computes in."""
+    names = set(transform.id.split(planner.TOGETHER))
+    return "tf32" if "tf32" in names and not names & planner.HALF else "half"

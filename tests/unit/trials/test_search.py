@@ -567,9 +567,20 @@ def test_a_small_change_for_fresh_processes_is_tried_on_top_of_the_stack(script)
     assert log.stack.passed
     assert log.stack.speedup == pytest.approx(1000 / 450, rel=0.02)
     assert verdicts["cudnn_benchmark"].left_out_gain == verdicts["cudnn_benchmark"].gain
-    assert arms[6:] == [("cudnn_benchmark",)]
+    assert arms[6:] == []
     assert [i.transform for i in plan.items if i.status == "kept"] == list(BOTH)
     assert code == 0
+
+
+def test_what_comes_on_top_waits_until_the_stack_has_run_without_each_of_its_items(script):
+    script.verdicts = {"tf32": "kept", "compile": "kept"}
+    script.step_us |= {("tf32",): 700.0, ("compile",): 700.0, ("tf32", "compile"): 500.0}
+    script.step_us[("tf32", "compile", "cudnn_benchmark")] = 500.0
+    _, _, _, verdicts = apply(script, "tf32", "compile", "cudnn_benchmark")
+    arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
+    assert sorted(arms[4:6]) == [("compile",), ("tf32",)]
+    assert set(arms[6:]) == {("tf32", "compile", "cudnn_benchmark")}
+    assert all(verdicts[name].left_out_gain.low > 0.2 for name in ("tf32", "compile"))
 
 
 def test_on_top_nothing_is_kept_that_gains_nothing_or_trains_otherwise(script, tmp_path):

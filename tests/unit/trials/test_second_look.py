@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from advisor.core.findings import Recommendation
+from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import Check, Verdict
 from advisor.trials import planner
 
@@ -68,3 +69,48 @@ def test_kernels_are_not_tried_again_without_a_new_dtype_or_when_wrong() -> None
     assert kernels_again(dataclasses.replace(LEFT_OUT, transform="cudnn_benchmark"), HALF) == []
     kept_later = dataclasses.replace(GRAPHS, transform="fused_bn_act")
     assert kernels_again(LEFT_OUT, HALF, kept_later) == []
+
+
+def open_verdict(transform: str, gain: float = 0.02, high: float = 0.05, **changes: object) -> Verdict:
+    timing = Check(passed=False, detail="noise", numbers={"gain": gain})
+    interval = Interval(low=-0.02, high=high, basis="6 pairs")
+    return dataclasses.replace(SLOW, transform=transform, timing=timing, gain=interval, **changes)  # type: ignore[arg-type]
+
+
+def test_noise_that_may_hide_a_large_gain_gets_one_more_turn() -> None:
+    hidden = open_verdict("amp_bf16", high=0.4)
+    assert again(GRAPHS, hidden) == ["amp_bf16"]
+    assert again(GRAPHS, hidden, dataclasses.replace(hidden, round=2)) == []
+    assert again(GRAPHS, open_verdict("amp_bf16", high=0.05)) == []
+    assert again(GRAPHS, dataclasses.replace(hidden, status="reverted")) == []
+
+
+def test_what_is_left_open_and_rather_faster_is_tried_as_one() -> None:
+    both = [Recommendation(transform=name) for name in ("amp_bf16", "fused_optimizer", "set_to_none")]
+    first, second = open_verdict("amp_bf16"), open_verdict("fused_optimizer")
+
+    def left(*verdicts: Verdict, candidates: Sequence[Recommendation] = both) -> list[str]:
+        return [c.transform for c in planner.left_open(verdicts, candidates)]
+
+    assert left(first, second) == ["amp_bf16", "fused_optimizer"]
+    assert left(first) == []
+    slower = open_verdict("fused_optimizer", gain=-0.01)
+    reverted = dataclasses.replace(second, status="reverted")
+    wrong = dataclasses.replace(second, numerics=BAD)
+    for other in (
+        slower,
+        reverted,
+        wrong,
+        dataclasses.replace(second, round=2),
+        dataclasses.replace(second, status="kept"),
+    ):
+        assert left(first, other) == []
+    rivals = [both[0], Recommendation(transform="fused_optimizer", conflicts=("amp_bf16",))]
+    assert left(first, second, candidates=rivals) == []
+    kept = dataclasses.replace(GRAPHS, transform="set_to_none")
+    beside = [both[0], Recommendation(transform="fused_optimizer", conflicts=("set_to_none",))]
+    assert left(kept, first, second, candidates=beside) == []
+    assert (
+        left(first, second, candidates=[both[0], Recommendation(transform="fused_optimizer", parameters={"a": "b"})])
+        == []
+    )
