@@ -7,9 +7,11 @@ turns it into plain data.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -209,6 +211,11 @@ class Discovery:
             if self._samples[samples] >= self._samples[self.training.batch_size]:
                 self.training.batch_size = samples
 
+    @property
+    def looking(self) -> bool:
+        """A close look is under way: every module call is observed."""
+        return bool(self._looking)
+
     # -- looking closely --------------------------------------------------------------------------------------------
 
     def look_once_an_optimizer_is_made(self) -> None:
@@ -311,10 +318,7 @@ class Discovery:
                 self.seen.first_ns = time.perf_counter_ns()
             depth.level = level + 1
             try:
-                if is_compiled(module):
-                    # Dynamo is about to trace what is inside: it must see torch's own code.
-                    output = self._out_of_sight(plain, module, args, kwargs)
-                else:
+                with self.out_of_sight() if is_compiled(module) else contextlib.nullcontext():
                     output = plain(module, *args, **kwargs)
             finally:
                 depth.level = level
@@ -323,14 +327,20 @@ class Discovery:
 
         return call
 
-    def _out_of_sight(self, plain: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = self._looking
+    @contextlib.contextmanager
+    def out_of_sight(self) -> Iterator[None]:
+        """Inside, nothing of a close look is in place: what Dynamo traces there is torch's own code.
+
+        It would guard on ours as well, and trace the whole forward once more when the look is over.
+        """
+        looking = self._looking
+        hidden = [patch for patch in looking if vars(patch.owner).get(patch.name) is patch.replacement]
         for patch in reversed(hidden):
             patch.restore()
         try:
-            return plain(module, *args, **kwargs)
+            yield
         finally:
-            if self.patches.active:
+            if self.patches.active and self._looking is looking:
                 for patch in hidden:
                     setattr(patch.owner, patch.name, patch.replacement)
 

@@ -5,6 +5,7 @@ They sit in the same layer because Inductor must see the rewritten graph; switch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from advisor.ops import match
+from advisor.profiling.attach import Attached
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, ForwardStack
 
@@ -42,11 +44,18 @@ class CaptureLayer:
         captured = torch.compile(inner, backend=backend, dynamic=False)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled():
+            if not (module.training and torch.is_grad_enabled()):
+                return inner(*args, **kwargs)
+            with _unobserved():
                 return captured(*args, **kwargs)
-            return inner(*args, **kwargs)
 
         return forward
+
+
+def _unobserved() -> contextlib.AbstractContextManager[None]:
+    """Nothing of a close look at the first steps is in place, for Dynamo traces what it finds."""
+    discovery = Attached.discovery
+    return discovery.out_of_sight() if discovery is not None and discovery.looking else contextlib.nullcontext()
 
 
 _Settings = tuple[frozenset[str], "str | None"]

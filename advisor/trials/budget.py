@@ -11,8 +11,8 @@ from advisor.trials import fresh, proof
 # Of the time allowed this share is kept for the comparison of the stack, which alone decides what the plan says.
 STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
 # And no more than this one for the stack without each of its items: it explains what is proved already. A ResNet-50 keeps seven,
-# and one costs a fresh run of 10 to 15 s on an H200.
-LEFT_OUT_SHARE = 0.35
+# and one costs a fresh run of 6 to 13 s on an H200, or two.
+LEFT_OUT_SHARE = 0.5
 # Starting Python, torch and the script's data, before an arm's first step: 4 to 6 s for the examples on a CPU and an H200; 12 to
 # 16 s where the kept changes are captured and other work runs on the machine, so what starts have taken counts where it is more.
 START_S = 5.0
@@ -21,6 +21,8 @@ START_S = 5.0
 TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
 # First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
+# What the first step takes longer with these from the start: cuDNN tried its algorithms for 22 to 31 s in five nets on an H200.
+TUNING_S = {"cudnn_benchmark": 25.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,10 @@ class Budget:
     def left_out_until(self) -> float:
         """When, beginning now, the stack is no longer run without one of its items."""
         return min(self.until, time.time() + LEFT_OUT_SHARE * self.whole_s)
+
+    def allows_on_top(self, transform: str, runs: int, run_s: float) -> bool:
+        """Whether so many fresh runs may begin now with this on top of the stack, when the stack alone takes `run_s`."""
+        return time.time() + runs * (run_s + TUNING_S.get(transform, 0.0)) <= self.until
 
     def too_short_for(self, transform: str) -> str:
         """Why a trial of this transform would be cut off before its first step; "" where nothing is known against it."""

@@ -101,7 +101,7 @@ class StackTrial:
             if script.over or not proved.holds:
                 break
             kept, title = records.kept_items(script.run_dir), planner.title(candidate.transform)
-            if time.time() + len(TURNS) * self.runs.last_s > self.budget.until:
+            if not self.budget.allows_on_top(candidate.transform, len(TURNS), self.runs.last_s):
                 script.notes.append(f"no time was left to try {title} on top of what is kept")
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))

@@ -366,7 +366,7 @@ def test_casts_of_weights_keep_their_bytes() -> None:
 
 
 def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
-    between(gain(profiles.resnet50(), "cudnn_benchmark"), 0.0, 0.15)
+    between(gain(profiles.resnet50(), "cudnn_benchmark"), -0.05, 0.15)
     model = profiles.resnet50().model
     for other in (replace(model, fixed_shapes=False), replace(model, flags={"cudnn_benchmark": True})):
         between(gain(replace(profiles.resnet50(), model=other), "cudnn_benchmark"), 0.0, 0.0)

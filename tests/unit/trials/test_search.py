@@ -614,6 +614,13 @@ def test_on_top_of_nothing_it_has_pairs_of_its_own(script):
     assert log.stack.passed
 
 
+def test_what_tunes_in_its_first_step_needs_the_time_for_it(script):
+    """Two runs fit into the time left, but not with what cuDNN takes to try its algorithms in each."""
+    log, _, _, verdicts = on_top(script, 450.0, max_time_s=2 * budget.TUNING_S["cudnn_benchmark"])
+    assert verdicts["cudnn_benchmark"].status == "skipped"
+    assert any("on top of what is kept" in note for note in log.notes)
+
+
 def test_no_time_left_for_what_comes_on_top(script, monkeypatch):
     monkeypatch.setattr(fresh.FreshRuns, "measure", slow(fresh.FreshRuns.measure))
     log, _, _, verdicts = on_top(script, 450.0)

@@ -1,0 +1,98 @@
+"""What is captured is traced once, whatever observes the script's first steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from advisor.profiling import attach
+from advisor.profiling.session import Session
+from advisor.profiling.training import StepEvent, Training
+from advisor.transforms import capture
+from advisor.transforms.targets import targets
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(F.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Iterator[Training]:
+    gc.collect()
+    torch._dynamo.reset()
+    counters.clear()
+    training, watcher = attach.attach_training(Session(mode="search", run_dir=str(tmp_path), script="train.py"))
+    yield training
+    watcher.detach()
+    training.optimizers.clear()
+    training.roots.clear()
+    attach.Attached.training = attach.Attached.watcher = attach.Attached.discovery = None
+
+
+def train(steps: int) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(net(torch.randn(4, 3, 8, 8)), torch.randint(4, (4,))).backward()
+        optimizer.step()
+
+
+def captured_from(training: Training, step: int) -> list[bool]:
+    """Captures are on from this boundary; whether a close look was under way at each."""
+    looking: list[bool] = []
+
+    def on_step(event: StepEvent) -> None:
+        assert attach.Attached.discovery is not None
+        looking.append(attach.Attached.discovery.looking)
+        if len(looking) == step:
+            capture.set_family(targets(training), "batchnorm_act")
+
+    training.on_step.append(on_step)
+    return looking
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_forward_is_traced_once(attached: Training, step: int) -> None:
+    looking = captured_from(attached, step)
+    train(8)
+    assert looking[:2] == [True, True]
+    assert looking[-1] is False
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_close_look_goes_on_behind_a_captured_call(attached: Training) -> None:
+    captured_from(attached, 1)
+    plain = torch.nn.Module._wrapped_call_impl
+    calls: list[bool] = []
+    attached.on_step.insert(0, lambda event: calls.append(torch.nn.Module.__call__ is not plain))
+    train(4)
+    assert calls == [True, True, True, False]  # at each boundary of the look its hook is there again
+    assert torch.nn.Module.__call__ is plain
+
+
+def test_looks_hidden_twice_come_back_when_the_outer_call_ends(attached: Training) -> None:
+    discovery = attach.Attached.discovery
+    assert discovery is not None
+    discovery.look()
+    ours, plain = torch.nn.Module.__call__, torch.nn.Module._wrapped_call_impl
+    with discovery.out_of_sight():
+        with discovery.out_of_sight():
+            assert torch.nn.Module.__call__ is plain
+        assert torch.nn.Module.__call__ is plain
+    assert torch.nn.Module.__call__ is ours
+    with discovery.out_of_sight():
+        discovery.stop_looking()
+    assert torch.nn.Module.__call__ is plain
