@@ -134,24 +134,31 @@ def bundle(candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
     return found if len(found) > 1 else ()
 
 
-def left_open(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
-    """Those of a round's candidates that were right and in effect, rather faster than not, and left open by noise; () for fewer than two.
+def left_open(
+    verdicts: Sequence[Verdict], candidates: Sequence[Recommendation], min_gain: float
+) -> tuple[Recommendation, ...]:
+    """Those of a round's candidates that were right and in effect, rather faster than not, and left open by noise, to be tried as one.
 
-    Tried as one they may be told. Where the host's launches and the device's work take equally long, neither a change for the one nor
-    one for the other shortens a step (half precision and the fused optimizer under CUDA graphs), and both together do.
+    Where the host's launches and the device's work take equally long, neither a change for the one nor one for the other shortens a
+    step (half precision and the fused optimizer under CUDA graphs), and both together do. None unless there are two or more, which
+    seemed to gain twice `min_gain` between them: less would be hidden once more.
     """
     kept = {v.transform for v in verdicts if v.status == "kept"}
     seen = {(identity(v), v.round): v for v in verdicts}
     found: list[Recommendation] = []
+    gains = 0.0
     for candidate in candidates:
         verdict = seen.get((identity(candidate), candidate.round))
-        if verdict is None or verdict.status != "inconclusive" or not _right_but_slow(verdict) or candidate.parameters:
+        if verdict is None or verdict.status != "inconclusive" or not _right_but_slow(verdict):
             continue
-        gained = verdict.timing is not None and verdict.timing.numbers.get("gain", 0.0) > 0.0
+        if candidate.parameters or candidate.transform in DEAR or kept & {candidate.transform, *candidate.conflicts}:
+            continue
+        gain = verdict.timing.numbers.get("gain", 0.0) if verdict.timing is not None else 0.0
         rivals = conflicting(candidate.transform, candidate.conflicts, [(c.transform, c.conflicts) for c in found])
-        if gained and not rivals and not kept & {candidate.transform, *candidate.conflicts}:
+        if gain > 0.0 and not rivals:
             found.append(candidate)
-    return tuple(found) if len(found) > 1 else ()
+            gains += gain
+    return tuple(found) if len(found) > 1 and gains >= 2 * min_gain else ()
 
 
 def title(identifier: str) -> str:

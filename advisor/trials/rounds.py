@@ -100,9 +100,11 @@ class Rounds:
                     reason = "predicted to gain nothing worth a trial beside what is kept"
                     records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
             self.known = (*(c for c in self.known if c not in waiting), *found)
-            waiting = ()
+            # What is dear waits for the step that the rest leaves: predictions for this one have a part of the same time in them.
+            waiting = tuple(c for c in found if c.transform in planner.DEAR) if number < MOST else ()
             if not found:
                 return
+            found = tuple(c for c in found if c not in waiting)
 
     def _take_turns(self, found: Sequence[Recommendation]) -> None:
         """Try what is chosen of these, in the running round."""

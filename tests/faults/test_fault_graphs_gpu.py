@@ -232,22 +232,3 @@ def test_casts_of_weights_follow_their_updates(around: bool) -> None:
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
     finally:
         undo.run()
-
-
-def test_a_capture_traces_a_captured_forward_no_second_time() -> None:
-    """Each takes Dynamo seconds for a net of any depth; a flag that its guards know must not change around the capture."""
-    from torch._dynamo.utils import counters
-
-    net = Cast().to(DEVICE)
-    net.__dict__["forward"] = torch.compile(type(net).forward.__get__(net), backend="eager", dynamic=False)
-    training = Training(device=torch.device(DEVICE), roots=[RootModule(module=net, name="Cast")])
-    transform = CudaGraphs()
-    counters.clear()
-    undo = transform.apply(training, {})
-    try:
-        for _ in range(6):
-            net(torch.randn(16, 3, 8, 8, device=DEVICE)).sum().backward()
-        assert transform.effect(training, None, None).numbers["replays"] == 3
-        assert counters["stats"]["unique_graphs"] == 1
-    finally:
-        undo.run()

@@ -261,7 +261,7 @@ class SearchDriver:
         if self._out_of_time():
             return ()
         verdicts = self.loop.verdicts()
-        members = planner.left_open(verdicts, self.session.candidates)
+        members = planner.left_open(verdicts, self.session.candidates, self.session.min_gain)
         live = all(self.loop.find(m.transform).live for m in members)
         tried = bool(members) and planner.as_one(members).transform in {v.transform for v in verdicts}
         return () if tried or not live else members

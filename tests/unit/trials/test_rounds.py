@@ -366,6 +366,26 @@ def test_compile_is_tried_at_once_where_nothing_else_is_or_helps(script) -> None
     assert log.stack.passed
 
 
+@pytest.mark.parametrize(
+    ("kernels", "left", "compiled", "modes"),
+    [
+        ("kept", 0.0, ("skipped", 2), ["search", "profile", "search", "profile"]),
+        ("kept", 0.2, ("kept", 3), ["search", "profile", "search", "profile", "search"]),
+        ("reverted", 0.0, ("kept", 2), ["search", "profile", "search", "search"]),
+    ],
+)
+def test_in_a_later_round_too_compile_waits_for_the_step_that_the_rest_leaves(
+    script, monkeypatch, kernels, left, compiled, modes
+) -> None:
+    script.status = {"amp_bf16": "kept", "first_conv": kernels, "compile": "kept"}
+    script.anew = [[candidate("compile", 0.5), candidate("first_conv")], []]
+    monkeypatch.setattr(rounds, "predict", lambda *a: Interval(low=left - 0.1, high=left + 0.1))
+    _, verdicts = apply(script, candidate("amp_bf16"))
+    assert script.modes()[: len(modes)] == modes
+    (found,) = [v for v in verdicts.values() if v.transform == "compile"]
+    assert (found.status, found.round) == compiled
+
+
 def test_kernels_for_a_small_share_wait_for_the_shortened_step_and_its_prediction(script, monkeypatch) -> None:
     script.status = {"amp_bf16": "kept", "fused_pooling": "kept", "first_conv": "kept"}
     pooling = candidate("fused_pooling", 0.02)

@@ -90,10 +90,13 @@ def test_what_is_left_open_and_rather_faster_is_tried_as_one() -> None:
     first, second = open_verdict("amp_bf16"), open_verdict("fused_optimizer")
 
     def left(*verdicts: Verdict, candidates: Sequence[Recommendation] = both) -> list[str]:
-        return [c.transform for c in planner.left_open(verdicts, candidates)]
+        return [c.transform for c in planner.left_open(verdicts, candidates, 0.01)]
 
     assert left(first, second) == ["amp_bf16", "fused_optimizer"]
     assert left(first) == []
+    assert left(open_verdict("amp_bf16", gain=0.009), open_verdict("fused_optimizer", gain=0.009)) == []
+    dear = [both[0], Recommendation(transform="compile")]
+    assert left(first, open_verdict("compile"), candidates=dear) == []
     slower = open_verdict("fused_optimizer", gain=-0.01)
     reverted = dataclasses.replace(second, status="reverted")
     wrong = dataclasses.replace(second, numerics=BAD)
