@@ -108,7 +108,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="bias_act",
-        title="Fused bias + add + activation and layer scale + drop path + add kernels",
+        title="Fused bias + activation and layer scale + add kernels",
         replaces="bias, add, activation of a convolution or Linear layer; layer scale, drop path, add; channels_last",
         transform="fused_bias_act",
         modules=("Conv2d", "ConvTranspose2d"),
@@ -124,7 +124,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="pointwise",
-        title="1x1 convolution kernels that leave a batch norm its statistics",
+        title="1x1 convolution kernels with norm statistics",
         replaces="conv2d 1x1 of stride 1 before a batch norm of ours, with that one's pass over its result, channels_last",
         transform="pointwise_conv",
         modules=("Conv2d",),

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,7 +22,7 @@ from pathlib import Path
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.units import bytes_text, rate_text
-from advisor.profiling import counters, environment, nvml
+from advisor.profiling import bytecode, counters, environment, nvml
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 8)
@@ -78,6 +79,7 @@ class Facts:
     c_compiler: str = ""
     cache: str = ""
     cache_error: str = ""
+    compiled_error: str = ""  # why torch's Python modules are compiled anew at each start
 
 
 def checks(*, measure: bool = False) -> tuple[Check, ...]:
@@ -112,17 +114,18 @@ def gather(*, measure: bool = False) -> Facts:
         c_compiler=_which(os.environ.get("CC", ""), "gcc", "clang", "cc"),
         cache=cache,
         cache_error=cache_error,
+        compiled_error=bytecode.hindrance(),
         **found,  # type: ignore[arg-type]
     )
 
 
 def judge(facts: Facts) -> tuple[Check, ...]:
     """The checks that these facts lead to. A machine without a GPU gets no complaint about GPU parts."""
-    general = (_python(facts), _torch(facts), _compiler(facts), _cache(facts), _rates(facts))
+    general = (_python(facts), _torch(facts), _modules(facts), _compiler(facts), _cache(facts), _rates(facts))
     if not (facts.gpu or (facts.environment and facts.environment.device == "cuda")):
-        return (*general[:2], _no_gpu(facts), *general[2:])
+        return (*general[:3], _no_gpu(facts), *general[3:])
     return (
-        *general[:2],
+        *general[:3],
         _driver(facts),
         _cupy(facts),
         _nvml(facts),
@@ -131,7 +134,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
         _mig(facts),
         _neighbours(facts),
         _clocks(facts),
-        *general[2:],
+        *general[3:],
     )
 
 
@@ -169,6 +172,19 @@ def _torch(facts: Facts) -> Check:
         fix = "Compare CUDA_VISIBLE_DEVICES, the driver and torch's CUDA version."
         return Check(name="PyTorch", status=Status.WARN, found=f"{env.torch} does not see the GPU", fix=fix)
     return Check(name="PyTorch", status=Status.OK, found=env.torch)
+
+
+def _modules(facts: Facts) -> Check:
+    if not facts.compiled_error:
+        return Check(
+            name="Compiled modules", status=Status.OK, found="Python keeps them" if facts.torch else "no torch"
+        )
+    return Check(
+        name="Compiled modules",
+        status=Status.WARN,
+        found=f"torch's are made anew at each start of Python, which takes seconds: {facts.compiled_error}",
+        fix=f"Once, as who may write there: python -m compileall -q {sysconfig.get_path('purelib')}. A search keeps its own.",
+    )
 
 
 def _no_gpu(facts: Facts) -> Check:

@@ -266,7 +266,7 @@ class StackTrial:
             effect=Check(passed=True, detail="on from the start in fresh runs"),
             numerics=numerics,
             timing=Check(passed=status == KEPT, detail=reason),
-            left_out_gain=gain,
+            left_out_gain=gain if status == KEPT else None,
             blocks=Blocks(off_us=ratio.slow_us, on_us=ratio.fast_us, steps_per_block=fresh.STEPS),
         )
 

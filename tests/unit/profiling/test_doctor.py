@@ -111,6 +111,7 @@ LOW = {"sm_clock_mhz": 600.0, "clock_reasons": 2.0}
         ({"reading": {}}, "Clocks", Status.WARN, "cannot be read"),
         ({"triton": ""}, "torch.compile", Status.MISSING, "no Triton"),
         ({"c_compiler": ""}, "torch.compile", Status.MISSING, "no C compiler"),
+        ({"compiled_error": "/opt/torch cannot be written"}, "Compiled modules", Status.WARN, "compileall"),
         ({"cache_error": "Read-only file system"}, "Cache folder", Status.WARN, "XDG_CACHE_HOME"),
         (
             {"environment": env(copy_gbps=0.0, notes=("out of memory",))},

@@ -586,6 +586,7 @@ def test_what_comes_on_top_waits_until_the_stack_has_run_without_each_of_its_ite
 def test_on_top_nothing_is_kept_that_gains_nothing_or_trains_otherwise(script, tmp_path):
     log, plan, _, verdicts = on_top(script, 500.0)
     assert verdicts["cudnn_benchmark"].status in ("reverted", "inconclusive")
+    assert verdicts["cudnn_benchmark"].left_out_gain is None  # it is no part of the whole
     assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32"]
     assert log.stack.speedup == pytest.approx(2.0, rel=0.02)
 

@@ -386,10 +386,12 @@ def test_a_plain_step_with_nan_says_so():
     assert loop.judge(same).passed is None
 
 
-def test_the_first_replay_tells_what_compiling_costs(loop):
+@pytest.mark.parametrize("slow", [[0.2], [0.0, 0.0, 0.0, 0.2], [0.1, 0.0, 0.0, 0.1]])
+def test_replays_tell_what_switching_on_costs(loop, slow):
+    """In the first of them, as a compiler, or in a later one, as a graph's capture."""
     import time
 
-    slow = [0.2]
+    slow = slow[::-1]
 
     def compiling(forward):
         def changed(x):

@@ -1,4 +1,4 @@
-"""Compiled Python modules for a search's processes, where Python has none and may keep none.
+"""Where Python keeps compiled modules; and where the processes of a search do, if it keeps none.
 
 A search starts the script ten times and more. Where torch was installed without compiled modules, and they cannot be written
 beside their sources (an image made by root, or with PYTHONDONTWRITEBYTECODE), each start compiles some two thousand of them anew:
@@ -16,24 +16,26 @@ from advisor.profiling import environment
 PREFIX, FORBIDDEN = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
 
+def hindrance() -> str:
+    """Why torch's modules are compiled anew at each start; "" where they are kept, will be once imported, or there is no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    compiled = Path(importlib.util.cache_from_source(spec.origin))
+    if compiled.exists():
+        return ""
+    if os.environ.get(FORBIDDEN):
+        return f"{FORBIDDEN} is set"
+    beside = compiled.parent if compiled.parent.exists() else compiled.parent.parent
+    return "" if os.access(beside, os.W_OK) else f"{beside} cannot be written"
+
+
 def variables() -> dict[str, str]:
     """What to set for the processes of a search; nothing where Python keeps compiled modules, or the user says where."""
     folder = environment.cache_dir() / "python"
-    if os.environ.get(PREFIX) or _keeps("torch") or not _private(folder):
+    if os.environ.get(PREFIX) or not hindrance() or not _private(folder):
         return {}
     return {PREFIX: str(folder), FORBIDDEN: ""}
-
-
-def _keeps(package: str) -> bool:
-    """Whether this package's modules are compiled already, or will be once they have been imported; True without the package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return True
-    compiled = Path(importlib.util.cache_from_source(spec.origin))
-    if compiled.exists():
-        return True
-    beside = compiled.parent if compiled.parent.exists() else compiled.parent.parent
-    return not os.environ.get(FORBIDDEN) and os.access(beside, os.W_OK)
 
 
 def _private(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.trials import bytecode
+from advisor.profiling import bytecode
 
 Install = Callable[..., Path]
 
