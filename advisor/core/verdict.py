@@ -18,11 +18,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Raw ABBA block medians, microseconds a step; pair i is (off_us[i], on_us[i])."""
+    """ABBA block medians, microseconds a step; pair i is (off_us[i], on_us[i])."""
 
     off_us: tuple[float, ...] = ()
     on_us: tuple[float, ...] = ()
-    steps_per_block: int = 0
+    steps_per_block: int = 0  # of each part, where a block has several
+    parts: int = 1  # of a block: they alternate with the other arm's, and the block is the mean of their medians
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks taken again, for what the machine did meanwhile
 

@@ -153,7 +153,7 @@ class SearchProcesses:
 
     def _progress(self) -> tuple[object, ...]:
         current = records.load_current(self.script.run_dir)
-        pairs = (current.transform, len(current.off_us)) if current is not None else ()
+        pairs = (current.transform, current.parts, len(current.off_us)) if current is not None else ()
         return len(records.verdicts(self.script.run_dir)), pairs
 
     def _crashed(self, ended: Exit, left: Sequence[Recommendation]) -> None:
@@ -238,6 +238,7 @@ class SearchProcesses:
                 off_us=tuple(off for off, _ in pairs),
                 on_us=tuple(on for _, on in pairs),
                 steps_per_block=current.steps_per_block,
+                parts=max(1, current.parts),
             ),
         )
         records.save_verdict(self.script.run_dir, verdict)

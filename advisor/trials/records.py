@@ -16,7 +16,7 @@ from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
 from advisor.trials import planner
-from advisor.trials.statistics import KEPT, rate_by_means
+from advisor.trials.statistics import KEPT, rate_by_means, whole_blocks
 
 # What `apply` shows for its work, ...
 TRIALS_FILE, PLAN_FILE, OUTPUT_FILE = "trials.json", "plan.yaml", "script-output.log"
@@ -49,6 +49,7 @@ class InTrial:
     off_wall_us: tuple[float, ...] = ()
     on_wall_us: tuple[float, ...] = ()
     steps_per_block: int = 0
+    parts: int = 0  # that make a block, of which the times above are; 0 before there are any
     traced: bool = True  # False once a process died while the effect was traced
     bursty: int = 0  # blocks whose steps come in bursts
     numerics: Check | None = None  # once passed
@@ -60,7 +61,7 @@ class InTrial:
         """Whole pairs of blocks (off, on), µs: their medians, or their means where steps come in bursts."""
         by_means = rate_by_means(self.bursty, len(self.off_us) + len(self.on_us))
         off, on = (self.off_mean_us, self.on_mean_us) if by_means else (self.off_us, self.on_us)
-        return list(zip(off, on, strict=False))
+        return list(zip(whole_blocks(off, self.parts), whole_blocks(on, self.parts), strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ HOPE_ERRORS = 1.5
 LEAST_DISTURBED, DISTURBED_FRAC = 8, 0.4
 # Six pairs find a 3 % gain at 1 % noise in most trials; twelve and twenty are for what is close to the threshold.
 STAGES = (6, 12, 20)
-# Blocks are made this many times longer at most: 20 pairs of 0.6 s blocks take half a minute, and drift comes in. A gain that must be
-# told apart more finely than the default threshold does not lengthen them further.
-MOST_STRETCHED, LEAST_GAIN = 4.0, 0.01
+# A noisy machine's blocks come in up to so many parts, which alternate with the other arm's: 20 pairs of six parts of 0.08 s take 20 s, or
+# half a minute where a step takes 30 ms. A gain that must be told apart more finely than the default threshold does not ask for more.
+MOST_PARTS, LEAST_GAIN = 6, 0.01
 # Fresh processes cost seconds each, and what needs them (loader workers) changes the step by tens of per cent.
 PROCESS_STAGES = (3, 4, 6)
 
@@ -116,7 +116,8 @@ def decide(
     """What the pairs (off, on) gathered so far say about a gain above `min_gain`.
 
     Looks only when a stage is full, so that chance has few occasions, and each look has its share of what all of them
-    may err by (Bonferroni): intervals hold together with `CONFIDENCE`. Kept when the interval's lower bound is above
+    may err by (Bonferroni): intervals hold together with `CONFIDENCE`, one more look among them where the first stage is
+    taken anew in parts. Kept when the interval's lower bound is above
     `min_gain`; reverted when its upper bound is below it (a certain loser stops at the first stage); inconclusive when
     the last stage still straddles it, or when at this noise it would.
 
@@ -126,7 +127,7 @@ def decide(
     usable = [s for s in stages if s < max_pairs] + [max_pairs]
     if not last and len(pairs) not in usable and len(pairs) < usable[-1]:
         return Decision(MORE, None, None, f"{len(pairs)} pairs so far")
-    confidence = 1.0 - (1.0 - CONFIDENCE) / len(usable)
+    confidence = 1.0 - (1.0 - CONFIDENCE) / (len(usable) + (stages is STAGES))
     result = gain_interval(pairs, confidence)
     if result is None:
         few = "fewer than two pairs of blocks were timed" if len(pairs) < 2 else ""
@@ -161,19 +162,27 @@ def _hopeless(pairs: Sequence[tuple[float, float]], min_gain: float, most: int, 
     return abs(mean - math.log(1.0 - min_gain)) + HOPE_ERRORS * error < final
 
 
-def stretch(pairs: Sequence[tuple[float, float]], min_gain: float, before: float = 1.0) -> float:
-    """How many times as long the next trial's blocks should be, after a trial whose blocks were `before` times as long.
+def parts(pairs: Sequence[tuple[float, float]], min_gain: float, before: int = 1) -> int:
+    """Of how many parts blocks should be, after pairs of blocks of `before` parts.
 
-    Six pairs tell `min_gain` where their log ratios spread by half of it (t at the first look's level over the root of six is 2).
-    Noise that is independent from block to block falls with the root of their length. Between 1 and `MOST_STRETCHED`; 1 as long as
-    fewer pairs than the first stage's have been seen.
+    Six pairs tell `min_gain` where their log ratios spread by half of it (t at the first look's level over the root of six is 2), and
+    the mean of parts that alternate between the arms spreads less by their root. Longer blocks would not do: where the host's
+    launches bound a step its speed wanders at all scales from ten steps to a thousand, and only neighbours see the same
+    (docs/decisions/0027). Between 1 and `MOST_PARTS`; `before` as long as fewer pairs than the first stage's have been seen.
     """
     if len(pairs) < STAGES[0] or not all(math.isfinite(v) and v > 0 for pair in pairs for v in pair):
         return before
     _, mean, high = log_ratio_interval([math.log(on / off) for off, on in pairs])
     degrees = len(pairs) - 2 * int(TRIM_FRAC * len(pairs)) - 1
     spread = (high - mean) / t_quantile(0.5 + CONFIDENCE / 2.0, degrees) * math.sqrt(len(pairs))
-    return min(MOST_STRETCHED, max(1.0, before * (spread / (0.5 * max(min_gain, LEAST_GAIN))) ** 2))
+    wanted = before * (spread / (0.5 * max(min_gain, LEAST_GAIN))) ** 2
+    return round(min(MOST_PARTS, max(1.0, wanted)))
+
+
+def whole_blocks(found: Sequence[float], count: int) -> list[float]:
+    """The means of every `count` parts that follow each other, one a block; a block that lacks parts is left out."""
+    count = max(1, count)
+    return [math.fsum(found[i : i + count]) / count for i in range(0, len(found) - count + 1, count)]
 
 
 def _share(fraction: float) -> str:

@@ -17,7 +17,7 @@ from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import Decision, bursty, median, stretch, trial
+from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, bursty, median, parts, trial
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15
@@ -36,15 +36,36 @@ class TimedBlocks:
     times: Times
 
     def run(self, switch: Switch, current: InTrial, *, patient: bool = True) -> Generator[None, StepEvent, Decision]:
-        """The decision; `patient` as `statistics.trial` has it. Afterwards the change is on or off, as the last block was."""
+        """The decision; `patient` as `statistics.trial` has it. Afterwards the change is on or off, as the last block was.
+
+        Where noise leaves the first stage open, it is taken anew with blocks in parts that alternate.
+        """
         loop, times, session = self.loop, self.times, self.loop.session
         step_s = max(loop.step_us, 1.0) / 1e6
         # A process that ended before a pair was whole may be too short for one: the next tries with half as long ones.
-        # The last trial's noise is the best guess at this one's.
-        wanted = int(loop.stretch * min(MAX_STEPS, math.ceil(BLOCK_S / step_s))) >> (current.starts - 1)
-        times.steps = times.steps or max(MIN_STEPS, wanted)
-        course = trial(lambda: times.pairs, switch.is_on, session.min_gain, session.max_pairs, patient=patient)
+        whole = min(MAX_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
+        times.parts = times.parts or loop.parts  # the last trial's noise is the best guess at this one's
+        times.steps = times.steps or _steps(whole, times.parts)
         loop.machine.renew()
+        try:
+            decision = yield from self._pairs(switch, current, patient=False)
+            if patient and decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
+                finer = parts(times.pairs, session.min_gain, times.parts) if len(times.pairs) <= STAGES[0] else 1
+                if finer > times.parts:
+                    times.begin_anew(finer, _steps(whole, finer))
+                if decision.status == MORE or not times.pairs:
+                    decision = yield from self._pairs(switch, current, patient=True)
+        except OutOfTime:
+            decision = times.last_look(session.min_gain, session.max_pairs)
+        decision = times.against_the_wall(decision)
+        loop.parts = parts(times.pairs, session.min_gain, times.parts)
+        loop.step_us = times.step_us(decision) or loop.step_us
+        return decision
+
+    def _pairs(self, switch: Switch, current: InTrial, *, patient: bool) -> Generator[None, StepEvent, Decision]:
+        """Pairs of blocks, to those there are, until they decide, or without patience until the next stage is full."""
+        loop, times, session = self.loop, self.times, self.loop.session
+        course = trial(lambda: times.pairs, switch.is_on, session.min_gain, session.max_pairs, patient=patient)
         try:
             state = next(course)
             while True:
@@ -57,15 +78,10 @@ class TimedBlocks:
                 state = course.send(reason)
         except StopIteration as done:
             decision: Decision = done.value
-        except OutOfTime:
-            decision = times.last_look(session.min_gain, session.max_pairs)
-        decision = times.against_the_wall(decision)
-        loop.stretch = stretch(times.pairs, session.min_gain, loop.stretch)
-        loop.step_us = times.step_us(decision) or loop.step_us
-        return decision
+            return decision
 
     def _block(self, on: bool) -> Generator[None, StepEvent, str]:
-        """Time one block. The step after a switch or a synchronisation is not timed: it pays for them.
+        """Time a block, or a part of one. The step after a switch or a synchronisation is not timed: it pays for them.
 
         Returns:
             What disturbed it, so that it does not count; empty when it is in `times`.
@@ -102,3 +118,8 @@ class TimedBlocks:
             arm.walls.append(math.nan if unclean else wall / len(boundaries))
             arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device))
         return ""
+
+
+def _steps(whole: int, parts: int) -> int:
+    """Of each part of a block, that would have `whole` in one piece: half as many, for neighbours to be nearer."""
+    return max(MIN_STEPS, whole if parts == 1 else -(-whole // 2))

@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 
 from advisor.core.verdict import Blocks
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, Decision, decide, gain_interval, median, rate_by_means
+from advisor.trials.statistics import (
+    INCONCLUSIVE,
+    KEPT,
+    Decision,
+    decide,
+    gain_interval,
+    median,
+    rate_by_means,
+    whole_blocks,
+)
 
 
 @dataclass(slots=True)
 class Arm:
-    """Blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends."""
+    """Parts of blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends."""
 
     medians: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -27,21 +36,28 @@ class Times:
 
     off: Arm = field(default_factory=Arm)
     on: Arm = field(default_factory=Arm)
-    steps: int = 0  # of a block
+    steps: int = 0  # of a part
+    parts: int = 0  # of a block; 0 before there are any
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks that did not count, for what the machine did meanwhile
-    bursty: int = 0  # blocks whose steps come in bursts
+    bursty: int = 0  # parts whose steps come in bursts
 
     @classmethod
     def resumed(cls, found: InTrial) -> Times:
         """As an earlier process noted them."""
         off = Arm(list(found.off_us), list(found.off_mean_us), list(found.off_wall_us))
         on = Arm(list(found.on_us), list(found.on_mean_us), list(found.on_wall_us))
-        return cls(off, on, found.steps_per_block, bursty=found.bursty)
+        return cls(off, on, found.steps_per_block, found.parts, bursty=found.bursty)
+
+    def begin_anew(self, parts: int, steps: int) -> None:
+        """Forget the pairs so far: blocks are of so many parts of so many steps from now on."""
+        self.off = Arm(peak_bytes=self.off.peak_bytes)
+        self.on = Arm(peak_bytes=self.on.peak_bytes)
+        self.parts, self.steps, self.bursty = parts, steps, 0
 
     def noted(self, current: InTrial) -> InTrial:
         """`current` with every whole pair."""
-        pairs = len(self.pairs)
+        pairs = len(self.pairs) * max(1, self.parts)
         return dataclasses.replace(
             current,
             off_us=tuple(self.off.medians[:pairs]),
@@ -51,6 +67,7 @@ class Times:
             off_wall_us=tuple(self.off.walls[:pairs]),
             on_wall_us=tuple(self.on.walls[:pairs]),
             steps_per_block=self.steps,
+            parts=self.parts,
             bursty=self.bursty,
         )
 
@@ -62,12 +79,12 @@ class Times:
     @property
     def off_us(self) -> list[float]:
         """One time a block with the change off."""
-        return self.off.means if self.by_means else self.off.medians
+        return whole_blocks(self.off.means if self.by_means else self.off.medians, self.parts)
 
     @property
     def on_us(self) -> list[float]:
         """One time a block with the change on."""
-        return self.on.means if self.by_means else self.on.medians
+        return whole_blocks(self.on.means if self.by_means else self.on.medians, self.parts)
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -81,6 +98,7 @@ class Times:
             off_us=tuple(self.off_us),
             on_us=tuple(self.on_us),
             steps_per_block=self.steps,
+            parts=max(1, self.parts),
             dropped=self.dropped,
             disturbed=self.disturbed,
         )
@@ -99,7 +117,8 @@ class Times:
         """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept."""
         if decision.status != KEPT or decision.gain is None:
             return decision
-        walls = [p for p in zip(self.off.walls, self.on.walls, strict=False) if not any(map(math.isnan, p))]
+        off, on = whole_blocks(self.off.walls, self.parts), whole_blocks(self.on.walls, self.parts)
+        walls = [p for p in zip(off, on, strict=False) if not any(map(math.isnan, p))]
         by_wall = gain_interval(walls) if len(walls) >= 4 else None
         # The two clocks differ by what the host does after its last launch; hidden work leaves no gain on the wall at all.
         if by_wall is None or by_wall[0].high >= 0.5 * decision.gain.low:

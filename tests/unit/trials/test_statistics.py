@@ -198,14 +198,54 @@ def test_means_tell_the_rate_of_bursts():
     assert low > 1.5
 
 
-def test_blocks_grow_with_the_noise_of_the_trial_before_and_shrink_again():
+def test_blocks_come_in_parts_after_a_noisy_trial_and_whole_again():
     def pairs(spread, count=6):
         return [(1000.0, 1000.0 * math.exp(spread * (-1) ** i)) for i in range(count)]
 
-    assert st.stretch(pairs(0.001), 0.01) == 1.0
-    assert 2.0 < st.stretch(pairs(0.006), 0.01) < 4.0
-    assert st.stretch(pairs(0.05), 0.01) == st.MOST_STRETCHED
-    assert st.stretch(pairs(0.05), 0.2) == 1.0  # a large gain is told apart all the same
-    assert st.stretch(pairs(0.001), 0.01, before=4.0) == 1.0
-    assert st.stretch(pairs(0.05, 5), 0.01, before=2.0) == 2.0  # too few to tell
-    assert st.stretch([(0.0, 1.0)] * 6, 0.01, before=2.0) == 2.0
+    assert st.parts(pairs(0.001), 0.01) == 1
+    assert 2 <= st.parts(pairs(0.005), 0.01) < st.MOST_PARTS
+    assert st.parts(pairs(0.05), 0.01) == st.MOST_PARTS
+    assert st.parts(pairs(0.05), 0.2) == 1  # a large gain is told apart all the same
+    assert st.parts(pairs(0.001), 0.01, before=4) == 1
+    assert st.parts(pairs(0.05, 5), 0.01, before=2) == 2  # too few to tell
+    assert st.parts([(0.0, 1.0)] * 6, 0.01, before=2) == 2
+
+
+def test_a_block_is_the_mean_of_its_parts():
+    assert st.whole_blocks([1.0, 3.0, 5.0, 7.0, 9.0], 2) == [2.0, 6.0]
+    assert st.whole_blocks([1.0, 3.0], 0) == st.whole_blocks([1.0, 3.0], 1) == [1.0, 3.0]
+    assert st.whole_blocks([1.0, 3.0], 4) == st.whole_blocks([], 1) == []
+
+
+def wandering(chance, steps):
+    """Log step times of a loop that the host bounds: slow and fast spells of every length from a few steps on."""
+    total = [0.0] * steps
+    for memory in (0.9, 0.98, 0.995):
+        value = chance.gauss(0, 0.075)
+        for i in range(steps):
+            value = memory * value + chance.gauss(0, 0.075 * math.sqrt(1 - memory**2))
+            total[i] += value
+    return total
+
+
+@pytest.mark.parametrize(("parts", "steps", "found"), [(1, 120, (0.0, 0.7)), (6, 15, (0.95, 1.0))])
+def test_parts_that_alternate_tell_a_gain_that_blocks_as_long_do_not(parts, steps, found):
+    """A gain of a tenth, in as many steps."""
+    chance, kept = random.Random(0), 0
+    for _ in range(40):
+        noise, at, off, on = wandering(chance, 2 * 20 * parts * (steps + 1)), 0, [], []
+
+        def pairs(off=off, on=on):
+            return list(zip(st.whole_blocks(off, parts), st.whole_blocks(on, parts), strict=False))
+
+        course = st.trial(pairs, False, 0.01)
+        try:
+            state = next(course)
+            while True:
+                median = math.exp(st.median(noise[at : at + steps]))
+                (on if state else off).append(1000.0 * median * (0.9 if state else 1.0))
+                at += steps + 1
+                state = course.send("")
+        except StopIteration as done:
+            kept += done.value.status == st.KEPT
+    assert found[0] <= kept / 40 <= found[1]
