@@ -205,7 +205,7 @@ class SearchProcesses:
         current = records.load_current(self.script.run_dir)
         if current is None or not current.pairs:
             return
-        last = decide(current.pairs, self.min_gain, max_pairs=self.max_pairs, last=True)
+        last = decide(current.pairs, self.min_gain, max_pairs=self.max_pairs, last=True, anew=True)
         status = REVERTED if last.status == REVERTED else INCONCLUSIVE
         self._conclude(current, candidates, status, f"out of time: {last.reason}", last.gain)
 

@@ -112,22 +112,23 @@ def decide(
     max_pairs: int = STAGES[-1],
     stages: Sequence[int] = STAGES,
     last: bool = False,
+    anew: bool = False,
 ) -> Decision:
     """What the pairs (off, on) gathered so far say about a gain above `min_gain`.
 
     Looks only when a stage is full, so that chance has few occasions, and each look has its share of what all of them
-    may err by (Bonferroni): intervals hold together with `CONFIDENCE`, one more look among them where the first stage is
-    taken anew in parts. Kept when the interval's lower bound is above
+    may err by (Bonferroni): intervals hold together with `CONFIDENCE`. Kept when the interval's lower bound is above
     `min_gain`; reverted when its upper bound is below it (a certain loser stops at the first stage); inconclusive when
     the last stage still straddles it, or when at this noise it would.
 
     Args:
         last: there will be no more pairs, so look now. With fewer than the first stage asks for nothing is kept.
+        anew: the first stage may have been looked at before, with other pairs: that is one look more.
     """
     usable = [s for s in stages if s < max_pairs] + [max_pairs]
     if not last and len(pairs) not in usable and len(pairs) < usable[-1]:
         return Decision(MORE, None, None, f"{len(pairs)} pairs so far")
-    confidence = 1.0 - (1.0 - CONFIDENCE) / (len(usable) + (stages is STAGES))
+    confidence = 1.0 - (1.0 - CONFIDENCE) / (len(usable) + anew)
     result = gain_interval(pairs, confidence)
     if result is None:
         few = "fewer than two pairs of blocks were timed" if len(pairs) < 2 else ""
@@ -199,17 +200,18 @@ def trial(
     max_pairs: int = STAGES[-1],
     *,
     patient: bool = True,
+    anew: bool = False,
 ) -> Generator[bool, str, Decision]:
     """One trial, block by block: yields whether the next block runs with the change on, and returns the decision.
 
     Blocks come in ABBA order, one switch a pair, beginning with the state that is on. It is sent, for each block, why the
     machine was no measure of it, or an empty text: then the caller has added it to what `pairs` gives. A disturbed block
     is taken again; too many of them end the trial without a decision. Without patience it ends at its first stage, whatever
-    that says.
+    that says. `anew` as `decide` has it.
     """
     taken, disturbed = 0, Counter[str]()
     while True:
-        decision = decide(pairs(), min_gain, max_pairs=max_pairs)
+        decision = decide(pairs(), min_gain, max_pairs=max_pairs, anew=anew)
         if decision.status != MORE or (decision.gain is not None and not patient):
             return decision
         for state in (on, not on):

@@ -8,15 +8,18 @@ import torch
 from searched_loop import CHANGES, DoesNotApply, Net, Waits, candidates, find, train
 
 from advisor.core import storage
+from advisor.core.findings import Interval
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
 from advisor.profiling.session import Session
 from advisor.profiling.training import RootModule, Training
 from advisor.trials import planner, records
 from advisor.trials.kept import KeptChanges
+from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.driver import SearchDriver, name_native_faults
 from advisor.trials.measure import MeasureDriver
 from advisor.trials.numerics.gate import Gate, GateResult
+from advisor.trials.statistics import Decision
 
 
 def session(tmp_path, *names, **more):
@@ -153,23 +156,50 @@ def test_a_trial_begun_alone_is_gone_on_with_alone(tmp_path):
     assert verdicts["faster"].together == ()
 
 
-def test_what_noise_leaves_open_is_tried_as_one_behind_the_others(tmp_path):
-    verdicts, reason = search(tmp_path, "host", "device", "slower", noise=0.06)
+def decided(monkeypatch, **decisions):
+    """What the timed blocks of these say; other changes have theirs measured."""
+    measured = TimedBlocks.run
+
+    def run(self, switch, current, *, patient=True):
+        decision = decisions.get(switch.transform.id.replace(" ", ""))
+        if decision is None:
+            return (yield from measured(self, switch, current, patient=patient))
+        yield
+        return decision
+
+    monkeypatch.setattr(TimedBlocks, "run", run)
+
+
+OPEN = Decision("inconclusive", Interval(low=-0.02, high=0.05), 0.015, "noise hides it")
+
+
+def test_what_noise_leaves_open_is_tried_as_one_behind_the_others(tmp_path, monkeypatch):
+    decided(monkeypatch, host=OPEN, device=OPEN)
+    verdicts, reason = search(tmp_path, "host", "device", "slower")
     assert reason == "search done"
-    assert {verdicts[name].status for name in ("host", "device")} == {"kept"}
     host, device = verdicts["host"], verdicts["device"]
+    assert (host.status, device.status) == ("kept", "kept")
     assert (host.together, device.together) == (("device",), ("host",))
     assert host.timing.numbers["gain"] == pytest.approx(0.4 * 50 / 52, abs=0.05)
     assert list(verdicts) == ["host", "device", "slower"]  # those of their own trials have gone
 
 
-def test_what_noise_leaves_open_is_tried_as_one_only_once(tmp_path):
+def test_what_noise_leaves_open_is_tried_as_one_only_once(tmp_path, monkeypatch):
+    decided(monkeypatch, host=OPEN, device=OPEN)
     known = Verdict(transform="host + device", status="inconclusive", reason="noise")
     records.save_verdict(tmp_path, known)
-    verdicts, reason = search(tmp_path, "host", "device", noise=0.06)
+    verdicts, reason = search(tmp_path, "host", "device")
     assert reason == "search done"
     assert verdicts["host + device"] == known
     assert {verdicts[name].status for name in ("host", "device")} == {"inconclusive"}
+
+
+def test_what_stays_open_as_one_too_is_left_open(tmp_path, monkeypatch):
+    decided(monkeypatch, host=OPEN, device=OPEN, **{"host+device": OPEN})
+    verdicts, reason = search(tmp_path, "host", "device")
+    assert reason == "search done"
+    assert {v.status for v in verdicts.values()} == {"inconclusive"}
+    assert list(verdicts) == ["host", "device", "host + device"]
 
 
 def test_a_faster_rival_takes_the_place_of_a_kept_change(tmp_path):

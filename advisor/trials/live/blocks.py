@@ -65,7 +65,9 @@ class TimedBlocks:
     def _pairs(self, switch: Switch, current: InTrial, *, patient: bool) -> Generator[None, StepEvent, Decision]:
         """Pairs of blocks, to those there are, until they decide, or without patience until the next stage is full."""
         loop, times, session = self.loop, self.times, self.loop.session
-        course = trial(lambda: times.pairs, switch.is_on, session.min_gain, session.max_pairs, patient=patient)
+        course = trial(
+            lambda: times.pairs, switch.is_on, session.min_gain, session.max_pairs, patient=patient, anew=True
+        )
         try:
             state = next(course)
             while True:

@@ -110,7 +110,7 @@ class Times:
 
     def last_look(self, min_gain: float, max_pairs: int) -> Decision:
         """What the pairs say when there will be no more."""
-        last = decide(self.pairs, min_gain, max_pairs=max_pairs, last=True)
+        last = decide(self.pairs, min_gain, max_pairs=max_pairs, last=True, anew=True)
         return dataclasses.replace(last, reason=f"out of time: {last.reason}")
 
     def against_the_wall(self, decision: Decision) -> Decision:
