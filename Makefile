@@ -53,7 +53,7 @@ demo: $(VENV)/.installed
 	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -n 1)"
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations 10
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -62,7 +62,7 @@ def named(machine: str) -> list[str]:
 
 def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
     """Run these of the catalogue's tests here: outcomes of each one's cases, with what they ran on."""
-    at_once = ["-n", "2", "--dist", "loadgroup"] if machine == "cpu" else []  # two at once would share the GPU
+    at_once = ["-n", "2", "--dist", "loadfile"] if machine == "cpu" else []  # two at once would share the GPU
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.xml"
         subprocess.run(

@@ -8,7 +8,6 @@ import pytest
 from searching import search_with
 
 
-@pytest.mark.xdist_group("faulty trials")
 def test_a_candidate_that_kills_or_hangs_is_named_and_the_next_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

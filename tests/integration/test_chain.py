@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = pytest.mark.xdist_group("chain")  # the proved run is made once
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # The optimizer's loop over many small parameters, a convolution and a batch norm are there to be found. What a fused optimizer

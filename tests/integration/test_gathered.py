@@ -70,9 +70,6 @@ def gathered(tmp_path_factory: pytest.TempPathFactory) -> tuple[StepProfile, Met
     return profile, metrics(profile)
 
 
-pytestmark = pytest.mark.xdist_group("gathered")  # one run serves all
-
-
 def test_metrics_are_known(gathered: tuple[StepProfile, MetricTable]) -> None:
     profile, table = gathered
     assert profile.complete, profile.notes

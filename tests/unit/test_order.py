@@ -9,7 +9,6 @@ from torch import nn
 from advisor.profiling.compiles import compiled_graphs
 
 
-@pytest.mark.xdist_group("order")
 @pytest.mark.parametrize("turn", ["first", "second"])
 def test_nothing_is_compiled_when_a_test_begins(turn: str) -> None:
     assert compiled_graphs() == 0
