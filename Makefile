@@ -48,12 +48,12 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/advisor profile $(DEMO)
-	$(BIN)/advisor apply --auto --max-time 3m $(DEMO) || test $$? -eq 4  # 4: a busy machine was too noisy to settle a change
+	$(BIN)/advisor apply --auto --max-time 2m $(DEMO) || test $$? -eq 4  # 4: a busy machine was too noisy to settle a change
 	@echo
 	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -n 1)"
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" --durations 10
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
