@@ -23,6 +23,8 @@ from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, burs
 BLOCK_S = 0.15
 # ... but has steps enough for a median, and not more than a fast loop needs.
 MIN_STEPS, MAX_STEPS = 3, 30
+# All pairs of a trial in parts fit into this time: where steps are long, blocks have fewer parts.
+PARTS_S = 40.0
 # Of a block's steps this many times as many may be unclean (short epochs, evaluation) before the trial is given up.
 UNCLEAN_FACTOR = 4
 
@@ -44,13 +46,15 @@ class TimedBlocks:
         step_s = max(loop.step_us, 1.0) / 1e6
         # A process that ended before a pair was whole may be too short for one: the next tries with half as long ones.
         whole = min(MAX_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
-        times.parts = times.parts or loop.parts  # the last trial's noise is the best guess at this one's
+        most = max(1, int(PARTS_S / (2 * STAGES[-1] * (_steps(whole, 2) + 1) * step_s)))
+        times.parts = times.parts or min(most, loop.parts)  # the last trial's noise is the best guess at this one's
         times.steps = times.steps or _steps(whole, times.parts)
         loop.machine.renew()
         try:
             decision = yield from self._pairs(switch, current, patient=False)
             if patient and decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
                 finer = parts(times.pairs, session.min_gain, times.parts) if len(times.pairs) <= STAGES[0] else 1
+                finer = min(most, finer)
                 if finer > times.parts:
                     times.begin_anew(finer, _steps(whole, finer))
                 if decision.status == MORE or not times.pairs:

@@ -83,7 +83,8 @@ def test_the_loops_step_is_that_with_the_change_only_where_it_stays(monkeypatch,
     assert loop.step_us == pytest.approx(step_us, rel=0.01)
 
 
-def test_a_noisy_first_stage_is_taken_anew_in_parts(monkeypatch):
+@pytest.mark.parametrize(("step_us", "parts"), [(1000.0, MOST_PARTS), (120e3, 2), (1e6, 1)])
+def test_a_noisy_first_stage_is_taken_anew_in_parts_as_far_as_time_allows(monkeypatch, step_us, parts):
     """Spells that make every other block a tenth slower leave a gain of a tenth open; later ones are without."""
     times, taken = Times(), []
 
@@ -100,17 +101,21 @@ def test_a_noisy_first_stage_is_taken_anew_in_parts(monkeypatch):
     switch = SimpleNamespace(is_on=True, on=lambda: None, off=lambda: None)
     noted = []
     loop = loop_of(20, noted)
+    loop.step_us = step_us
     course = TimedBlocks(loop, Limit(math.inf), times).run(switch, InTrial(transform="tf32", starts=1))
     with pytest.raises(StopIteration) as ended:
         next(course)
     decision = ended.value.value
+    if parts == 1:
+        assert times.blocks.parts == 1
+        return
     assert decision.status == "kept"
     assert decision.point == pytest.approx(0.1, abs=0.005)
-    assert [parts for parts, _ in taken] == [1] * 12 + [MOST_PARTS] * 6 * 2 * MOST_PARTS
-    assert [on for _, on in taken[12:20]] == [True, False, False, True, True, False, False, True]
+    assert [count for count, _ in taken] == [1] * 12 + [parts] * 6 * 2 * parts
+    assert [on for _, on in taken[12:20]] == ([True, False, False, True] * 3)[: len(taken) - 12][:8]
     assert len(times.pairs) == len(times.blocks.off_us) == 6
-    assert times.blocks.parts == MOST_PARTS
-    assert len(noted[-1].off_us) == 6 * MOST_PARTS
+    assert times.blocks.parts == parts
+    assert len(noted[-1].off_us) == 6 * parts
     assert len(noted[-1].pairs) == 6
     assert Times.resumed(noted[-1]).pairs == times.pairs
     assert loop.parts == 1  # the next trial begins with whole blocks again
