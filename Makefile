@@ -25,6 +25,7 @@ endif
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUNS := advisor-runs
+DEMO_TIME := 3m
 ifeq ($(CUDA_MAJOR),)
 DEMO := docs/examples/cifar.py --width 8 --batch-size 32 --epochs 50
 else
@@ -48,7 +49,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/advisor profile $(DEMO)
-	$(BIN)/advisor apply --auto --max-time 2m $(DEMO) || test $$? -eq 4  # 4: a busy machine was too noisy to settle a change
+	$(BIN)/advisor apply --auto --max-time $(DEMO_TIME) $(DEMO) || test $$? -eq 4  # 4: a busy machine was too noisy to settle a change
 	@echo
 	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -n 1)"
 
