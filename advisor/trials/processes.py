@@ -238,7 +238,7 @@ class SearchProcesses:
                 off_us=tuple(off for off, _ in pairs),
                 on_us=tuple(on for _, on in pairs),
                 steps_per_block=current.steps_per_block,
-                parts=max(1, current.parts),
+                parts=current.parts,
             ),
         )
         records.save_verdict(self.script.run_dir, verdict)

@@ -49,7 +49,7 @@ class InTrial:
     off_wall_us: tuple[float, ...] = ()
     on_wall_us: tuple[float, ...] = ()
     steps_per_block: int = 0
-    parts: int = 0  # that make a block, of which the times above are; 0 before there are any
+    parts: int = 1  # that make a block, of which the times above are
     traced: bool = True  # False once a process died while the effect was traced
     bursty: int = 0  # blocks whose steps come in bursts
     numerics: Check | None = None  # once passed

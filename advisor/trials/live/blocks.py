@@ -47,15 +47,15 @@ class TimedBlocks:
         # A process that ended before a pair was whole may be too short for one: the next tries with half as long ones.
         whole = min(MAX_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
         most = max(1, int(PARTS_S / (2 * STAGES[-1] * (_steps(whole, 2) + 1) * step_s)))
-        times.parts = times.parts or min(most, loop.parts)  # the last trial's noise is the best guess at this one's
-        times.steps = times.steps or _steps(whole, times.parts)
+        if not times.steps:
+            times.parts = min(most, loop.parts)  # the last trial's noise is the best guess at this one's
+            times.steps = _steps(whole, times.parts)
         loop.machine.renew()
         try:
             decision = yield from self._pairs(switch, current, patient=False)
             if patient and decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
-                finer = parts(times.pairs, session.min_gain, times.parts) if len(times.pairs) <= STAGES[0] else 1
-                finer = min(most, finer)
-                if finer > times.parts:
+                finer = min(most, parts(times.pairs, session.min_gain, times.parts))
+                if finer > times.parts and len(times.pairs) <= STAGES[0]:
                     times.begin_anew(finer, _steps(whole, finer))
                 if decision.status == MORE or not times.pairs:
                     decision = yield from self._pairs(switch, current, patient=True)

@@ -131,11 +131,11 @@ class SearchDriver:
             self._notes.append(f"{name}, kept before, could not be applied: {reason}")
         restart, late = "", False
         waiting = records.untried(session.folder, session.candidates)
-        while waiting or self._left_open():
+        while waiting or (left_open := self._left_open()):
             if waiting and self._out_of_time():
                 late = True
                 break
-            members = self._bundle(waiting) if waiting else self._left_open()
+            members = self._bundle(waiting) if waiting else left_open
             candidate = planner.as_one(members) if members else waiting.pop(0)
             current = self._resumed(candidate)
             title = planner.title(candidate.transform)

@@ -36,8 +36,8 @@ class Times:
 
     off: Arm = field(default_factory=Arm)
     on: Arm = field(default_factory=Arm)
-    steps: int = 0  # of a part
-    parts: int = 0  # of a block; 0 before there are any
+    steps: int = 0  # of a part; 0 before there is any
+    parts: int = 1  # of a block
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks that did not count, for what the machine did meanwhile
     bursty: int = 0  # parts whose steps come in bursts
@@ -57,7 +57,7 @@ class Times:
 
     def noted(self, current: InTrial) -> InTrial:
         """`current` with every whole pair."""
-        pairs = len(self.pairs) * max(1, self.parts)
+        pairs = len(self.pairs) * self.parts
         return dataclasses.replace(
             current,
             off_us=tuple(self.off.medians[:pairs]),
@@ -98,7 +98,7 @@ class Times:
             off_us=tuple(self.off_us),
             on_us=tuple(self.on_us),
             steps_per_block=self.steps,
-            parts=max(1, self.parts),
+            parts=self.parts,
             dropped=self.dropped,
             disturbed=self.disturbed,
         )
