@@ -57,7 +57,7 @@ class _BatchNormAct(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.affine = weight is not None, bias is not None
-        weight, bias = _affine(x, weight, bias)
+        weight, bias = affine(x, weight, bias)
         y, saved, mask = cuda.forward(
             x,
             residual,
@@ -91,7 +91,7 @@ class _BatchNormAct(Function):
         if len(given) == 2 and (twice or not all(map(is_nhwc, given))):
             given = [given[0] + given[1]]
         if twice:
-            dx, dresidual, dweight, dbias = _differentiable_backward(ctx, given[0], x, weight, bias, mask)
+            dx, dresidual, dweight, dbias = differentiable_backward(ctx, given[0], x, weight, bias, mask)
         else:
             dx, dresidual, dweight, dbias = cuda.backward(
                 nhwc(given[0]),
@@ -116,7 +116,7 @@ class _BatchNormAct(Function):
         )
 
 
-def _affine(
+def affine(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and bias as the kernels read them, 1 and 0 where the norm has none."""
@@ -143,10 +143,12 @@ def _slope(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
     return differentiable.gradient(lambda z: reference.activate(z, activation, slope), torch.ones_like(z), z)
 
 
-def _differentiable_backward(
+def differentiable_backward(
     ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """The backward in differentiable torch ops, so that it can be differentiated again. fp32 statistics.
+
+    `ctx` has the norm's eps, activation and slope, and whether there is a residual.
 
     The activation's slope is taken as constant where the forward kept a bit mask: it is 0 or 1 there.
     """
@@ -282,7 +284,7 @@ class _FrozenBatchNormAct(Function):
         slope: float,
     ) -> torch.Tensor:
         ctx.affine_gradients = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        weight, bias = _affine(x, weight, bias)
+        weight, bias = affine(x, weight, bias)
         ctx.variant = eps, activation, slope, residual is not None, ctx.affine_gradients
         y, mask = cuda.frozen_forward(
             x, residual, running_mean, running_var, weight, bias, eps, activation, slope, ctx.affine_gradients

@@ -289,7 +289,7 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """The launch that merges moments, ready to pass."""
+    """The launch that merges moments, or the sums of a gradient, ready to pass."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -298,10 +298,10 @@ class _Merge:
 
 
 @lru_cache(maxsize=4096)
-def _merge(parts: int, channels: int, device: int) -> _Merge:
+def _merge(source: str, parts: int, channels: int, device: int) -> _Merge:
     defines = tuple(spec.moments_defines().items())
     return _Merge(
-        kernel=nvrtc.function(spec.MOMENTS, spec.KERNELS[spec.MOMENTS][0], defines, device),
+        kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
         grid=(-(-channels // spec.MOMENTS_CHANNELS), 1, 1),
         block=(spec.MOMENTS_THREADS, 1, 1),
         sizes=(np.int32(parts), np.int32(channels)),
@@ -322,7 +322,7 @@ def merge_moments(
     those of the old ones.
     """
     device = moments.device.index or 0
-    plan = _merge(moments.shape[0], moments.shape[2], device)
+    plan = _merge(spec.MOMENTS, moments.shape[0], moments.shape[2], device)
     addresses = (moments.data_ptr(), saved.data_ptr(), *running, *updated)
     arguments = (*addresses, *plan.sizes, np.float32(momentum), np.float32(eps))
     plan.kernel(plan.grid, plan.block, arguments, 0, nvrtc.stream(device))
@@ -404,24 +404,46 @@ def backward(
         0,
         stream,
     )
-    plan.backward_apply(
-        plan.grid,
-        plan.block,
-        (
-            *((dresidual.data_ptr(), 0) if residual else above),
-            x.data_ptr(),
-            *common,
-            base,
-            dx.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
+    _apply_gradient(plan, (dresidual.data_ptr(), 0) if residual else above, x, common, base, dx, slope)
     return dx, dresidual, dweight, dbias
+
+
+def _apply_gradient(
+    plan: _Launch,
+    above: tuple[int, int],
+    x: torch.Tensor,
+    common: tuple[int, int, int],
+    coefficient: int,
+    dx: torch.Tensor,
+    slope: float,
+) -> None:
+    """The backward's second launch."""
+    sizes = (plan.rows, plan.vectors, plan.tile, np.float32(slope))
+    arguments = (*above, x.data_ptr(), *common, coefficient, dx.data_ptr(), *sizes)
+    plan.backward_apply(plan.grid, plan.block, arguments, 0, nvrtc.stream(x.device.index or 0))
+
+
+def backward_of_sums(
+    g: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, saved: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `backward`, where a kernel before it has made the gradient behind the activation and its sums: dx, dweight and dbias.
+
+    g: like x; sums: [parts, 2, C] fp32, of g and g (x - mean) over each part's pixels.
+    """
+    weight, bias = aligned(weight), aligned(bias)
+    n, channels, h, w = x.shape
+    device = x.device.index or 0
+    dx = torch.empty_like(x)
+    per_channel = torch.empty((4, channels), dtype=torch.float32, device=x.device)
+    base = per_channel.data_ptr()
+    merge = _merge(spec.GRADIENT_SUMS, sums.shape[0], channels, device)
+    outputs = (base, base + 8 * channels, base + 12 * channels)
+    arguments = (sums.data_ptr(), saved.data_ptr(), *outputs, *merge.sizes, np.int32(n * h * w))
+    merge.kernel(merge.grid, merge.block, arguments, 0, nvrtc.stream(device))
+    # Any variant whose first launch leaves g: its second one knows no activation.
+    plan = _plan(x, "relu", True)
+    _apply_gradient(plan, (g.data_ptr(), 0), x, (saved.data_ptr(), weight.data_ptr(), bias.data_ptr()), base, dx, 0.0)
+    return dx, per_channel[2], per_channel[3]
 
 
 def frozen_forward(

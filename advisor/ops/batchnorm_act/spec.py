@@ -15,6 +15,7 @@ BACKWARD = "batchnorm/batchnorm_act_backward.cu"
 HELD_FORWARD = "batchnorm/batchnorm_act_held_forward.cu"
 HELD_BACKWARD = "batchnorm/batchnorm_act_held_backward.cu"
 MOMENTS = "batchnorm/batchnorm_moments.cu"
+GRADIENT_SUMS = "batchnorm/batchnorm_gradient_sums.cu"
 GRID_FORWARD = "batchnorm/batchnorm_act_grid_forward.cu"
 GRID_BACKWARD = "batchnorm/batchnorm_act_grid_backward.cu"
 FROZEN_FORWARD = "batchnorm/batchnorm_act_frozen_forward.cu"
@@ -25,6 +26,7 @@ KERNELS = {
     HELD_FORWARD: ("batchnorm_act_held_forward",),
     HELD_BACKWARD: ("batchnorm_act_held_backward",),
     MOMENTS: ("batchnorm_merge_moments",),
+    GRADIENT_SUMS: ("batchnorm_gradient_sums",),
     GRID_FORWARD: ("batchnorm_act_grid_forward",),
     GRID_BACKWARD: ("batchnorm_act_grid_backward",),
     FROZEN_FORWARD: ("batchnorm_act_frozen_forward",),
@@ -68,7 +70,7 @@ HELD_THREADS = 512
 HELD_ROWS = {HELD_FORWARD: 14, HELD_BACKWARD: 16}  # a thread's, as many as its registers hold without spilling
 HELD_FORKED_ROWS = 10  # of HELD_BACKWARD with two gradients: three tensors
 MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of a row, a cache line
-# Of a block that merges moments; the channels are written into the source as well.
+# Of a block that merges moments, or the sums of a gradient; the channels are written into the sources as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 _LINE_VECTORS = 8  # 128 bytes
@@ -139,7 +141,7 @@ _PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDU
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
-    if source == MOMENTS:
+    if source in (MOMENTS, GRADIENT_SUMS):
         return (moments_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
     if source in (GRID_FORWARD, GRID_BACKWARD):
@@ -167,7 +169,7 @@ def defines(dtype: str, activation: str, residual: bool, *, forked: bool = False
 
 
 def moments_defines() -> dict[str, int]:
-    """Macros of MOMENTS."""
+    """Macros of MOMENTS and GRADIENT_SUMS."""
     return {"THREADS": MOMENTS_THREADS}
 
 

@@ -1,7 +1,9 @@
-"""1 x 1 convolution with the moments of its result as one operation: the bundled kernel, or PyTorch's own convolution.
+"""1 x 1 convolutions beside batch norms: the bundled kernels, or PyTorch's own convolution.
 
-The forward is the kernel's; both gradients are PyTorch's own (cuDNN's), with the same calls as those of its convolution. For
-eager code alone: what the kernel wins is the batch norm's pass over the result, and Inductor's graphs take no moments.
+Before a norm (`pointwise_conv2d`) the forward is the kernel's and leaves the moments of its result; both gradients are PyTorch's own
+(cuDNN's), with the same calls as those of its convolution. Behind a norm (`batchnorm_act_pointwise`, the two as one operation) the
+gradient with regard to the norm's result is the kernel's, which leaves the sums that the norm's own gradient needs. For eager code
+alone: what the kernels win is the norm's pass over a tensor, and Inductor's graphs take neither moments nor sums.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.batchnorm_act import api as batchnorm_act
+from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.first_conv.api import computed_in
 from advisor.ops.function import Function
 from advisor.ops.pointwise import cuda, spec
@@ -117,4 +121,177 @@ def _pointwise_conv2d(
     engaged[spec.name(x.shape[1], weight.shape[0])] += 1
     found: tuple[torch.Tensor, torch.Tensor | None]
     found = _PointwiseConv2d.apply(x, weight, moments)
+    return found
+
+
+class _BatchNormActPointwise(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        conv_weight: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+        activation: str,
+        slope: float,
+        moments: torch.Tensor | None,
+        leaving: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.affine = weight is not None, bias is not None
+        weight, bias = batchnorm_act.affine(x, weight, bias)
+        y, saved, mask = batchnorm_cuda.forward(
+            x,
+            residual,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            momentum,
+            eps,
+            activation,
+            slope,
+            moments=moments,
+        )
+        conv_weight = alignment.aligned(conv_weight)
+        z, parts = _convolved(y, conv_weight, moments=leaving)
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        ctx.save_for_backward(x, weight, bias, saved, mask, y, conv_weight)
+        ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
+        return y, z, parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        dy, dz, _ = gradients
+        given = dz if dy is None else dy
+        if given is None:  # nobody used the results
+            return (None,) * 13
+        x, weight, bias, saved, mask, y, conv_weight = ctx.saved_tensors
+        twice = differentiable.wanted(given)
+        dconv = None
+        if dz is not None:
+            if not twice:
+                dz = alignment.nhwc(dz)
+            wanted = [twice, ctx.needs_input_grad[4], False]
+            through, dconv, _ = torch.ops.aten.convolution_backward(
+                dz, y, conv_weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
+            )
+        if twice:
+            above = given if dz is None else through if dy is None else dy + through
+            found = batchnorm_act.differentiable_backward(ctx, above, x, weight, bias, mask)
+        elif dz is None:
+            dy = alignment.nhwc(given)
+            found = batchnorm_cuda.backward(
+                dy, None, x, saved, mask, weight, bias, ctx.activation, ctx.slope, ctx.residual
+            )
+        else:
+            dy = None if dy is None else alignment.nhwc(dy)
+            norm = saved, alignment.aligned(weight), alignment.aligned(bias)
+            g, sums = cuda.norm_gradient(dz, conv_weight, dy, x, mask, norm, ctx.activation, ctx.slope, ctx.residual)
+            dx, dweight, dbias = batchnorm_cuda.backward_of_sums(g, sums, x, saved, weight, bias)
+            found = dx, g, dweight, dbias
+        dx, dresidual, dweight, dbias = found
+        has_weight, has_bias = ctx.affine
+        return (
+            dx,
+            dresidual if ctx.residual else None,
+            dweight if has_weight else None,
+            dbias if has_bias else None,
+            dconv,
+            *[None] * 8,
+        )
+
+
+def _convolved(
+    y: torch.Tensor, conv_weight: torch.Tensor, *, moments: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The convolution and, if asked for and the kernel is what makes it, its moments; without gradients."""
+    reason = _refusal(y, conv_weight) if moments else "its moments are not asked for"
+    if reason:
+        return F.conv2d(y, conv_weight), None
+    engaged[spec.name(y.shape[1], conv_weight.shape[0])] += 1
+    return cuda.forward(y, conv_weight, moments=True)
+
+
+def _behind_norm_refusal(
+    x: torch.Tensor, residual: torch.Tensor | None, conv_weight: torch.Tensor, activation: str
+) -> str:
+    reason = batchnorm_act.unsupported(x, residual, activation)
+    if reason:
+        return reason
+    if computed_in(x) != x.dtype or conv_weight.device != x.device:
+        return "the convolution is not computed in the norm's dtype, on its device"
+    n, c, h, w = x.shape
+    dtype, out_channels = storage.name(x.dtype), conv_weight.shape[0]
+    reason = spec.unsupported_gradient(rows=n * h * w, dtype=dtype, channels=c, out_channels=out_channels)
+    wins = spec.gradient_wins(
+        activation=activation,
+        residual=residual is not None,
+        dtype=dtype,
+        rows=n * h * w,
+        channels=c,
+        out_channels=out_channels,
+    )
+    return dispatch.refusal(reason, wins)
+
+
+def batchnorm_act_pointwise(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    conv_weight: torch.Tensor,
+    *,
+    moments: torch.Tensor | None = None,
+    leaving: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A batch norm with what `batchnorm_act` does behind it, and a 1 x 1 convolution of its result, as one operation.
+
+    The convolution's data gradient is added to the gradient that the result has from elsewhere, goes through the activation, and is
+    summed up for the norm's gradient in the kernel that makes it: it is written once, where apart it is written, read and
+    written again.
+
+    Args: as of `batchnorm_act`.
+        conv_weight: [CO, C, 1, 1], cast to x's dtype where it has another, as autocast does.
+        leaving: whether moments of the convolution's result are wanted.
+
+    Returns:
+        The norm's result like x, the convolution's [N, CO, H, W], and the latter's moments (ops/moments.py) or None.
+    """
+    common = (running_mean, running_var, weight, bias, momentum, eps, activation, slope)
+    reason = _behind_norm_refusal(x, residual, conv_weight, activation)
+    if reason:
+        fell_back[reason] += 1
+        y, again = batchnorm_act.forked_batchnorm_act(x, residual, *common, moments=moments)
+        z, parts = _pointwise_conv2d(y, conv_weight, moments=leaving)
+        return again, z, parts
+    engaged[spec.behind_norm(activation, residual is not None, x.shape[1], conv_weight.shape[0])] += 1
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    found = _BatchNormActPointwise.apply(
+        x,
+        residual,
+        weight,
+        bias,
+        conv_weight.to(x.dtype),
+        running_mean,
+        running_var,
+        momentum,
+        eps,
+        activation,
+        slope,
+        moments,
+        leaving,
+    )
     return found

@@ -1,4 +1,4 @@
-"""Launches of the 1 x 1 convolution kernel. Shapes and dtypes have been checked by the caller (spec)."""
+"""Launches of the 1 x 1 convolution kernels. Shapes and dtypes have been checked by the caller (spec)."""
 
 from __future__ import annotations
 
@@ -69,3 +69,101 @@ def forward(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> tuple[to
     """
     n, c, h, w = x.shape
     return run(_launch(n * h * w, c, weight.shape[0], x.dtype, x.device.index or 0, moments), x, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientLaunch:
+    """NORM_GRADIENT with all that depends on shapes and the norm's variant only."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    sizes: tuple[Any, Any, Any]  # rows, octets of dz and of x
+    shared_bytes: int
+
+
+def gradient_launch_of(
+    plan: spec.Plan,
+    rows: int,
+    channels: int,
+    out_channels: int,
+    dtype: torch.dtype,
+    device: int,
+    activation: str,
+    residual: bool,
+    forked: bool,
+) -> _GradientLaunch:
+    """The launch that a plan says."""
+    macros = tuple(spec.gradient_defines(plan, storage.name(dtype), activation, residual, forked=forked).items())
+    (entry,) = spec.KERNELS[spec.NORM_GRADIENT]
+    return _GradientLaunch(
+        kernel=nvrtc.function(spec.NORM_GRADIENT, entry, macros, device, plan.shared_bytes),
+        grid=(*plan.grid, 1),
+        block=(plan.threads, 1, 1),
+        sizes=(np.int32(rows), np.int32(out_channels // spec.OCTET), np.int32(channels // spec.OCTET)),
+        shared_bytes=plan.shared_bytes,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _gradient_launch(
+    rows: int,
+    channels: int,
+    out_channels: int,
+    dtype: torch.dtype,
+    device: int,
+    activation: str,
+    residual: bool,
+    forked: bool,
+) -> _GradientLaunch:
+    plan = spec.plan(rows, out_channels, channels, nvrtc.sm_count(device), nvrtc.arch(device), gradient=True)
+    return gradient_launch_of(plan, rows, channels, out_channels, dtype, device, activation, residual, forked)
+
+
+def run_gradient(
+    launch: _GradientLaunch,
+    dz: torch.Tensor,
+    conv_weight: torch.Tensor,
+    dy: torch.Tensor | None,
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norm_gradient`, with this launch."""
+    g = torch.empty_like(x)
+    sums = torch.empty((launch.grid[0], 2, x.shape[1]), dtype=torch.float32, device=x.device)
+    tensors = (dz, conv_weight, dy, x, mask, *norm, g, sums)
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    stream = nvrtc.stream(x.device.index or 0)
+    arguments = (*addresses, *launch.sizes, np.float32(slope))
+    launch.kernel(launch.grid, launch.block, arguments, launch.shared_bytes, stream)
+    return g, sums
+
+
+def norm_gradient(
+    dz: torch.Tensor,
+    conv_weight: torch.Tensor,
+    dy: torch.Tensor | None,
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    activation: str,
+    slope: float,
+    residual: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient behind the activation of a norm before the convolution, and its sums, for `batchnorm_act.cuda.backward_of_sums`.
+
+    Args:
+        dz: [N, CO, H, W] channels_last, what came from above the convolution. conv_weight: [CO, C, 1, 1] contiguous, from a multiple
+            of 4 bytes on, both in x's dtype.
+        dy: like x, the gradient from elsewhere, or None. x: [N, C, H, W] channels_last, the norm's input.
+        mask: as the norm's forward left it. norm: what it saved [2, C], its weight and bias [C], fp32.
+
+    Returns:
+        g like x and sums [parts, 2, C] fp32.
+    """
+    n, c, h, w = x.shape
+    device = x.device.index or 0
+    launch = _gradient_launch(n * h * w, c, conv_weight.shape[0], x.dtype, device, activation, residual, dy is not None)
+    return run_gradient(launch, dz, conv_weight, dy, x, mask, norm, slope)

@@ -1,10 +1,13 @@
-"""Finds 1 x 1 convolutions before batch norms in a captured graph."""
+"""Finds 1 x 1 convolutions before and behind batch norms in a captured graph."""
 
 from __future__ import annotations
 
 import math
+import operator
+from typing import cast
 
 from torch import fx
+from torch.nn import functional as F
 
 from advisor.ops import dispatch, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
@@ -64,6 +67,99 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
             new = graph.call_function(api.pointwise_conv2d, (call.x, call.weight))
         report.matched[match.path(node)] = spec.name(call.channels, call.weight_shape[0])
         match.replace(node, new)
+
+
+_NORMS = (batchnorm_act.batchnorm_act, batchnorm_act.forked_batchnorm_act)
+
+
+def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """A norm of ours and the 1 x 1 convolution behind it become one operation where the sums that the norm's gradient needs are
+    better taken from the kernel that makes the convolution's.
+
+    After the norms' own last look at the graph: moments are paired by then, and results that are used twice are given out twice.
+    """
+    graph = graph_module.graph
+    for node in [] if compiled else list(graph.nodes):
+        weight = _weight(node)
+        handle = node.args[0] if weight is not None else None
+        if weight is None or not isinstance(handle, fx.Node) or list(handle.users) != [node]:
+            continue
+        norm = handle.args[0] if handle.target is operator.getitem else handle
+        if not isinstance(norm, fx.Node) or norm.target not in _NORMS or not _adjoining(norm, node):
+            continue
+        what = _together(norm, node, weight)
+        if what:
+            path = match.path(node)
+            report.matched[path] = f"{report.matched[path]}, {what}" if path in report.matched else what
+            report.unmatched.pop(path, None)
+            _merge(norm, handle, node, weight)
+
+
+def _weight(node: fx.Node) -> fx.Node | None:
+    """The weight of the 1 x 1 convolution that the node is, PyTorch's or ours; None where it is none."""
+    if node.target in (api.pointwise_conv2d, api.pointwise_conv2d_moments):
+        return cast(fx.Node, node.args[1])
+    if node.op != "call_function" or node.target is not F.conv2d:
+        return None
+    call = match.conv2d(node)
+    if isinstance(call, str) or call.bias is not None or not isinstance(call.weight, fx.Node):
+        return None
+    shape = (1, call.channels, 1, 1)
+    other = spec.other_convolution(shape, call.weight_shape, call.stride, call.padding, call.groups)
+    return None if other or node.args[:1] != (call.x,) else call.weight
+
+
+def _adjoining(norm: fx.Node, conv: fx.Node) -> bool:
+    """Whether nothing runs between the two, so that the norm may as well stand where the convolution does."""
+    node = norm.next
+    while node is not conv and (node.op in ("placeholder", "get_attr") or node in norm.users):
+        if node in norm.users and node.target is not operator.getitem:
+            return False
+        node = node.next
+    return node is conv
+
+
+def _together(norm: fx.Node, conv: fx.Node, weight: fx.Node) -> str:
+    """What the two are as one operation; "" where they stay apart."""
+    x, result, taps = match.value(norm.args[0]), match.value(conv), match.value(weight)
+    shape = None if x is None else match.static_shape(x)
+    if x is None or result is None or taps is None or shape is None or result.dtype != x.dtype:
+        return ""
+    n, c, h, w = shape
+    dtype, out, activation, residual = (
+        match.dtype_name(x),
+        taps.shape[0],
+        cast(str, norm.args[8]),
+        norm.args[1] is not None,
+    )
+    wins = spec.gradient_wins(
+        activation=activation, residual=residual, dtype=dtype, rows=n * h * w, channels=c, out_channels=out
+    )
+    reason = spec.unsupported_gradient(rows=n * h * w, dtype=dtype, channels=c, out_channels=out)
+    if dispatch.refusal(reason, wins) or match.changed_in_place(conv):
+        return ""
+    return spec.behind_norm(activation, residual, c, out)
+
+
+def _merge(norm: fx.Node, handle: fx.Node, conv: fx.Node, weight: fx.Node) -> None:
+    graph, leaving = conv.graph, conv.target is api.pointwise_conv2d_moments
+    with graph.inserting_before(conv):
+        arguments, given = (*norm.args, weight), {**norm.kwargs, "leaving": leaving}
+        both = graph.call_function(api.batchnorm_act_pointwise, arguments, given)
+        y, z = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+        parts = graph.call_function(operator.getitem, (both, 2)) if leaving else None
+    if parts is None:
+        match.replace(conv, z)
+    else:
+        for result, new in ((0, z), (1, parts)):
+            for user in [user for user in conv.users if user.args[1] == result]:
+                match.replace(user, new)
+        graph.erase_node(conv)
+    for other in [user for user in norm.users if user is not handle]:  # the norm's result for whoever else reads it
+        match.replace(other, y)
+    for dead in dict.fromkeys((handle, norm, y)):
+        if not dead.users and not dead._erased:
+            graph.erase_node(dead)
 
 
 PRODUCES = {api.pointwise_conv2d: Producer(api.pointwise_conv2d_moments, lambda node: "")}

@@ -9,7 +9,8 @@ from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "pointwise/pointwise_forward.cu"
-KERNELS = {FORWARD: ("pointwise_forward",)}
+NORM_GRADIENT = "pointwise/pointwise_norm_gradient.cu"
+KERNELS = {FORWARD: ("pointwise_forward",), NORM_GRADIENT: ("pointwise_norm_gradient",)}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 MIN_ARCH = 80
@@ -25,6 +26,7 @@ SYSTEM_BYTES = 1024
 SM_REGISTERS = 65536
 # A thread's registers without spilling, by (tiles, groups): what ptxas 13 needs for sm_80 to sm_100.
 REGISTERS = {(1, 1): 80, (2, 1): 80, (4, 1): 128, (1, 2): 128, (2, 2): 128, (4, 2): 255}
+GRADIENT_REGISTERS = 128  # of NORM_GRADIENT, with one or two tiles
 
 WARPS = 8  # of a block, about
 MAX_GROUPS = 8  # of 32 columns a block
@@ -32,6 +34,7 @@ WEIGHT_BYTES = 90 * 1024  # of a block's weights
 MAX_STEPS = 8  # of a chunk
 STAGES = 2  # chunks in the ring
 MAX_TILES = 4  # of 16 rows a warp
+MAX_GRADIENT_TILES = 2  # of NORM_GRADIENT, which holds two more tensors of a tile in registers
 BLOCKS = 2  # that an SM should hold at least
 MAX_BLOCKS = 4
 TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": (4, 8)}
@@ -64,6 +67,27 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
     if in_channels * out_channels > MOST_INTENSITY * (in_channels + out_channels):
         return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
     return batchnorm_act.takes_moments(2 * rows * out_channels, False)
+
+
+def behind_norm(activation: str, residual: bool, channels: int, out_channels: int) -> str:
+    """`bn+add+relu+1x1 256->64`."""
+    return f"{batchnorm_act.name(activation, residual)}+{name(channels, out_channels)}"
+
+
+def gradient_wins(*, activation: str, residual: bool, dtype: str, rows: int, channels: int, out_channels: int) -> str:
+    """Why the gradient of a convolution behind a norm and that norm's sums are left to two launches; empty where one wins."""
+    return batchnorm_act.wins(activation=activation, residual=residual, dtype=dtype) or UNMEASURED
+
+
+def unsupported_gradient(*, rows: int, dtype: str, channels: int, out_channels: int) -> str:
+    """Why NORM_GRADIENT cannot take a convolution of `channels` into `out_channels`; empty when it can."""
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if channels % OCTET or out_channels % OCTET:
+        return f"{channels} or {out_channels} channels are no multiple of {OCTET}"
+    if out_channels > MAX_IN_CHANNELS:
+        return f"{out_channels} channels out, more than {MAX_IN_CHANNELS}"
+    return "more pixels than 32 bits count" if rows > MAX_ROWS else ""
 
 
 def unsupported(
@@ -110,7 +134,21 @@ def unsupported_convolution(
     dilation: tuple[int, int],
     groups: int,
 ) -> str:
-    """Why a convolution is none that the kernel knows, whatever it is run on; empty when it is one."""
+    """Why a convolution is none that the forward's kernel knows, whatever it is run on; empty when it is one."""
+    reason = other_convolution(shape, weight_shape, stride, padding, groups)
+    if not reason and shape[1] > MAX_IN_CHANNELS:
+        return f"{shape[1]} channels in, more than {MAX_IN_CHANNELS}"
+    return reason
+
+
+def other_convolution(
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is no 1 x 1 one with whole vectors of channels; empty when it is one."""
     if len(shape) != 4:
         return f"{len(shape)}-D input"
     if groups != 1 or weight_shape[1] != shape[1]:
@@ -124,8 +162,6 @@ def unsupported_convolution(
     for channels in (shape[1], weight_shape[0]):
         if channels % OCTET or not channels:
             return f"{channels} channels are no multiple of {OCTET}"
-    if shape[1] > MAX_IN_CHANNELS:
-        return f"{shape[1]} channels in, more than {MAX_IN_CHANNELS}"
     return ""
 
 
@@ -173,6 +209,13 @@ def shared_bytes(warps_m: int, warps_n: int, tiles: int, groups: int, steps: int
     return 16 * (columns * (chunks * units | 1) + stages * rows * (units | 1)) + 4 * warps_m * columns
 
 
+def gradient_shared_bytes(warps_m: int, warps_n: int, tiles: int, steps: int, chunks: int, stages: int) -> int:
+    """Of a block of NORM_GRADIENT: the weights of its columns, the ring, and three constants a column."""
+    columns, rows, units = GROUP * warps_n, 16 * warps_m * tiles, 2 * steps
+    weights = STEP * steps * chunks * (columns // OCTET | 1)
+    return 16 * (weights + stages * rows * (units | 1)) + 4 * 3 * columns
+
+
 def arranged(
     *,
     rows: int,
@@ -186,13 +229,22 @@ def arranged(
     steps: int,
     chunks: int,
     stages: int,
+    gradient: bool = False,
 ) -> Plan | None:
-    """The plan with these numbers: as many blocks as run at once, all with equally many tiles. None where no block fits."""
-    nbytes = shared_bytes(warps_m, warps_n, tiles, groups, steps, chunks, stages)
+    """The plan with these numbers: as many blocks as run at once, all with equally many tiles. None where no block fits.
+
+    `gradient`: of NORM_GRADIENT, whose `out_channels` are those that it makes.
+    """
+    if gradient:
+        nbytes = gradient_shared_bytes(warps_m, warps_n, tiles, steps, chunks, stages)
+        registers = GRADIENT_REGISTERS
+    else:
+        nbytes = shared_bytes(warps_m, warps_n, tiles, groups, steps, chunks, stages)
+        registers = REGISTERS[tiles, groups]
     room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
     if nbytes > room:
         return None
-    at_once = SM_REGISTERS // (32 * warps_m * warps_n * REGISTERS[tiles, groups])
+    at_once = SM_REGISTERS // (32 * warps_m * warps_n * registers)
     blocks = min((room + SYSTEM_BYTES) // (nbytes + SYSTEM_BYTES), at_once, MAX_BLOCKS)
     if blocks < 1:
         return None
@@ -209,8 +261,8 @@ def _split(total: int, most: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: int) -> Plan:
-    """How the convolution of `rows` pixels is launched.
+def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: int, *, gradient: bool = False) -> Plan:
+    """How the convolution of `rows` pixels is launched; or NORM_GRADIENT, with the channels that it takes in and makes.
 
     Long chunks, then large tiles, as far as BLOCKS blocks share an SM; where not even the smallest do, what fits one. On an H200
     that is within a few per cent of the fastest of 15 ways tried for each of 20 shapes. 64 columns a warp were faster at 64 -> 256
@@ -223,7 +275,7 @@ def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: in
     alone = None
     for most_steps in dict.fromkeys((MAX_STEPS, min(4, MAX_STEPS), 2, 1)):
         steps = _split(all_steps, most_steps)
-        for tiles in (t for t in (4, 2, 1) if t <= MAX_TILES):
+        for tiles in (t for t in (4, 2, 1) if t <= (MAX_GRADIENT_TILES if gradient else MAX_TILES)):
             found = arranged(
                 rows=rows,
                 out_channels=out_channels,
@@ -236,6 +288,7 @@ def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: in
                 steps=steps,
                 chunks=-(-all_steps // steps),
                 stages=STAGES,
+                gradient=gradient,
             )
             if found is not None and found.blocks >= BLOCKS:
                 return found
@@ -261,6 +314,14 @@ def defines(plan: Plan, dtype: str, *, moments: bool) -> dict[str, int]:
     }
 
 
+def gradient_defines(plan: Plan, dtype: str, activation: str, residual: bool, *, forked: bool) -> dict[str, int]:
+    """Macros of one variant of NORM_GRADIENT behind a norm with this activation and residual. `forked`: with a second gradient."""
+    found = defines(plan, dtype, moments=False)
+    for unused in ("MOMENTS", "GROUPS"):
+        del found[unused]
+    return {**found, "ACT": batchnorm_act.ACTIVATIONS[activation], "RESIDUAL": int(residual), "FORK": int(forked)}
+
+
 # 1 x 1 convolutions before batch norms of ResNet-50, ResNeXt-50, MobileNets and EfficientNet-B0 at 224 x 224: (channels in, out, side).
 TRAINED = (
     (64, 64, 56),
@@ -284,12 +345,44 @@ TRAINED = (
     (112, 672, 14),
     (160, 960, 7),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class BehindNorm:
+    """A 1 x 1 convolution behind a batch norm: `channels` of the norm, at `side` x `side`, into `out_channels`."""
+
+    channels: int
+    out_channels: int
+    side: int
+    activation: str = "relu"
+    residual: bool = True
+    forked: bool = True
+
+
+# 1 x 1 convolutions behind batch norms, likewise: those that open a bottleneck, and those that close it or open an inverted one.
+BEHIND_NORMS = (
+    *(BehindNorm(*shape) for shape in ((256, 64, 56), (512, 128, 28), (1024, 256, 14), (2048, 512, 7))),
+    *(BehindNorm(*shape) for shape in ((256, 128, 56), (512, 256, 28), (1024, 512, 14))),
+    *(BehindNorm(*shape, residual=False, forked=False) for shape in ((64, 256, 56), (128, 512, 28), (256, 1024, 14))),
+    *(BehindNorm(*shape, residual=False, forked=False) for shape in ((128, 256, 56), (256, 512, 28))),
+    BehindNorm(24, 72, 56, activation="none", residual=False),
+    BehindNorm(24, 72, 56, activation="none", forked=False),
+    BehindNorm(216, 216, 28),
+)
 _SMS, _ARCH = 132, 90  # the macros depend little on them
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with ahead: what the trained networks' layers ask for."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
+    if source == NORM_GRADIENT:
+        for dtype in ("bfloat16", "float16"):
+            for behind in BEHIND_NORMS if dtype == "bfloat16" else BEHIND_NORMS[:1]:
+                rows = 256 * behind.side**2
+                planned = plan(rows, behind.out_channels, behind.channels, _SMS, _ARCH, gradient=True)
+                macros = gradient_defines(planned, dtype, behind.activation, behind.residual, forked=behind.forked)
+                found[tuple(macros.items())] = None
+        return tuple(dict(macros) for macros in found)
     for dtype in ("bfloat16", "float16"):
         for in_channels, out_channels, side in TRAINED if dtype == "bfloat16" else TRAINED[1:2]:
             planned = plan(256 * side * side, in_channels, out_channels, _SMS, _ARCH)
@@ -300,6 +393,22 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
 def bytes_moved(rows: int, in_channels: int, out_channels: int) -> int:
     """Bytes of the forward: x in and y out, 16 bits a value. The weights are left out."""
     return 2 * rows * (in_channels + out_channels)
+
+
+def behind_norm_bytes_moved(
+    rows: int, channels: int, out_channels: int, activation: str, residual: bool, *, forked: bool
+) -> tuple[int, int]:
+    """Bytes that a norm and the convolution behind it must move: forward, and the backward as it is launched.
+
+    The backward reads dz, x and the gradient from elsewhere and writes g; makes dx of g and x; and the weights' gradient of dz and y.
+    """
+    elements = rows * channels
+    forward, _ = batchnorm_act.bytes_moved(
+        elements=elements, itemsize=2, activation=activation, residual=residual, forked=forked
+    )
+    mask = elements // 8 if residual and activation != "none" else 0
+    backward = 2 * elements * (6 + forked) + mask + 4 * rows * out_channels
+    return forward + bytes_moved(rows, channels, out_channels), backward
 
 
 def flops(rows: int, in_channels: int, out_channels: int) -> int:

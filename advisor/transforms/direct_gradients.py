@@ -1,0 +1,181 @@
+"""Parameters' gradients from a replayed backward straight into `.grad`, past autograd's own accumulation.
+
+An autograd.Function with an edge to every parameter costs the host 6 to 10 µs a parameter and step: autograd runs one
+AccumulateGrad for each, if only to put a pointer down. Where a CUDA graph computes the whole backward, that is most of what the host
+does in a step. Here the function keeps one edge, to a leaf of our own, so that a backward reaches it, and writes `.grad` itself as
+AccumulateGrad would: the graph's own memory where there was none, else added to it.
+
+What else an edge is good for still works: hooks of a tensor and of its AccumulateGrad run (through autograd then), and
+`autograd.grad` or `backward(inputs=…)` for parameters get theirs from the graph (`serve_partial_backwards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from advisor.transforms.base import Undo
+from advisor.transforms.patch import replace_attribute
+
+_ENGINE = "_engine_run_backward"  # what both autograd.grad and autograd.backward call
+_MARK = "advisor: seen"
+
+
+def available() -> bool:
+    """Whether this torch has what `serve_partial_backwards` replaces."""
+    return callable(getattr(torch.autograd, _ENGINE, None))
+
+
+class ParameterGradients:
+    """The parameters of one captured backward and the static tensors that each replay writes their gradients to.
+
+    Args:
+        parameters: in the order of `static`, whose entries are None for a parameter without a gradient; each has its
+            parameter's shape, dtype and strides, and memory of its own.
+
+    Attributes:
+        anchor: the leaf that stands for all parameters in a forward without edges to them.
+        watched: whether somebody else holds a parameter's AccumulateGrad, and may have hooks on it; None until it is known.
+            Such a node lives only as long as someone refers to it: whoever has hooks on it (Horovod), or the graph of a loss
+            that is kept. The graph of the last loss before this is known is one, so one forward without edges comes first.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], static: Sequence[torch.Tensor | None]) -> None:
+        self.pairs = [(p, g) for p, g in zip(parameters, static, strict=True) if g is not None]
+        device = next((p.device for p in parameters), None)
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.watched: bool | None = None
+        self._tried = False
+
+    def keep(self) -> None:
+        """Move every `.grad` that lies in the static memory out of it: it would be overwritten, and is to be added to."""
+        for parameter, static in self.pairs:
+            grad = parameter.grad
+            if grad is not None and (grad is static or grad.data_ptr() == static.data_ptr()):
+                parameter.grad = grad.clone()
+
+    def direct(self) -> bool:
+        """Before a forward: whether it goes without edges to the parameters."""
+        if self.watched is None and self._tried:
+            self.watched = any(_accumulator_is_held(parameter) for parameter, _ in self.pairs)
+        self._tried = True
+        return not self.watched
+
+    def accumulate(self) -> None:
+        """After a replay, inside a backward: what AccumulateGrad does with every gradient."""
+        if self.watched is None or any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self.pairs):
+            wanted = [(p, g) for p, g in self.pairs if p.requires_grad]
+            torch.autograd.backward([p for p, _ in wanted], [g.clone() for _, g in wanted])
+            return
+        present, added = [], []
+        for parameter, static in self.pairs:
+            if not parameter.requires_grad:
+                continue
+            grad = parameter.grad
+            if grad is None:
+                parameter.grad = static
+            else:
+                present.append(grad)
+                added.append(static)
+        if present:
+            with torch.no_grad():
+                torch._foreach_add_(present, added)
+
+
+def _accumulator_is_held(parameter: torch.Tensor) -> bool:
+    """Whether a reference to the parameter's AccumulateGrad exists: only then a mark on it is there at a second look."""
+    first: Any = get_gradient_edge(parameter).node
+    first.metadata[_MARK] = True
+    del first
+    second: Any = get_gradient_edge(parameter).node
+    return _MARK in second.metadata
+
+
+def is_whole_backward(ctx: Any) -> bool:
+    """Inside a function's backward: whether the running backward accumulates into every leaf, as into the last input, the anchor.
+
+    Not where only some gradients were asked for (`autograd.grad`, `inputs=`).
+    """
+    return bool(torch._C._will_engine_execute_node(ctx.next_functions[-1][0]))
+
+
+def own_memory(
+    gradients: Iterable[torch.Tensor | None], parameters: Iterable[torch.Tensor], others: Iterable[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients, each with its parameter's strides and dtype, and none in the memory of another or of `others`: copied where
+    it is not so."""
+    taken = {t.untyped_storage().data_ptr() for t in others if t is not None}
+    found: list[torch.Tensor | None] = []
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if gradient is None:
+            found.append(None)
+            continue
+        own = gradient.detach()
+        alike = own.stride() == parameter.stride() and own.dtype == parameter.dtype
+        if not alike or own.untyped_storage().data_ptr() in taken:
+            own = torch.empty_like(parameter).copy_(own)
+        taken.add(own.untyped_storage().data_ptr())
+        found.append(own.detach())
+    return found
+
+
+def serve_partial_backwards(
+    undo: Undo, node_type: type, replay: Callable[[Any, Sequence[Any]], ParameterGradients]
+) -> None:
+    """`autograd.grad` and `backward(inputs=…)` find gradients of parameters to which there is no edge.
+
+    Args:
+        node_type: of the autograd nodes that stand for a replay, while they have no edges to their parameters an attribute
+            `direct` that is true, and `parameters` with all of these by id.
+        replay: `replay(node, gradients)`: run the node's backward with these gradients of its outputs (None: zero).
+    """
+    original = getattr(torch.autograd, _ENGINE)
+
+    def run(
+        outputs: Any, gradients: Any, retain: bool, create: bool, inputs: tuple[Any, ...], *rest: Any, **named: Any
+    ) -> Any:
+        if not inputs:
+            return original(outputs, gradients, retain, create, inputs, *rest, **named)
+        asked = {id(tensor) for tensor in inputs}
+        nodes = [n for n in _nodes(outputs, node_type) if not asked.isdisjoint(n.parameters)]
+        if not nodes:
+            return original(outputs, gradients, retain, create, inputs, *rest, **named)
+        if create:
+            raise RuntimeError("parameters of a CUDA graph have no second derivatives: leave out cuda_graphs")
+        edges = [GradientEdge(node, i) for node in nodes for i in range(node.outputs)]
+        found = original(outputs, gradients, True, False, (*inputs, *edges), True, accumulate_grad=False)
+        result, rest_of = list(found[: len(inputs)]), iter(found[len(inputs) :])
+        for node in nodes:
+            for parameter, static in replay(node, [next(rest_of) for _ in range(node.outputs)]).pairs:
+                for i, tensor in enumerate(inputs):
+                    if tensor is parameter:
+                        result[i] = static.clone() if result[i] is None else result[i] + static
+        if named.get("accumulate_grad"):
+            for tensor, gradient in zip(inputs, result, strict=True):
+                if gradient is not None:
+                    tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+            return None
+        unreachable = rest[0] if rest else named.get("allow_unreachable", False)
+        if not unreachable and any(gradient is None for gradient in result):
+            return original(outputs, gradients, retain, create, inputs, *rest, **named)  # which says so
+        return tuple(result)
+
+    replace_attribute(undo, torch.autograd, _ENGINE, run)
+
+
+def _nodes(outputs: Sequence[Any], node_type: type) -> Iterator[Any]:
+    """The nodes of this type below these outputs, as far as they have no edges to their parameters."""
+    waiting: list[Any] = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found: Any = node
+        if isinstance(node, node_type) and found.direct:
+            yield found
+        waiting += [below for below, _ in node.next_functions]

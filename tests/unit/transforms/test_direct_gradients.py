@@ -1,0 +1,332 @@
+"""Gradients past autograd's accumulation, with a stand-in for the CUDA graphs that computes on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.transforms import cuda_graphs, direct_gradients
+from advisor.transforms.base import Undo
+from advisor.transforms.direct_gradients import ParameterGradients
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.body(x))))
+
+
+class Replayed(cuda_graphs._Captured):
+    """As captured, with replays that run the module's forward and write into the static tensors."""
+
+    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
+        self.parameters = list(module.parameters())
+        self.by_id = {id(p): p for p in self.parameters}
+        self.inputs = (x.detach().clone().requires_grad_(x.requires_grad),)
+        self.in_flight, self.replays, self.differentiable, self.structure = None, 0, [True], None
+        self.module = module
+        # Like a captured one, it computes on other leaves over the same memory.
+        self.leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        out = self._run()
+        self.outputs, self.output_grads = [out.detach().clone()], [torch.empty_like(out)]
+        self.input_grads = [torch.empty_like(x) if x.requires_grad else None]
+        self.parameter_grads = [torch.full_like(p, torch.nan).detach() for p in self.parameters]
+        self.gradients = ParameterGradients(self.parameters, self.parameter_grads)
+        self.forward = SimpleNamespace(replay=self._forward)
+        self.backward = SimpleNamespace(replay=self._backward)
+
+    def _run(self) -> torch.Tensor:
+        with torch.enable_grad():
+            self.graph = torch.func.functional_call(self.module, self.leaves, self.inputs)
+        return self.graph
+
+    def _forward(self) -> None:
+        self.outputs[0].copy_(self._run().detach())
+
+    def _backward(self) -> None:
+        sources = [*(x for x in self.inputs if x.requires_grad), *self.leaves.values()]
+        found = torch.autograd.grad(self.graph, sources, self.output_grads[0], retain_graph=True)
+        for static, gradient in zip(
+            [*(g for g in self.input_grads if g is not None), *self.parameter_grads], found, strict=True
+        ):
+            static.copy_(gradient)
+
+
+class Loop:
+    """A module behind `Replayed`, called as GraphedForward calls it, beside a plain twin."""
+
+    def __init__(self, x: torch.Tensor | None = None) -> None:
+        self.net, self.plain = Net(), Net()
+        self.x = torch.randn(5, 6) if x is None else x
+        self.captured = Replayed(self.net, self.x)
+        self.directly: list[bool] = []
+
+    def __call__(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.x if x is None else x
+        direct = self.captured.gradients.direct()
+        self.directly.append(direct)
+        given = [self.captured.gradients.anchor] if direct else self.captured.parameters
+        (out,) = cuda_graphs._Replay.apply(self.captured, direct, x, *given)
+        return out
+
+    def settle(self) -> None:
+        """Past the first steps, after which it is known that nobody watches."""
+        for _ in range(2):
+            self().sum().backward()
+        for net in (self.net, self.plain):
+            net.zero_grad()
+        self.plain.load_state_dict(self.net.state_dict())
+
+    def hold(self) -> None:
+        """Both nets have the same gradients."""
+        for ours, theirs in zip(self.net.parameters(), self.plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    undo = Undo()
+    cuda_graphs._serve(undo)
+    yield Loop()
+    undo.run()
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+
+
+def test_gradients_are_put_down_without_copies_and_without_edges(loop: Loop) -> None:
+    loop.settle()
+    out = loop()
+    assert len(out.grad_fn.next_functions) == 2  # the input, and one for all parameters
+    out.square().sum().backward()
+    loop.plain(loop.x).square().sum().backward()
+    loop.hold()
+    assert [p.grad for p in loop.net.parameters()] == [g for _, g in loop.captured.gradients.pairs]
+    assert loop.captured.gradients.watched is False
+
+
+def test_gradients_are_added_to_those_that_are_there(loop: Loop) -> None:
+    loop.settle()
+    for scale in (1.0, 2.0, 3.0):
+        (loop() * scale).sum().backward()
+        (loop.plain(loop.x) * scale).sum().backward()
+        loop.hold()
+    loop.net.zero_grad(set_to_none=False)
+    loop.plain.zero_grad(set_to_none=False)
+    loop().sum().backward()
+    loop.plain(loop.x).sum().backward()
+    loop.hold()
+
+
+def test_a_backward_through_the_same_graph_twice_adds_twice(loop: Loop) -> None:
+    loop.settle()
+    ours, theirs = loop().square().sum(), loop.plain(loop.x).square().sum()
+    for loss in (ours, theirs):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    loop.hold()
+
+
+def test_a_parameter_that_a_penalty_reads_too_has_both_gradients(loop: Loop) -> None:
+    loop.settle()
+    for net, out in ((loop.net, loop()), (loop.plain, loop.plain(loop.x))):
+        (out.sum() + sum(p.square().sum() for p in net.parameters())).backward()
+    loop.hold()
+
+
+def test_what_is_frozen_gets_no_gradient(loop: Loop) -> None:
+    loop.settle()
+    for net in (loop.net, loop.plain):
+        net.body.weight.requires_grad_(False)
+        net.head.bias.requires_grad_(False)
+    loop().sum().backward()
+    loop.plain(loop.x).sum().backward()
+    loop.hold()
+    assert loop.net.body.weight.grad is None
+
+
+def _tensor_hook(p: torch.Tensor) -> object:
+    return p.register_hook(lambda g: g * 2)
+
+
+def _accumulated_hook(p: torch.Tensor) -> object:
+    def threefold(q: torch.Tensor) -> None:
+        q.grad.mul_(3)
+
+    return p.register_post_accumulate_grad_hook(threefold)
+
+
+@pytest.mark.parametrize("register", [_tensor_hook, _accumulated_hook])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_a_parameter_run(loop: Loop, register: Callable[[torch.Tensor], object], late: bool) -> None:
+    loop.settle()
+    if not late:
+        handles = [register(net.norm.weight) for net in (loop.net, loop.plain)]
+    ours, theirs = loop(), loop.plain(loop.x)
+    if late:  # between forward and backward
+        handles = [register(net.norm.weight) for net in (loop.net, loop.plain)]
+    ours.sum().backward()
+    theirs.sum().backward()
+    loop.hold()
+    assert len(handles) == 2
+
+
+def test_hooks_of_an_accumulator_run_as_horovod_has_them() -> None:
+    loop, ran = Loop(), []
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in loop.net.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *given: ran.append(1))
+    for _ in range(3):
+        loop().sum().backward()
+    assert len(ran) == 3 * len(nodes)
+    assert loop.directly == [True, False, False]  # with an edge each, as soon as that is known
+
+
+def test_nobody_watches_where_only_the_last_loss_is_kept() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loss = loop().sum()
+        loss.backward()
+    assert loop.directly == [True, True, True]
+    assert loop.captured.gradients.watched is False
+    assert loss.grad_fn is not None
+
+
+def test_losses_that_are_kept_keep_the_edges() -> None:
+    loop = Loop()
+    kept = [loop.net(loop.x).sum()]  # of an eager step before the capture
+    for _ in range(3):
+        loop().sum().backward()
+    assert loop.directly == [True, False, False]
+    assert kept
+
+
+@pytest.mark.parametrize("which", [[0], [1, 4], [0, 1, 2, 3, 4, 5]])
+def test_gradients_that_are_asked_for_are_found(loop: Loop, which: list[int]) -> None:
+    loop.settle()
+    weight = torch.randn(3, requires_grad=True)
+    found = []
+    for net, out in ((loop.net, loop()), (loop.plain, loop.plain(loop.x))):
+        parameters = [p for i, p in enumerate(net.parameters()) if i in which]
+        loss = (out * weight).sum() + next(net.parameters()).square().sum()
+        found.append(torch.autograd.grad(loss, [weight, *parameters]))
+        assert all(p.grad is None for p in net.parameters())
+    torch.testing.assert_close(*found)
+
+
+def test_a_backward_for_some_inputs_writes_theirs_alone(loop: Loop) -> None:
+    loop.settle()
+    for net, out in ((loop.net, loop()), (loop.plain, loop.plain(loop.x))):
+        net.head.weight.grad = torch.ones_like(net.head.weight)
+        out.square().sum().backward(inputs=[net.head.weight, net.body.weight])
+    loop.hold()
+    assert loop.net.norm.weight.grad is None
+
+
+def test_gradients_of_the_input_alone_touch_no_parameter() -> None:
+    undo = Undo()
+    cuda_graphs._serve(undo)
+    loop = Loop(torch.randn(5, 6, requires_grad=True))
+    loop.settle()
+    ours = torch.autograd.grad(loop().square().sum(), loop.x)
+    theirs = torch.autograd.grad(loop.plain(loop.x).square().sum(), loop.x)
+    torch.testing.assert_close(ours, theirs)
+    assert all(p.grad is None for p in loop.net.parameters())
+    undo.run()
+
+
+def test_what_is_not_used_is_said_as_before(loop: Loop) -> None:
+    loop.settle()
+    stranger = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(loop().sum(), [loop.net.head.bias, stranger])
+    found = torch.autograd.grad(loop().sum(), [loop.net.head.bias, stranger], allow_unused=True)
+    assert found[0] is not None
+    assert found[1] is None
+
+
+def test_second_derivatives_are_refused_in_words(loop: Loop) -> None:
+    loop.settle()
+    with pytest.raises(RuntimeError, match="leave out cuda_graphs"):
+        torch.autograd.grad(loop().sum(), list(loop.net.parameters()), create_graph=True)
+
+
+def test_two_applications_are_served_until_both_are_undone() -> None:
+    plain = torch.autograd._engine_run_backward
+    first, second = Undo(), Undo()
+    cuda_graphs._serve(first)
+    cuda_graphs._serve(second)
+    first.run()
+    assert torch.autograd._engine_run_backward is not plain
+    second.run()
+    assert torch.autograd._engine_run_backward is plain
+
+
+def test_nothing_is_left_of_a_step(loop: Loop) -> None:
+    loop.settle()
+    gc.collect()
+    gc.disable()
+    try:
+        out = loop()
+        token = out.grad_fn.token
+        out.sum().backward()
+        del out
+        assert len(gc.get_referrers(token)) <= 1  # no cycle holds it
+    finally:
+        gc.enable()
+
+
+def test_gradients_have_memory_of_their_own() -> None:
+    weight, bias, other = torch.randn(4, 3), torch.randn(3), torch.randn(3)
+    above = torch.randn(3)
+    gradients = [torch.randn(3, 4).t(), above, above, None, torch.zeros(()).expand(3)]
+    parameters = [weight, bias, other, other, other]
+    found = direct_gradients.own_memory(gradients, parameters, [above])
+    for own, gradient, parameter in zip(found, gradients, parameters, strict=True):
+        if gradient is None:
+            assert own is None
+            continue
+        assert torch.equal(own, gradient)
+        assert own.stride() == parameter.stride()
+    places = [t.untyped_storage().data_ptr() for t in [above, *found] if t is not None]
+    assert len(set(places)) == len(places)
+
+
+def _replaced(net: Net) -> None:
+    net.head = nn.Linear(8, 3)
+
+
+def _data(net: Net) -> None:
+    net.body.weight.data = net.body.weight.data.clone()
+
+
+def _buffer(net: Net) -> None:
+    net.norm.running_mean = net.norm.running_mean.clone()
+
+
+def _parameter(net: Net) -> None:
+    net.body.weight = nn.Parameter(net.body.weight.detach())  # over the same memory
+
+
+def _added(net: Net) -> None:
+    net.extra = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("change", [_replaced, _data, _buffer, _parameter, _added])
+def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
+    net = Net()
+    layout = cuda_graphs._Layout(net)
+    net(torch.randn(4, 6)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    assert not layout.changed()
+    change(net)
+    assert layout.changed()
