@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs
+from advisor.transforms import cuda_graphs, direct_gradients
 from advisor.transforms.cuda_graphs import CudaGraphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -153,7 +153,7 @@ def test_gradients_accumulate_under_graphs(pair: Callable[..., Pair]) -> None:
 
 
 def test_gradients_that_are_not_kept_are_seen(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs._Captured, "keep_gradients", lambda captured: None)
+    monkeypatch.setattr(cuda_graphs.ParameterGradients, "keep", lambda captured: None)
     assert max(accumulated(pair())) > 0.1
 
 

@@ -87,9 +87,10 @@ def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled:
         norm = handle.args[0] if handle.target is operator.getitem else handle
         if not isinstance(norm, fx.Node) or norm.target not in _NORMS or not _adjoining(norm, node):
             continue
-        what = _together(norm, node, weight)
+        result = _result(node)
+        what = _together(norm, result, weight)
         if what:
-            path = match.path(node)
+            path = match.path(result)
             report.matched[path] = f"{report.matched[path]}, {what}" if path in report.matched else what
             report.unmatched.pop(path, None)
             _merge(norm, handle, node, weight)
@@ -119,11 +120,18 @@ def _adjoining(norm: fx.Node, conv: fx.Node) -> bool:
     return node is conv
 
 
-def _together(norm: fx.Node, conv: fx.Node, weight: fx.Node) -> str:
-    """What the two are as one operation; "" where they stay apart."""
-    x, result, taps = match.value(norm.args[0]), match.value(conv), match.value(weight)
+def _result(conv: fx.Node) -> fx.Node:
+    """The node that stands for the convolution's result."""
+    if conv.target is not api.pointwise_conv2d_moments:
+        return conv
+    return next(user for user in conv.users if user.args[1] == 0)
+
+
+def _together(norm: fx.Node, result: fx.Node, weight: fx.Node) -> str:
+    """What the norm and the convolution with this result are as one operation; "" where they stay apart."""
+    x, z, taps = match.value(norm.args[0]), match.value(result), match.value(weight)
     shape = None if x is None else match.static_shape(x)
-    if x is None or result is None or taps is None or shape is None or result.dtype != x.dtype:
+    if x is None or z is None or taps is None or shape is None or z.dtype != x.dtype:
         return ""
     n, c, h, w = shape
     dtype, out, activation, residual = (
@@ -136,7 +144,7 @@ def _together(norm: fx.Node, conv: fx.Node, weight: fx.Node) -> str:
         activation=activation, residual=residual, dtype=dtype, rows=n * h * w, channels=c, out_channels=out
     )
     reason = spec.unsupported_gradient(rows=n * h * w, dtype=dtype, channels=c, out_channels=out)
-    if dispatch.refusal(reason, wins) or match.changed_in_place(conv):
+    if dispatch.refusal(reason, wins) or match.changed_in_place(result):
         return ""
     return spec.behind_norm(activation, residual, c, out)
 

@@ -34,7 +34,10 @@ WEIGHT_BYTES = 90 * 1024  # of a block's weights
 MAX_STEPS = 8  # of a chunk
 STAGES = 2  # chunks in the ring
 MAX_TILES = 4  # of 16 rows a warp
-MAX_GRADIENT_TILES = 2  # of NORM_GRADIENT, which holds two more tensors of a tile in registers
+# Of NORM_GRADIENT, which holds two more tensors of a tile in registers: one where memory bounds it, which is 3 to 6 % faster up to
+# so many channels taken in, and two, for which the weights are read half as often, beyond.
+MAX_GRADIENT_TILES = 2
+ONE_TILE_CHANNELS = 128
 BLOCKS = 2  # that an SM should hold at least
 MAX_BLOCKS = 4
 TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": (4, 8)}
@@ -43,6 +46,12 @@ TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": 
 # 0.25 ms at 64 -> 256 on 56x56, 0.11 of 0.26 at 16 -> 64 on 112x112, 0.04 of 0.14 at 128 -> 512 on 28x28. From there on, in
 # operations for a byte of x and y, mma.sync is what bounds it and nothing was gained: 512 -> 128 on 28x28 as fast, 480 -> 112 on
 # 14x14 slower, 256 -> 1024 on 14x14 slower. Nor was it on 7x7 (160 -> 960), where everything is in L2 and short.
+# Behind a norm, its whole backward against cuDNN's data gradient and weight gradient and the norm's two launches: 0.82 for 1.00 ms at
+# 256 -> 64 on 56x56 with a residual, 0.45 for 0.52 at 512 -> 128 on 28x28, 0.35 for 0.38 at 216 -> 216 there; 512 -> 256 and
+# 1024 -> 256 on 14x14 lost. Without residual there is less to be had: 0.38 for 0.40 at 64 -> 256 on 56x56, and 128 -> 512 on
+# 28x28 lost.
+MOST_GRADIENT_INTENSITY = {True: 108, False: 85}  # CI * CO / (CI + CO), with and without a residual
+MEASURED_BEHIND = frozenset({"none", "relu"})
 MOST_IN_CHANNELS = 256
 MOST_INTENSITY = 103  # CI * CO / (CI + CO)
 FEWEST_ROWS = 256 * 14 * 14
@@ -76,7 +85,13 @@ def behind_norm(activation: str, residual: bool, channels: int, out_channels: in
 
 def gradient_wins(*, activation: str, residual: bool, dtype: str, rows: int, channels: int, out_channels: int) -> str:
     """Why the gradient of a convolution behind a norm and that norm's sums are left to two launches; empty where one wins."""
-    return batchnorm_act.wins(activation=activation, residual=residual, dtype=dtype) or UNMEASURED
+    if dtype not in STORAGE or activation not in MEASURED_BEHIND:
+        return UNMEASURED
+    most = MOST_GRADIENT_INTENSITY[residual]
+    if channels * out_channels > most * (channels + out_channels):
+        return f"{out_channels} channels out of {channels}: cuDNN is faster where arithmetic bounds"
+    reason = batchnorm_act.takes_moments(2 * rows * channels, residual)  # for the backward as for the forward
+    return reason or batchnorm_act.wins(activation=activation, residual=residual, dtype=dtype)
 
 
 def unsupported_gradient(*, rows: int, dtype: str, channels: int, out_channels: int) -> str:
@@ -273,9 +288,12 @@ def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: in
     most = max(1, min(MAX_GROUPS, bound // (2 * GROUP * STEP * all_steps)))
     warps_n = _split(all_groups, most)
     alone = None
+    most_tiles = MAX_TILES
+    if gradient:
+        most_tiles = 1 if in_channels <= ONE_TILE_CHANNELS else MAX_GRADIENT_TILES
     for most_steps in dict.fromkeys((MAX_STEPS, min(4, MAX_STEPS), 2, 1)):
         steps = _split(all_steps, most_steps)
-        for tiles in (t for t in (4, 2, 1) if t <= (MAX_GRADIENT_TILES if gradient else MAX_TILES)):
+        for tiles in (t for t in (4, 2, 1) if t <= most_tiles):
             found = arranged(
                 rows=rows,
                 out_channels=out_channels,
@@ -365,9 +383,11 @@ BEHIND_NORMS = (
     *(BehindNorm(*shape) for shape in ((256, 128, 56), (512, 256, 28), (1024, 512, 14))),
     *(BehindNorm(*shape, residual=False, forked=False) for shape in ((64, 256, 56), (128, 512, 28), (256, 1024, 14))),
     *(BehindNorm(*shape, residual=False, forked=False) for shape in ((128, 256, 56), (256, 512, 28))),
-    BehindNorm(24, 72, 56, activation="none", residual=False),
-    BehindNorm(24, 72, 56, activation="none", forked=False),
-    BehindNorm(216, 216, 28),
+    *(BehindNorm(*shape, "none", False) for shape in ((24, 72, 56), (24, 144, 56))),
+    *(BehindNorm(*shape, "none", True, False) for shape in ((24, 72, 56), (16, 64, 112))),
+    BehindNorm(16, 96, 112, "none", False, False),
+    *(BehindNorm(*shape, "relu", False, False) for shape in ((72, 24, 56), (64, 24, 56), (16, 16, 112))),
+    *(BehindNorm(*shape) for shape in ((72, 72, 56), (72, 216, 56), (216, 216, 28))),
 )
 _SMS, _ARCH = 132, 90  # the macros depend little on them
 

@@ -23,8 +23,9 @@ from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, burs
 BLOCK_S = 0.15
 # ... but has steps enough for a median, and not more than a fast loop needs.
 MIN_STEPS, MAX_STEPS = 3, 30
-# All pairs of a trial in parts fit into this time: where steps are long, blocks have fewer parts.
-PARTS_S = 40.0
+# All pairs of a trial in parts fit into this time: where steps are long, blocks have fewer parts. In a search of four minutes one
+# trial that took 40 s (CUDA graphs around ResNet-50, 20 pairs) cost the proof of another change its time.
+PARTS_S = 25.0
 # Of a block's steps this many times as many may be unclean (short epochs, evaluation) before the trial is given up.
 UNCLEAN_FACTOR = 4
 
