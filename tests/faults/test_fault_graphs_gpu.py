@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs, direct_gradients
+from advisor.transforms import cuda_graphs
 from advisor.transforms.cuda_graphs import CudaGraphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
