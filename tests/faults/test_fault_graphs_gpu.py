@@ -157,6 +157,50 @@ def test_gradients_that_are_not_kept_are_seen(pair: Callable[..., Pair], monkeyp
     assert max(accumulated(pair())) > 0.1
 
 
+def test_gradients_go_past_autograd_and_hooks_run_all_the_same(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    for _ in range(6):
+        found.step()
+    x = torch.randn(16, 3, 8, 8, device=DEVICE)
+    edges = found.graphed(x).grad_fn.next_functions
+    assert len([node for node, _ in edges if node is not None]) == 1
+    for net in (found.plain, found.graphed):
+        net.fc.weight.register_hook(lambda g: g * 2)
+    for _ in range(3):
+        found.step()
+    found.assert_alike()
+
+
+def test_gradients_that_are_asked_for_are_found_under_graphs(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    for _ in range(6):
+        found.step()
+    x, y = torch.randn(16, 3, 8, 8, device=DEVICE), torch.randint(5, (16,), device=DEVICE)
+    nets = (found.graphed, found.plain)
+    for optimizer in found.optimizers:
+        optimizer.zero_grad()
+    ours, theirs = (torch.autograd.grad(F.cross_entropy(net(x), y), [net.conv.weight, net.fc.bias]) for net in nets)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+    assert found.graphed.fc.bias.grad is None
+    for net in nets:
+        F.cross_entropy(net(x), y).backward(inputs=[net.fc.weight])
+    torch.testing.assert_close(found.graphed.fc.weight.grad, found.plain.fc.weight.grad, rtol=1e-3, atol=1e-4)
+    assert found.graphed.conv.weight.grad is None
+
+
+def test_on_another_stream_every_parameter_has_its_edge(pair: Callable[..., Pair]) -> None:
+    found = pair()
+    for _ in range(6):
+        found.step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        edges = found.graphed(torch.randn(16, 3, 8, 8, device=DEVICE)).grad_fn.next_functions
+    torch.cuda.current_stream().wait_stream(stream)
+    assert len([node for node, _ in edges if node is not None]) == len(list(found.graphed.parameters()))
+
+
 def test_gradients_stay_when_the_next_forward_runs(pair: Callable[..., Pair]) -> None:
     """Of parameters and of inputs, read only after it."""
     found = pair()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, match
+from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.batchnorm_act import reference as batchnorm_reference
 from advisor.ops.batchnorm_act import spec as batchnorm_spec
 from advisor.ops.pointwise import api, cuda, spec
@@ -67,6 +68,40 @@ def test_what_was_measured_to_win_is_dispatched(
     found = spec.gradient_wins(activation=activation, residual=residual, dtype="bfloat16", **call)
     assert found.startswith(reason) if reason else found == ""
     assert spec.gradient_wins(activation=activation, residual=residual, dtype="float32", **call) == dispatch.UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("channels", "activation", "residual", "reason"),
+    [
+        *((shape, "relu", True, "") for shape in ((256, 64), (256, 128), (512, 128))),
+        ((128, 64), "relu", True, dispatch.UNMEASURED),
+        ((256, 64), "relu", False, dispatch.UNMEASURED),
+        ((256, 64), "none", True, dispatch.UNMEASURED),
+    ],
+)
+def test_the_one_pass_forward_is_dispatched_where_it_was_measured(
+    channels: tuple[int, int], activation: str, residual: bool, reason: str
+) -> None:
+    call = {"channels": channels[0], "out_channels": channels[1], "activation": activation, "residual": residual}
+    assert spec.norm_forward_wins(dtype="bfloat16", **call) == reason
+    assert spec.norm_forward_wins(dtype="float32", **call) == dispatch.UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"channels": 1024}, "1024 channels"),
+        ({"out_channels": 256}, "256 channels out"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"channels": 512, "out_channels": 128, "arch": 80}, "do not fit a block"),
+    ],
+)
+def test_what_the_one_pass_forward_cannot_take_is_said(change: dict, reason: str) -> None:
+    found = spec.unsupported_norm_forward(
+        **{"dtype": "bfloat16", "channels": 256, "out_channels": 64, "arch": 90, **change}
+    )
+    assert reason in found if reason else found == ""
 
 
 def tensors(shape: tuple[int, ...], out: int, dtype: torch.dtype, *, residual: bool) -> list[torch.Tensor | None]:
@@ -171,6 +206,84 @@ def test_what_is_not_finite_comes_through(emulated, value: float) -> None:
     assert not found[0].isfinite().any()  # dx, by the sums
     assert not found[1][0, :, 2, 1].isfinite().any()  # the residual's, at that pixel
     assert found[1].isfinite().sum() == found[1].numel() - 16
+
+
+def both_ways(shape: tuple[int, ...], out: int, activation: str, *, residual: bool):
+    """y, mask, z and its moments: of the one pass, and of the two with the convolution of what is stored in fp64."""
+    x, second, weight, bias, conv = (
+        None if t is None else t.detach() for t in tensors(shape, out, torch.bfloat16, residual=residual)
+    )
+    given = (x, second, torch.zeros(shape[1]), torch.ones(shape[1]), weight, bias, *STATISTICS)
+    y, saved, mask = batchnorm_cuda.forward(*given, activation, 0.01, way=batchnorm_spec.TWO)
+    z = F.conv2d(y.double(), conv.double())
+    mine = cuda.norm_forward(x, second, (saved[:2].contiguous(), weight, bias), conv, activation, 0.01, moments=True)
+    return mine, (y, mask, z)
+
+
+@pytest.mark.parametrize(
+    ("shape", "out", "activation", "residual"),
+    [
+        ((1, 128, 13, 11), 40, "relu", True),
+        ((3, 256, 7, 9), 64, "none", True),
+        ((2, 256, 5, 7), 128, "hardswish", False),
+        ((1, 512, 3, 11), 128, "relu", True),
+    ],
+)
+def test_one_pass_makes_what_two_make(
+    emulated, shape: tuple[int, ...], out: int, activation: str, residual: bool
+) -> None:
+    (y, mask, z, parts), (expected, bits, exact_z) = both_ways(shape, out, activation, residual=residual)
+    assert torch.equal(y, expected)
+    assert torch.equal(mask, bits)
+    assert bool(((z.double() - exact_z).abs() <= 2.0**-8 * exact_z.abs() + 1e-5 * exact_z.abs().amax()).all())
+    count, mean, m2 = parts.double().unbind(1)
+    stored = z.double().permute(1, 0, 2, 3).flatten(1)
+    assert torch.equal(count.sum(0), torch.full((out,), float(stored.shape[1]), dtype=torch.float64))
+    found = (count * mean).sum(0) / count.sum(0)
+    torch.testing.assert_close(found, stored.mean(1), rtol=1e-5, atol=1e-5)
+    spread = (m2 + count * (mean - found).square()).sum(0)
+    torch.testing.assert_close(spread, stored.var(1, correction=0) * stored.shape[1], rtol=1e-4, atol=1e-4)
+
+
+FORWARD_FAULTS = {
+    "a row behind the end": ("if (row < rows - tile * BM) {", "if (row <= rows - tile * BM) {"),
+    "weights not there yet": ("if (tile == blockIdx.x) cp_async_wait<0>();", ""),
+    "one buffer": ("which ^= 1;", ""),
+    "no barrier": ("__syncthreads();  // the other buffer is free", "// the other buffer is free"),
+    "the tile before": ("ask(tile + gridDim.x);", "ask(tile);"),
+    "columns in memory's order": ("return p % 8 / 2 * 8 + p / 8 * 2 + p % 2;", "return p;"),
+    "another shift": ("s += sums[2 * w * BN + column];", "s = sums[2 * w * BN + column];"),
+    "rows counted twice": ("++count;", "count += 2;"),
+    "the residual forgotten": ("s += r[j];", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FORWARD_FAULTS)
+def test_a_fault_planted_in_the_forward_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    from emulation.compiler import EmulationError
+
+    emulated.use(sm_count=2)
+    with planted(monkeypatch, *FORWARD_FAULTS[fault]), pytest.raises((AssertionError, EmulationError)):
+        test_one_pass_makes_what_two_make(emulated, (3, 128, 13, 11), 40, "relu", True)
+
+
+def test_its_blocks_cover_all_rows_within_what_one_may_have() -> None:
+    for channels in spec.NORM_FORWARD_CHANNELS:
+        for out in range(8, spec.NORM_FORWARD_MOST + 1, 8):
+            warps_m, warps_n = spec.norm_forward_warps(channels, out)
+            units = channels // spec.OCTET
+            assert spec.NORM_FORWARD_THREADS % units == 0
+            assert 16 * warps_m * units % spec.NORM_FORWARD_THREADS == 0
+            assert 32 * warps_m * warps_n <= spec.NORM_FORWARD_THREADS
+            assert 32 * warps_n >= out
+            nbytes = spec.norm_forward_shared_bytes(channels, out)
+            reason = spec.unsupported_norm_forward(dtype="bfloat16", channels=channels, out_channels=out, arch=90)
+            assert (reason == "") == (nbytes <= spec.BLOCK_SHARED_BYTES[90])
+            assert (
+                4 * (2 * warps_m * 32 * warps_n + warps_m * warps_n) <= nbytes - 4 * 32 * warps_n
+            )  # sums, not the shift
+            for rows in (1, 31, 64, 65, 802816):
+                assert 1 <= spec.norm_forward_blocks(rows, channels, out, 132) <= min(132, -(-rows // (16 * warps_m)))
 
 
 # What is changed in the kernels, and how it shows.

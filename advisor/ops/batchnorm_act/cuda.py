@@ -242,29 +242,7 @@ def forward(
         )
         return y, saved, mask
     plan = _plan(x, activation, residual is not None)
-    if moments is not None:
-        merge_moments(moments, saved, running, updated, momentum, eps)
-    else:
-        partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
-        plan.stats(
-            plan.stats_grid,
-            plan.block,
-            (
-                x.data_ptr(),
-                partial.data_ptr(),
-                nvrtc.tickets(x.device),
-                saved.data_ptr(),
-                *running,
-                *updated,
-                plan.rows,
-                plan.vectors,
-                plan.tile,
-                np.float32(momentum),
-                np.float32(eps),
-            ),
-            0,
-            stream,
-        )
+    _statistics(plan, x, saved, running, updated, momentum, eps, moments)
     plan.apply(
         plan.grid,
         plan.block,
@@ -285,6 +263,53 @@ def forward(
         stream,
     )
     return y, saved, mask
+
+
+def _statistics(
+    plan: _Launch,
+    x: torch.Tensor,
+    saved: torch.Tensor,
+    running: tuple[int, int],
+    updated: tuple[int, int],
+    momentum: float,
+    eps: float,
+    moments: torch.Tensor | None,
+) -> None:
+    """The forward's first launch, or what `moments` need in its place. `running`, `updated`: addresses, as of `merge_moments`."""
+    if moments is not None:
+        merge_moments(moments, saved, running, updated, momentum, eps)
+        return
+    partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
+    addresses = (x.data_ptr(), partial.data_ptr(), nvrtc.tickets(x.device), saved.data_ptr(), *running, *updated)
+    sizes = (plan.rows, plan.vectors, plan.tile, np.float32(momentum), np.float32(eps))
+    plan.stats(plan.stats_grid, plan.block, (*addresses, *sizes), 0, nvrtc.stream(x.device.index or 0))
+
+
+def statistics(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str,
+    residual: bool,
+    moments: torch.Tensor | None,
+) -> torch.Tensor:
+    """The first of the forward's two launches: mean and inverse standard deviation, the first two rows of what it returns, fp32.
+
+    Running statistics are updated in place. weight and bias are aligned. Args: as of `forward`.
+    """
+    in_place = running_mean is not None and running_var is not None
+    channels = x.shape[1]
+    saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=x.device)
+    if running_mean is None or running_var is None:
+        running_mean, running_var = bias, weight
+    running = (running_mean.data_ptr(), running_var.data_ptr())
+    updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
+    _statistics(_plan(x, activation, residual), x, saved, running, updated, momentum, eps, moments)
+    return saved
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,21 +145,21 @@ class _BatchNormActPointwise(Function):
         ctx.set_materialize_grads(False)
         ctx.affine = weight is not None, bias is not None
         weight, bias = batchnorm_act.affine(x, weight, bias)
-        y, saved, mask = batchnorm_cuda.forward(
-            x,
-            residual,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            momentum,
-            eps,
-            activation,
-            slope,
-            moments=moments,
-        )
         conv_weight = alignment.aligned(conv_weight)
-        z, parts = _convolved(y, conv_weight, moments=leaving)
+        statistics = running_mean, running_var
+        if _one_pass(x, residual, conv_weight, activation):
+            affine = alignment.aligned(weight), alignment.aligned(bias)
+            saved = batchnorm_cuda.statistics(
+                x, *statistics, *affine, momentum, eps, activation, residual is not None, moments
+            )
+            y, mask, z, parts = cuda.norm_forward(
+                x, residual, (saved, *affine), conv_weight, activation, slope, moments=leaving
+            )
+        else:
+            y, saved, mask = batchnorm_cuda.forward(
+                x, residual, *statistics, weight, bias, momentum, eps, activation, slope, moments=moments
+            )
+            z, parts = _convolved(y, conv_weight, moments=leaving)
         if parts is not None:
             ctx.mark_non_differentiable(parts)
         ctx.save_for_backward(x, weight, bias, saved, mask, y, conv_weight)
@@ -206,6 +206,17 @@ class _BatchNormActPointwise(Function):
             dconv,
             *[None] * 8,
         )
+
+
+def _one_pass(x: torch.Tensor, residual: torch.Tensor | None, conv_weight: torch.Tensor, activation: str) -> bool:
+    """Whether the norm's second pass makes the convolution's result too."""
+    dtype, channels, out_channels = storage.name(x.dtype), x.shape[1], conv_weight.shape[0]
+    arch = nvrtc.arch(x.device.index or 0)
+    reason = spec.unsupported_norm_forward(dtype=dtype, channels=channels, out_channels=out_channels, arch=arch)
+    wins = spec.norm_forward_wins(
+        activation=activation, residual=residual is not None, dtype=dtype, channels=channels, out_channels=out_channels
+    )
+    return not dispatch.refusal(reason, wins)
 
 
 def _convolved(

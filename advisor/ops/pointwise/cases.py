@@ -129,6 +129,13 @@ def _behind_cases(shape: tuple[int, ...], of: spec.BehindNorm, dtype: str) -> tu
     )
     flops = spec.flops(rows, c, of.out_channels)
     kernels = (spec.NORM_GRADIENT, batchnorm_spec.GRADIENT_SUMS, batchnorm_spec.BACKWARD)
+    one_pass = not (
+        spec.unsupported_norm_forward(dtype=dtype, channels=c, out_channels=of.out_channels, arch=90)
+        or spec.norm_forward_wins(
+            activation=of.activation, residual=of.residual, dtype=dtype, channels=c, out_channels=of.out_channels
+        )
+    )
+    apply = (batchnorm_spec.FORWARD, spec.NORM_FORWARD) if one_pass else (batchnorm_spec.FORWARD,)
     wins = partial(
         spec.gradient_wins,
         activation=of.activation,
@@ -143,7 +150,7 @@ def _behind_cases(shape: tuple[int, ...], of: spec.BehindNorm, dtype: str) -> tu
         shape=shape,
         dtype=dtype,
         passes={
-            "forward": Work(kernels=(batchnorm_spec.FORWARD,), nbytes=forward, flops=flops, unit="matrix"),
+            "forward": Work(kernels=apply, nbytes=forward, flops=flops, unit="matrix"),
             "backward": Work(kernels=kernels, nbytes=backward, flops=2 * flops, unit="matrix"),
         },
         inputs=partial(_behind_inputs, shape=shape, dtype=dtype, of=of),
@@ -154,11 +161,14 @@ def _behind_cases(shape: tuple[int, ...], of: spec.BehindNorm, dtype: str) -> tu
         steady=partial(_behind_steady, of=of),
         gradient_floor=0.05,  # as of a norm alone
     )
-    norm = Work(kernels=(batchnorm_spec.BACKWARD,), nbytes=backward, flops=2 * flops, unit="matrix")
+    norm = {
+        "forward": Work(kernels=(batchnorm_spec.FORWARD,), nbytes=forward, flops=flops, unit="matrix"),
+        "backward": Work(kernels=(batchnorm_spec.BACKWARD,), nbytes=backward, flops=2 * flops, unit="matrix"),
+    }
     apart = replace(
         together,
         name=together.name + moments_cases.APART,
-        passes={**together.passes, "backward": norm},
+        passes=norm,
         ours=partial(_behind_apart, of=of),
         wins=lambda: "" if wins() else "the norm takes its gradient's sums from the convolution",
     )
@@ -201,6 +211,9 @@ VERIFICATION = (
             ((2, 40, 9, 9), 24, "bfloat16", ("hardswish", False, True)),
             ((1, 272, 5, 7), 512, "bfloat16", ("none", False, False)),
             ((2, 48, 6, 11), 136, "float16", ("relu6", True, True)),
+            ((1, 128, 13, 11), 40, "bfloat16", ("relu", True, True)),
+            ((3, 256, 7, 9), 128, "float16", ("relu", False, True)),
+            ((2, 512, 5, 7), 72, "bfloat16", ("none", True, False)),
         )
     ),
 )

@@ -167,3 +167,74 @@ def norm_gradient(
     device = x.device.index or 0
     launch = _gradient_launch(n * h * w, c, conv_weight.shape[0], x.dtype, device, activation, residual, dy is not None)
     return run_gradient(launch, dz, conv_weight, dy, x, mask, norm, slope)
+
+
+@dataclass(frozen=True, slots=True)
+class _NormForwardLaunch:
+    """NORM_FORWARD with all that depends on shapes and the norm's variant only."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    sizes: tuple[Any, Any]  # rows, octets of z
+    shared_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _norm_forward_launch(
+    rows: int,
+    channels: int,
+    out_channels: int,
+    dtype: torch.dtype,
+    device: int,
+    activation: str,
+    residual: bool,
+    moments: bool,
+) -> _NormForwardLaunch:
+    variant = storage.name(dtype), activation, residual
+    macros = tuple(spec.norm_forward_defines(channels, out_channels, *variant, moments=moments).items())
+    (entry,) = spec.KERNELS[spec.NORM_FORWARD]
+    nbytes = spec.norm_forward_shared_bytes(channels, out_channels)
+    return _NormForwardLaunch(
+        kernel=nvrtc.function(spec.NORM_FORWARD, entry, macros, device, nbytes),
+        grid=(spec.norm_forward_blocks(rows, channels, out_channels, nvrtc.sm_count(device)), 1, 1),
+        block=(spec.NORM_FORWARD_THREADS, 1, 1),
+        sizes=(np.int32(rows), np.int32(out_channels // spec.OCTET)),
+        shared_bytes=nbytes,
+    )
+
+
+def norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    conv_weight: torch.Tensor,
+    activation: str,
+    slope: float,
+    *,
+    moments: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A norm's second pass and the 1 x 1 convolution of what it makes.
+
+    Args:
+        x, residual: [N, C, H, W] channels_last. norm: the statistics [2, C], the norm's weight and bias [C], fp32.
+        conv_weight: [CO, C, 1, 1] contiguous, in x's dtype, from a multiple of 16 bytes on.
+
+    Returns:
+        y like x, the mask as the norm's own forward leaves it, z [N, CO, H, W] channels_last and, if asked for, its moments.
+    """
+    n, c, h, w = x.shape
+    out = conv_weight.shape[0]
+    launch = _norm_forward_launch(
+        n * h * w, c, out, x.dtype, x.device.index or 0, activation, residual is not None, moments
+    )
+    y = torch.empty_like(x)
+    masked = residual is not None and activation != "none"
+    mask = torch.empty(x.numel() // spec.OCTET if masked else 0, dtype=torch.uint8, device=x.device)
+    z = torch.empty((n, out, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    parts = torch.empty((launch.grid[0], 3, out), dtype=torch.float32, device=x.device) if moments else None
+    tensors = (x, residual, *norm, conv_weight, y, mask, z, *(() if parts is None else (parts,)))
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    arguments = (*addresses, *launch.sizes, np.float32(slope))
+    launch.kernel(launch.grid, launch.block, arguments, launch.shared_bytes, nvrtc.stream(x.device.index or 0))
+    return y, mask, z, parts

@@ -10,7 +10,12 @@ from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "pointwise/pointwise_forward.cu"
 NORM_GRADIENT = "pointwise/pointwise_norm_gradient.cu"
-KERNELS = {FORWARD: ("pointwise_forward",), NORM_GRADIENT: ("pointwise_norm_gradient",)}
+NORM_FORWARD = "pointwise/pointwise_norm_forward.cu"
+KERNELS = {
+    FORWARD: ("pointwise_forward",),
+    NORM_GRADIENT: ("pointwise_norm_gradient",),
+    NORM_FORWARD: ("pointwise_norm_forward",),
+}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 MIN_ARCH = 80
@@ -37,6 +42,8 @@ MAX_TILES = 4  # of 16 rows a warp
 # Of NORM_GRADIENT, which holds two more tensors of a tile in registers: one where memory bounds it, which is 3 to 6 % faster up to
 # so many channels taken in, and two, for which the weights are read half as often, beyond.
 MAX_GRADIENT_TILES = 2
+# Of NORM_FORWARD: threads of a block, the channels that they can share out among them, and the most out, whose weights a block holds.
+NORM_FORWARD_THREADS, NORM_FORWARD_CHANNELS, NORM_FORWARD_MOST = 512, (128, 256, 512), 128
 ONE_TILE_CHANNELS = 128
 BLOCKS = 2  # that an SM should hold at least
 MAX_BLOCKS = 4
@@ -92,6 +99,25 @@ def gradient_wins(*, activation: str, residual: bool, dtype: str, rows: int, cha
         return f"{out_channels} channels out of {channels}: cuDNN is faster where arithmetic bounds"
     reason = batchnorm_act.takes_moments(2 * rows * channels, residual)  # for the backward as for the forward
     return reason or batchnorm_act.wins(activation=activation, residual=residual, dtype=dtype)
+
+
+def norm_forward_wins(*, activation: str, residual: bool, dtype: str, channels: int, out_channels: int) -> str:
+    """Why the norm's second pass and the convolution behind it are left to two launches; empty where one wins."""
+    if dtype not in STORAGE or activation != "relu" or not residual or channels < 256:
+        return UNMEASURED
+    return ""
+
+
+def unsupported_norm_forward(*, dtype: str, channels: int, out_channels: int, arch: int) -> str:
+    """Why NORM_FORWARD cannot take a convolution of `channels` into `out_channels` behind a norm; empty when it can."""
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if channels not in NORM_FORWARD_CHANNELS:
+        return f"{channels} channels"
+    if out_channels % OCTET or out_channels > NORM_FORWARD_MOST:
+        return f"{out_channels} channels out"
+    room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
+    return "" if norm_forward_shared_bytes(channels, out_channels) <= room else "the weights do not fit a block"
 
 
 def unsupported_gradient(*, rows: int, dtype: str, channels: int, out_channels: int) -> str:
@@ -332,6 +358,41 @@ def defines(plan: Plan, dtype: str, *, moments: bool) -> dict[str, int]:
     }
 
 
+def norm_forward_warps(channels: int, out_channels: int) -> tuple[int, int]:
+    """Warps of a block of NORM_FORWARD that multiply: over each other, 16 rows each, and side by side, 32 columns each."""
+    return (4 if channels <= 256 else 2), -(-out_channels // GROUP)
+
+
+def norm_forward_shared_bytes(channels: int, out_channels: int) -> int:
+    """Of a block of NORM_FORWARD: the weights, two tiles of rows, and one row."""
+    warps_m, warps_n = norm_forward_warps(channels, out_channels)
+    pitch = channels // OCTET | 1
+    return 16 * pitch * (GROUP * warps_n + 2 * 16 * warps_m) + 4 * GROUP * warps_n
+
+
+def norm_forward_blocks(rows: int, channels: int, out_channels: int, sm_count: int) -> int:
+    """Blocks of NORM_FORWARD: one an SM, all with equally many tiles."""
+    tiles = -(-rows // (16 * norm_forward_warps(channels, out_channels)[0]))
+    return -(-tiles // -(-tiles // sm_count))
+
+
+def norm_forward_defines(
+    channels: int, out_channels: int, dtype: str, activation: str, residual: bool, *, moments: bool
+) -> dict[str, int]:
+    """Macros of one variant of NORM_FORWARD."""
+    warps_m, warps_n = norm_forward_warps(channels, out_channels)
+    return {
+        "STORAGE": STORAGE[dtype],
+        "MOMENTS": int(moments),
+        "ACT": batchnorm_act.ACTIVATIONS[activation],
+        "RESIDUAL": int(residual),
+        "WARPS_M": warps_m,
+        "WARPS_N": warps_n,
+        "UNITS": channels // OCTET,
+        "THREADS": NORM_FORWARD_THREADS,
+    }
+
+
 def gradient_defines(plan: Plan, dtype: str, activation: str, residual: bool, *, forked: bool) -> dict[str, int]:
     """Macros of one variant of NORM_GRADIENT behind a norm with this activation and residual. `forked`: with a second gradient."""
     found = defines(plan, dtype, moments=False)
@@ -395,6 +456,14 @@ _SMS, _ARCH = 132, 90  # the macros depend little on them
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with ahead: what the trained networks' layers ask for."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
+    if source == NORM_FORWARD:
+        for dtype, moments in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
+            for behind in BEHIND_NORMS:
+                shape = behind.channels, behind.out_channels
+                if not unsupported_norm_forward(dtype=dtype, channels=shape[0], out_channels=shape[1], arch=_ARCH):
+                    variant = behind.activation, behind.residual
+                    found[tuple(norm_forward_defines(*shape, dtype, *variant, moments=moments).items())] = None
+        return tuple(dict(macros) for macros in found)
     if source == NORM_GRADIENT:
         for dtype in ("bfloat16", "float16"):
             for behind in BEHIND_NORMS if dtype == "bfloat16" else BEHIND_NORMS[:1]:
