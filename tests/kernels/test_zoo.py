@@ -179,10 +179,26 @@ def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         yield
 
 
+# 1 x 1 convolutions right behind norms, into at most 512 channels: of ResNeXt's blocks those that open them but the first, which
+# stands behind a pooling, and the last stage's; and those that close them in the first two stages.
+BEHIND_NORMS = {"resnext50_32x4d": 12 + 7, "mobilenet_v2": 33, "densenet121": 0, "vgg11_bn": 0}
+
+
+@pytest.mark.parametrize("name", BEHIND_NORMS)
+def test_convolutions_behind_norms_are_found(name: str) -> None:
+    model = build("torchvision", name)
+    reports = {name: match.MatchReport() for name in ("batchnorm_concat", "batchnorm_act", "pointwise")}
+    captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    captured(torch.randn(2, 3, 224, 224, device="meta"))
+    found = [what for what in reports["pointwise"].matched.values() if "bn" in what]
+    assert len(found) == BEHIND_NORMS[name], found
+
+
 @pytest.mark.parametrize(
     ("package", "name"), [*(("torchvision", name) for name in TORCHVISION), *(("timm", name) for name in TIMM)]
 )
 def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
+    monkeypatch.setattr(pointwise, "unsupported_gradient", lambda **call: "counted by itself")
     model = build(package, name)
     calls: list[object] = []
     forked = batchnorm_act.forked_batchnorm_act

@@ -57,7 +57,7 @@ TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": 
 # 256 -> 64 on 56x56 with a residual, 0.45 for 0.52 at 512 -> 128 on 28x28, 0.35 for 0.38 at 216 -> 216 there; 512 -> 256 and
 # 1024 -> 256 on 14x14 lost. Without residual there is less to be had: 0.38 for 0.40 at 64 -> 256 on 56x56, and 128 -> 512 on
 # 28x28 lost.
-MOST_GRADIENT_INTENSITY = {True: 108, False: 85}  # CI * CO / (CI + CO), with and without a residual
+MOST_GRADIENT_INTENSITY = {True: 108, False: 86}  # CI * CO / (CI + CO), with and without a residual
 MEASURED_BEHIND = frozenset({"none", "relu"})
 MOST_IN_CHANNELS = 256
 MOST_INTENSITY = 103  # CI * CO / (CI + CO)
@@ -441,7 +441,7 @@ class BehindNorm:
 # 1 x 1 convolutions behind batch norms, likewise: those that open a bottleneck, and those that close it or open an inverted one.
 BEHIND_NORMS = (
     *(BehindNorm(*shape) for shape in ((256, 64, 56), (512, 128, 28), (1024, 256, 14), (2048, 512, 7))),
-    *(BehindNorm(*shape) for shape in ((256, 128, 56), (512, 256, 28), (1024, 512, 14))),
+    *(BehindNorm(*shape) for shape in ((256, 128, 56), (256, 256, 56), (512, 256, 28), (1024, 512, 14))),
     *(BehindNorm(*shape, residual=False, forked=False) for shape in ((64, 256, 56), (128, 512, 28), (256, 1024, 14))),
     *(BehindNorm(*shape, residual=False, forked=False) for shape in ((128, 256, 56), (256, 512, 28))),
     *(BehindNorm(*shape, "none", False) for shape in ((24, 72, 56), (24, 144, 56))),
