@@ -11,6 +11,7 @@ from emulation.planted import planted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, match
@@ -54,10 +55,9 @@ def test_a_plan_covers_every_row_and_channel_within_what_a_block_may_have(
     [
         *(((c, out), side, "relu", True, "") for c, out, side in ((256, 64, 56), (512, 128, 28), (216, 216, 28))),
         ((64, 256), 56, "relu", False, ""),
-        ((24, 72), 56, "none", True, ""),
         ((1024, 256), 14, "relu", True, "256 channels out of 1024: cuDNN is faster"),
         ((128, 512), 28, "relu", False, "512 channels out of 128: cuDNN is faster"),
-        ((40, 240), 28, "none", True, "one launch reads the tensor once"),
+        ((256, 64), 14, "relu", True, "one launch reads the tensor once"),
         ((64, 256), 56, "silu", False, dispatch.UNMEASURED),
     ],
 )
@@ -65,9 +65,17 @@ def test_what_was_measured_to_win_is_dispatched(
     channels: tuple[int, int], side: int, activation: str, residual: bool, reason: str
 ) -> None:
     call = {"rows": 256 * side * side, "channels": channels[0], "out_channels": channels[1]}
-    found = spec.gradient_wins(activation=activation, residual=residual, dtype="bfloat16", **call)
+    call |= {"activation": activation, "residual": residual, "forked": residual}
+    found = spec.gradient_wins(dtype="bfloat16", **call)
     assert found.startswith(reason) if reason else found == ""
-    assert spec.gradient_wins(activation=activation, residual=residual, dtype="float32", **call) == dispatch.UNMEASURED
+    assert spec.gradient_wins(dtype="float32", **call) == dispatch.UNMEASURED
+
+
+def test_one_gradient_without_activation_is_left_apart() -> None:
+    call = {"rows": 256 * 56 * 56, "channels": 24, "out_channels": 72, "dtype": "bfloat16", "activation": "none"}
+    assert spec.gradient_wins(residual=False, forked=True, **call) == ""
+    assert spec.gradient_wins(residual=False, forked=False, **call) == dispatch.UNMEASURED
+    assert spec.gradient_wins(residual=True, forked=False, **call) == dispatch.UNMEASURED
 
 
 @pytest.mark.parametrize(
@@ -165,6 +173,20 @@ def test_gradients_come_from_both_results_or_from_one(emulated, which: str) -> N
     hold((2, 24, 5, 7), 40, "relu", residual=True, which=which)
     assert emulated.launches["pointwise_norm_gradient"] == ("z" in which)
     assert emulated.launches["batchnorm_gradient_sums"] == ("z" in which)
+
+
+def test_the_norms_result_is_let_go_before_its_gradient_is_made(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors((2, 24, 5, 7), 40, torch.bfloat16, residual=True)
+    y, z = ours(given, "relu")
+    alive = StorageWeakRef(y.untyped_storage())
+    seen: list[bool] = []
+    norm_gradient = cuda.norm_gradient
+    monkeypatch.setattr(cuda, "norm_gradient", lambda *of: seen.append(alive.expired()) or norm_gradient(*of))
+    loss = z.float().square().sum()
+    del y, z
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [False, True]  # a graph that is kept keeps it
 
 
 def test_a_gradient_that_is_not_channels_last_is_copied(emulated) -> None:

@@ -77,11 +77,16 @@ PARTIAL_SUMS = 8 << 20
 
 
 def greedy(rows: Iterable[Row]) -> list[str]:
-    """Rows whose pass takes more memory than PyTorch's own."""
+    """Rows whose pass takes more memory than PyTorch's own.
+
+    Not those of a pair apart: there PyTorch's convolution hands its gradient to the norm, and autograd holds it until the norm is
+    done (docs/decisions/0028).
+    """
     return [
         f"{row['name']} {row['pass']} {row['dtype']} {row['shape']}"
         for row in rows
-        if row["advisor_peak_bytes"]
+        if not row["name"].endswith(APART)
+        and row["advisor_peak_bytes"]
         > row["eager_peak_bytes"] + math.prod(row["shape"]) // storage.vector_width(row["dtype"]) + PARTIAL_SUMS
     ]
 

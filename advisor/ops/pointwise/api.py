@@ -182,6 +182,10 @@ class _BatchNormActPointwise(Function):
             through, dconv, _ = torch.ops.aten.convolution_backward(
                 dz, y, conv_weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
             )
+        if not twice:
+            # The norm's backward needs no y: PyTorch's own pair frees it here, too, before dx is made.
+            ctx.maybe_clear_saved_tensors()
+            del y
         if twice:
             above = given if dz is None else through if dy is None else dy + through
             found = batchnorm_act.differentiable_backward(ctx, above, x, weight, bias, mask)
@@ -244,6 +248,7 @@ def _behind_norm_refusal(
     wins = spec.gradient_wins(
         activation=activation,
         residual=residual is not None,
+        forked=True,  # or the pass over the graph has seen that one gradient alone wins too
         dtype=dtype,
         rows=n * h * w,
         channels=c,

@@ -140,6 +140,7 @@ def _behind_cases(shape: tuple[int, ...], of: spec.BehindNorm, dtype: str) -> tu
         spec.gradient_wins,
         activation=of.activation,
         residual=of.residual,
+        forked=of.forked,
         dtype=dtype,
         rows=rows,
         channels=c,

@@ -141,7 +141,13 @@ def _together(norm: fx.Node, result: fx.Node, weight: fx.Node) -> str:
         norm.args[1] is not None,
     )
     wins = spec.gradient_wins(
-        activation=activation, residual=residual, dtype=dtype, rows=n * h * w, channels=c, out_channels=out
+        activation=activation,
+        residual=residual,
+        forked=norm.target is batchnorm_act.forked_batchnorm_act,
+        dtype=dtype,
+        rows=n * h * w,
+        channels=c,
+        out_channels=out,
     )
     reason = spec.unsupported_gradient(rows=n * h * w, dtype=dtype, channels=c, out_channels=out)
     if dispatch.refusal(reason, wins) or match.changed_in_place(result):
