@@ -125,7 +125,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         id="pointwise",
         title="1x1 convolution kernels with norm statistics",
-        replaces="conv2d 1x1 of stride 1 before a batch norm of ours, with that one's pass over its result, channels_last",
+        replaces="conv2d 1x1 of stride 1 before a batch norm of ours, or behind one, with that one's pass over its result or "
+        "its gradient, channels_last",
         transform="pointwise_conv",
         modules=("Conv2d",),
         having=lambda conv: conv.groups == 1 and conv.kernel_size == (1, 1) and conv.bias is None,

@@ -494,7 +494,8 @@ def behind_norm_bytes_moved(
 ) -> tuple[int, int]:
     """Bytes that a norm and the convolution behind it must move: forward, and the backward as it is launched.
 
-    The backward reads dz, x and the gradient from elsewhere and writes g; makes dx of g and x; and the weights' gradient of dz and y.
+    The forward reads x twice, for the statistics and to normalise, and need not read what it makes. The backward reads dz, x and
+    the gradient from elsewhere and writes g; makes dx of g and x; and the weights' gradient of dz and y.
     """
     elements = rows * channels
     forward, _ = batchnorm_act.bytes_moved(
@@ -502,7 +503,7 @@ def behind_norm_bytes_moved(
     )
     mask = elements // 8 if residual and activation != "none" else 0
     backward = 2 * elements * (6 + forked) + mask + 4 * rows * out_channels
-    return forward + bytes_moved(rows, channels, out_channels), backward
+    return forward + 2 * rows * out_channels, backward
 
 
 def flops(rows: int, in_channels: int, out_channels: int) -> int:
