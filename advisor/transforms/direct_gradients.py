@@ -62,11 +62,14 @@ class ParameterGradients:
         if self.watched is None and self._tried:
             self.watched = any(_accumulator_is_held(parameter) for parameter, _ in self.pairs)
         self._tried = True
-        return not self.watched
+        return not self.watched and not self._hooked()
+
+    def _hooked(self) -> bool:
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self.pairs)
 
     def accumulate(self) -> None:
         """After a replay, inside a backward: what AccumulateGrad does with every gradient."""
-        if self.watched is None or any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self.pairs):
+        if self.watched is None or self._hooked():  # hooks that have come since the forward
             wanted = [(p, g) for p, g in self.pairs if p.requires_grad]
             torch.autograd.backward([p for p, _ in wanted], [g.clone() for _, g in wanted])
             return

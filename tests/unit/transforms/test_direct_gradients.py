@@ -177,6 +177,7 @@ def test_hooks_of_a_parameter_run(loop: Loop, register: Callable[[torch.Tensor],
     ours.sum().backward()
     theirs.sum().backward()
     loop.hold()
+    assert loop.directly[-1] is late
     assert len(handles) == 2
 
 
