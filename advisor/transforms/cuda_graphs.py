@@ -79,6 +79,27 @@ def _leave_capture(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+@contextmanager
+def _buffers_stay(module: torch.nn.Module) -> Iterator[None]:
+    """Around a capture, in which nothing is computed: what a forward has put into buffers' places is taken out again.
+
+    Raises:
+        RuntimeError: at the end, when there was such. Replays would go on from the buffer that was there at the capture.
+    """
+    before = [(m._buffers, dict(m._buffers)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        replaced = False
+        for buffers, held in before:
+            if list(map(id, buffers.values())) != list(map(id, held.values())):
+                buffers.clear()
+                buffers.update(held)
+                replaced = True
+    if replaced:
+        raise RuntimeError("the forward replaces its own buffers")
+
+
 class _Layout:
     """Which tensors a module and those below it hold, and where in memory, to be compared at each step.
 
@@ -118,7 +139,7 @@ class _Captured:
         torch.clear_autocast_cache()
         try:
             torch.cuda.synchronize(device)
-            with _aliased_parameters(module) as leaves:
+            with _buffers_stay(module), _aliased_parameters(module) as leaves:
                 # thread_local: a loader's pinning thread may allocate while we capture
                 with torch.cuda.graph(self.forward, stream=stream, capture_error_mode="thread_local"):
                     output = inner(*self.inputs)

@@ -230,6 +230,38 @@ def test_a_forward_that_reads_a_number_stays_eager(pair: Callable[..., Pair]) ->
     torch.randn(4, device=DEVICE)  # the generator has left the capture that failed
 
 
+class Replacing(Net):
+    """Keeps an average in a buffer that every forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y + self.average
+
+
+def test_a_forward_that_replaces_a_buffer_stays_eager() -> None:
+    torch.manual_seed(0)
+    plain = Replacing().to(DEVICE)
+    graphed = copy.deepcopy(plain)
+    training = Training(device=torch.device(DEVICE), roots=[RootModule(module=graphed, name="Replacing")])
+    transform = CudaGraphs()
+    undo = transform.apply(training, {})
+    try:
+        for _ in range(STEPS):
+            x = torch.randn(16, 3, 8, 8, device=DEVICE)
+            torch.testing.assert_close(graphed(x), plain(x), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(graphed.average, plain.average, rtol=1e-3, atol=1e-4)
+        effect = transform.effect(training, None, None)
+        assert effect.passed is False
+        assert "replaces its own buffers" in effect.detail
+    finally:
+        undo.run()
+
+
 def test_dropout_draws_anew_in_each_replay(pair: Callable[..., Pair]) -> None:
     found = pair(dropout=0.5)
     for _ in range(5):

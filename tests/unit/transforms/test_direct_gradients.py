@@ -331,3 +331,32 @@ def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
     assert not layout.changed()
     change(net)
     assert layout.changed()
+
+
+def captured_in_place_of(net: Net, forward: Callable[[], object]) -> None:
+    with cuda_graphs._buffers_stay(net):
+        forward()
+
+
+def test_buffers_that_a_captured_forward_replaces_are_put_back_and_refused() -> None:
+    """Nothing is computed in a capture: what it puts there holds no values."""
+    net = Net()
+    before = dict(net.norm._buffers)
+
+    def replaces() -> None:
+        net.norm.running_mean = net.norm.running_mean * 0.9
+        net.register_buffer("other", torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match="replaces its own buffers"):
+        captured_in_place_of(net, replaces)
+    assert dict(net.norm._buffers) == before
+    assert "other" not in net._buffers
+    captured_in_place_of(net, lambda: net.norm.running_mean.mul_(0.9))
+
+    def fails() -> None:
+        replaces()
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        captured_in_place_of(net, fails)
+    assert dict(net.norm._buffers) == before
