@@ -66,8 +66,9 @@ def test_what_was_measured_to_win_is_dispatched(
 ) -> None:
     call = {"rows": 256 * side * side, "channels": channels[0], "out_channels": channels[1]}
     call |= {"activation": activation, "residual": residual, "forked": residual}
-    found = spec.gradient_wins(dtype="bfloat16", **call)
-    assert found.startswith(reason) if reason else found == ""
+    for forked in (residual, None):  # in the graph, and in a call
+        found = spec.gradient_wins(dtype="bfloat16", **{**call, "forked": forked})
+        assert found.startswith(reason) if reason else found == ""
     assert spec.gradient_wins(dtype="float32", **call) == dispatch.UNMEASURED
 
 
@@ -76,6 +77,17 @@ def test_one_gradient_without_activation_is_left_apart() -> None:
     assert spec.gradient_wins(residual=False, forked=True, **call) == ""
     assert spec.gradient_wins(residual=False, forked=False, **call) == dispatch.UNMEASURED
     assert spec.gradient_wins(residual=True, forked=False, **call) == dispatch.UNMEASURED
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_what_the_graph_holds_runs_on_the_kernels(emulated, monkeypatch: pytest.MonkeyPatch, residual: bool) -> None:
+    """As it is dispatched, where the tensor is large enough."""
+    monkeypatch.setattr(batchnorm_spec, "takes_moments", lambda nbytes, residual: "")
+    given = tensors((2, 16, 6, 5), 24, torch.bfloat16, residual=residual)
+    with only_what_wins():
+        y, z = ours(given, "relu")
+    (z.float().square().sum() + y.float().sum() * residual).backward()
+    assert emulated.launches["pointwise_norm_gradient"] == 1
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def _behind_norm_refusal(
     wins = spec.gradient_wins(
         activation=activation,
         residual=residual is not None,
-        forked=True,  # or the pass over the graph has seen that one gradient alone wins too
+        forked=None,
         dtype=dtype,
         rows=n * h * w,
         channels=c,

@@ -93,13 +93,14 @@ def behind_norm(activation: str, residual: bool, channels: int, out_channels: in
 
 
 def gradient_wins(
-    *, activation: str, residual: bool, forked: bool, dtype: str, rows: int, channels: int, out_channels: int
+    *, activation: str, residual: bool, forked: bool | None, dtype: str, rows: int, channels: int, out_channels: int
 ) -> str:
     """Why the gradient of a convolution behind a norm and that norm's sums are left to two launches; empty where one wins.
 
-    `forked`: the norm's result has a gradient from elsewhere too.
+    `forked`: whether the norm's result has a gradient from elsewhere too; None in a call, by which time the graph has been asked.
     """
-    if dtype not in STORAGE or (activation, residual, forked) not in MEASURED_BEHIND:
+    known = {(activation, residual, of) for of in ((False, True) if forked is None else (forked,))}
+    if dtype not in STORAGE or known.isdisjoint(MEASURED_BEHIND):
         return UNMEASURED
     most = MOST_GRADIENT_INTENSITY[residual]
     if channels * out_channels > most * (channels + out_channels):
