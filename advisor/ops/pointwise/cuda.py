@@ -15,14 +15,21 @@ from advisor.ops.pointwise import spec
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The kernel with all that depends on shapes only."""
+    """A kernel with all that depends on shapes, dtype and variant only."""
 
     kernel: Any
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    sizes: tuple[Any, Any, Any]  # rows, octets of x and of y
+    sizes: tuple[Any, ...]  # rows, and octets of what comes in and goes out
     shared_bytes: int
-    moments: bool
+    moments: bool = False
+
+    def run(self, *tensors: torch.Tensor | None, numbers: tuple[Any, ...] = ()) -> None:
+        """Launch with the tensors' addresses (None: no address), the sizes and these numbers. The first tensor's device is taken."""
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        device = 0 if tensors[0] is None else tensors[0].device.index or 0
+        arguments = (*addresses, *self.sizes, *numbers)
+        self.kernel(self.grid, self.block, arguments, self.shared_bytes, nvrtc.stream(device))
 
 
 def launch_of(
@@ -52,13 +59,8 @@ def run(launch: _Launch, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.T
     n, _, h, w = x.shape
     channels = weight.shape[0]
     y = torch.empty((n, channels, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    addresses = [x.data_ptr(), weight.data_ptr(), y.data_ptr()]
-    parts = None
-    if launch.moments:
-        parts = torch.empty((launch.grid[0], 3, channels), dtype=torch.float32, device=x.device)
-        addresses.append(parts.data_ptr())
-    stream = nvrtc.stream(x.device.index or 0)
-    launch.kernel(launch.grid, launch.block, (*addresses, *launch.sizes), launch.shared_bytes, stream)
+    parts = torch.empty((launch.grid[0], 3, channels), dtype=torch.float32, device=x.device) if launch.moments else None
+    launch.run(x, weight, y, *(() if parts is None else (parts,)))
     return y, parts
 
 
@@ -71,17 +73,6 @@ def forward(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> tuple[to
     return run(_launch(n * h * w, c, weight.shape[0], x.dtype, x.device.index or 0, moments), x, weight)
 
 
-@dataclass(frozen=True, slots=True)
-class _GradientLaunch:
-    """NORM_GRADIENT with all that depends on shapes and the norm's variant only."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, Any, Any]  # rows, octets of dz and of x
-    shared_bytes: int
-
-
 def gradient_launch_of(
     plan: spec.Plan,
     rows: int,
@@ -92,11 +83,11 @@ def gradient_launch_of(
     activation: str,
     residual: bool,
     forked: bool,
-) -> _GradientLaunch:
+) -> _Launch:
     """The launch that a plan says."""
     macros = tuple(spec.gradient_defines(plan, storage.name(dtype), activation, residual, forked=forked).items())
     (entry,) = spec.KERNELS[spec.NORM_GRADIENT]
-    return _GradientLaunch(
+    return _Launch(
         kernel=nvrtc.function(spec.NORM_GRADIENT, entry, macros, device, plan.shared_bytes),
         grid=(*plan.grid, 1),
         block=(plan.threads, 1, 1),
@@ -115,13 +106,13 @@ def _gradient_launch(
     activation: str,
     residual: bool,
     forked: bool,
-) -> _GradientLaunch:
+) -> _Launch:
     plan = spec.plan(rows, out_channels, channels, nvrtc.sm_count(device), nvrtc.arch(device), gradient=True)
     return gradient_launch_of(plan, rows, channels, out_channels, dtype, device, activation, residual, forked)
 
 
 def run_gradient(
-    launch: _GradientLaunch,
+    launch: _Launch,
     dz: torch.Tensor,
     conv_weight: torch.Tensor,
     dy: torch.Tensor | None,
@@ -133,11 +124,7 @@ def run_gradient(
     """As `norm_gradient`, with this launch."""
     g = torch.empty_like(x)
     sums = torch.empty((launch.grid[0], 2, x.shape[1]), dtype=torch.float32, device=x.device)
-    tensors = (dz, conv_weight, dy, x, mask, *norm, g, sums)
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    stream = nvrtc.stream(x.device.index or 0)
-    arguments = (*addresses, *launch.sizes, np.float32(slope))
-    launch.kernel(launch.grid, launch.block, arguments, launch.shared_bytes, stream)
+    launch.run(dz, conv_weight, dy, x, mask, *norm, g, sums, numbers=(np.float32(slope),))
     return g, sums
 
 
@@ -169,17 +156,6 @@ def norm_gradient(
     return run_gradient(launch, dz, conv_weight, dy, x, mask, norm, slope)
 
 
-@dataclass(frozen=True, slots=True)
-class _NormForwardLaunch:
-    """NORM_FORWARD with all that depends on shapes and the norm's variant only."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, Any]  # rows, octets of z
-    shared_bytes: int
-
-
 @lru_cache(maxsize=4096)
 def _norm_forward_launch(
     rows: int,
@@ -190,12 +166,12 @@ def _norm_forward_launch(
     activation: str,
     residual: bool,
     moments: bool,
-) -> _NormForwardLaunch:
+) -> _Launch:
     variant = storage.name(dtype), activation, residual
     macros = tuple(spec.norm_forward_defines(channels, out_channels, *variant, moments=moments).items())
     (entry,) = spec.KERNELS[spec.NORM_FORWARD]
     nbytes = spec.norm_forward_shared_bytes(channels, out_channels)
-    return _NormForwardLaunch(
+    return _Launch(
         kernel=nvrtc.function(spec.NORM_FORWARD, entry, macros, device, nbytes),
         grid=(spec.norm_forward_blocks(rows, channels, out_channels, nvrtc.sm_count(device)), 1, 1),
         block=(spec.NORM_FORWARD_THREADS, 1, 1),
@@ -233,8 +209,6 @@ def norm_forward(
     mask = torch.empty(x.numel() // spec.OCTET if masked else 0, dtype=torch.uint8, device=x.device)
     z = torch.empty((n, out, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     parts = torch.empty((launch.grid[0], 3, out), dtype=torch.float32, device=x.device) if moments else None
-    tensors = (x, residual, *norm, conv_weight, y, mask, z, *(() if parts is None else (parts,)))
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    arguments = (*addresses, *launch.sizes, np.float32(slope))
-    launch.kernel(launch.grid, launch.block, arguments, launch.shared_bytes, nvrtc.stream(x.device.index or 0))
+    outputs = (y, mask, z, *(() if parts is None else (parts,)))
+    launch.run(x, residual, *norm, conv_weight, *outputs, numbers=(np.float32(slope),))
     return y, mask, z, parts
