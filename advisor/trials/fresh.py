@@ -15,6 +15,7 @@ from advisor.trials.script import GRACE_S, Script
 # A fresh process is timed after this many steps (changes that wait for the optimizer's state settle within six), for so many,
 # which bounds one on a fast GPU at its start-up, and at 40 steps of 120 ms for a ResNet-50 in fp32.
 WARMUP, STEPS = 12, 30
+FEW_STEPS = 15  # for what a short look mostly tells: that a step is much longer without a change
 SEED = 20_240_229
 TIMEOUT_S = 300.0
 
@@ -27,7 +28,9 @@ class FreshRuns:
     trial_s: float
     last_s: float = 0.0  # what the latest one took, its start included
 
-    def measure(self, phase: str, kept: Sequence[PlanItem], turn: int = 0) -> records.Measurement | None:
+    def measure(
+        self, phase: str, kept: Sequence[PlanItem], turn: int = 0, steps: int = STEPS
+    ) -> records.Measurement | None:
         """One fresh process with these changes, seeded by its turn; None when it gave no measurement."""
         path = self.script.run_dir / records.MEASURE_FILE
         path.unlink(missing_ok=True)
@@ -37,7 +40,7 @@ class FreshRuns:
             phase=phase,
             kept=tuple(kept),
             warmup=WARMUP,
-            steps=STEPS,
+            steps=steps,
             seed=SEED + turn,
             timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
         )

@@ -142,7 +142,7 @@ class StackTrial:
                 unasked.append(title)
                 continue
             script.say(f"the stack without {title}, in fresh processes")
-            runs = self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept))
+            runs = self._without(rest, proved, kept)
             if script.over:
                 break
             # Where another one does not apply without it, it is needed, whatever the runs took.
@@ -200,6 +200,16 @@ class StackTrial:
             if settled(found):
                 break
         return found
+
+    def _without(self, rest: Sequence[PlanItem], proved: Proof, kept: Sequence[PlanItem]) -> list[Measurement]:
+        """Runs with what is left of `kept`: a short one where that says already that more is needed, else whole ones, whose losses
+        can be held against the others'."""
+        few = self.runs.measure(spent.LEFT_OUT, rest, turn=TURNS[0], steps=fresh.FEW_STEPS)
+        if few is None or self.script.over:
+            return []
+        if self._is_needed(proved, kept, [few]):
+            return [few]
+        return self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept))
 
     def _gains_nothing(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
         """Whether these runs with the last of `kept` on top of the others already say that it is not to be kept."""

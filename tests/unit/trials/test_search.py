@@ -78,13 +78,13 @@ class Script:
         base = self.step_us.get(names, self.step_us[()])
         if base is None:
             return Exit(code=1)
-        steps = tuple(base * (1 + r.gauss(0, 0.01)) for _ in range(30))
+        steps = tuple(base * (1 + r.gauss(0, 0.01)) for _ in range(session.steps))
         storage.save(
             self.run_dir / records.MEASURE_FILE,
             records.Measurement(
                 step_us=steps,
                 every_us=steps,
-                losses=tuple(self.loss(names, i) for i in range(42)),
+                losses=tuple(self.loss(names, i) for i in range(session.warmup + session.steps)),
                 batch_size=32,
                 applied=names,
                 complete=True,
@@ -130,6 +130,7 @@ def test_what_is_kept_goes_into_the_plan_with_its_speedup(script):
     arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
     assert arms[:4] == [(), ("tf32", "compile"), ("tf32", "compile"), ()]
     assert sorted(arms[4:]) == [("compile",), ("tf32",)]  # then each is left out, in one run where that tells
+    assert [s.steps for s in script.launches if s.mode == "measure"][3:] == [30, 15, 15]
     # Each pair of fresh runs, plain and stack, has a seed of its own; the second pair runs in the other order.
     seeds = [s.seed for s in script.launches if s.mode == "measure"]
     assert seeds[0] == seeds[1] == seeds[4] == seeds[5] != seeds[2] == seeds[3]
@@ -163,6 +164,9 @@ def test_an_item_that_the_stack_is_as_fast_without_is_dropped(script):
     assert verdicts["channels_last"].left_out_gain.high < 0.01
     assert log.stack.passed
     assert log.stack.stack_us[0] == pytest.approx(490.0, rel=0.01)
+    # A short look says no more than that; what is dropped by has losses as long as the others'.
+    rest = [s for s in script.launches if s.mode == "measure" and [i.transform for i in s.kept] == ["tf32", "compile"]]
+    assert [s.steps for s in rest] == [15, 30, 30]
     assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32", "compile"]
 
 
