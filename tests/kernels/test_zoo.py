@@ -36,14 +36,11 @@ TORCHVISION = (
 )
 TIMM = (
     "resnetv2_50",
-    "resnet18",
     "resnext50_32x4d",
     "regnety_002",
-    "mobilenetv2_050",
     "mobilenetv3_small_050",
     "efficientnet_b0",
     "convnext_atto",
-    "vgg11_bn",
 )
 
 

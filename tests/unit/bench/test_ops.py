@@ -57,7 +57,9 @@ def bench(
 def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
     assert {case.dtype for _, case in ops.chosen("batchnorm_act bn+hardswish float32")} == {"float32"}
     assert len(ops.chosen("batchnorm_act")) == len(BN.benchmark)
-    assert [case.shape for _, case in ops.chosen("bn+add+relu bfloat16 256x72x56x56")] == [(256, 72, 56, 56)]
+    assert [case.shape for _, case in ops.chosen("batchnorm_act bn+add+relu bfloat16 256x72x56x56")] == [
+        (256, 72, 56, 56)
+    ]
     with pytest.raises(AdvisorError, match="nothing is named like 'bn\\+tanh'"):
         ops.chosen("bn+tanh")
 
