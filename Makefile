@@ -1,5 +1,6 @@
 # make demo        install into .venv, profile an example training, apply what helps, print where the report is
-# make test        install into .venv, run the tests that need no GPU
+# make test        install into .venv, run the tests that need no GPU, but for the longest
+# make test-long   those
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make reliability run the fault suite and write docs/reliability.md
 # make sanitize    memcheck, racecheck and initcheck of every kernel, with the CUDA toolkit's compute-sanitizer
@@ -32,7 +33,7 @@ else
 DEMO := docs/examples/cifar.py --epochs 200
 endif
 
-.PHONY: demo test lint reliability reliability-gpu sanitize test-gpu clean
+.PHONY: demo test test-long lint reliability reliability-gpu sanitize test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,7 +55,10 @@ demo: $(VENV)/.installed
 	@echo "The report: $$(ls -td $(DEMO_RUNS)/*/report.html | head -n 1)"
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not long" --durations 10
+
+test-long: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long" --durations 10
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

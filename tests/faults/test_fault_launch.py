@@ -74,6 +74,7 @@ def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("switches", [["-O"], ["-W", "error"]])
+@pytest.mark.long
 def test_switches_of_the_interpreter(switches: list[str], tmp_path: Path) -> None:
     write(tmp_path, "train.py", "train(40)\nprint('trained')\nsys.exit(7)\n")
     ended = profile(tmp_path, "--keep-running", "--", sys.executable, *switches, "train.py")

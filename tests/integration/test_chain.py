@@ -255,6 +255,7 @@ def test_a_script_that_fails_keeps_its_exit_code_and_what_was_measured(
         assert "Traceback" in output.read_text()
 
 
+@pytest.mark.long
 def test_a_short_script_is_measured_in_a_second_run_that_writes_nothing(tmp_path: Path) -> None:
     write(tmp_path, LOOP + "train(16)\nopen('log.txt', 'a').write('once\\n')\nprint('done')\n")
     found = advisor(tmp_path, "profile", "train.py")
@@ -264,6 +265,7 @@ def test_a_short_script_is_measured_in_a_second_run_that_writes_nothing(tmp_path
     assert (tmp_path / "log.txt").read_text() == "once\n"
 
 
+@pytest.mark.long
 def test_a_script_that_only_infers_is_profiled_and_told_that_nothing_can_be_tried(tmp_path: Path) -> None:
     write(tmp_path, """
         import torch
@@ -281,6 +283,7 @@ def test_a_script_that_only_infers_is_profiled_and_told_that_nothing_can_be_trie
     assert {row["phase"] for row in kept["kernels"]} <= {"forward", "other"}
 
 
+@pytest.mark.long
 def test_the_last_step_of_a_handful_is_traced(tmp_path: Path) -> None:
     write(tmp_path, LOOP + "import time\nfor _ in range(5):\n    time.sleep(0.1)\n    train(1)\nprint('done')\n")
     found = advisor(tmp_path, "profile", "-o", "run", "train.py")

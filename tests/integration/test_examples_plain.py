@@ -71,6 +71,7 @@ def test_trains_a_few_steps(script: str, tmp_path: Path) -> None:
     assert all((tmp_path / name).is_file() for name in files)
 
 
+@pytest.mark.long
 def test_cifar_and_imagenet_resume_from_their_checkpoints(tmp_path: Path) -> None:
     small = "--width 8 --batch-size 32 --train-size 64 --test-size 64 --device-data"
     run("cifar.py", f"{small} --epochs 1", tmp_path)

@@ -118,6 +118,7 @@ class Machine:
         return ended
 
 
+@pytest.mark.long
 def test_a_starved_script_gets_workers_and_keeps_its_files(place):
     machine = Machine(place)
     candidates = [
@@ -191,6 +192,7 @@ def test_enable_inside_a_script_and_disable(place):
     assert not list(place.glob("**/progress.jsonl"))
 
 
+@pytest.mark.long
 def test_a_plan_for_another_model_trains_plainly_or_refuses(place):
     items = (PlanItem(transform="fused_optimizer", status="kept"),)
     plan = Plan(script="train.py", argv=(), created="", items=items, hashes=PlanHashes(model="of another model"))
