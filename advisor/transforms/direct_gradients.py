@@ -54,7 +54,7 @@ class ParameterGradients:
         """Move every `.grad` that lies in the static memory out of it: it would be overwritten, and is to be added to."""
         for parameter, static in self.pairs:
             grad = parameter.grad
-            if grad is not None and (grad is static or grad.data_ptr() == static.data_ptr()):
+            if grad is not None and grad.data_ptr() == static.data_ptr():
                 parameter.grad = grad.clone()
 
     def direct(self) -> bool:
@@ -121,7 +121,7 @@ def own_memory(
         if not alike or own.untyped_storage().data_ptr() in taken:
             own = torch.empty_like(parameter).copy_(own)
         taken.add(own.untyped_storage().data_ptr())
-        found.append(own.detach())
+        found.append(own)
     return found
 
 

@@ -178,6 +178,25 @@ def _plan(x: torch.Tensor, activation: str, residual: bool, *, forked: bool = Fa
     return _launch(n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
 
 
+def _statistics_memory(
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    in_place: bool,
+) -> tuple[torch.Tensor, tuple[int, int], tuple[int, int]]:
+    """What a forward saves of its statistics, fp32 (see `forward`), and the addresses of old and of new running values."""
+    if running_mean is None or running_var is None:
+        # The kernels read old running values and write new ones, whoever wants them: they read what there is to read.
+        running_mean, running_var, in_place = bias, weight, False
+    channels = weight.shape[0]
+    saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=weight.device)
+    running = (running_mean.data_ptr(), running_var.data_ptr())
+    updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
+    return saved, running, updated
+
+
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -204,20 +223,15 @@ def forward(
     first's pass over x: they are taken whatever the way.
     """
     weight, bias = aligned(weight), aligned(bias)
-    if running_mean is None or running_var is None:
-        # The kernels read old running values and write new ones, whoever wants them: they read what there is to read.
-        running_mean, running_var, in_place = bias, weight, False
     device = x.device.index or 0
     y = torch.empty_like(x)
     channels = x.shape[1]
-    saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=x.device)
+    saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
     masked = residual is not None and activation != "none"
     mask = torch.empty(
         x.numel() // storage.vector_width(storage.name(x.dtype)) if masked else 0, dtype=torch.uint8, device=x.device
     )
     stream = nvrtc.stream(device)
-    running = (running_mean.data_ptr(), running_var.data_ptr())
-    updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
     n, _, h, w = x.shape
     shape = n * h * w, channels, x.dtype, activation, residual is not None
     one = _one_launch(*shape, False, False, way if moments is None else spec.TWO, nvrtc.alone(), device)
@@ -301,13 +315,7 @@ def statistics(
 
     Running statistics are updated in place. weight and bias are aligned. Args: as of `forward`.
     """
-    in_place = running_mean is not None and running_var is not None
-    channels = x.shape[1]
-    saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=x.device)
-    if running_mean is None or running_var is None:
-        running_mean, running_var = bias, weight
-    running = (running_mean.data_ptr(), running_var.data_ptr())
-    updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
+    saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=True)
     _statistics(_plan(x, activation, residual), x, saved, running, updated, momentum, eps, moments)
     return saved
 

@@ -78,11 +78,14 @@ def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled:
 
     After the norms' own last look at the graph: moments are paired by then, and results that are used twice are given out twice.
     """
-    graph = graph_module.graph
-    for node in [] if compiled else list(graph.nodes):
+    if compiled:
+        return
+    for node in list(graph_module.graph.nodes):
         weight = _weight(node)
-        handle = node.args[0] if weight is not None else None
-        if weight is None or not isinstance(handle, fx.Node) or list(handle.users) != [node]:
+        if weight is None:
+            continue
+        handle = node.args[0]
+        if not isinstance(handle, fx.Node) or list(handle.users) != [node]:
             continue
         norm = handle.args[0] if handle.target is operator.getitem else handle
         if not isinstance(norm, fx.Node) or norm.target not in _NORMS or not _adjoining(norm, node):
@@ -113,9 +116,7 @@ def _weight(node: fx.Node) -> fx.Node | None:
 def _adjoining(norm: fx.Node, conv: fx.Node) -> bool:
     """Whether nothing runs between the two, so that the norm may as well stand where the convolution does."""
     node = norm.next
-    while node is not conv and (node.op in ("placeholder", "get_attr") or node in norm.users):
-        if node in norm.users and node.target is not operator.getitem:
-            return False
+    while node.op in ("placeholder", "get_attr") or (node in norm.users and node.target is operator.getitem):
         node = node.next
     return node is conv
 
