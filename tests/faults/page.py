@@ -3,6 +3,7 @@
 python tests/faults/page.py --run cpu          run the tests that need no GPU, write docs/reliability/cpu.json, then the page
 python tests/faults/page.py --run gpu          the same of those that need one: docs/reliability/gpu.json
 python tests/faults/page.py --run cpu --missing  only those that are not on record, or failed there; what is stays
+python tests/faults/page.py --run gpu --only chance  only those with this in their names; what else is on record stays
 python tests/faults/page.py                    write the page from what is recorded
 """
 
@@ -79,11 +80,15 @@ def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
             check=False,
         )
         found: dict[str, Counter[str]] = {}
+        told: dict[str, str] = {}
         for case in ElementTree.parse(outcome).getroot().iter("testcase"):
             name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').split('[')[0]}"
             kinds = {child.tag for child in case}
             result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
             found.setdefault(name, Counter())[result] += 1
+            for said in case.iter("property"):
+                if said.get("name") == "told":
+                    told[name] = said.get("value", "")
     import torch
 
     return {
@@ -93,6 +98,7 @@ def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "tests": {name: dict(sorted(counts.items())) for name, counts in sorted(found.items())},
+        "told": dict(sorted(told.items())),
     }
 
 
@@ -108,7 +114,9 @@ def _happened(fault: dict[str, Any], runs: list[dict[str, Any]]) -> str:
         for test in fault.get("tests", ()):
             total.update(run["tests"].get(test, {}))
         if total:
-            said.append(f"{run['machine']}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(total.items())))
+            told = [run["told"][test] for test in fault.get("tests", ()) if test in run.get("told", {})]
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
+            said.append(f"{run['machine']}: {counts}" + f" ({'; '.join(told)})" * bool(told))
     on_record = {test for run in runs for test in run["tests"]}
     waiting = [test for test in fault.get("tests", ()) if on_gpu(test) and test not in on_record]
     if waiting:
@@ -152,21 +160,32 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _stays(test: str, counts: dict[str, int], *, missing: bool, only: str | None) -> bool:
+    """Whether a test on record is not run anew."""
+    return (missing and not counts.get("failed")) or (only is not None and only not in test)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=("cpu", "gpu"), help="run the tests for this machine first and record them")
     parser.add_argument("--missing", action="store_true", help="run only tests that are not on record, or failed there")
+    parser.add_argument("--only", metavar="TEXT", help="run only tests with this in their names")
     given = parser.parse_args()
     if given.run:
         RECORDS.mkdir(exist_ok=True)
         wanted = named(given.run)
-        known = {}
-        if given.missing:
-            before = {run["machine"]: run["tests"] for run in records()}.get(given.run, {})
-            known = {test: counts for test, counts in before.items() if not counts.get("failed")}
-        if chosen := [test for test in wanted if test not in known]:
+        before = next((run for run in records() if run["machine"] == given.run), {})
+        kept = {
+            test: counts
+            for test, counts in before.get("tests", {}).items()
+            if test in wanted and _stays(test, counts, missing=given.missing, only=given.only)
+        }
+        chosen = [test for test in wanted if test not in kept and (given.only or "") in test]
+        if chosen:
             found = record(given.run, chosen)
-            found["tests"] = dict(sorted({**{t: known[t] for t in wanted if t in known}, **found["tests"]}.items()))
+            told = {test: said for test, said in before.get("told", {}).items() if test in kept}
+            found["tests"] = dict(sorted({**kept, **found["tests"]}.items()))
+            found["told"] = dict(sorted({**told, **found["told"]}.items()))
             text = json.dumps(found, indent=1) + "\n"
             (RECORDS / f"{given.run}.json").write_text(text, encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
