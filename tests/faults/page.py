@@ -72,6 +72,8 @@ def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
                 "-m",
                 "pytest",
                 "-q",
+                "-o",
+                "junit_family=xunit1",  # which knows what a test tells beside its outcome
                 *at_once,
                 f"--junit-xml={outcome}",
                 *chosen,

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TRIALS = 200
 
 
+@pytest.mark.timeout(1500)
 def test_nothing_is_kept_when_nothing_changed_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
@@ -23,6 +24,7 @@ def test_nothing_is_kept_when_nothing_changed_on_a_gpu(
     assert found.statuses["kept"] <= 0.01 * TRIALS
 
 
+@pytest.mark.timeout(1500)
 def test_three_per_cent_is_found_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

@@ -326,7 +326,7 @@ class WholeMomentum(Base):
         (ByStatement, "batchnorm_act", {"bn+add+relu"}),
         (ChangedBeforeTheNorm, "batchnorm_act", {"bn+relu"}),
         (ByKeyword, "batchnorm_act", {"bn+relu"}),
-        (ByKeyword, "bias_act", {"bias+relu"}),
+        (ByKeyword, "pooling", {"bias+relu+max_pool k2s2"}),
         (WholeMomentum, "batchnorm_act", {"bn+relu"}),
     ],
 )

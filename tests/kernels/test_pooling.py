@@ -78,6 +78,8 @@ def test_references_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda t: reference.max_pool2d(t, *ODD.arguments), x)
     assert torch.autograd.gradcheck(lambda t: reference.avg_pool2d(t, (3, 2), (2, 3), (1, 1), True, False), x)
     assert torch.autograd.gradcheck(reference.global_avg_pool2d, x)
+    bias = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t, b: reference.bias_relu_max_pool2d(t, b, *ODD.arguments), (x, bias))
 
 
 @settings(deadline=None)
@@ -162,7 +164,8 @@ def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyP
     assert api.max_pool2d(nhwc(1, 8, 4, 4), *K2S2.arguments).shape == (1, 8, 2, 2)
     assert api.avg_pool2d(nhwc(1, 8, 4, 4), *K2S2.arguments[:3]).shape == (1, 8, 2, 2)
     assert api.global_avg_pool2d(nhwc(1, 8, 4, 4)).shape == (1, 8, 1, 1)
-    assert FAMILY.fell_back == {dispatch.UNMEASURED: 3}
+    assert api.bias_relu_max_pool2d(nhwc(1, 8, 4, 4), torch.ones(8), *K2S2.arguments).shape == (1, 8, 2, 2)
+    assert FAMILY.fell_back == {dispatch.UNMEASURED: 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -181,6 +184,45 @@ def test_values_and_positions_are_pytorchs_bit_for_bit(emulated, dtype: torch.dt
     assert torch.equal(api.flat_indices(index, tuple(x.shape), K3S2), flat)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_behind_a_bias_and_relu_values_are_those_of_pooling_what_was_written(emulated, dtype: torch.dtype) -> None:
+    """As pooling of the rounded activation gives them; and no position, nor gradient, where that is zero, but where it is NaN."""
+    x, bias = nhwc(2, 24, 13, 11, dtype=dtype), torch.linspace(-3.0, 0.5, 24)
+    x[0, 1], x[0, 4, 7, 7] = -torch.inf, torch.inf
+    x[1, 2, 5, 5] = x[1, 3, 12, 10] = torch.nan
+    y, index = cuda.bias_max_pool_forward(x, bias, K3S2)
+    activation = F.relu((x.float() + bias.view(1, -1, 1, 1)).to(dtype))
+    torch.testing.assert_close(y, F.max_pool2d(activation, *K3S2.arguments), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(index == api.DEAD, y == 0)
+    dy = nhwc(*y.shape, dtype=dtype)
+    dx, dbias = cuda.bias_max_pool_backward(dy, index, tuple(x.shape), K3S2)
+    alive = dy * (y != 0)
+    assert torch.equal(dx, cuda.max_pool_backward(alive, index, tuple(x.shape), K3S2))
+    torch.testing.assert_close(dbias, alive.float().sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    again = cuda.bias_max_pool_backward(dy, index, tuple(x.shape), K3S2)
+    assert all(torch.equal(a, b) for a, b in zip((dx, dbias), again, strict=True))
+
+
+@settings(deadline=None)
+@given(windows(), st.integers(1, 20), st.integers(1, 20))
+def test_a_window_is_counted_once_for_the_bias(window: Window, height: int, width: int) -> None:
+    """Each begins in one of the groups that the backward walks over, which begin with the first."""
+    assume(spec.unsupported_window(window, height=height, width=width) == "" and not spec.unsupported_bias(window))
+    assert all(p // s == 0 for p, s in zip(window.padding, window.stride, strict=True))
+    groups = spec.groups(window, height, width)
+    assert all(out <= count for out, count in zip(window.output(height, width), groups, strict=True))
+    assert spec.backward_group(window) == 1
+
+
+@pytest.mark.parametrize("window", [K3S1, Window(kernel=(5, 5), stride=(2, 2), padding=(2, 2))], ids=lambda w: w.label)
+def test_windows_that_share_their_beginning_are_left_to_relu_and_pooling(emulated, window: Window) -> None:
+    x, bias = nhwc(1, 8, 9, 9), torch.linspace(-1.0, 1.0, 8)
+    with dispatch.everything():
+        y = api.bias_relu_max_pool2d(x, bias, *window.arguments)
+    torch.testing.assert_close(y, reference.bias_relu_max_pool2d(x, bias, *window.arguments))
+    assert not emulated.launches
+
+
 def test_no_positions_are_written_where_no_gradient_is_wanted(emulated) -> None:
     x = nhwc(1, 8, 5, 5)
     y, index = cuda.max_pool_forward(x, K2S2, indices=False)
@@ -194,8 +236,12 @@ def test_no_positions_are_written_where_no_gradient_is_wanted(emulated) -> None:
         (lambda x: api.max_pool2d(x, *K3S2.arguments), lambda x: F.max_pool2d(x, *K3S2.arguments)),
         (lambda x: api.avg_pool2d(x, (3, 3), (2, 2), (1, 1), False, False), lambda x: F.avg_pool2d(x, 3, 2, 1, False, False)),
         (api.global_avg_pool2d, lambda x: x.mean((2, 3), keepdim=True)),
+        (
+            lambda x: api.bias_relu_max_pool2d(x, x.mean((0, 2, 3)) - 1.0, *K3S2.arguments),
+            lambda x: F.max_pool2d(F.relu(x + (x.mean((0, 2, 3)) - 1.0).view(1, -1, 1, 1)), *K3S2.arguments),
+        ),
     ],
-    ids=["max", "avg", "global"],
+    ids=["max", "avg", "global", "bias"],
 )  # fmt: skip
 def test_second_derivatives(emulated, ours, theirs) -> None:
     found = []
@@ -238,6 +284,13 @@ FAULTS = {
     "past the edge": ("w >= 0 && w < width)\n        v[k]", "w >= 0 && w <= width)\n        v[k]", "max_pool k3s1"),
     "a window left out": ("oh < 0 || oh >= out_height", "oh <= 0 || oh >= out_height", "max_pool k3s2"),
     "another's position": ("position == kh * KW + kw", "position == kh * KH + kw", "max_pool k3x2s2x3d2x1ceil"),
+    "zero taken for alive": ("if (f[j] <= 0.f)", "if (f[j] < -1.f)", "bias+relu+max_pool k3s2"),
+    "zero counted for the bias": (
+        "position_of(chosen, c) != 255",
+        "position_of(chosen, c) != 254",
+        "bias+relu+max_pool k3s2",
+    ),
+    "blocks left out": ("b < gridDim.y; b += parts", "b < 1; b += parts", "bias+relu+max_pool k3s2"),
     "padding counted": ("DIVISOR == 0 || top > 0", "true || top > 0", "avg_pool k3s2 inside"),
     "not divided": ("g[c] *= scale", "g[c] *= 1.f", "avg_pool k3s2 inside"),
     "no barrier": ("threadIdx.x] = sum[j];\n  __syncthreads();", "threadIdx.x] = sum[j];", "global_avg_pool"),
@@ -296,6 +349,48 @@ def test_calls_are_found_in_every_style() -> None:
     assert report.unmatched == LEFT_ALONE
     for mine, plain in zip(got, model(x), strict=True):
         torch.testing.assert_close(mine, plain)
+
+
+class Biased(nn.Module):
+    """Convolutions, ReLU and max-pooling as people write them, and some where something else stands between or looks on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2, 2))
+        self.called, self.seen, self.leaky = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
+        self.plain, self.close = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        a = F.max_pool2d(F.relu(self.called(x)), 3, 2, 1)
+        seen = torch.relu(self.seen(x))
+        b = F.max_pool2d(seen, 2) + seen[:, :, ::2, ::2]
+        c = F.max_pool2d(F.leaky_relu(self.leaky(x), 0.1), 2)
+        return (
+            a
+            + b
+            + c
+            + F.max_pool2d(F.relu(self.plain(x)), 2)
+            + F.max_pool2d(F.relu(self.close(x)), 3, 1, 1)[:, :, ::2, ::2]
+        )
+
+
+def test_a_convolutions_bias_and_relu_become_part_of_the_pooling(emulated) -> None:
+    torch.manual_seed(0)
+    model = Biased().to(memory_format=torch.channels_last)
+    plain = Biased().double()
+    plain.load_state_dict(model.state_dict())
+    report, run = _capture(model)
+    x = nhwc(2, 8, 16, 16)
+    with dispatch.everything():
+        run(x).square().sum().backward()
+    plain(x.double()).square().sum().backward()
+    assert sorted(report.matched.values()) == [
+        "bias+relu+max_pool k2s2", "bias+relu+max_pool k3s2", *["max_pool k2s2"] * 3, "max_pool k3s1",
+    ]  # fmt: skip
+    assert emulated.launches["bias_max_pool_backward"] == 2
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_two_calls_of_one_module_are_both_reported() -> None:

@@ -68,11 +68,15 @@ def _pools(model: nn.Module) -> int:
 
 
 def _bias_act_sites(model: nn.Module) -> int:
-    """Convolutions and Linear layers with a bias before an activation; ConvNeXt's blocks; MBConv blocks that drop paths."""
+    """Convolutions and Linear layers with a bias before an activation, unless max-pooling has both in it; ConvNeXt's blocks; MBConv
+    blocks that drop paths."""
     modules = list(model.modules())
-    sequences = [list(module) for module in modules if isinstance(module, nn.Sequential)]
-    pairs = [pair for sequence in sequences for pair in itertools.pairwise(sequence)]
-    plain = sum(isinstance(a, nn.Conv2d) and a.bias is not None and isinstance(b, nn.ReLU) for a, b in pairs)
+    sequences = [[*module, None] for module in modules if isinstance(module, nn.Sequential)]
+    triples = [triple for sequence in sequences for triple in zip(sequence, sequence[1:], sequence[2:], strict=False)]
+    plain = sum(
+        isinstance(a, nn.Conv2d) and a.bias is not None and isinstance(b, nn.ReLU) and not isinstance(c, nn.MaxPool2d)
+        for a, b, c in triples
+    )
     names = [type(module).__name__ for module in modules]
     dropped = [m.stochastic_depth.p > 0 for m in modules if type(m).__name__ == "MBConv" and m.use_res_connect]
     # ConvNeXt's: a wide Linear layer, or convolution, before a GELU, and a scaled sum.

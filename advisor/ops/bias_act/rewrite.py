@@ -83,7 +83,7 @@ class _ScaledAdd:
         return self.variant.name
 
 
-def _bias_of(node: fx.Node) -> Any:
+def bias_of(node: fx.Node) -> Any:
     """The bias of a convolution or a Linear layer; None when it has none or is neither.
 
     Nor for one pixel a sample, as in squeeze-and-excite and classifiers: what there is to gain is less than a launch costs.
@@ -103,7 +103,7 @@ def _activation(node: fx.Node) -> _Activation | None:
     before = match.operand(node)
     if follows is None or not isinstance(before, fx.Node) or match.only_user(before) is not node:
         return None
-    if _bias_of(before) is not None:
+    if bias_of(before) is not None:
         return _Activation(node, before, True, None, *follows, dead=())
     first = before.args[0] if before.args else None
     if not isinstance(first, fx.Node):
@@ -114,7 +114,7 @@ def _activation(node: fx.Node) -> _Activation | None:
     if not match.read_later(first, before) or not match.read_later(second, before):
         return None
     for x, other in ((first, second), (second, first)):
-        if _bias_of(x) is not None and match.only_user(x) is before:
+        if bias_of(x) is not None and match.only_user(x) is before:
             return _Activation(node, x, True, other, *follows, dead=(before,))
     return _Activation(node, first, False, second, *follows, dead=(before,))
 
@@ -186,7 +186,7 @@ def _product_of(site: _ScaledAdd) -> fx.Node | None:
             return None
     elif found.target is F.linear:
         return None
-    return found if _bias_of(found) is not None else None
+    return found if bias_of(found) is not None else None
 
 
 def _with_neighbours(site: _ScaledAdd) -> Iterator[_ScaledAdd]:
@@ -303,9 +303,9 @@ def _inductor(site: _Activation | _ScaledAdd) -> str:
     return "Inductor fuses a sum of two dtypes" if site.mixed else ""
 
 
-def _without_bias(product: fx.Node) -> fx.Node:
+def without_bias(product: fx.Node) -> fx.Node:
     """The same product before it, without its bias."""
-    bias = _bias_of(product)
+    bias = bias_of(product)
     with product.graph.inserting_before(product):
         arguments = tuple(None if a is bias else a for a in product.args)
         options = {key: value for key, value in product.kwargs.items() if key != "bias"}
@@ -318,7 +318,7 @@ def _put_activation(site: _Activation, *, compiled: bool) -> None:
     graph = site.node.graph
     x, bias = site.x, None
     if site.product:
-        bias, x = _bias_of(x), _without_bias(x)
+        bias, x = bias_of(x), without_bias(x)
     arguments = (x, bias, site.residual, site.activation, site.slope)
     with graph.inserting_before(site.node):
         if compiled:
@@ -338,7 +338,7 @@ def _put_scaled_add(site: _ScaledAdd, *, compiled: bool) -> None:
         return
     branch, bias, dead = site.branch, None, site.dead
     if site.product is not None:
-        bias, plain = _bias_of(site.product), _without_bias(site.product)
+        bias, plain = bias_of(site.product), without_bias(site.product)
         if site.product is not branch:  # a view of it
             branch.replace_input_with(site.product, plain)
             dead = (*dead, site.product)

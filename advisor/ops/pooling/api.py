@@ -18,6 +18,8 @@ from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
 engaged, fell_back = dispatch.counters("pooling")
+BIAS_RELU = "bias+relu+max_pool"
+DEAD = 255  # for a position: ReLU gives zero there
 
 
 def unsupported(x: torch.Tensor, window: Window | None) -> str:
@@ -41,9 +43,9 @@ def _unsupported(
     return spec.unsupported_window(window, height=shape[2], width=shape[3])
 
 
-def _refused(operation: str, x: torch.Tensor, window: Window | None) -> bool:
-    """Whether PyTorch's own operation is to run; counts which of both it is."""
-    reason = dispatch.refusal(unsupported(x, window), spec.wins(operation, dtype=storage.name(x.dtype)))
+def _refused(operation: str, x: torch.Tensor, window: Window | None, other: str = "") -> bool:
+    """Whether PyTorch's own operation is to run; counts which of both it is. `other`: why it is, for what x does not tell."""
+    reason = dispatch.refusal(unsupported(x, window) or other, spec.wins(operation, dtype=storage.name(x.dtype)))
     if reason:
         fell_back[reason] += 1
         return True
@@ -79,6 +81,29 @@ class _MaxPool(Function):
             at = flat_indices(index, ctx.shape, ctx.window).flatten(2)
             return flat.scatter_add(2, at, dy.reshape(flat.shape[:2] + at.shape[2:])).view(ctx.shape), None
         return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
+
+
+class _BiasReluMaxPool(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, window: Window) -> torch.Tensor:
+        y, index = cuda.bias_max_pool_forward(x, alignment.aligned(bias.float()), window)
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.window, ctx.dtype = tuple(x.shape), window, bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        (index,) = ctx.saved_tensors
+        if differentiable.wanted(dy):
+            alive = index != DEAD
+            g = dy * alive
+            flat = torch.zeros((*ctx.shape[:2], ctx.shape[2] * ctx.shape[3]), dtype=dy.dtype, device=dy.device)
+            at = flat_indices(index, ctx.shape, ctx.window).where(alive, 0).flatten(2)
+            dx = flat.scatter_add(2, at, g.reshape(flat.shape[:2] + at.shape[2:])).view(ctx.shape)
+            return dx, g.float().sum((0, 2, 3)).to(ctx.dtype), None
+        dx, dbias = cuda.bias_max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window)
+        return dx, dbias.to(ctx.dtype), None
 
 
 class _AvgPool(Function):
@@ -140,6 +165,30 @@ def max_pool2d(
     if _refused("max_pool", x, window):
         return F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
     result: torch.Tensor = _MaxPool.apply(x, window)
+    return result
+
+
+def bias_relu_max_pool2d(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    """[N, C, OH, OW]: the largest value of each window of relu(x + bias), which is not kept for the backward, nor written.
+
+    Args:
+        x: [N, C, H, W], as in `max_pool2d`: what a convolution without its bias gives.
+        bias: [C], that convolution's.
+    """
+    window = spec.window(kernel, stride, padding, dilation, ceil_mode)
+    elsewhere = "not all on one device" if bias.device != x.device else ""
+    if _refused(BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere):
+        z = F.relu(x + bias.to(x.dtype).view(1, -1, 1, 1))
+        return F.max_pool2d(z, kernel, stride, padding, dilation, ceil_mode)
+    result: torch.Tensor = _BiasReluMaxPool.apply(x, bias, window)
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -70,6 +71,46 @@ def _max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
     )
 
 
+def _bias_inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, window: Window
+) -> Arguments:
+    """x [n, C, H, W] and bias [C] fp32, below which about half of the maxima stay."""
+    bias = torch.randn(shape[1], device=generator.device, generator=generator) - 1.5
+    return (_input(generator, n, shape, dtype), bias.requires_grad_(), *window.arguments)
+
+
+def _bias_eager(x: torch.Tensor, bias: torch.Tensor, *window: Any) -> torch.Tensor:
+    """What PyTorch runs behind a convolution in channels_last: a pass for its bias, ReLU in place, pooling."""
+    pooled: torch.Tensor = F.max_pool2d(F.relu_(x + bias.to(x.dtype).view(1, -1, 1, 1)), *window)
+    return pooled
+
+
+def _bias_steady(x: torch.Tensor, bias: torch.Tensor, *window: Any) -> torch.Tensor:
+    """False where rounding to 16 bits may take a maximum over zero, or the eager sums of two elements to one."""
+    largest = reference.max_pool2d(x + bias.view(1, -1, 1, 1), *window)
+    return largest.abs() >= 0.05
+
+
+def _bias_max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
+    inputs, outputs = _elements(shape, window)
+    forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
+    return Case(
+        name=f"{api.BIAS_RELU} {window.label}",
+        shape=shape,
+        dtype=dtype,
+        passes={
+            "forward": Work(kernels=(spec.MAX_FORWARD,), nbytes=forward),
+            "backward": Work(kernels=(spec.BIAS_BACKWARD,), nbytes=backward),
+        },
+        inputs=partial(_bias_inputs, shape=shape, dtype=dtype, window=window),
+        ours=api.bias_relu_max_pool2d,
+        eager=_bias_eager,
+        reference=reference.bias_relu_max_pool2d,
+        wins=partial(spec.wins, api.BIAS_RELU, dtype=dtype),
+        steady=_bias_steady,
+    )
+
+
 def _avg(shape: tuple[int, ...], window: Window, dtype: str, include: bool = True, divisor: int | None = None) -> Case:
     inputs, outputs = _elements(shape, window)
     forward, backward = spec.bytes_avg(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
@@ -113,8 +154,13 @@ def _global(shape: tuple[int, ...], dtype: str) -> Case:
 
 _OTHERS = ("float16", "float32")
 
+_VGG = _MAX[1:6]
+_ALEXNET = ((128, 64, 55, 55), Window(kernel=(3, 3), stride=(2, 2)))
+
 BENCHMARK = (
     *(_max(shape, window, "bfloat16") for shape, window in _MAX),
+    *(_bias_max(shape, window, "bfloat16") for shape, window in (*_VGG, _ALEXNET)),
+    *(_bias_max(*_VGG[1], dtype) for dtype in ("float16", "float32")),
     *(_avg(shape, window, "bfloat16") for shape, window in _AVG),
     *(_global(shape, "bfloat16") for shape in _GLOBAL),
     *(_max(*_MAX[0], dtype) for dtype in _OTHERS),
@@ -129,6 +175,9 @@ VERIFICATION = (
     _max((1, 72, 9, 7), K3S1, "bfloat16"),
     _max((2, 264, 7, 6), _WIDE, "bfloat16"),
     _max((2, 16, 8, 11), _SPARSE, "bfloat16"),
+    _bias_max((2, 264, 7, 6), _WIDE, "bfloat16"),
+    _bias_max((2, 16, 8, 11), _SPARSE, "bfloat16"),
+    _bias_max((3, 520, 9, 5), K2S2, "bfloat16"),
     _avg((1, 72, 9, 7), K3S1, "bfloat16", divisor=7),
     _avg((2, 264, 6, 8), replace(_WIDE, dilation=(1, 1)), "bfloat16"),
     _global((3, 1032, 1, 1), "bfloat16"),
@@ -138,6 +187,7 @@ VERIFICATION = (
         for dtype in storage.STORAGE
         for case in (
             _max((2, 24, 13, 11), K3S2, dtype),
+            _bias_max((2, 24, 13, 11), K3S2, dtype),
             _avg((2, 24, 13, 11), K3S2, dtype, include=False),
             _global((2, 24, 13, 11), dtype),
         )

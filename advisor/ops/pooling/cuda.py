@@ -23,6 +23,7 @@ class _Launch:
     block: tuple[int, int, int]
     out_size: tuple[int, int]
     sizes: tuple[Any, ...]
+    partials: int = 0  # fp32 values of scratch
 
 
 def nhwc(shape: tuple[int, int, int, int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -51,7 +52,13 @@ def _launch(
 
 @lru_cache(maxsize=4096)
 def _max(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, window: Window, backward: bool, indices: bool, device: int
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    window: Window,
+    backward: bool,
+    indices: bool,
+    device: int,
+    bias: bool = False,
 ) -> _Launch:
     n, c, h, w = shape
     name = storage.name(dtype)
@@ -63,13 +70,33 @@ def _max(
     )
     kernel, grid, sizes = _launch(
         source,
-        spec.max_defines(source, window, name, indices=indices),
+        spec.max_defines(source, window, name, indices=indices, bias=bias),
         geometry,
         n,
         window_sizes(geometry, h, w, oh, ow, window),
         device,
     )
     return _Launch(kernel, grid, geometry.block, (oh, ow), sizes)
+
+
+@lru_cache(maxsize=4096)
+def _bias_backward(shape: tuple[int, int, int, int], dtype: torch.dtype, window: Window, device: int) -> _Launch:
+    n, c, h, w = shape
+    name = storage.name(dtype)
+    oh, ow = window.output(h, w)
+    (entry,) = spec.KERNELS[spec.BIAS_BACKWARD]
+    tile = spec.backward_geometry(window, c // storage.vector_width(name), h, w)
+    defines = spec.max_defines(spec.BIAS_BACKWARD, window, name)
+    walked = (np.int32(tile.row_tiles), np.int32(tile.column_tiles), np.int32(n))
+    grid = spec.bias_grid(tile, n, nvrtc.sm_count(device))
+    return _Launch(
+        kernel=nvrtc.function(spec.BIAS_BACKWARD, entry, tuple(defines.items()), device),
+        grid=grid,
+        block=tile.block,
+        out_size=(oh, ow),
+        sizes=(*window_sizes(tile, h, w, oh, ow, window), *walked),
+        partials=grid[1] * c,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -161,6 +188,52 @@ def max_pool_backward(
         nvrtc.stream(device),
     )
     return dx
+
+
+def bias_max_pool_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns y [N, C, OH, OW] and the positions of the maxima like it in bytes, 255 where ReLU gives zero.
+
+    x: [N, C, H, W] channels_last, fp16, bf16 or fp32; bias: [C] fp32, aligned.
+    """
+    device = x.device.index or 0
+    plan = _max(_shape(x), x.dtype, window, False, True, device, bias=True)
+    shape = (x.shape[0], x.shape[1], *plan.out_size)
+    y, index = nhwc(shape, x), nhwc(shape, x, torch.uint8)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (x.data_ptr(), y.data_ptr(), index.data_ptr(), bias.data_ptr(), *plan.sizes),
+        0,
+        nvrtc.stream(device),
+    )
+    return y, index
+
+
+def bias_max_pool_backward(
+    dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, int, int, int], window: Window
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dx of `shape` and dbias [C] fp32. dy: channels_last, like the forward's y."""
+    device = dy.device.index or 0
+    plan = _bias_backward(shape, dy.dtype, window, device)
+    dx = nhwc(shape, dy)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
+    dbias = torch.empty(shape[1], dtype=torch.float32, device=dy.device)
+    plan.kernel(
+        plan.grid,
+        plan.block,
+        (
+            dy.data_ptr(),
+            index.data_ptr(),
+            dx.data_ptr(),
+            partial.data_ptr(),
+            nvrtc.tickets(dy.device),
+            dbias.data_ptr(),
+            *plan.sizes,
+        ),
+        0,
+        nvrtc.stream(device),
+    )
+    return dx, dbias
 
 
 def avg_pool_forward(

@@ -6,6 +6,8 @@ and not of PyTorch's own pooling kernels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from advisor.ops.pooling import spec
@@ -52,6 +54,11 @@ def max_pool2d(
     last_nan = torch.where(inside & shown.isnan(), order, -1).amax(-1)
     chosen = torch.where(last_nan >= 0, last_nan, chosen)
     return values.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+
+
+def bias_relu_max_pool2d(x: torch.Tensor, bias: torch.Tensor, *window: Any) -> torch.Tensor:
+    """`max_pool2d` of relu(x + bias). bias: [C]; `window` as `max_pool2d` takes it."""
+    return max_pool2d(torch.relu(x + bias.view(1, -1, 1, 1)), *window)
 
 
 def avg_pool2d(

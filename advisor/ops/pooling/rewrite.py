@@ -1,4 +1,5 @@
-"""Finds max, average and global average pooling in a captured graph, as modules, functions or `x.mean((2, 3))`."""
+"""Finds max, average and global average pooling in a captured graph, as modules, functions or `x.mean((2, 3))`; and max-pooling
+behind a convolution's bias and ReLU, which become part of it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
+from advisor.ops.bias_act.rewrite import bias_of, without_bias
 from advisor.ops.pooling import api, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -105,12 +107,33 @@ def _max(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
     if found is None or isinstance(found, str):
         return None if found is None else ("", found)
     x, window = found
+    if not compiled and _put_behind_bias(node, x, window):  # Inductor would have the bias and ReLU in a pass of its own
+        return f"bias+relu+max_pool {window.label}", ""
     reason = refused(x, window, "max_pool")
     if not reason and compiled:
         _put(node, torch.ops.advisor.max_pool2d.default, (x, *window.arguments), output=0)
     elif not reason:
         _put(node, api.max_pool2d, (x, *window.arguments))
     return f"max_pool {window.label}", reason
+
+
+def _put_behind_bias(node: fx.Node, relu: fx.Node, window: Window) -> bool:
+    """Whether a convolution's bias and ReLU, which nobody else sees, have become part of the pooling that follows."""
+    convolution = match.operand(relu) if isinstance(relu, fx.Node) else None
+    if not isinstance(convolution, fx.Node) or convolution.target is not F.conv2d:
+        return False
+    bias = bias_of(convolution)
+    if bias is None or match.activation(relu) != ("relu", 0.0):
+        return False
+    if match.only_user(relu) is not node or match.only_user(convolution) is not relu:
+        return False
+    if spec.unsupported_bias(window) or refused(convolution, window, api.BIAS_RELU):
+        return False
+    plain = without_bias(convolution)
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(api.bias_relu_max_pool2d, (plain, bias, *window.arguments))
+    match.replace(node, call, (relu, convolution))
+    return True
 
 
 def avg_pool_window(node: fx.Node) -> tuple[fx.Node, Window, bool, int | None] | str | None:

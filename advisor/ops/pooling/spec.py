@@ -10,12 +10,14 @@ from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 MAX_FORWARD = "pooling/max_pool_forward.cu"
 MAX_BACKWARD = "pooling/max_pool_backward.cu"
+BIAS_BACKWARD = "pooling/bias_max_pool_backward.cu"
 AVG_FORWARD = "pooling/avg_pool_forward.cu"
 AVG_BACKWARD = "pooling/avg_pool_backward.cu"
 GLOBAL_AVG = "pooling/global_avg_pool.cu"
 KERNELS = {
     MAX_FORWARD: ("max_pool_forward",),
     MAX_BACKWARD: ("max_pool_backward",),
+    BIAS_BACKWARD: ("bias_max_pool_backward",),
     AVG_FORWARD: ("avg_pool_forward",),
     AVG_BACKWARD: ("avg_pool_backward",),
     GLOBAL_AVG: ("global_avg_pool_forward", "global_avg_pool_backward"),
@@ -30,6 +32,8 @@ MAX_CHANNEL_TILE = 32
 STRIP_STRIDE = 1
 # In the backward at stride 1: elements along w that a thread makes together.
 BACKWARD_GROUP = 4
+# Blocks an SM of max-pooling's backward with a bias: 85 registers a thread.
+BIAS_BLOCKS_PER_SM = 3
 # Global mean: pixels that a thread of the backward writes, and loads that one of the forward has under way: four threads take
 # 49 pixels at once, with registers (128) for two blocks an SM and so 104 KiB of loads. In fp32 there are twice as many
 # columns with half the arithmetic a load: more blocks an SM, of fewer loads each, where 13 took 0.044 ms at 256x2048x7x7.
@@ -40,6 +44,7 @@ TUNABLE = {
     "MAX_CHANNEL_TILE": (8, 32),
     "STRIP_STRIDE": (0, 1, 2),
     "BACKWARD_GROUP": (1, 2, 4),
+    "BIAS_BLOCKS_PER_SM": (2, 3, 4),
 }
 
 # Taps are unrolled when a kernel is compiled; 49 are the largest windows of ImageNet networks (7 x 7).
@@ -138,11 +143,18 @@ def unsupported_window(window: Window, *, height: int, width: int) -> str:
     return ""
 
 
+def unsupported_bias(window: Window) -> str:
+    """Why max-pooling with a bias and ReLU before it does not take a window that max-pooling takes; empty when it does."""
+    if min(window.stride) < 2 or any(p >= s for p, s in zip(window.padding, window.stride, strict=True)):
+        return "not every window begins in a group of elements of its own"
+    return ""
+
+
 def wins(operation: str, *, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels are measured to win.
 
     Args:
-        operation: "max_pool", "avg_pool" or "global_avg_pool".
+        operation: "max_pool", "bias+relu+max_pool", "avg_pool" or "global_avg_pool".
 
     On file for one H200, forward / backward: max-pooling 3 to 6 / 7 to 12 times faster, average pooling 5 to 11 / 14 to 27, the
     mean over a whole image 0.8 to 1.2 / 2.3 to 3.4, in all dtypes.
@@ -236,6 +248,13 @@ def backward_geometry(window: Window, vectors: int, height: int, width: int) -> 
     )
 
 
+@lru_cache(maxsize=4096)
+def bias_grid(tile: Geometry, images: int, sm_count: int) -> tuple[int, int, int]:
+    """Of BIAS_BACKWARD over tiles as of `backward_geometry`: as many blocks as run at once, and none without a tile."""
+    walked = images * tile.row_tiles * tile.column_tiles
+    return tile.channel_tiles, max(1, min(walked, sm_count * BIAS_BLOCKS_PER_SM // tile.channel_tiles)), 1
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalGeometry:
     """Blocks for the global mean: of the forward, and (channel vectors, pixels) of the backward."""
@@ -277,12 +296,13 @@ def window_defines(window: Window, dtype: str) -> dict[str, int]:
     }
 
 
-def max_defines(source: str, window: Window, dtype: str, *, indices: bool = True) -> dict[str, int]:
-    """Macros of one variant of a max-pooling source."""
+def max_defines(source: str, window: Window, dtype: str, *, indices: bool = True, bias: bool = False) -> dict[str, int]:
+    """Macros of one variant of a max-pooling source. `bias`: of the forward, with a bias and ReLU before it."""
     dilated = {**window_defines(window, dtype), "DH": window.dilation[0], "DW": window.dilation[1]}
     if source == MAX_FORWARD:
-        return {**dilated, "OUT_W": forward_strip(window), "INDICES": int(indices)}
-    return {**dilated, "GROUP_W": backward_group(window)}
+        return {**dilated, "OUT_W": forward_strip(window), "INDICES": int(indices), "BIAS": int(bias)}
+    blocks = {"BLOCKS": BIAS_BLOCKS_PER_SM} if source == BIAS_BACKWARD else {}
+    return {**dilated, "GROUP_W": backward_group(window), **blocks}
 
 
 # What a window's sum is divided by.
@@ -323,11 +343,17 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     if source == GLOBAL_AVG:
         return tuple(global_defines(dtype) for dtype in STORAGE)
     common = [(K3S2, dtype) for dtype in STORAGE]
+    biased = tuple(
+        max_defines(source, window, dtype, bias=True) for window, dtype in (*common, *((K2S2, d) for d in STORAGE))
+    )
+    if source == BIAS_BACKWARD:
+        return biased
     if source in (MAX_FORWARD, MAX_BACKWARD):
-        return tuple(
+        plain = tuple(
             max_defines(source, window, dtype)
             for window, dtype in (*common, (K2S2, "bfloat16"), (K3S1, "bfloat16"), (K5S1, "bfloat16"))
         )
+        return (*plain, *biased) if source == MAX_FORWARD else plain
     return tuple(
         avg_defines(source, window, dtype, mode)
         for window, dtype, mode in (
