@@ -173,7 +173,9 @@ def _case(
         reference=plain,
         wins=wins,
         steady=_steady_twice if forked else _steady,
-        gradient_floor=0.05,  # with few rows a channel dx is what cancellation leaves of dy
+        # With few rows a channel dx is what cancellation leaves of dy; of two rows nothing is left but rounding, times the inverse
+        # deviation: of 30 draws in fp32 PyTorch's own error went from 2.5e-7 to 6e-4 of a twentieth of dy, and ours with it.
+        gradient_floor=1.0 if n * h * w <= 2 else 0.05,
     )
 
 

@@ -18,7 +18,6 @@ from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
 engaged, fell_back = dispatch.counters("pooling")
-BIAS_RELU = "bias+relu+max_pool"
 DEAD = 255  # for a position: ReLU gives zero there
 
 
@@ -45,7 +44,8 @@ def _unsupported(
 
 def _refused(operation: str, x: torch.Tensor, window: Window | None, other: str = "") -> bool:
     """Whether PyTorch's own operation is to run; counts which of both it is. `other`: why it is, for what x does not tell."""
-    reason = dispatch.refusal(unsupported(x, window) or other, spec.wins(operation, dtype=storage.name(x.dtype)))
+    wins = spec.wins(operation, dtype=storage.name(x.dtype), nbytes=x.numel() * x.element_size())
+    reason = dispatch.refusal(unsupported(x, window) or other, wins)
     if reason:
         fell_back[reason] += 1
         return True
@@ -185,7 +185,7 @@ def bias_relu_max_pool2d(
     """
     window = spec.window(kernel, stride, padding, dilation, ceil_mode)
     elsewhere = "not all on one device" if bias.device != x.device else ""
-    if _refused(BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere):
+    if _refused(spec.BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere):
         z = F.relu(x + bias.to(x.dtype).view(1, -1, 1, 1))
         return F.max_pool2d(z, kernel, stride, padding, dilation, ceil_mode)
     result: torch.Tensor = _BiasReluMaxPool.apply(x, bias, window)

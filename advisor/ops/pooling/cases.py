@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +47,11 @@ def _inputs(
     return (_input(generator, n, shape, dtype), *rest)
 
 
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    itemsize: int = getattr(torch, dtype).itemsize
+    return math.prod(shape) * itemsize
+
+
 def _elements(shape: tuple[int, ...], window: Window) -> tuple[int, int]:
     n, c, h, w = shape
     oh, ow = window.output(h, w)
@@ -67,7 +73,7 @@ def _max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
         ours=api.max_pool2d,
         eager=F.max_pool2d,
         reference=reference.max_pool2d,
-        wins=partial(spec.wins, "max_pool", dtype=dtype),
+        wins=partial(spec.wins, "max_pool", dtype=dtype, nbytes=_bytes(shape, dtype)),
     )
 
 
@@ -95,7 +101,7 @@ def _bias_max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
     inputs, outputs = _elements(shape, window)
     forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     return Case(
-        name=f"{api.BIAS_RELU} {window.label}",
+        name=f"{spec.BIAS_RELU} {window.label}",
         shape=shape,
         dtype=dtype,
         passes={
@@ -106,7 +112,7 @@ def _bias_max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
         ours=api.bias_relu_max_pool2d,
         eager=_bias_eager,
         reference=reference.bias_relu_max_pool2d,
-        wins=partial(spec.wins, api.BIAS_RELU, dtype=dtype),
+        wins=partial(spec.wins, spec.BIAS_RELU, dtype=dtype, nbytes=_bytes(shape, dtype)),
         steady=_bias_steady,
     )
 
@@ -129,7 +135,7 @@ def _avg(shape: tuple[int, ...], window: Window, dtype: str, include: bool = Tru
         ours=api.avg_pool2d,
         eager=F.avg_pool2d,
         reference=reference.avg_pool2d,
-        wins=partial(spec.wins, "avg_pool", dtype=dtype),
+        wins=partial(spec.wins, "avg_pool", dtype=dtype, nbytes=_bytes(shape, dtype)),
     )
 
 
@@ -148,7 +154,7 @@ def _global(shape: tuple[int, ...], dtype: str) -> Case:
         ours=api.global_avg_pool2d,
         eager=reference.global_avg_pool2d,
         reference=reference.global_avg_pool2d,
-        wins=partial(spec.wins, "global_avg_pool", dtype=dtype),
+        wins=partial(spec.wins, "global_avg_pool", dtype=dtype, nbytes=_bytes(shape, dtype)),
     )
 
 

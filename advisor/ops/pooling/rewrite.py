@@ -3,6 +3,7 @@ behind a convolution's bias and ReLU, which become part of it."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -72,7 +73,7 @@ def refused(node: Any, window: Window | None, operation: str) -> str:
     reason = spec.unsupported_tensor(shape=shape, channels_last=True, dtype=dtype, arch=storage.MIN_ARCH)
     if not reason and window is not None:
         reason = spec.unsupported_window(window, height=shape[2], width=shape[3])
-    return dispatch.refusal(reason, spec.wins(operation, dtype=dtype))
+    return dispatch.refusal(reason, spec.wins(operation, dtype=dtype, nbytes=math.prod(shape) * x.element_size()))
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
@@ -108,7 +109,7 @@ def _max(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
         return None if found is None else ("", found)
     x, window = found
     if not compiled and _put_behind_bias(node, x, window):  # Inductor would have the bias and ReLU in a pass of its own
-        return f"bias+relu+max_pool {window.label}", ""
+        return f"{spec.BIAS_RELU} {window.label}", ""
     reason = refused(x, window, "max_pool")
     if not reason and compiled:
         _put(node, torch.ops.advisor.max_pool2d.default, (x, *window.arguments), output=0)
@@ -127,7 +128,7 @@ def _put_behind_bias(node: fx.Node, relu: fx.Node, window: Window) -> bool:
         return False
     if match.only_user(relu) is not node or match.only_user(convolution) is not relu:
         return False
-    if spec.unsupported_bias(window) or refused(convolution, window, api.BIAS_RELU):
+    if spec.unsupported_bias(window) or refused(convolution, window, spec.BIAS_RELU):
         return False
     plain = without_bias(convolution)
     with node.graph.inserting_before(node):

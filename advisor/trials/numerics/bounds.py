@@ -26,6 +26,8 @@ _STATIC = {
 # A change may be this many times as far off as the plain step's own noise: roundings enter at every layer, the noise runs
 # move only weights and inputs.
 NOISE_FACTOR = 4.0
+# One more draw of a model's random layers may be this many times as far from the plain step's draw as the farthest of its others.
+DRAW_FACTOR = 2.0
 # Never accepted, however noisy the step: an error as large as the signal. (A missing update has a relative error of 1.)
 _CEILING = 0.9
 # Unless the plain step itself is chaotic there: where rounding its weights and inputs once to the compute dtype already moves a
@@ -61,19 +63,15 @@ def judged(name: str, found: Distance, plain: PlainStep, semantics: Semantics) -
         )
     if plain.seeds:
         # Random layers draw other numbers when kernels or layouts change: then the step is one more draw, no worse.
-        drawn = max(
-            (found.l2[g] / (1.5 * max(d.l2.get(g, 0.0) for d in plain.seeds) or math.inf) for g in found.l2),
-            default=0.0,
-        )
-        fair_scale = abs(found.scale - 1.0) <= 0.05 + 2.0 * max(abs(d.scale - 1.0) for d in plain.seeds)
-        if (
-            all(
-                found.l2[g]
-                <= max(1.5 * max(d.l2.get(g, 0.0) for d in plain.seeds), _bound(g, plain.target_class, noise))
-                for g in found.l2
-            )
-            and fair_scale
-        ):
+        farthest = {g: max(d.l2.get(g, 0.0) for d in plain.seeds) for g in found.l2}
+        drawn = max((found.l2[g] / (DRAW_FACTOR * farthest[g] or math.inf) for g in found.l2), default=0.0)
+        bounds = {g: max(DRAW_FACTOR * farthest[g], _bound(g, plain.target_class, noise)) for g in found.l2}
+        beyond = max(found.l2, key=lambda g: found.l2[g] / bounds[g])
+        if found.l2[beyond] > bounds[beyond]:
+            times = found.l2[beyond] / bounds[beyond]
+            detail = f"{name}: random layers; {beyond} {times:.1f} times as far off as other seeds allow"
+            return Check(passed=False, detail=detail, numbers={**numbers, "of_bound": times})
+        if abs(found.scale - 1.0) <= 0.05 + 2.0 * max(abs(d.scale - 1.0) for d in plain.seeds):
             detail = f"{name}: random layers; as far from the plain step as another seed ({percent_text(drawn)} of the bound)"
             return Check(passed=True, detail=detail, numbers={**numbers, "of_bound": drawn})
     return Check(

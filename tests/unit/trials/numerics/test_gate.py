@@ -282,6 +282,75 @@ def test_dropout_with_other_random_numbers_is_compared_in_distribution():
     assert Loop(dropout=0.3).judge(no_dropout).passed is False
 
 
+class Classifier(nn.Module):
+    """What of a VGG draws: two dropouts behind convolutions, whose gradients hang on what they leave of few rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(4),
+        )
+        self.head = nn.Sequential(
+            nn.Linear(32 * 4, 64),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(64, 20),
+        )
+
+    def forward(self, x):
+        return self.head(self.features(x).flatten(1))
+
+
+def drawn_anew(draws):
+    """A change under which dropout draws other numbers, as on a GPU under another dtype."""
+
+    def change(forward):
+        def changed(x):
+            torch.rand(draws)
+            return forward(x)
+
+        return changed
+
+    return change
+
+
+def test_one_more_draw_of_dropout_is_no_fault_in_a_training_under_way():
+    torch.manual_seed(0)
+    net = Classifier()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(16, 3, 16, 16), torch.randint(20, (16,))
+    root = RootModule(module=net, name="Classifier")
+    training = Training(device=torch.device("cpu"), optimizers=[optimizer], roots=[root])
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    verdicts = []
+    for draws in range(1, 21):
+        gate = Gate(training)
+        gate.arm()
+        out = net(x)
+        out.retain_grad()
+        F.cross_entropy(out, y).backward()
+        root.args, root.output, root.output_grads = (x,), out, (out.grad.clone(),)
+        assert gate.captured()
+        changed = drawn_anew(draws)(net.forward)
+        judged = gate.judge(
+            lambda f=changed: setattr(net, "forward", f), lambda: net.__dict__.pop("forward", None), Semantics.PRECISION
+        )
+        net.__dict__.pop("forward", None)
+        verdicts.append(judged.check)
+    assert sum(check.passed is not True for check in verdicts) <= 1, [check.detail for check in verdicts]
+
+
 @pytest.mark.parametrize("change", [same, wrong_gradient, stale_output, autocast])
 def test_the_training_is_left_as_it_was(change):
     loop = Loop(dropout=0.2, momentum=0.9)
