@@ -177,7 +177,7 @@ def small(first: Sequence[Recommendation], profile: StepProfile | None) -> tuple
     earlier change may have taken theirs (the stem's pooling is its norm's by then). Where one of them is for a large share they
     have their turn, as one, in the first.
     """
-    kernels = tuple(c for c in first if c.transform in planner.BUNDLED - planner.NORMS)
+    kernels = tuple(c for c in first if c.transform in planner.CAPTURED - planner.NORMS)
     rest = [c for c in first if c not in kernels and c.transform not in planner.DEAR]
     if planner.crowded(profile) or any(c.predicted is None or c.predicted.high >= LEAST_MOVED for c in kernels):
         return ()

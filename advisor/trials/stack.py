@@ -122,7 +122,8 @@ class StackTrial:
     def leave_one_out(self, proved: Proof) -> Proof:
         """Run the proved stack without each of its items in turn, the least of them first, while time is left.
 
-        An item without which the stack is certainly no slower by `min_gain` is dropped, if the rest is proved as well.
+        An item without which the stack is certainly no slower by `min_gain` is dropped, if the rest is proved as well. Of what was
+        kept with others, whose gain together was above that, each needs only to be certainly faster than nothing.
         """
         script = self.script
         kept = list(records.kept_items(script.run_dir))
@@ -131,6 +132,7 @@ class StackTrial:
         until = self.budget.left_out_until()
         verdicts = records.verdicts(script.run_dir)
         gains = {v.transform: v.gain.low for v in verdicts if v.gain is not None}
+        together = {v.transform for v in verdicts if v.status == KEPT and v.together}
         known = {v.transform for v in verdicts if v.left_out_gain is not None}
         open_items = [item for item in kept if item.transform not in known]
         unasked: list[str] = []
@@ -142,7 +144,8 @@ class StackTrial:
                 unasked.append(title)
                 continue
             script.say(f"the stack without {title}, in fresh processes")
-            runs = self._without(rest, proved, kept)
+            least = 0.0 if item.transform in together else self.min_gain
+            runs = self._without(rest, proved, kept, least)
             if script.over:
                 break
             # Where another one does not apply without it, it is needed, whatever the runs took.
@@ -152,7 +155,7 @@ class StackTrial:
             if gain is None:
                 continue
             records.revise_kept(script.run_dir, item.transform, left_out_gain=gain)
-            if gain.high >= self.min_gain:
+            if gain.high >= self.min_gain or gain.low >= least:
                 continue
             whole = self._judge(proved.plain, runs, rest)
             if whole.passed is True:
@@ -201,25 +204,27 @@ class StackTrial:
                 break
         return found
 
-    def _without(self, rest: Sequence[PlanItem], proved: Proof, kept: Sequence[PlanItem]) -> list[Measurement]:
-        """Runs with what is left of `kept`: a short one where that says already that more is needed, else whole ones, whose losses
-        can be held against the others'."""
+    def _without(
+        self, rest: Sequence[PlanItem], proved: Proof, kept: Sequence[PlanItem], least: float
+    ) -> list[Measurement]:
+        """Runs with what is left of `kept`: a short one where that says already that more is needed, `least` at least of the step,
+        else whole ones, whose losses can be held against the others'."""
         few = self.runs.measure(spent.LEFT_OUT, rest, turn=TURNS[0], steps=fresh.FEW_STEPS)
         if few is None or self.script.over:
             return []
-        if self._is_needed(proved, kept, [few]):
+        if self._is_needed(proved, kept, least, [few]):
             return [few]
-        return self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept))
+        return self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept, least))
 
     def _gains_nothing(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
         """Whether these runs with the last of `kept` on top of the others already say that it is not to be kept."""
         gain = proof.ratio(proved.stack, runs, flow=self._flow(kept)).saved("on top, fresh processes")
         return kept[-1].transform in runs[-1].left_out or (gain is not None and gain.high < self.min_gain)
 
-    def _is_needed(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
-        """Whether these runs without one of `kept` already say that it stays."""
+    def _is_needed(self, proved: Proof, kept: Sequence[PlanItem], least: float, runs: Sequence[Measurement]) -> bool:
+        """Whether these runs without one of `kept` already say that it stays: what it saves is certainly `least` or more."""
         gain = self._left_out_gain(proved, kept, runs)
-        return bool(runs[-1].left_out) or (gain is not None and gain.low >= self.min_gain)
+        return bool(runs[-1].left_out) or (gain is not None and gain.low >= least)
 
     def _left_out_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
         return proof.ratio(runs, proved.stack, flow=self._flow(kept)).saved("left out, fresh processes")

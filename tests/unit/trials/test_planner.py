@@ -64,12 +64,13 @@ def test_neighbouring_kernels_are_tried_as_one_up_to_the_next_other_change():
         item("cudnn_benchmark"),
         item("first_conv"),
         item("fused_optimizer"),
+        item("compile"),
         item("fused_casts"),
     ]
     members = planner.bundle(found)
-    assert names(members) == ["fused_pooling", "first_conv"]
-    assert planner.as_one(members).transform == "fused_pooling + first_conv"
-    assert planner.bundle(found[2:]) == planner.bundle(found[3:]) == planner.bundle([]) == ()
+    assert names(members) == ["fused_pooling", "first_conv", "fused_optimizer"]
+    assert planner.as_one(members).transform == "fused_pooling + first_conv + fused_optimizer"
+    assert planner.bundle(found[3:]) == planner.bundle(found[4:]) == planner.bundle([]) == ()
     assert planner.bundle([item("fused_pooling", parameters={"a": "b"}), item("first_conv")]) == ()
 
 

@@ -29,6 +29,8 @@ class Script:
         self.step_us = {(): 1000.0}  # kept transforms → step time
         self.restart_only = set()
         self.on_top = ()
+        self.together = {}  # transform → those it was tried with as one
+        self.noise = 0.01  # of a step
         self.loss = lambda kept, step: 2.0 - 0.01 * step
         self.steps_a_life = None  # candidates a child gets through before the script ends by itself
         self.stops = Exit(code=0, stopped_by_advisor=True)
@@ -65,6 +67,7 @@ class Script:
                     reason="as told",
                     semantics=item.semantics,
                     round=item.round,
+                    together=self.together.get(item.transform, ()),
                 ),
             )
             records.clear_current(self.run_dir)
@@ -78,7 +81,7 @@ class Script:
         base = self.step_us.get(names, self.step_us[()])
         if base is None:
             return Exit(code=1)
-        steps = tuple(base * (1 + r.gauss(0, 0.01)) for _ in range(session.steps))
+        steps = tuple(base * (1 + r.gauss(0, self.noise)) for _ in range(session.steps))
         storage.save(
             self.run_dir / records.MEASURE_FILE,
             records.Measurement(
@@ -168,6 +171,31 @@ def test_an_item_that_the_stack_is_as_fast_without_is_dropped(script):
     rest = [s for s in script.launches if s.mode == "measure" and [i.transform for i in s.kept] == ["tf32", "compile"]]
     assert [s.steps for s in rest] == [15, 30, 30]
     assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32", "compile"]
+
+
+@pytest.mark.parametrize(("alone_us", "kept"), [(500.0 * 1.006, True), (500.0, False)])
+def test_what_was_kept_with_others_stays_where_the_stack_is_certainly_slower_without(script, alone_us, kept):
+    """A gain below the least that is kept alone: 0.6 % of the step, and none."""
+    script.noise = 0.001
+    script.verdicts = {"first_conv": "kept", "fused_optimizer": "kept"}
+    script.step_us.update(
+        {("first_conv", "fused_optimizer"): 500.0, ("first_conv",): alone_us, ("fused_optimizer",): 900.0}
+    )
+    script.together = {"first_conv": ("fused_optimizer",), "fused_optimizer": ("first_conv",)}
+    *_, verdicts = apply(script, *script.verdicts)
+    assert verdicts["first_conv"].status == "kept"
+    assert verdicts["fused_optimizer"].status == ("kept" if kept else "reverted")
+    assert verdicts["fused_optimizer"].left_out_gain.high < 0.01
+
+
+def test_by_itself_no_change_stays_for_that_little(script):
+    script.noise = 0.001
+    script.verdicts = {"first_conv": "kept", "fused_optimizer": "kept"}
+    script.step_us.update(
+        {("first_conv", "fused_optimizer"): 500.0, ("first_conv",): 503.0, ("fused_optimizer",): 900.0}
+    )
+    *_, verdicts = apply(script, *script.verdicts)
+    assert verdicts["fused_optimizer"].status == "reverted"
 
 
 def test_nothing_is_left_out_when_time_is_up(script, monkeypatch):
