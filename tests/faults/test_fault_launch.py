@@ -60,6 +60,7 @@ def test_odd_paths_and_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(profiles(folder)) == 1
 
 
+@pytest.mark.long
 def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
     name = os.fsdecode(b"r\xe9seau.py")
     try:

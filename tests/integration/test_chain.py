@@ -235,7 +235,7 @@ def test_a_plan_of_another_model_trains_the_plain_script(proved) -> None:
     [
         ("raise torch.OutOfMemoryError('boom')", 1, "exit code 1"),
         ("os._exit(9)", 9, "exit code 9"),
-        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        pytest.param("os.kill(os.getpid(), 9)", 137, "SIGKILL", marks=pytest.mark.long),
     ],
 )
 def test_a_script_that_fails_keeps_its_exit_code_and_what_was_measured(

@@ -193,8 +193,17 @@ def test_convolutions_behind_norms_are_found(name: str) -> None:
     assert len(found) == BEHIND_NORMS[name], found
 
 
+# Those whose blocks are other networks' too, in another order or size.
+LONG = {"resnet18", "mobilenet_v2", "vgg11_bn", "googlenet", "regnety_002", "convnext_atto"}
+
+
 @pytest.mark.parametrize(
-    ("package", "name"), [*(("torchvision", name) for name in TORCHVISION), *(("timm", name) for name in TIMM)]
+    ("package", "name"),
+    [
+        pytest.param(package, name, marks=[pytest.mark.long] if name in LONG else [])
+        for package, names in (("torchvision", TORCHVISION), ("timm", TIMM))
+        for name in names
+    ],
 )
 def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
     monkeypatch.setattr(pointwise, "unsupported_gradient", lambda **call: "counted by itself")
