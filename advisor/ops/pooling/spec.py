@@ -162,7 +162,7 @@ def wins(operation: str, *, dtype: str, nbytes: int) -> str:
         operation: "max_pool", "bias+relu+max_pool", "avg_pool" or "global_avg_pool".
 
     On file for one H200, forward / backward: max-pooling 3 to 6 / 7 to 12 times faster, average pooling 5 to 11 / 14 to 27, the
-    mean over a whole image 0.8 to 1.2 / 2.3 to 3.4, in all dtypes. Behind a bias and ReLU 8 to 10 / 3 to 10 times, from
+    mean over a whole image 0.8 to 1.2 / 2.3 to 3.4, in all dtypes. Behind a bias and ReLU 6 to 10 / 3 to 10 times, from
     FEWEST_BIAS_BYTES on.
     """
     if operation == BIAS_RELU and nbytes < FEWEST_BIAS_BYTES:
