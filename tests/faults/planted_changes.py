@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -171,8 +171,13 @@ class Planted(Transform):
 
 def plant() -> None:
     """From here on the registry knows the changes above."""
+    register(CHANGES, Planted)
+
+
+def register(names: Iterable[str], kind: type[Transform]) -> None:
+    """From here on the registry knows transforms of these names, each a class of this kind."""
     module = sys.modules[__name__]
     sys.modules["advisor.transforms.planted"] = module
-    for name in CHANGES:
-        setattr(module, name.title(), type(name.title(), (Planted,), {"id": name}))
+    for name in names:
+        setattr(module, name.title(), type(name.title(), (kind,), {"id": name}))
         registry.TRANSFORMS[name] = (f"planted:{name.title()}", f"planted: {name}")

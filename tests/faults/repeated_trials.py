@@ -6,13 +6,13 @@ Imported by the script below too, whose process tries the changes; they are plan
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import planted_changes
 import pytest
 import torch
 
@@ -20,7 +20,6 @@ from advisor.core.findings import Recommendation, Semantics
 from advisor.profiling.launcher import ScriptCommand, launch
 from advisor.profiling.session import Session
 from advisor.profiling.training import Training
-from advisor.transforms import registry
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.trials import records
 
@@ -140,11 +139,7 @@ def names(kind: str, count: int) -> tuple[str, ...]:
 
 def plant(kind: str, count: int) -> None:
     """From here on the registry knows them."""
-    module = sys.modules[__name__]
-    sys.modules["advisor.transforms.repeated"] = module
-    for name in names(kind, count):
-        setattr(module, name.title(), type(name.title(), ({"nothing": Nothing, "spares": Spares}[kind],), {"id": name}))
-        registry.TRANSFORMS[name] = (f"repeated:{name.title()}", f"planted: {name}")
+    planted_changes.register(names(kind, count), {"nothing": Nothing, "spares": Spares}[kind])
 
 
 @dataclass(frozen=True, slots=True)

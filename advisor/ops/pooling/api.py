@@ -64,6 +64,13 @@ def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: Window) ->
     return h * width + w
 
 
+def _to_chosen(dy: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """dx of `shape` in a differentiable torch op: each of dy [N, C, OH, OW] added to the element at `at`, as `flat_indices` has them."""
+    flat = torch.zeros((*shape[:2], shape[2] * shape[3]), dtype=dy.dtype, device=dy.device)
+    at = at.flatten(2)
+    return flat.scatter_add(2, at, dy.reshape(at.shape)).view(shape)
+
+
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
@@ -77,9 +84,7 @@ class _MaxPool(Function):
         (dy,) = gradients
         (index,) = ctx.saved_tensors
         if differentiable.wanted(dy):
-            flat = torch.zeros((*ctx.shape[:2], ctx.shape[2] * ctx.shape[3]), dtype=dy.dtype, device=dy.device)
-            at = flat_indices(index, ctx.shape, ctx.window).flatten(2)
-            return flat.scatter_add(2, at, dy.reshape(flat.shape[:2] + at.shape[2:])).view(ctx.shape), None
+            return _to_chosen(dy, flat_indices(index, ctx.shape, ctx.window), ctx.shape), None
         return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
 
 
@@ -98,10 +103,8 @@ class _BiasReluMaxPool(Function):
         if differentiable.wanted(dy):
             alive = index != DEAD
             g = dy * alive
-            flat = torch.zeros((*ctx.shape[:2], ctx.shape[2] * ctx.shape[3]), dtype=dy.dtype, device=dy.device)
-            at = flat_indices(index, ctx.shape, ctx.window).where(alive, 0).flatten(2)
-            dx = flat.scatter_add(2, at, g.reshape(flat.shape[:2] + at.shape[2:])).view(ctx.shape)
-            return dx, g.float().sum((0, 2, 3)).to(ctx.dtype), None
+            at = flat_indices(index, ctx.shape, ctx.window).where(alive, 0)
+            return _to_chosen(g, at, ctx.shape), g.float().sum((0, 2, 3)).to(ctx.dtype), None
         dx, dbias = cuda.bias_max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window)
         return dx, dbias.to(ctx.dtype), None
 

@@ -64,7 +64,6 @@ def judged(name: str, found: Distance, plain: PlainStep, semantics: Semantics) -
     if plain.seeds:
         # Random layers draw other numbers when kernels or layouts change: then the step is one more draw, no worse.
         farthest = {g: max(d.l2.get(g, 0.0) for d in plain.seeds) for g in found.l2}
-        drawn = max((found.l2[g] / (DRAW_FACTOR * farthest[g] or math.inf) for g in found.l2), default=0.0)
         bounds = {g: max(DRAW_FACTOR * farthest[g], _bound(g, plain.target_class, noise)) for g in found.l2}
         beyond = max(found.l2, key=lambda g: found.l2[g] / bounds[g])
         if found.l2[beyond] > bounds[beyond]:
@@ -72,6 +71,7 @@ def judged(name: str, found: Distance, plain: PlainStep, semantics: Semantics) -
             detail = f"{name}: random layers; {beyond} {times:.1f} times as far off as other seeds allow"
             return Check(passed=False, detail=detail, numbers={**numbers, "of_bound": times})
         if abs(found.scale - 1.0) <= 0.05 + 2.0 * max(abs(d.scale - 1.0) for d in plain.seeds):
+            drawn = max((found.l2[g] / (DRAW_FACTOR * farthest[g] or math.inf) for g in found.l2), default=0.0)
             detail = f"{name}: random layers; as far from the plain step as another seed ({percent_text(drawn)} of the bound)"
             return Check(passed=True, detail=detail, numbers={**numbers, "of_bound": drawn})
     return Check(

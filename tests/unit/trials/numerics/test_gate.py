@@ -257,14 +257,20 @@ def test_bf16_with_noise_on_top_is_rejected():
     assert Loop().judge(half_the_bits_lost_twice, Semantics.PRECISION).passed is False
 
 
-def test_dropout_with_other_random_numbers_is_compared_in_distribution():
-    def redrawn(forward):
+def drawn_anew(draws):
+    """A change under which dropout draws other numbers, as on a GPU under another dtype, or by kernels in another order."""
+
+    def change(forward):
         def changed(x):
-            torch.rand(7)  # kernels that draw in another order
+            torch.rand(draws)
             return forward(x)
 
         return changed
 
+    return change
+
+
+def test_dropout_with_other_random_numbers_is_compared_in_distribution():
     def no_dropout(forward):
         net = forward.__self__
 
@@ -277,7 +283,7 @@ def test_dropout_with_other_random_numbers_is_compared_in_distribution():
 
         return changed
 
-    assert Loop(dropout=0.3).judge(redrawn).passed is True
+    assert Loop(dropout=0.3).judge(drawn_anew(7)).passed is True
     assert Loop(dropout=0.3).judge(same).passed is True
     assert Loop(dropout=0.3).judge(no_dropout).passed is False
 
@@ -307,19 +313,6 @@ class Classifier(nn.Module):
 
     def forward(self, x):
         return self.head(self.features(x).flatten(1))
-
-
-def drawn_anew(draws):
-    """A change under which dropout draws other numbers, as on a GPU under another dtype."""
-
-    def change(forward):
-        def changed(x):
-            torch.rand(draws)
-            return forward(x)
-
-        return changed
-
-    return change
 
 
 def test_one_more_draw_of_dropout_is_no_fault_in_a_training_under_way():
