@@ -290,7 +290,7 @@ FAULTS = {
         "position_of(chosen, c) != 254",
         "bias+relu+max_pool k3s2",
     ),
-    "blocks left out": ("b < gridDim.y; b += parts", "b < 1; b += parts", "bias+relu+max_pool k3s2"),
+    "blocks left out": ("from < gridDim.y ?", "from < 1 ?", "bias+relu+max_pool k3s2"),
     "padding counted": ("DIVISOR == 0 || top > 0", "true || top > 0", "avg_pool k3s2 inside"),
     "not divided": ("g[c] *= scale", "g[c] *= 1.f", "avg_pool k3s2 inside"),
     "no barrier": ("threadIdx.x] = sum[j];\n  __syncthreads();", "threadIdx.x] = sum[j];", "global_avg_pool"),
@@ -302,6 +302,14 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.Monk
     before, after, name = FAULTS[fault]
     case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == "bfloat16" and c.shape[2] > 1)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
+
+
+@pytest.mark.parametrize("step", ["LOADS * parts", "2 * LOADS * parts"])
+def test_more_blocks_than_the_last_one_reads_at_once(emulated, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    emulated.use(sm_count=40)
+    case = cases._bias_max((40, 264, 2, 2), K2S2, "bfloat16")
+    passed = passes_with(monkeypatch, FAMILY, case, "b += LOADS * parts", f"b += {step}")
+    assert passed == (step == "LOADS * parts")
 
 
 class Styles(nn.Module):
