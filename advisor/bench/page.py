@@ -239,9 +239,9 @@ def _rate(row: Row, key: str) -> str:
 
 
 def _kernels(row: Row) -> str:
-    """Whether the bundled kernels are still those that this training ran with."""
-    now = {name: sources.sha256(name) for name in sources.all_names()}
-    return "as now" if row["kernel_sha"] == now else "older"
+    """Whether the kernels of the families that it kept are still those that this training ran with."""
+    used = {name for family in catalog.FAMILIES if family.transform in row["kept"] for name in family.kernels}
+    return "as now" if all(row["kernel_sha"].get(name) == sources.sha256(name) for name in used) else "older"
 
 
 def _number(value: float | None, digits: int = 0) -> str:

@@ -98,16 +98,19 @@ def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) 
     now = {name: sources.sha256(name) for name in sources.all_names()}
     training = {
         "name": "net", "plain_images_per_s": 100.0, "advisor_images_per_s": 300.0, "speedup": 3.0, "speedup_low": 2.9,
-        "speedup_high": 3.1, "kept": ["channels_last"], "plain_ms": 12.0, "eager_ms": 6.0, "compile_ms": None,
+        "speedup_high": 3.1, "kept": ["channels_last", "first_conv"], "plain_ms": 12.0, "eager_ms": 6.0, "compile_ms": None,
         "advisor_ms": 4.0, "limit_ms": 2.5, "apply_s": 61.0, "kernel_sha": now,
     }  # fmt: skip
-    older = {**training, "kernel_sha": {**now, next(iter(now)): "0" * 64}}
-    document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, older]}
+    unused, older = (
+        {**training, "kernel_sha": {**now, name: "0" * 64}}
+        for name in ("grouped/grouped_forward.cu", "first_conv/first_conv_forward.cu")
+    )
+    document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, unused, older]}
     (machine / "models.json").write_text(json.dumps(document))
     rows = [line for line in page.files(tmp_path)[page.PAGE].splitlines() if line.startswith("| net")]
-    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "older"]
+    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "as now", "older"]
     assert rows[0].startswith(
-        "| net | 100 | 200 | – | 300 | 3.00 (2.90 to 3.10) | channels_last | 12.00 | 6.00 | – | 4.00 | 2.50 | 61 |"
+        "| net | 100 | 200 | – | 300 | 3.00 (2.90 to 3.10) | channels_last, first_conv | 12.00 | 6.00 | – | 4.00 | 2.50 | 61 |"
     )
     assert "| net | 100 | 200 | 300 | 3.0 × |" in page.trainings(document)  # no column of what nobody measured
 
