@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from advisor.analysis.time import NO_ROWS
-from advisor.analysis.view import Geometry, View, is_strict_fp32
+from advisor.analysis.view import MATRIX, Geometry, View, is_own, is_strict_fp32, launches
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
@@ -46,6 +46,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(flag, "the script's backend flags were not read")
     table.set("fixed_shapes", facts.fixed_shapes)
     _counts(view, table)
+    _gradients(view, table)
     shares: dict[str, Callable[[KernelRow], bool]] = {
         "depthwise_frac": view.conv(lambda g: g.depthwise),
         "grouped_conv_frac": view.conv(lambda g: g.grouped),
@@ -90,6 +91,22 @@ def _counts(view: View, table: MetricTable) -> None:
         table.miss("conv_count", NO_ROWS)
     for name in ("conv_bias_bn_count", "grouped_conv_share", "max_conv_kernel"):
         table.miss(name, "no convolution module was seen")
+
+
+def is_gradient(row: KernelRow) -> bool:
+    """A library's kernel for a convolution's gradient, of its input or of its weight."""
+    return row.op == "aten::convolution_backward" and row.kind in MATRIX and not is_own(row)
+
+
+def _gradients(view: View, table: MetricTable) -> None:
+    if not view.on_gpu:
+        return
+    chosen = [row for row in view.rows if is_gradient(row)]
+    table.set("conv_backward_frac", view.share(is_gradient))
+    if chosen:
+        table.set("conv_backward_us", sum(row.time_us for row in chosen) / launches(chosen))
+    else:
+        table.miss("conv_backward_us", "no kernel of a convolution's gradient was traced")
 
 
 def _strict(wanted: Callable[[KernelRow], bool]) -> Callable[[KernelRow], bool]:

@@ -47,7 +47,9 @@ def idle(view: View) -> Idle | None:
         traced[row.cause if row.cause in traced else "other"] += max(0.0, row.time_us)
     total = sum(traced.values())
     rest = step - busy
-    scaled = {cause: rest * time / total for cause, time in traced.items()} if total > 0 else {**traced, "other": rest}
+    scaled = (
+        {cause: rest * (time / total) for cause, time in traced.items()} if total > 0 else {**traced, "other": rest}
+    )
     return Idle(busy, scaled, note)
 
 

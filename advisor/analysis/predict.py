@@ -57,6 +57,7 @@ _PREDICTORS: dict[str, Predictor] = {
     "compile": launch.compiled(graphs=False),
     "compile_max_autotune": launch.compiled(graphs=True),
     "cuda_graphs": launch.cuda_graphs,
+    "gradient_stream": launch.gradient_stream,
 }
 _NEEDS_GPU = frozenset(
     (
@@ -69,6 +70,7 @@ _NEEDS_GPU = frozenset(
             "uint8_batches",
             "defer_sync",
             "cuda_graphs",
+            "gradient_stream",
         ),
         *("fused_bn_act", "fused_bn_concat", *kernels.FAMILIES),
     )

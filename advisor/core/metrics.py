@@ -177,6 +177,13 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("conv_bias_bn_count", "count", "convolutions with a bias directly before a batch norm"),
     _n("grouped_conv_share", "frac", "share of convolution modules that are grouped or depthwise"),
     _n("max_conv_kernel", "count", "largest convolution kernel extent"),
+    _n(
+        "conv_backward_frac",
+        "frac",
+        "share of device time in libraries' kernels for dense convolutions' gradients",
+        _GPU,
+    ),
+    _n("conv_backward_us", "us", "mean duration of one of these", _GPU),
     _n("transposed_conv_frac", "frac", "share of device time in transposed convolutions"),
     _f("cudnn_benchmark", "torch.backends.cudnn.benchmark"),
     _f("cudnn_deterministic", "torch.backends.cudnn.deterministic"),

@@ -15,6 +15,7 @@ Gradients of parameters go past autograd's accumulation, which would cost the ho
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -30,6 +31,7 @@ from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms import direct_gradients, tf32
 from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.beside import WeightGradientsBeside
 from advisor.transforms.direct_gradients import ParameterGradients
 from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.transforms.targets import targets
@@ -124,7 +126,9 @@ class _Layout:
 class _Captured:
     """One captured forward and backward, with the static tensors that they read and write."""
 
-    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, inner: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], *, beside: bool
+    ) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.layout = _Layout(module)
         self.inputs = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in args)
@@ -153,9 +157,12 @@ class _Captured:
                 # A memory pool of its own: in the forward's, gradients would take the place of activations that backward
                 # is done with, and the next forward would write over a `.grad` that is still being accumulated.
                 with torch.cuda.graph(self.backward, stream=stream, capture_error_mode="thread_local"):
-                    gradients = torch.autograd.grad(
-                        wanted, sources, self.output_grads, only_inputs=True, allow_unused=True
-                    )
+                    side = WeightGradientsBeside(device) if beside else None
+                    with side or contextlib.nullcontext():
+                        gradients = torch.autograd.grad(
+                            wanted, sources, self.output_grads, only_inputs=True, allow_unused=True
+                        )
+                    self.moved = side.moved if side is not None else 0
                     arrived = iter(gradients)
                     self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]
                     others = (*self.inputs, *self.output_grads, *self.input_grads)
@@ -227,10 +234,15 @@ def _replay_backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Para
 
 
 class GraphedForward:
-    """What stands for one inner forward: replays where a captured graph fits, else the inner forward itself."""
+    """What stands for one inner forward: replays where a captured graph fits, else the inner forward itself.
 
-    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module) -> None:
+    Args:
+        beside: weight gradients are captured on a stream of their own.
+    """
+
+    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module, *, beside: bool) -> None:
         self.inner = inner
+        self.beside = beside
         self.module = ref(module)
         self.captured: dict[Any, _Captured] = {}
         self.failed: dict[Any, str] = {}
@@ -259,7 +271,7 @@ class GraphedForward:
             if key in self.failed or calls <= _WARM_CALLS or len(self.captured) >= _MAX_SIGNATURES:
                 return self.inner(*args)
             try:
-                captured = self.captured[key] = _Captured(self.inner, module, args)
+                captured = self.captured[key] = _Captured(self.inner, module, args, beside=self.beside)
             except Exception as error:
                 self.failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 return self.inner(*args)
@@ -303,11 +315,12 @@ def _signature(args: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
 class GraphLayer:
     """A layer for ForwardStack: one GraphedForward for each different forward below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: bool) -> None:
+        self.beside = beside
         self.forwards: WeakSet[GraphedForward] = WeakSet()  # alive as long as the stack remembers the composition
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-        forward = GraphedForward(inner, module)
+        forward = GraphedForward(inner, module, beside=self.beside)
         self.forwards.add(forward)
         return forward
 
@@ -315,6 +328,11 @@ class GraphLayer:
     def replays(self) -> int:
         """Forward replays so far."""
         return sum(captured.replays for forward in self.forwards for captured in forward.captured.values())
+
+    @property
+    def moved(self) -> int:
+        """Weight gradients on a stream of their own, in all captures."""
+        return sum(captured.moved for forward in self.forwards for captured in forward.captured.values())
 
     @property
     def failures(self) -> list[str]:
@@ -360,7 +378,45 @@ def paused() -> Iterator[None]:
         _paused = before
 
 
-_layers: WeakKeyDictionary[torch.nn.Module, GraphLayer] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[torch.nn.Module, dict[bool, GraphLayer]] = WeakKeyDictionary()
+
+
+def _layer(module: torch.nn.Module, *, beside: bool) -> GraphLayer:
+    """The same object for the same settings, so that captured graphs are found again after switching off and on."""
+    known = _layers.setdefault(module, {})
+    return known.setdefault(beside, GraphLayer(beside=beside))
+
+
+def current(module: torch.nn.Module) -> GraphLayer | None:
+    """The graphs in force on this module."""
+    layer = ForwardStack.of(module).get(GRAPH)
+    return layer if isinstance(layer, GraphLayer) else None
+
+
+def put_beside(modules: Iterable[torch.nn.Module]) -> Undo:
+    """Capture these modules' weight gradients on a stream of their own, as far as the modules are graphed."""
+    undo = Undo()
+
+    def back(module: torch.nn.Module) -> None:
+        if current(module) is not None:
+            ForwardStack.of(module).set(GRAPH, _layer(module, beside=False))
+
+    for module in modules:
+        if current(module) is not None:
+            ForwardStack.of(module).set(GRAPH, _layer(module, beside=True))
+            undo.push(functools.partial(back, module))
+    return undo
+
+
+def release(modules: Iterable[torch.nn.Module]) -> None:
+    """Give back the memory of these modules' graphs that are not in force."""
+    for module in modules:
+        stack, known = ForwardStack.of(module), _layers.get(module, {})
+        for beside, layer in list(known.items()):
+            if stack.get(GRAPH) is not layer:
+                del known[beside]
+                stack.forget(layer)
+                layer.free()
 
 
 class CudaGraphs(Transform):
@@ -394,7 +450,7 @@ class CudaGraphs(Transform):
                 if _unfit(module):
                     continue
                 stack = ForwardStack.of(module)
-                stack.set(GRAPH, _layers.setdefault(module, GraphLayer()))
+                stack.set(GRAPH, _layer(module, beside=False))
                 undo.push(lambda stack=stack: stack.clear(GRAPH))
         except BaseException:
             undo.run()
@@ -402,19 +458,13 @@ class CudaGraphs(Transform):
         return undo
 
     def release(self, training: Training) -> None:
-        for module in targets(training):
-            stack = ForwardStack.of(module)
-            layer = _layers.get(module)
-            if layer is not None and stack.get(GRAPH) is not layer:
-                del _layers[module]
-                stack.forget(layer)
-                layer.free()
+        release(targets(training))
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         replays, failed = 0, []
         for module in targets(training):
-            layer = ForwardStack.of(module).get(GRAPH)
-            if isinstance(layer, GraphLayer):
+            layer = current(module)
+            if layer is not None:
                 replays += layer.replays
                 failed += layer.failures
         if replays:

@@ -33,6 +33,7 @@ TRANSFORMS: dict[str, tuple[str, str]] = {
     "compile": ("compile:Compile", "torch.compile"),
     "compile_max_autotune": ("compile:CompileMaxAutotune", "torch.compile, max-autotune"),
     "cuda_graphs": ("cuda_graphs:CudaGraphs", "CUDA graphs for forward and backward"),
+    "gradient_stream": ("gradient_stream:GradientStream", "weight gradients on a stream of their own"),
 }
 
 

@@ -39,6 +39,7 @@ STAGES: tuple[frozenset[str], ...] = (
     # Behind the kernels, which read some weights as they are.
     frozenset({"fused_casts"}),
     frozenset({"fused_optimizer"}),
+    frozenset({"gradient_stream"}),  # of the kernels that the backward has by then
     frozenset({"cudnn_benchmark"}),
     frozenset({"compile"}),
     frozenset({"compile_max_autotune"}),

@@ -175,6 +175,20 @@ def test_geometry_from_facts_with_and_without_the_roots_name_and_from_shapes() -
     numbers(metrics(like), large_conv_frac=0.1)
 
 
+def test_gradients_of_convolutions_are_counted_where_a_library_makes_them() -> None:
+    rows = [
+        profiles.row(name="dgrad", kind="conv", op="aten::convolution_backward", phase="backward", calls=3.0, time_us=60.0),
+        profiles.row(name="nvjet", kind="gemm", op="aten::convolution_backward", phase="backward", calls=1.0, time_us=40.0),
+        profiles.row(name="copy", kind="copy", op="aten::convolution_backward", phase="backward", calls=9.0, time_us=50.0),
+        profiles.row(name="grouped_backward_data", kind="conv", op="aten::convolution_backward", phase="backward", time_us=50.0),
+        profiles.row(name="fprop", kind="conv", op="aten::convolution", phase="forward", time_us=200.0),
+    ]  # fmt: skip
+    table = metrics(profiles.profile(rows, step_us=500.0))
+    assert table["conv_backward_frac"].value == pytest.approx(100 / 400)
+    assert table["conv_backward_us"].value == pytest.approx(25.0)
+    assert metrics(profiles.profile(rows[-1:], step_us=500.0))["conv_backward_us"].value is None
+
+
 def test_1x1_convolutions_before_norms_are_those_of_stride_1_without_bias_forward() -> None:
     facts = (
         profiles.conv("Net.a", 1, (64, 256), followed_by_bn=True),

@@ -365,6 +365,24 @@ def test_casts_of_weights_keep_their_bytes() -> None:
     between(gain(replace(step, model=replace(model, compiled=True)), "fused_casts"), 0.0, 0.0)
 
 
+def test_a_second_stream_saves_microseconds_a_weight_gradient() -> None:
+    base = profiles.resnet50()
+    others = tuple(row for row in base.kernels if row.phase == "forward")
+    assert "no library's kernel" in gain(replace(base, kernels=others), "gradient_stream").basis
+    gradients = profiles.row(
+        name="wgrad", kind="conv", op="aten::convolution_backward", phase="backward", calls=40.0, time_us=1000.0
+    )
+    step = replace(base, kernels=(*others, gradients))
+    alone = Step.of(View.of(step))
+    assert alone is not None
+    expected = alone.gain(Change(worst=Saving(device_us=-0.02 * 1000.0), best=Saving(device_us=20 * 8.0), basis="x"))
+    between(gain(step, "gradient_stream"), expected.low, expected.high)
+    short = replace(step, kernels=(*others, replace(gradients, time_us=200.0)))  # no more than the weights' half
+    assert gain(short, "gradient_stream").high < expected.high
+    own = replace(step, kernels=(*others, replace(gradients, name="grouped_backward_data")))
+    between(gain(own, "gradient_stream"), 0.0, 0.0)
+
+
 def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
     between(gain(profiles.resnet50(), "cudnn_benchmark"), -0.05, 0.15)
     model = profiles.resnet50().model
@@ -426,6 +444,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "cuda_graphs": (lambda row: False, ("launch", "other", "sync")),
+    "gradient_stream": (lambda row: row.op == "aten::convolution_backward", ()),
 }
 
 _times = st.floats(min_value=0.0, max_value=20000.0)
@@ -434,7 +453,7 @@ _rows = st.lists(
         profiles.row,
         name=st.sampled_from(("kernel", "bn_fw", "nchwToNhwc")),
         kind=st.sampled_from(("conv", "gemm", "norm", "activation", "elementwise", "layout", "reduce", "memset", "pool")),
-        op=st.sampled_from(("aten::convolution", "aten::cudnn_batch_norm", "aten::add_", "aten::zero_", "")),
+        op=st.sampled_from(("aten::convolution", "aten::convolution_backward", "aten::cudnn_batch_norm", "aten::add_", "aten::zero_", "")),
         module=st.sampled_from(("Net.conv", "Net.bn", "Net", "")),
         phase=st.sampled_from(("forward", "backward", "optimizer", "other")),
         calls=st.floats(min_value=1.0, max_value=200.0),
