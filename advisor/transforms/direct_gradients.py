@@ -109,20 +109,28 @@ def own_memory(
     gradients: Iterable[torch.Tensor | None], parameters: Iterable[torch.Tensor], others: Iterable[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """The gradients, each with its parameter's strides and dtype, and none in the memory of another or of `others`: copied where
-    it is not so."""
-    taken = {t.untyped_storage().data_ptr() for t in others if t is not None}
+    it is not so. Several may lie beside each other in one allocation, as a norm's weight's and bias's do."""
+    taken = [_extent(t) for t in others if t is not None]
     found: list[torch.Tensor | None] = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is None:
             found.append(None)
             continue
         own = gradient.detach()
+        first, end = _extent(own)
         alike = own.stride() == parameter.stride() and own.dtype == parameter.dtype
-        if not alike or own.untyped_storage().data_ptr() in taken:
+        if not alike or any(first < other_end and other < end for other, other_end in taken):
             own = torch.empty_like(parameter).copy_(own)
-        taken.add(own.untyped_storage().data_ptr())
+        taken.append(_extent(own))
         found.append(own)
     return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor lies between."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (elements * tensor.element_size() if tensor.numel() else 0)
 
 
 def serve_partial_backwards(

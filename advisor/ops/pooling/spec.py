@@ -35,9 +35,9 @@ STRIP_STRIDE = 1
 BACKWARD_GROUP = 4
 # Blocks an SM of max-pooling's backward with a bias: 85 registers a thread.
 BIAS_BLOCKS_PER_SM = 3
-# It is dispatched for inputs of so many bytes and more. Its last block adds up all blocks' sums for the bias, one load at a time, for 80 to
-# 170 us: at 128x512x14x14 (26 MB) both passes took 0.113 ms, and those that they replace about 0.07.
-FEWEST_BIAS_BYTES = 100_000_000
+# It is dispatched for inputs of so many bytes and more, the least that was measured: 128x512x14x14 took 0.040 ms both ways, the passes
+# that it replaces 0.077.
+FEWEST_BIAS_BYTES = 25_000_000
 # Global mean: pixels that a thread of the backward writes, and loads that one of the forward has under way: four threads take
 # 49 pixels at once, with registers (128) for two blocks an SM and so 104 KiB of loads. In fp32 there are twice as many
 # columns with half the arithmetic a load: more blocks an SM, of fewer loads each, where 13 took 0.044 ms at 256x2048x7x7.
@@ -162,7 +162,7 @@ def wins(operation: str, *, dtype: str, nbytes: int) -> str:
         operation: "max_pool", "bias+relu+max_pool", "avg_pool" or "global_avg_pool".
 
     On file for one H200, forward / backward: max-pooling 3 to 6 / 7 to 12 times faster, average pooling 5 to 11 / 14 to 27, the
-    mean over a whole image 0.8 to 1.2 / 2.3 to 3.4, in all dtypes. Behind a bias and ReLU 6 to 10 / 3 to 10 times, from
+    mean over a whole image 0.8 to 1.2 / 2.3 to 3.4, in all dtypes. Behind a bias and ReLU 5 to 10 / 6 to 10 times, from
     FEWEST_BIAS_BYTES on.
     """
     if operation == BIAS_RELU and nbytes < FEWEST_BIAS_BYTES:

@@ -302,6 +302,19 @@ def test_gradients_have_memory_of_their_own() -> None:
     assert len(set(places)) == len(places)
 
 
+def test_gradients_beside_each_other_stay_and_those_over_each_other_do_not() -> None:
+    """A norm's two lie in one allocation: 24 copies a step of a ResNet-18 otherwise."""
+    both, parameters = torch.randn(2, 3), [torch.randn(3) for _ in range(3)]
+    found = direct_gradients.own_memory([both[0], both[1], both.view(-1)[2:5]], parameters, [])
+    assert [t.data_ptr() for t in found[:2]] == [both[0].data_ptr(), both[1].data_ptr()]
+    assert found[2].untyped_storage().data_ptr() != both.untyped_storage().data_ptr()
+    assert torch.equal(found[2], both.view(-1)[2:5])
+    above = both[1][:1]  # of an input: its last byte is the next one's first
+    kept, moved = direct_gradients.own_memory([both[0], both[1]], parameters[:2], [above])
+    assert kept.data_ptr() == both[0].data_ptr()
+    assert moved.data_ptr() != both[1].data_ptr()
+
+
 def _replaced(net: Net) -> None:
     net.head = nn.Linear(8, 3)
 
