@@ -29,7 +29,7 @@ class Session:
     mode:
         profile  measure, trace, then stop the script (or let it run with `keep_running`); `kept` is on before, if there is any
         search   apply `kept`, then try `candidates` live, one after the other, then stop
-        measure  apply `kept`, take `steps` step times and losses, then stop: one arm of a fresh-process comparison
+        measure  apply `kept`, take `steps` losses, and step times for `timed_s`, then stop: one arm of a fresh-process comparison
         run      apply `kept` and train to the end
     """
 
@@ -39,6 +39,7 @@ class Session:
     argv: tuple[str, ...] = ()
     warmup: int = 10
     steps: int = 20
+    timed_s: float = 0.0  # measure: go on behind `steps` until so many seconds were timed
     detail_steps: int = 3
     keep_running: bool = False
     brief: bool = False  # the script makes just the steps ordered: none can be waited for that is fit to be timed

@@ -15,6 +15,9 @@ from advisor.trials.script import GRACE_S, Script
 # A fresh process is timed after this many steps (changes that wait for the optimizer's state settle within six), for so many,
 # which bounds one on a fast GPU at its start-up, and at 40 steps of 120 ms for a ResNet-50 in fp32.
 WARMUP, STEPS = 12, 30
+# At least: thirty steps of a ResNet-18 on CIFAR are 66 ms on an H200, and one burst of noise on the host hid the 6 % that a change
+# saved. Losses are compared over the same number of steps in both arms whatever was timed.
+TIMED_S = 0.7
 FEW_STEPS = 15  # for what a short look mostly tells: that a step is much longer without a change
 SEED = 20_240_229
 TIMEOUT_S = 300.0
@@ -41,6 +44,7 @@ class FreshRuns:
             kept=tuple(kept),
             warmup=WARMUP,
             steps=steps,
+            timed_s=TIMED_S * steps / STEPS,
             seed=SEED + turn,
             timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
         )

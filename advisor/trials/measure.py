@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.util
 import itertools
+import math
 import random
 from collections.abc import Callable
 
 import torch
+from torch import distributed
 
 from advisor.core import storage
 from advisor.profiling.attach import attach_training
@@ -21,8 +25,8 @@ from advisor.transforms.base import Transform
 from advisor.trials import planfile, records
 from advisor.trials.kept import KeptChanges
 
-# Both arms run the same number of steps, so that their losses can be compared: not all of them need be clean.
-UNCLEAN_FACTOR = 3
+UNCLEAN_FACTOR = 3  # not all of the steps need be clean
+MOST_FACTOR = 10  # of the steps ordered are taken where `timed_s` is longer than these
 
 
 def attach_measure(session: Session) -> None:
@@ -32,7 +36,11 @@ def attach_measure(session: Session) -> None:
 
 
 class MeasureDriver:
-    """A `Training.on_step` listener; made at attach. Writes `measure.json` after `session.warmup + session.steps` steps."""
+    """A `Training.on_step` listener; made at attach. Writes `measure.json` once its steps are taken, or when the script ends.
+
+    Steps are timed until there are `session.steps` and they took `session.timed_s`; the losses are those of the warm-up and the
+    first `session.steps`, as many in every arm.
+    """
 
     def __init__(
         self,
@@ -48,11 +56,13 @@ class MeasureDriver:
         self._settled = self.kept.settle()
         self._losses: list[torch.Tensor | None] = []
         self._boundaries: list[StepEvent] = []
-        self._seen = 0
+        self._clean = self._seen = 0
+        self._written = False
         if watcher is not None:
             watcher.patches.on_fault.append(lambda error: stop(session, "advisor switched itself off"))
         tell(session, "phase", phase="warm-up")
         training.on_step.append(self.on_step)
+        atexit.register(self._at_exit)
 
     def on_step(self, event: StepEvent) -> None:
         """One boundary.
@@ -61,21 +71,34 @@ class MeasureDriver:
             StopTraining: when the steps are taken.
         """
         self._seen += 1
-        self._losses.append(event.loss)
+        if self._seen <= self.session.warmup + self.session.steps + 1:
+            self._losses.append(event.loss)
         if not self._settled:
             self._settled = self.kept.settle()
             return
         if self._seen <= self.session.warmup:
             return
+        self._clean += bool(self._boundaries) and event.clean
         self._boundaries.append(event)
-        clean = sum(e.clean for e in self._boundaries[1:])
-        if clean >= self.session.steps or len(self._boundaries) > UNCLEAN_FACTOR * self.session.steps + 1:
+        wanted = self.session.steps * (1 if self._timed_s() >= self.session.timed_s else MOST_FACTOR)
+        if self._clean >= wanted or len(self._boundaries) > UNCLEAN_FACTOR * wanted + 1:
             self._write(complete=True)
             stop(self.session, "measured")
         elif len(self._boundaries) % 8 == 0 and self.training.device.type == "cpu":
-            self._write(complete=False)  # the script may end before us; on a GPU this would wait for the device
+            self._write(complete=False)  # the script may be killed before us; on a GPU this would wait for the device
+
+    def _timed_s(self) -> float:
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            return math.inf  # every rank stops at the same step, whatever its clock says
+        return (self._boundaries[-1].host_ns - self._boundaries[0].host_ns) / 1e9
+
+    def _at_exit(self) -> None:
+        if not self._written and len(self._boundaries) > 1:
+            with contextlib.suppress(Exception):  # a device that has failed: the script's own end says so
+                self._write(complete=False)
 
     def _write(self, *, complete: bool) -> None:
+        self._written = complete
         times = step_times(self._boundaries)
         on_gpu = self.training.device.type == "cuda"
         losses = [float("nan") if loss is None else float(loss) for loss in self._losses]

@@ -10,7 +10,7 @@ from statistics import fmean
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Blocks, Check, Verdict
-from advisor.trials import fresh, losses, planner, records, spent
+from advisor.trials import losses, planner, records, spent
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement
 from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, PROCESS_STAGES, REVERTED, Decision, decide
@@ -70,7 +70,7 @@ def try_in_pairs(
         blocks=Blocks(
             off_us=tuple(off for off, _ in times_us),
             on_us=tuple(on for _, on in times_us),
-            steps_per_block=fresh.STEPS,
+            steps_per_block=min((len(m.every_us) for m in (*pairs.off, *pairs.on)), default=0),
         ),
     )
 

@@ -282,7 +282,11 @@ class StackTrial:
             numerics=numerics,
             timing=Check(passed=status == KEPT, detail=reason),
             left_out_gain=gain if status == KEPT else None,
-            blocks=Blocks(off_us=ratio.slow_us, on_us=ratio.fast_us, steps_per_block=fresh.STEPS),
+            blocks=Blocks(
+                off_us=ratio.slow_us,
+                on_us=ratio.fast_us,
+                steps_per_block=min(len(m.step_us) for m in runs),
+            ),
         )
 
     def _cut_short(self) -> Proof:

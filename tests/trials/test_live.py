@@ -17,7 +17,7 @@ from advisor.trials import planner, records
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.driver import SearchDriver, name_native_faults
-from advisor.trials.measure import MeasureDriver
+from advisor.trials.measure import MOST_FACTOR, MeasureDriver
 from advisor.trials.numerics.gate import Gate, GateResult
 from advisor.trials.statistics import Decision
 
@@ -405,7 +405,7 @@ def test_kept_changes_are_on_before_the_first_trial(tmp_path):
     assert any("does_not_apply" in note and "no such layer" in note for note in record.notes)
 
 
-def measure(tmp_path, *kept, **more):
+def measure(tmp_path, *kept, wait_s=0.05, **more):
     orders = Session(
         mode="measure",
         run_dir=str(tmp_path),
@@ -416,7 +416,7 @@ def measure(tmp_path, *kept, **more):
         kept=tuple(PlanItem(transform=k, status="kept") for k in kept),
         **more,
     )
-    train(orders, MeasureDriver, find)
+    train(orders, MeasureDriver, find, wait_s=wait_s)
     return storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
 
 
@@ -431,6 +431,17 @@ def test_an_arm_of_fresh_processes_is_measured(tmp_path):
     assert plain.losses[:8] == stack.losses[:8]
     assert plain.model_hash == stack.model_hash
     assert plain.batch_size == 8
+
+
+def test_short_steps_are_timed_for_long_and_their_losses_stay_as_many(tmp_path):
+    few = measure(tmp_path / "a", wait_s=0.005)
+    more = measure(tmp_path / "b", wait_s=0.005, timed_s=0.3)
+    most = measure(tmp_path / "c", wait_s=0.005, timed_s=1e9)
+    assert 12 < len(more.step_us) < 12 * MOST_FACTOR
+    assert sum(more.every_us) >= 0.3e6
+    assert len(most.step_us) == 12 * MOST_FACTOR
+    assert few.losses == more.losses == most.losses
+    assert len(few.losses) == 8 + 12 + 1
 
 
 def test_progress_is_told(tmp_path):
