@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from advisor.core.profile import StepProfile
 from advisor.trials import fresh, proof
 
-# Of the time allowed this share is kept for the comparison of the stack, which alone decides what the plan says.
-STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE = 0.25, 20.0, 0.5
+# Of the time allowed so much is kept for the comparison of the stack, which alone decides what the plan says: what its fresh runs
+# should take, and a tenth for what starts differ by; a share where the script's step was not timed.
+STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE, STACK_MARGIN = 0.25, 20.0, 0.5, 1.1
 # And no more than this one for the stack without each of its items: it explains what is proved already. A ResNet-50 keeps seven,
 # and one costs a fresh run of 6 to 13 s on an H200, or two.
 LEFT_OUT_SHARE = 0.5
@@ -45,15 +46,29 @@ class Budget:
         before_the_stack = max(self.whole_s - self.stack_s(START_S), 1.0)
         return min(max(TRIAL_LEAST_S, TRIAL_SHARE * self.whole_s), before_the_stack)
 
-    def stack_s(self, start_s: float) -> float:
-        """What the comparison of the stack needs: its fresh runs at the plain script's step time, up to half of the whole."""
-        steps = fresh.WARMUP + fresh.STEPS
-        runs_s = len(proof.ROUND) * (start_s + steps * self.step_s) if self.step_s is not None else 0.0
-        return max(STACK_LEAST_S, STACK_SHARE * self.whole_s, min(runs_s, STACK_MOST_SHARE * self.whole_s))
+    def stack_s(self, start_s: float, left: float = 1.0) -> float:
+        """What the comparison of the stack needs, up to half of the whole.
 
-    def candidates_until(self, start_s: float) -> float:
-        """When no new candidate begins: then it is the turn of the stack's comparison. `start_s`: what starts have taken."""
-        return self.until - min(self.whole_s, self.stack_s(max(START_S, start_s)))
+        Args:
+            left: of the plain script's step, with what is kept.
+        """
+        if self.step_s is None:
+            return max(STACK_LEAST_S, STACK_SHARE * self.whole_s)
+        steps_s = {proof.PLAIN: self.step_s, proof.STACK: self.step_s * left}
+        runs_s = [
+            start_s + fresh.WARMUP * s + max(fresh.STEPS * s, fresh.TIMED_S)
+            for s in (steps_s[kind] for kind in proof.ROUND)
+        ]
+        return max(STACK_LEAST_S, min(STACK_MARGIN * sum(runs_s), STACK_MOST_SHARE * self.whole_s))
+
+    def candidates_until(self, start_s: float, left: float = 1.0) -> float:
+        """When no new candidate begins: then it is the turn of the stack's comparison.
+
+        Args:
+            start_s: what starts have taken.
+            left: of the plain script's step, with what is kept.
+        """
+        return self.until - min(self.whole_s, self.stack_s(max(START_S, start_s), left))
 
     def left_out_until(self) -> float:
         """When, beginning now, the stack is no longer run without one of its items."""

@@ -57,7 +57,8 @@ class SearchProcesses:
     @property
     def deadline(self) -> float:
         """`time.time()` at which no new candidate begins."""
-        return self.budget.candidates_until(self.script.start_s)
+        left = records.left(records.verdicts(self.script.run_dir)) or 1.0
+        return self.budget.candidates_until(self.script.start_s, left)
 
     def try_all(self, candidates: Sequence[Recommendation]) -> None:
         """Afterwards each candidate has a verdict on disk, or waits in `on_top`, or the search has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -138,6 +139,25 @@ def verdicts(run_dir: Path) -> list[Verdict]:
         except AdvisorError:
             continue  # cut off by a kill: the candidate is tried again
     return found
+
+
+def left(verdicts: Iterable[Verdict]) -> float | None:
+    """The share of the step that is left with what these have kept; None where one of them kept what was not timed.
+
+    What was tried as one has one gain.
+    """
+    gains: dict[frozenset[str], float] = {}
+    for verdict in verdicts:
+        if verdict.status != KEPT:
+            continue
+        if verdict.gain is not None:
+            gain = 0.5 * (verdict.gain.low + verdict.gain.high)
+        elif verdict.together and verdict.timing is not None and "gain" in verdict.timing.numbers:
+            gain = verdict.timing.numbers["gain"]
+        else:
+            return None
+        gains[frozenset((verdict.transform, *verdict.together))] = gain
+    return math.prod(1.0 - gain for gain in gains.values())
 
 
 def save_verdict(run_dir: Path, verdict: Verdict) -> None:

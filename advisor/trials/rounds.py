@@ -9,7 +9,6 @@ what was tried before and whose time may have come (`planner.second_look`).
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +77,8 @@ class Rounds:
             if self.processes.ended or number == MOST or not self._step_has_changed(number, on):
                 return
             number, on = number + 1, records.kept_items(run_dir)
-            if self.processes.deadline - time.time() < LEAST_S + (WARMUP + STEPS) * step_us / 1e6:
+            left = records.left(records.verdicts(run_dir)) or 1.0
+            if self.processes.deadline - time.time() < LEAST_S + (WARMUP + STEPS) * left * _step_us(profile) / 1e6:
                 script.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
                 self._take_turns([c for c in waiting if c.transform not in planner.DEAR])
                 return
@@ -187,16 +187,8 @@ def small(first: Sequence[Recommendation], profile: StepProfile | None) -> tuple
 def moved(verdicts: Sequence[Verdict], number: int) -> bool:
     """Whether what round `number` kept has changed the step enough to look at it anew."""
     kept = [v for v in verdicts if v.round == number and v.status == KEPT]
-    gains: dict[frozenset[str], float] = {}  # of those tried as one, one gain
-    for verdict in kept:
-        if verdict.gain is not None:
-            gain = 0.5 * (verdict.gain.low + verdict.gain.high)
-        elif verdict.together and verdict.timing is not None and "gain" in verdict.timing.numbers:
-            gain = verdict.timing.numbers["gain"]
-        else:
-            return True
-        gains[frozenset((verdict.transform, *verdict.together))] = gain
-    return bool(kept) and math.prod(1.0 - gain for gain in gains.values()) <= 1.0 - LEAST_MOVED
+    left = records.left(kept)
+    return bool(kept) and (left is None or left <= 1.0 - LEAST_MOVED)
 
 
 def candidates(

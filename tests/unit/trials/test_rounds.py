@@ -204,6 +204,17 @@ def test_rounds_come_to_an_end(script) -> None:
     assert script.modes().count("profile") == rounds.MOST - 1
 
 
+def test_what_is_kept_leaves_later_rounds_more_time(script) -> None:
+    """The runs of the stack are shorter by then. A ConvNeXt's second round had no time, for runs as long as the plain script's."""
+    script.status, script.gain, script.anew = {"amp_bf16": "kept"}, Interval(low=0.8, high=0.9), [[]]
+    search.apply_search(
+        COMMAND, [candidate("amp_bf16")], profile(0.4e6), run_dir=script.run_dir, say=script.said.append, launch=script,
+        recommend=script.recommend, max_time_s=300.0,
+    )  # fmt: skip
+    first, second = (s.deadline_unix_s for s in script.launches if s.mode in ("search", "profile"))
+    assert second - first == pytest.approx(1.1 * 2 * 42 * 0.4 * 0.85, abs=1.0)
+
+
 def test_without_time_there_is_no_further_round_but_the_stack_is_proved(script) -> None:
     script.status = {"amp_bf16": "kept"}
     # Of 60 s the stack keeps 20 at least: what is left is less than a round and its step need.

@@ -756,14 +756,23 @@ def test_out_of_time(script):
     assert not log.complete
 
 
-@pytest.mark.parametrize(("step_s", "seconds"), [(0.001, 50.0), (0.4, 4 * (5 + 42 * 0.4)), (60.0, 100.0), (None, 50.0)])
-def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_s, seconds):
+@pytest.mark.parametrize(
+    ("step_s", "left", "seconds"),
+    [
+        (0.001, 1.0, 1.1 * 4 * (5 + 0.012 + 0.7)),  # short steps are timed for longer than thirty of them take
+        (0.4, 1.0, 1.1 * 4 * (5 + 42 * 0.4)),
+        (0.4, 0.1, 1.1 * 2 * (5 + 42 * 0.4 + 5 + 42 * 0.04)),
+        (60.0, 1.0, 100.0),
+        (None, 1.0, 50.0),
+    ],
+)
+def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_s, left, seconds):
     found = budget.Budget(whole_s=200.0, until=0.0, step_s=step_s)
-    assert found.stack_s(start_s=5.0) == pytest.approx(seconds)
+    assert found.stack_s(5.0, left) == pytest.approx(seconds)
 
 
 def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
-    monkeypatch.setattr(budget.Budget, "stack_s", lambda self, start_s: start_s)
+    monkeypatch.setattr(budget.Budget, "stack_s", lambda self, start_s, left=1.0: start_s)
     monkeypatch.setattr(records, "spent", lambda run_dir: {spent.START: 20.0})
     script.steps_a_life = 1
     script.verdicts = {"tf32": "reverted", "compile": "reverted"}
