@@ -6,8 +6,9 @@ from advisor.core.profile import IdleCause, MemoryStats, Spread, StepProfile
 from advisor.trials import planner
 
 
-def item(name, *, gain=0.1, after=(), **parameters):
-    return Recommendation(transform=name, parameters=parameters, predicted=Interval(low=gain, high=gain), after=after)
+def item(name, *, gain=0.1, low=None, after=(), **parameters):
+    predicted = Interval(low=gain if low is None else low, high=gain)
+    return Recommendation(transform=name, parameters=parameters, predicted=predicted, after=after)
 
 
 def profile(**idle):
@@ -56,6 +57,19 @@ def test_graphs_come_behind_the_kernels_where_memory_is_short():
     ):
         memory = MemoryStats(peak_allocated_bytes=peak, total_bytes=100)
         assert names(planner.order(found, dataclasses.replace(profile(launch=50.0), memory=memory))) == expected
+
+
+def test_graphs_come_behind_kernels_for_a_large_share_of_the_step():
+    """As in a UNet, whose graphs were left open after twenty pairs, while no time was left for a third of its step."""
+    graphs, stream = item("cuda_graphs", low=0.0, gain=0.05), item("gradient_stream", after=("cuda_graphs",))
+    for high, expected in (
+        (0.09, ["amp_bf16", "cuda_graphs", "fused_upsample", "fused_casts", "gradient_stream"]),
+        (0.13, ["amp_bf16", "fused_upsample", "fused_casts", "cuda_graphs", "gradient_stream"]),
+    ):
+        found = [graphs, stream, item("fused_upsample", low=0.0, gain=high), item("fused_casts"), item("amp_bf16")]
+        assert names(planner.order(found, profile(launch=50.0))) == expected
+    more = [item("cuda_graphs", low=0.1, gain=0.2), item("fused_upsample", low=0.0, gain=0.13)]
+    assert names(planner.order(more, profile(launch=50.0))) == ["cuda_graphs", "fused_upsample"]
 
 
 def test_neighbouring_kernels_are_tried_as_one_up_to_the_next_other_change():
