@@ -122,8 +122,12 @@ def _kernels_promise_more(recommendations: Sequence[Recommendation]) -> bool:
     upsampling and the concatenations, a third of their steps, no time was left.
     """
     graphs = max((expected(r) for r in recommendations if r.transform == GRAPHS), default=0.0)
-    kernels = (r for r in recommendations if r.transform in CAPTURED - NORMS and r.predicted is not None)
-    return any(r.predicted.high >= LARGE_GAIN and expected(r) > graphs for r in kernels if r.predicted is not None)
+    kernels = {*catalog.transforms()} - NORMS
+    return any(
+        r.predicted is not None and r.predicted.high >= LARGE_GAIN and expected(r) > graphs
+        for r in recommendations
+        if r.transform in kernels
+    )
 
 
 def _stage(transform: str, graphs_last: bool = False) -> int:
