@@ -42,7 +42,7 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: set[int] = (
             set()
         )  # memory that was written on the second stream; none of it is given to the first before the end
-        self._running: deque[tuple[Any, Any]] = deque()  # the event behind a launch, and what it reads
+        self._running: deque[tuple[Any, list[torch.Tensor]]] = deque()  # the event behind a launch, and what it reads
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,8 +54,11 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dx = func(*args[:_MASK], [True, False, False], **kwargs)[0] if input_wanted else None
             _, dweight, dbias = self._launch(ready, func, (*args[:_MASK], [False, *others]), kwargs)
             return dx, dweight, dbias
-        if not self._made.isdisjoint(map(_memory, _tensors((args, kwargs)))):
+        touched = set(map(_memory, _tensors((args, kwargs))))
+        if not self._made.isdisjoint(touched):
             return self._launch(self._main.record_event(), func, args, kwargs)
+        if func._schema.is_mutable:
+            self._wait_for_readers(touched)
         return func(*args, **kwargs)
 
     @property
@@ -70,8 +73,14 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made.update(map(_memory, _tensors(found)))
         if func._schema.is_mutable:  # type: ignore[attr-defined]
             self._made.update(map(_memory, _tensors((args, kwargs))))
-        self._running.append((self._side.record_event(), (args, kwargs)))
+        self._running.append((self._side.record_event(), list(_tensors((args, kwargs)))))
         return found
+
+    def _wait_for_readers(self, memory: set[int]) -> None:
+        """Wait for the launches that read what is about to be written in place (by a hand-written backward)."""
+        for done, read in self._running:
+            if not memory.isdisjoint(map(_memory, read)):
+                self._main.wait_event(done)
 
     def _catch_up(self) -> None:
         """Wait for all launches but the latest, and let go of what they read: its memory may be written again."""
@@ -92,7 +101,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.numel())
 
 
 _CASTS = ("ToCopyBackward0", "_CastBackward")

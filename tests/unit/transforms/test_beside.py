@@ -219,6 +219,44 @@ def test_a_first_convolution_and_a_bias(streams) -> None:
         assert torch.equal(one, other)
 
 
+class Sum(torch.autograd.Function):
+    """Gives the same gradient to both."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return dy, dy
+
+
+class Doubled(torch.autograd.Function):
+    """Writes into the gradient that it is given, which it must not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.mul_(2)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_written_in_place_waits_for_who_reads_it_there(streams, monkeypatch, waits: bool) -> None:
+    if not waits:
+        monkeypatch.setattr(WeightGradientsBeside, "_wait_for_readers", lambda self, memory: None)
+    conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+    x, y = (torch.randn(2, 8, 9, 7, requires_grad=True) for _ in range(2))
+    double = Doubled.apply(y)  # before the convolution, so that its gradient comes later
+    _, recorder, mode = gradients(streams, lambda: Sum.apply(conv(x), double).square().sum(), [conv.weight, x, y])
+    assert recorder is not None
+    assert mode is not None
+    assert mode.moved == 1
+    assert (recorder.races == []) == waits
+
+
 def test_an_error_in_the_backward_comes_through(streams) -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
