@@ -84,8 +84,6 @@ class MeasureDriver:
         if self._clean >= wanted or len(self._boundaries) > UNCLEAN_FACTOR * wanted + 1:
             self._write(complete=True)
             stop(self.session, "measured")
-        elif len(self._boundaries) % 8 == 0 and self.training.device.type == "cpu":
-            self._write(complete=False)  # the script may be killed before us; on a GPU this would wait for the device
 
     def _timed_s(self) -> float:
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:

@@ -316,7 +316,8 @@ def test_a_trial_goes_on_in_the_scripts_next_model(tmp_path):
 
 
 def test_models_that_end_before_any_trial_does_leave_it_open(tmp_path):
-    verdicts, _ = search(tmp_path, "faster", fold=10)
+    verdicts, reason = search(tmp_path, "faster", fold=10)
+    assert set(verdicts) == {"faster"}, reason
     assert verdicts["faster"].status == "inconclusive"
     assert "another model" in verdicts["faster"].reason
 
@@ -405,7 +406,7 @@ def test_kept_changes_are_on_before_the_first_trial(tmp_path):
     assert any("does_not_apply" in note and "no such layer" in note for note in record.notes)
 
 
-def measure(tmp_path, *kept, wait_s=0.05, **more):
+def measure(tmp_path, *kept, **more):
     orders = Session(
         mode="measure",
         run_dir=str(tmp_path),
@@ -416,7 +417,7 @@ def measure(tmp_path, *kept, wait_s=0.05, **more):
         kept=tuple(PlanItem(transform=k, status="kept") for k in kept),
         **more,
     )
-    train(orders, MeasureDriver, find, wait_s=wait_s)
+    train(orders, MeasureDriver, find)
     return storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
 
 
@@ -434,14 +435,30 @@ def test_an_arm_of_fresh_processes_is_measured(tmp_path):
 
 
 def test_short_steps_are_timed_for_long_and_their_losses_stay_as_many(tmp_path):
-    few = measure(tmp_path / "a", wait_s=0.005)
-    more = measure(tmp_path / "b", wait_s=0.005, timed_s=0.3)
-    most = measure(tmp_path / "c", wait_s=0.005, timed_s=1e9)
+    few = measure(tmp_path / "a")
+    timed_s = 3 * sum(few.every_us) / 1e6
+    more = measure(tmp_path / "b", timed_s=timed_s)
+    most = measure(tmp_path / "c", timed_s=1e9)
     assert 12 < len(more.step_us) < 12 * MOST_FACTOR
-    assert sum(more.every_us) >= 0.3e6
+    assert sum(more.every_us) >= timed_s * 1e6
     assert len(most.step_us) == 12 * MOST_FACTOR
     assert few.losses == more.losses == most.losses
     assert len(few.losses) == 8 + 12 + 1
+
+
+def test_a_script_that_ends_before_its_steps_are_taken_leaves_what_was_timed(tmp_path):
+    class Ends(MeasureDriver):
+        def on_step(self, event):
+            super().on_step(event)
+            if self._seen == 14:
+                self._at_exit()
+
+    orders = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7)
+    train(orders, Ends, find, steps=14)
+    found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
+    assert not found.complete
+    assert len(found.every_us) == 5
+    assert len(found.losses) == 14
 
 
 def test_progress_is_told(tmp_path):
