@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable
 
@@ -58,6 +59,7 @@ class MeasureDriver:
         self._boundaries: list[StepEvent] = []
         self._clean = self._seen = 0
         self._written = False
+        self._process = os.getpid()
         if watcher is not None:
             watcher.patches.on_fault.append(lambda error: stop(session, "advisor switched itself off"))
         tell(session, "phase", phase="warm-up")
@@ -91,7 +93,7 @@ class MeasureDriver:
         return (self._boundaries[-1].host_ns - self._boundaries[0].host_ns) / 1e9
 
     def _at_exit(self) -> None:
-        if not self._written and len(self._boundaries) > 1:
+        if os.getpid() == self._process and not self._written and len(self._boundaries) > 1:
             with contextlib.suppress(Exception):  # a device that has failed: the script's own end says so
                 self._write(complete=False)
 
