@@ -39,10 +39,8 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved = 0
         self._device = device
         self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._made: set[int] = (
-            set()
-        )  # memory that was written on the second stream; none of it is given to the first before the end
-        self._running: deque[tuple[Any, list[torch.Tensor]]] = deque()  # the event behind a launch, and what it reads
+        self._made: set[int] = set()  # memory allocated on the second stream, which is given to nothing of the first
+        self._running: deque[tuple[Any, list[torch.Tensor]]] = deque()  # the event behind a launch, and what it touches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,9 +53,12 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _, dweight, dbias = self._launch(ready, func, (*args[:_MASK], [False, *others]), kwargs)
             return dx, dweight, dbias
         touched = set(map(_memory, _tensors((args, kwargs))))
+        writes = func._schema.is_mutable
         if not self._made.isdisjoint(touched):
-            return self._launch(self._main.record_event(), func, args, kwargs)
-        if func._schema.is_mutable:
+            if not writes or touched <= self._made:
+                return self._launch(self._main.record_event(), func, args, kwargs)
+            self._join()  # memory of the first stream is written there alone
+        elif writes:
             self._wait_for_readers(touched)
         return func(*args, **kwargs)
 
@@ -71,8 +72,6 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._side):
             found = func(*args, **kwargs)
         self._made.update(map(_memory, _tensors(found)))
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            self._made.update(map(_memory, _tensors((args, kwargs))))
         self._running.append((self._side.record_event(), list(_tensors((args, kwargs)))))
         return found
 
@@ -88,12 +87,15 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
             done, _ = self._running.popleft()
             self._main.wait_event(done)
 
+    def _join(self) -> None:
+        self._main.wait_stream(self._side)
+        self._running.clear()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
-        self._main.wait_stream(self._side)
-        self._running.clear()
+        self._join()
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -47,6 +47,7 @@ class Recorder(TorchDispatchMode):
         self.streams = streams
         self.races: list[str] = []
         self.on_side: list[str] = []
+        self.made_there: set[int] = set()
         self._users: dict[int, list[tuple[tuple[int, int], bool]]] = {}  # memory → (launch, wrote)
         self._alive: list[torch.Tensor] = []  # so that no address is given out twice
 
@@ -60,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self._alive += read + written
         if len(self.streams) > 1:
             self.on_side.append(str(func))
+            self.made_there |= {t.untyped_storage().data_ptr() for t in written} - set(self._users)
         for tensor in read:
             for (where, number), wrote in self._users.get(tensor.untyped_storage().data_ptr(), ()):
                 if (wrote or func._schema.is_mutable) and before.get(where, 0) < number:
@@ -122,7 +124,14 @@ def shared(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     return plain(x, [weights[0], weights[1], weights[0], weights[0]])
 
 
-FORWARDS = (plain, under_autocast, cast_together, shared)
+def with_a_product(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """The first weight is used by a convolution and by a product, and all are cast as one with the product's own."""
+    *convs, last = cast_weights(torch.bfloat16, *weights)
+    y = plain(x.bfloat16(), convs)
+    return y.mean((2, 3)) @ (last.flatten(1)[:, :8] + convs[0].flatten(1)[:, :8])
+
+
+FORWARDS = (plain, under_autocast, cast_together, shared, with_a_product)
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
@@ -137,7 +146,8 @@ def test_gradients_are_the_same_and_nothing_is_read_too_early(streams, forward) 
     assert recorder is not None
     assert mode is not None
     assert recorder.races == []
-    assert mode.moved == (4 if forward is shared else 3)
+    assert mode.moved == {shared: 4, with_a_product: 2}.get(forward, 3)
+    assert mode._made <= recorder.made_there  # nothing of the first stream's, where another tensor may lie later
     assert len(recorder.on_side) >= mode.moved
     assert len(streams) == 1
 
@@ -217,6 +227,26 @@ def test_a_first_convolution_and_a_bias(streams) -> None:
     assert recorder.races == []
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_memory_of_the_first_stream_is_written_there(streams) -> None:
+    """Else it would count as the second's, and so would what lies there once it is given back."""
+    x, dy = torch.randn(2, 8, 9, 7), torch.randn(2, 8, 9, 7)
+    weight = torch.randn(8, 8, 3, 3, requires_grad=True)
+    recorder, mode = Recorder(streams), WeightGradientsBeside(torch.device("cpu"))
+    with recorder, mode, torch.no_grad():
+        _, dweight, _ = torch.ops.aten.convolution_backward(
+            dy, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+        total = torch.zeros(8, 8, 3, 3)
+        total.add_(dweight)
+        total.clone()
+        dweight.mul_(2.0)
+        dweight.clone()
+    assert recorder.races == []
+    assert "aten.add_.Tensor" not in recorder.on_side
+    assert recorder.on_side[1:] == ["aten.mul_.Tensor", "aten.clone.default"]
+    assert mode._made <= recorder.made_there
 
 
 class Sum(torch.autograd.Function):
