@@ -9,8 +9,10 @@ from advisor.core.profile import StepProfile
 from advisor.trials import fresh, proof
 
 # Of the time allowed so much is kept for the comparison of the stack, which alone decides what the plan says: what its fresh runs
-# should take, and a tenth for what starts differ by; a share where the script's step was not timed.
-STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE, STACK_MARGIN = 0.25, 20.0, 0.5, 1.1
+# should take, and a tenth for what starts differ by; a share at least, for runs more where noise hides the answer, and a larger one
+# where the script's step was not timed.
+STACK_SHARE, STACK_LEAST_S, STACK_MOST_SHARE, STACK_MARGIN = 0.15, 20.0, 0.5, 1.1
+STACK_SHARE_UNTIMED = 0.25
 # And no more than this one for the stack without each of its items: it explains what is proved already. A ResNet-50 keeps seven,
 # and one costs a fresh run of 6 to 13 s on an H200, or two.
 LEFT_OUT_SHARE = 0.5
@@ -53,13 +55,14 @@ class Budget:
             left: of the plain script's step, with what is kept.
         """
         if self.step_s is None:
-            return max(STACK_LEAST_S, STACK_SHARE * self.whole_s)
+            return max(STACK_LEAST_S, STACK_SHARE_UNTIMED * self.whole_s)
         steps_s = {proof.PLAIN: self.step_s, proof.STACK: self.step_s * left}
         runs_s = [
             start_s + fresh.WARMUP * s + max(fresh.STEPS * s, fresh.TIMED_S)
             for s in (steps_s[kind] for kind in proof.ROUND)
         ]
-        return max(STACK_LEAST_S, min(STACK_MARGIN * sum(runs_s), STACK_MOST_SHARE * self.whole_s))
+        needed_s = min(STACK_MARGIN * sum(runs_s), STACK_MOST_SHARE * self.whole_s)
+        return max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
 
     def candidates_until(self, start_s: float, left: float = 1.0) -> float:
         """When no new candidate begins: then it is the turn of the stack's comparison.
