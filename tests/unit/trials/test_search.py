@@ -761,7 +761,11 @@ def test_out_of_time(script):
     [
         (0.001, 1.0, 30.0),  # 1.1 * 4 * (5 + 0.012 + 0.7) would do
         (0.02, 0.1, 30.0),
-        (0.1, 0.01, 1.1 * 2 * (5 + 42 * 0.1 + 5 + 12 * 0.001 + 0.7)),  # short steps are timed for longer than thirty take
+        (
+            0.1,
+            0.01,
+            1.1 * 2 * (5 + 42 * 0.1 + 5 + 12 * 0.001 + 0.7),
+        ),  # short steps are timed for longer than thirty take
         (0.4, 1.0, 1.1 * 4 * (5 + 42 * 0.4)),
         (0.4, 0.1, 1.1 * 2 * (5 + 42 * 0.4 + 5 + 42 * 0.04)),
         (60.0, 1.0, 100.0),
