@@ -7,8 +7,21 @@ import pytest
 from advisor.ops import catalog, verify
 from advisor.ops.family import Case, Family
 
+
+def _is_a_twin(family: Family, case: Case) -> bool:
+    """Whether the same case runs in bf16, where two conversions are all that differs; a family's first in fp16 is none."""
+    alike = [c for c in family.verification if (c.name, c.shape, c.dtype) == (case.name, case.shape, "bfloat16")]
+    first = next((c for c in family.verification if c.dtype == "float16"), None)
+    return case.dtype == "float16" and case is not first and bool(alike)
+
+
 CASES = [
-    pytest.param(family, case, id=f"{family.id} {case.label}")
+    pytest.param(
+        family,
+        case,
+        id=f"{family.id} {case.label}",
+        marks=[pytest.mark.long] if _is_a_twin(family, case) else [],
+    )
     for family in catalog.FAMILIES
     for case in family.verification
 ]
