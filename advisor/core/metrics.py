@@ -180,7 +180,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n(
         "conv_backward_frac",
         "frac",
-        "share of device time in libraries' kernels for dense convolutions' gradients",
+        "share of device time in libraries' kernels for convolutions' gradients",
         _GPU,
     ),
     _n("conv_backward_us", "us", "mean duration of one of these", _GPU),

@@ -9,14 +9,14 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from advisor.ops import match
 from advisor.profiling.attach import Attached
 from advisor.transforms.base import Undo
-from advisor.transforms.forward import CAPTURE, ForwardStack
+from advisor.transforms.forward import CAPTURE, ForwardStack, KeptLayers
+from advisor.transforms.patch import all_or_nothing
 
 # Dynamo keeps at most this many versions of one code object before it silently runs eagerly. Trials switch layers below
 # the capture, each combination a version of the same code, and torch's default of 8 is soon used up.
@@ -58,26 +58,14 @@ def _unobserved() -> contextlib.AbstractContextManager[None]:
     return discovery.out_of_sight() if discovery is not None and discovery.looking else contextlib.nullcontext()
 
 
-_Settings = tuple[frozenset[str], "str | None"]
-_layers: WeakKeyDictionary[torch.nn.Module, dict[_Settings, CaptureLayer]] = WeakKeyDictionary()
-
-
-def _layer(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> CaptureLayer:
-    """The same object for the same settings, so that what was compiled is found again after switching off and on."""
-    known = _layers.setdefault(module, {})
-    return known.setdefault((families, mode), CaptureLayer(families, mode))
-
-
-def current(module: torch.nn.Module) -> CaptureLayer | None:
-    """The capture in force on this module."""
-    layer = ForwardStack.of(module).get(CAPTURE)
-    return layer if isinstance(layer, CaptureLayer) else None
+_layers = KeptLayers(CAPTURE, CaptureLayer)
+current, release = _layers.current, _layers.release
 
 
 def _install(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> None:
     stack = ForwardStack.of(module)
     if families or mode is not None:
-        stack.set(CAPTURE, _layer(module, families, mode))
+        stack.set(CAPTURE, _layers.of(module, families, mode))
     else:
         stack.clear(CAPTURE)
 
@@ -94,37 +82,22 @@ def set_mode(modules: Iterable[torch.nn.Module], mode: str) -> Undo:
     return _set(modules, lambda families, _: (families, mode), lambda families, _: (families, None))
 
 
+_Settings = tuple[frozenset[str], "str | None"]
 _Change = Callable[[frozenset[str], "str | None"], _Settings]
 
 
 def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
     import torch._dynamo
 
-    undo = Undo()
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
-    undo.push(lambda: setattr(torch._dynamo.config, "recompile_limit", limit))
-
     def change(module: torch.nn.Module, how: _Change) -> None:
         layer = current(module)
         _install(module, *how(*((layer.families, layer.mode) if layer else (frozenset(), None))))
 
-    try:
+    with all_or_nothing() as undo:
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
+        undo.push(lambda: setattr(torch._dynamo.config, "recompile_limit", limit))
         for module in modules:
             change(module, on)
             undo.push(lambda module=module: change(module, off))
-    except BaseException:
-        undo.run()
-        raise
     return undo
-
-
-def release(modules: Iterable[torch.nn.Module]) -> None:
-    """Drop what was compiled for settings that are not in force, so that its memory can be freed."""
-    for module in modules:
-        keep = current(module)
-        stack, known = ForwardStack.of(module), _layers.get(module, {})
-        for settings, layer in list(known.items()):
-            if layer is not keep:
-                stack.forget(layer)
-                del known[settings]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch.utils import _pytree as pytree
@@ -33,7 +33,8 @@ from advisor.transforms import direct_gradients, tf32
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.beside import WeightGradientsBeside
 from advisor.transforms.direct_gradients import ParameterGradients
-from advisor.transforms.forward import GRAPH, ForwardStack
+from advisor.transforms.forward import GRAPH, ForwardStack, KeptLayers
+from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.targets import targets
 
 # Eager calls of a signature before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
@@ -313,9 +314,9 @@ def _signature(args: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
 
 
 class GraphLayer:
-    """A layer for ForwardStack: one GraphedForward for each different forward below it."""
+    """A layer for ForwardStack: one GraphedForward for each different forward below it. `beside`: as there."""
 
-    def __init__(self, *, beside: bool) -> None:
+    def __init__(self, beside: bool) -> None:
         self.beside = beside
         self.forwards: WeakSet[GraphedForward] = WeakSet()  # alive as long as the stack remembers the composition
 
@@ -378,45 +379,22 @@ def paused() -> Iterator[None]:
         _paused = before
 
 
-_layers: WeakKeyDictionary[torch.nn.Module, dict[bool, GraphLayer]] = WeakKeyDictionary()
-
-
-def _layer(module: torch.nn.Module, *, beside: bool) -> GraphLayer:
-    """The same object for the same settings, so that captured graphs are found again after switching off and on."""
-    known = _layers.setdefault(module, {})
-    return known.setdefault(beside, GraphLayer(beside=beside))
-
-
-def current(module: torch.nn.Module) -> GraphLayer | None:
-    """The graphs in force on this module."""
-    layer = ForwardStack.of(module).get(GRAPH)
-    return layer if isinstance(layer, GraphLayer) else None
+_layers = KeptLayers(GRAPH, GraphLayer, GraphLayer.free)
+current, release = _layers.current, _layers.release
 
 
 def put_beside(modules: Iterable[torch.nn.Module]) -> Undo:
-    """Capture these modules' weight gradients on a stream of their own, as far as the modules are graphed."""
-    undo = Undo()
+    """Capture the weight gradients of these modules, which are graphed, on a stream of their own."""
 
     def back(module: torch.nn.Module) -> None:
         if current(module) is not None:
-            ForwardStack.of(module).set(GRAPH, _layer(module, beside=False))
+            ForwardStack.of(module).set(GRAPH, _layers.of(module, False))
 
-    for module in modules:
-        if current(module) is not None:
-            ForwardStack.of(module).set(GRAPH, _layer(module, beside=True))
+    with all_or_nothing() as undo:
+        for module in modules:
+            ForwardStack.of(module).set(GRAPH, _layers.of(module, True))
             undo.push(functools.partial(back, module))
     return undo
-
-
-def release(modules: Iterable[torch.nn.Module]) -> None:
-    """Give back the memory of these modules' graphs that are not in force."""
-    for module in modules:
-        stack, known = ForwardStack.of(module), _layers.get(module, {})
-        for beside, layer in list(known.items()):
-            if stack.get(GRAPH) is not layer:
-                del known[beside]
-                stack.forget(layer)
-                layer.free()
 
 
 class CudaGraphs(Transform):
@@ -442,19 +420,15 @@ class CudaGraphs(Transform):
         return Match(applies=True, sites=tuple(fits), unmatched=tuple(unfit))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        undo = Undo()
-        try:
+        with all_or_nothing() as undo:
             if direct_gradients.available():
                 _serve(undo)
             for module in targets(training):
                 if _unfit(module):
                     continue
                 stack = ForwardStack.of(module)
-                stack.set(GRAPH, _layer(module, beside=False))
+                stack.set(GRAPH, _layers.of(module, False))
                 undo.push(lambda stack=stack: stack.clear(GRAPH))
-        except BaseException:
-            undo.run()
-            raise
         return undo
 
     def release(self, training: Training) -> None:

@@ -15,7 +15,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -266,3 +266,41 @@ def _watch_replicas(installed: WeakSet[torch.nn.Module]) -> None:
         torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign]
     elif not installed and current is _plain_replica:
         torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]
+
+
+_L = TypeVar("_L")  # a class of layers
+
+
+class KeptLayers(Generic[_L]):
+    """The layers of one rank, by module and settings: what one has compiled or captured is found again after switching off and on.
+
+    Args:
+        kind: made with the settings as arguments.
+        free: called with each layer that is dropped.
+    """
+
+    def __init__(self, rank: int, kind: type[_L], free: Callable[[_L], None] = lambda layer: None) -> None:
+        self._rank, self._kind, self._free = rank, kind, free
+        self._known: WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+    def of(self, module: torch.nn.Module, *settings: Any) -> _L:
+        """The module's layer with these settings, made at the first call."""
+        known: dict[tuple[Any, ...], _L] = self._known.setdefault(module, {})
+        if settings not in known:
+            known[settings] = self._kind(*settings)
+        return known[settings]
+
+    def current(self, module: torch.nn.Module) -> _L | None:
+        """The layer in force on this module."""
+        layer = ForwardStack.of(module).get(self._rank)
+        return layer if isinstance(layer, self._kind) else None
+
+    def release(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Drop these modules' layers that are not in force, so that what they hold can be freed."""
+        for module in modules:
+            stack, known, keep = ForwardStack.of(module), self._known.get(module, {}), self.current(module)
+            for settings, layer in list(known.items()):
+                if layer is not keep:
+                    stack.forget(layer)
+                    del known[settings]
+                    self._free(layer)

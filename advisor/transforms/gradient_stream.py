@@ -37,12 +37,11 @@ class GradientStream(Transform):
             return Match(applies=False, reason="streams are a CUDA GPU's")
         sites, unmatched = [], []
         for module in targets(training):
-            why_not = _unfit(module)
-            (
-                unmatched.append(f"{type(module).__name__}: {why_not}")
-                if why_not
-                else sites.append(type(module).__name__)
-            )
+            name, why_not = type(module).__name__, _unfit(module)
+            if why_not:
+                unmatched.append(f"{name}: {why_not}")
+            else:
+                sites.append(name)
         reason = "" if sites else "; ".join(unmatched) or "no module was seen"
         return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
 

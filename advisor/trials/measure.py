@@ -6,13 +6,11 @@ import atexit
 import contextlib
 import importlib.util
 import itertools
-import math
 import os
 import random
 from collections.abc import Callable
 
 import torch
-from torch import distributed
 
 from advisor.core import storage
 from advisor.profiling.attach import attach_training
@@ -82,15 +80,11 @@ class MeasureDriver:
             return
         self._clean += bool(self._boundaries) and event.clean
         self._boundaries.append(event)
-        wanted = self.session.steps * (1 if self._timed_s() >= self.session.timed_s else MOST_FACTOR)
+        timed_s = (event.host_ns - self._boundaries[0].host_ns) / 1e9
+        wanted = self.session.steps * (1 if timed_s >= self.session.timed_s else MOST_FACTOR)
         if self._clean >= wanted or len(self._boundaries) > UNCLEAN_FACTOR * wanted + 1:
             self._write(complete=True)
             stop(self.session, "measured")
-
-    def _timed_s(self) -> float:
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            return math.inf  # every rank stops at the same step, whatever its clock says
-        return (self._boundaries[-1].host_ns - self._boundaries[0].host_ns) / 1e9
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process and not self._written and len(self._boundaries) > 1:

@@ -57,8 +57,12 @@ class SearchProcesses:
     @property
     def deadline(self) -> float:
         """`time.time()` at which no new candidate begins."""
-        left = records.left(records.verdicts(self.script.run_dir)) or 1.0
-        return self.budget.candidates_until(self.script.start_s, left)
+        return self.budget.candidates_until(self.script.start_s, self.left)
+
+    @property
+    def left(self) -> float:
+        """The share of the plain script's step that is left with what is kept, as far as that is known."""
+        return records.left(records.verdicts(self.script.run_dir)) or 1.0
 
     def try_all(self, candidates: Sequence[Recommendation]) -> None:
         """Afterwards each candidate has a verdict on disk, or waits in `on_top`, or the search has ended."""

@@ -77,8 +77,8 @@ class Rounds:
             if self.processes.ended or number == MOST or not self._step_has_changed(number, on):
                 return
             number, on = number + 1, records.kept_items(run_dir)
-            left = records.left(records.verdicts(run_dir)) or 1.0
-            if self.processes.deadline - time.time() < LEAST_S + (WARMUP + STEPS) * left * _step_us(profile) / 1e6:
+            steps_s = (WARMUP + STEPS) * self.processes.left * _step_us(profile) / 1e6
+            if self.processes.deadline - time.time() < LEAST_S + steps_s:
                 script.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
                 self._take_turns([c for c in waiting if c.transform not in planner.DEAR])
                 return

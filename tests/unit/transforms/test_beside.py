@@ -14,8 +14,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.ops.weight_casts import cast_weights
-from advisor.transforms import beside
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms import beside, cuda_graphs
 from advisor.transforms.beside import WeightGradientsBeside
+from advisor.transforms.cuda_graphs import CudaGraphs
+from advisor.transforms.gradient_stream import GradientStream
 
 
 class Stream:
@@ -302,3 +305,30 @@ def test_an_error_in_the_backward_comes_through(streams) -> None:
     with pytest.raises(ValueError, match="mine"), WeightGradientsBeside(torch.device("cpu")):
         value.backward()
     assert len(streams) == 1
+
+
+def test_a_graph_with_a_second_stream_takes_the_other_ones_place() -> None:
+    """Which is found again after the undo; what is not in force gives its memory back. On a CPU nothing is captured."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    training = Training(device=torch.device("cpu"), roots=[RootModule(module=net, name="Net")])
+    graphs, stream, x = CudaGraphs(), GradientStream(), torch.randn(2, 3, 8, 8)
+    expected = net(x)
+    assert cuda_graphs.current(net) is None
+    off = graphs.apply(training, {})
+    plain = cuda_graphs.current(net)
+    back = stream.apply(training, {})
+    beside = cuda_graphs.current(net)
+    assert plain is not None
+    assert beside is not None
+    assert (plain.beside, beside.beside) == (False, True)
+    assert torch.equal(net(x), expected)
+    assert [forward.beside for forward in beside.forwards] == [True]
+    back.run()
+    assert cuda_graphs.current(net) is plain
+    stream.release(training)
+    assert cuda_graphs.current(net) is plain
+    stream.apply(training, {})
+    assert cuda_graphs.current(net) not in (plain, beside)
+    off.run()
+    assert cuda_graphs.current(net) is None
+    assert "forward" not in vars(net)

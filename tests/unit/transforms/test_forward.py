@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.transforms.forward import AUTOCAST, CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack
+from advisor.transforms.forward import AUTOCAST, CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack, KeptLayers
 
 
 class Net(nn.Module):
@@ -308,3 +308,36 @@ def test_what_is_exported_has_no_layer_in_it() -> None:
     assert not torch.equal(net(x), Convolution.forward(net, x))
     assert torch.equal(torch.export.export(net, (x,)).module()(x), Convolution.forward(net, x))
     assert torch.equal(torch.jit.trace(net, x, check_trace=False)(x), Convolution.forward(net, x))
+
+
+class Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor, self.wrapped = factor, 0
+
+    def __call__(self, inner: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        self.wrapped += 1
+        return lambda *args: inner(*args) * self.factor
+
+
+def test_layers_are_kept_by_module_and_settings_until_they_are_released() -> None:
+    freed: list[float] = []
+    layers = KeptLayers(GRAPH, Scaled, lambda layer: freed.append(layer.factor))
+    net, other = Net(), Net()
+    stack, x = ForwardStack.of(net), torch.ones(3)
+    assert layers.current(net) is None
+    for factor in (2.0, 3.0, 2.0):
+        stack.set(GRAPH, layers.of(net, factor))
+        assert layers.current(net) is layers.of(net, factor)
+        assert torch.equal(net(x), x * factor)
+    assert layers.of(net, 2.0).wrapped == 1  # found again
+    assert layers.of(other, 2.0) is not layers.of(net, 2.0)
+    dropped = layers.of(net, 3.0)
+    layers.release([net])
+    assert freed == [3.0]
+    assert layers.of(net, 3.0) is not dropped
+    stack.set(GRAPH, layers.of(net, 3.0))
+    assert layers.of(net, 3.0).wrapped == 1  # composed anew
+    stack.clear(GRAPH)
+    assert layers.current(net) is None
+    layers.release([net])
+    assert sorted(freed) == [2.0, 3.0, 3.0]
