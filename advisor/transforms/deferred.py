@@ -32,7 +32,7 @@ _KINDS: dict[torch.dtype, type] = {
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that brings this device's numbers to the host."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class PinnedCopy:
