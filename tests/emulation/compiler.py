@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
-_FLAGS = ("-std=c++17", "-g1", "-fPIC", "-shared", "-w", f"-I{INCLUDE}", "-U_FORTIFY_SOURCE")
+_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-w", f"-I{INCLUDE}", "-U_FORTIFY_SOURCE")
 # Kernels pun types through pointers, and may not be contracted where nvcc would not. An index past a local or shared
 # array and a misaligned vector access trap; a register that nobody set holds a huge number.
 _KERNEL_FLAGS = (
@@ -98,8 +98,8 @@ class Module:
         exports = "".join(f"EMULATED({entry})\n" for entry in self.entries)
         # On lines of their own: line n of `text` is what a fault names.
         self.text = f'#include "builtins.cuh"\nnamespace {{\n{body}\n}}\n{exports}EMULATED_SHARED()\n'
-        macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
-        self.path = _build(self.text, (*_KERNEL_FLAGS, *macros))
+        self._flags = (*_KERNEL_FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+        self.path = _build(self.text, self._flags)
         self.library = ctypes.PyDLL(str(self.path))
         for edge in (self.library.emulated_shared_begin, self.library.emulated_shared_end):
             edge.restype = ctypes.c_void_p
@@ -121,7 +121,9 @@ class Module:
         offset = code - (function - _symbol(self.path, "emulated_shared_begin"))
         if tool is None or offset < 0:
             return ""
-        found = subprocess.run([tool, "-e", str(self.path), hex(offset)], capture_output=True, text=True, check=False)
+        # The same code with its lines written beside, which takes half as long again to compile: made for a fault alone.
+        described = _build(self.text, (*self._flags, "-g1"))
+        found = subprocess.run([tool, "-e", str(described), hex(offset)], capture_output=True, text=True, check=False)
         name, _, number = found.stdout.strip().partition(":")
         lines = self.text.splitlines()
         if not name.endswith("<stdin>") or not number.split()[0].isdigit() or int(number.split()[0]) > len(lines):
