@@ -11,6 +11,10 @@ def fill(view: View, table: MetricTable) -> None:
     facts = view.profile.model
     table.set("world_size", facts.world_size)
     table.set("data_parallel", facts.data_parallel)
+    if facts.data_parallel_us is not None and view.step_us > 0:
+        table.set("data_parallel_frac", facts.backwards * facts.data_parallel_us / view.step_us)
+    elif view.on_gpu:
+        table.miss("data_parallel_frac", "no nn.DataParallel over one device")
     table.set("distributed", facts.distributed)
     table.set("dist_backend", facts.backend)
     if "find_unused_parameters" in facts.flags:

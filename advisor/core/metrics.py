@@ -254,6 +254,12 @@ SPECS: tuple[MetricSpec, ...] = (
     # many GPUs
     _n("world_size", "count", "processes in the job"),
     _f("data_parallel", "nn.DataParallel is used"),
+    _n(
+        "data_parallel_frac",
+        "frac",
+        "host time in which nn.DataParallel looks where its tensors lie, over the step",
+        _GPU,
+    ),
     _t("distributed", "ddp, fsdp or empty"),
     _t("dist_backend", "process-group backend"),
     _n("comm_exposed_frac", "frac", "communication not hidden behind kernels, over the step", _GPU),

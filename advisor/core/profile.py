@@ -171,6 +171,9 @@ class ModelFacts:
     backwards: int = 1
     grad_clipping: bool = False
     data_parallel: bool = False
+    data_parallel_us: float | None = (
+        None  # host time in which nn.DataParallel over one device looks where its tensors lie
+    )
     distributed: str = ""  # "", "ddp", "fsdp"
     world_size: int = 1
     backend: str = ""  # process-group backend

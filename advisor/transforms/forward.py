@@ -28,6 +28,7 @@ INPUT_LAYOUT = 10
 AUTOCAST = 20
 CAPTURE = 30
 GRAPH = 40
+WRAPPER = 50  # around a root that only calls the module in it
 
 _Key = tuple[tuple[int, Layer], ...]
 

@@ -27,6 +27,7 @@ TRANSFORMS: dict[str, tuple[str, str]] = {
     "prefetch": ("prefetch:DevicePrefetch", "host-to-device prefetch on a side stream"),
     "loader_workers": ("loader_workers:LoaderWorkers", "data loader workers"),
     "uint8_batches": ("uint8_batches:Uint8Batches", "uint8 batches, normalised on the GPU"),
+    "single_device": ("single_device:SingleDevice", "no detour through nn.DataParallel"),
     "defer_sync": ("defer_sync:DeferSync", "no wait for scalars that are only accumulated"),
     **{family.transform: ("kernels", family.title) for family in catalog.FAMILIES if family.captured},
     "fused_casts": ("fused_casts:FusedCasts", "one cast of all weights a step"),

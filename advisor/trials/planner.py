@@ -38,7 +38,7 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({*catalog.transforms()} - NORMS),
     # Behind the kernels, which read some weights as they are.
     frozenset({"fused_casts"}),
-    frozenset({"fused_optimizer"}),
+    frozenset({"fused_optimizer", "single_device"}),
     frozenset({"gradient_stream"}),  # of the kernels that the backward has by then
     frozenset({"cudnn_benchmark"}),
     frozenset({"compile"}),

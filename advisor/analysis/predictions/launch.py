@@ -20,7 +20,7 @@ from advisor.analysis.view import (
     launches,
 )
 from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
-from advisor.core.units import percent_text
+from advisor.core.units import counted, percent_text
 
 # A compiled batch norm reads at 88 % of DRAM bandwidth (KernelBench's H100 timings, 64x64x512x512 fp32).
 COMPILED_BEST = 0.88
@@ -55,6 +55,19 @@ def defer_sync(view: View, step: Step, parameters: Mapping[str, str]) -> Change 
             f"{sum(site.calls for site in scalar):.0f} scalar reads a step, {percent_text(share)} of the host's waiting; the device "
             f"is idle {step.sync_us:.0f} us after waits and {step.gaps_us:.0f} us between launches"
         ),
+    )
+
+
+def single_device(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """No walk through all tensors before each forward."""
+    walk_us = view.profile.model.data_parallel_us
+    if walk_us is None:
+        return nothing("no model is wrapped in nn.DataParallel over one device")
+    calls = view.profile.model.backwards
+    return Change(
+        worst=Saving(host_us=0.0),
+        best=Saving(host_us=calls * walk_us),
+        basis=f"nn.DataParallel looks for {walk_us:.0f} us where its tensors lie, {counted(calls, 'time')} a step",
     )
 
 

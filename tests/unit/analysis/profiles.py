@@ -232,6 +232,7 @@ def cifar() -> StepProfile:
             convs=(conv("layer1.0.conv1", 3, (64, 64), followed_by_bn=True),),
             optimizers=("SGD",),
             data_parallel=True,
+            data_parallel_us=260.0,
             zero_grad_to_none=True,
             flags={"cudnn_benchmark": False, "tf32_conv": True},
         ),

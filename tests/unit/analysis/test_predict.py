@@ -383,6 +383,13 @@ def test_a_second_stream_saves_microseconds_a_weight_gradient() -> None:
     between(gain(own, "gradient_stream"), 0.0, 0.0)
 
 
+def test_passing_by_data_parallel_saves_its_walk_where_the_host_is_the_limit() -> None:
+    small, large = profiles.cifar(), profiles.resnet50()
+    assert gain(small, "single_device").high == pytest.approx(260.0 / small.step_us.median)
+    assert gain(small, "single_device").low == 0.0
+    assert "no model is wrapped" in gain(large, "single_device").basis
+
+
 def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
     between(gain(profiles.resnet50(), "cudnn_benchmark"), -0.05, 0.15)
     model = profiles.resnet50().model
@@ -445,6 +452,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "cuda_graphs": (lambda row: False, ("launch", "other", "sync")),
     "gradient_stream": (lambda row: row.op == "aten::convolution_backward", ()),
+    "single_device": (lambda row: False, ("launch", "other", "sync")),
 }
 
 _times = st.floats(min_value=0.0, max_value=20000.0)

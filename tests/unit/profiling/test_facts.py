@@ -31,3 +31,18 @@ def test_depthwise_weights_alone_tell_none() -> None:
     alone = nn.Conv2d(16, 16, 3, groups=16).to(memory_format=torch.channels_last)
     facts = model_facts(Training(device=torch.device("cpu"), roots=[RootModule(module=alone, name="net")]))
     assert facts.channels_last is False
+
+
+def test_the_walk_of_a_data_parallel_over_one_device_is_timed() -> None:
+    wrapped = nn.DataParallel(nn.Sequential(*(nn.BatchNorm2d(4) for _ in range(20))))
+
+    def walk_us(devices: list[int]) -> float | None:
+        wrapped.device_ids = devices
+        training = Training(device=torch.device("cpu"), roots=[RootModule(module=wrapped, name="net")])
+        return model_facts(training).data_parallel_us
+
+    assert walk_us([]) is None  # without a GPU it passes on at once
+    assert walk_us([0, 1]) is None
+    walked = walk_us([0])
+    assert walked is not None
+    assert 5.0 < walked < 1e5  # a hundred tensors, some microseconds each

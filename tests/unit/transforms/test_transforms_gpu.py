@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loops import ViewNet, assert_close, check_undo_is_exact, make_loop, twins, values
+from loops import ConvNet, ViewNet, assert_close, check_undo_is_exact, make_loop, twins, values
 
 from advisor.transforms.autocast import AutocastBf16, AutocastFp16
 from advisor.transforms.channels_last import ChannelsLast
@@ -12,6 +12,7 @@ from advisor.transforms.conv_bias import ConvBiasBeforeNorm
 from advisor.transforms.cudnn_benchmark import CudnnBenchmark
 from advisor.transforms.fused_optimizer import FusedOptimizer
 from advisor.transforms.set_to_none import SetToNone
+from advisor.transforms.single_device import SingleDevice
 from advisor.transforms.tf32 import Tf32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -111,3 +112,19 @@ def test_everything_together() -> None:
     for cls in (AutocastBf16, ChannelsLast, FusedOptimizer, ConvBiasBeforeNorm, CudnnBenchmark):
         cls().apply(loop.training, {})
     torch.testing.assert_close(loop.run(6), expected, rtol=0.1, atol=0.1)
+
+
+def test_past_data_parallel_a_training_is_bit_equal() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        loop, plain = twins(
+            device="cuda", model=lambda: torch.nn.DataParallel(ConvNet(), device_ids=[torch.cuda.current_device()])
+        )
+        check_undo_is_exact(SingleDevice(), loop, plain)
+        SingleDevice().apply(loop.training, {})
+        assert loop.run(3) == plain.run(3)
+        assert SingleDevice().effect(loop.training, None, None).passed
+        images = torch.randn(4, 3, 8, 8)
+        assert torch.equal(loop.model(images), plain.model(images))  # which the wrapper brings to the device
+    finally:
+        torch.use_deterministic_algorithms(False)
