@@ -41,7 +41,7 @@ class Slow:
 
 @pytest.fixture(autouse=True)
 def _slow(monkeypatch):
-    monkeypatch.setattr(deferred, "PinnedCopy", Slow)
+    monkeypatch.setattr(deferred, "HostWrite", Slow)
     Slow.arrived, Slow.waits = False, 0
 
 
@@ -333,6 +333,6 @@ def test_a_copy_that_cannot_be_made_falls_back(monkeypatch) -> None:
 
     loop = make_loop(steps=0)
     expected = epoch(lambda i: None)
-    monkeypatch.setattr(deferred, "PinnedCopy", broken)
+    monkeypatch.setattr(deferred, "HostWrite", broken)
     switch, _ = applying(loop)
     assert numbers(epoch(switch)) == numbers(expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from loops import make_loop
@@ -14,7 +16,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize(
     ("value", "dtype", "kind"),
-    [(1.5, torch.float16, float), (0.1, torch.float32, float), (-7, torch.int64, int), (True, torch.bool, bool)],
+    [
+        (1.5, torch.float16, float),
+        (-3.0e38, torch.bfloat16, float),
+        (0.1, torch.float32, float),
+        (-math.inf, torch.float64, float),
+        (-7, torch.int64, int),
+        (200, torch.uint8, int),
+        (True, torch.bool, bool),
+    ],
 )
 def test_values_and_kinds(value, dtype, kind) -> None:
     tensor = torch.tensor([value], dtype=dtype, device="cuda")
@@ -23,6 +33,26 @@ def test_values_and_kinds(value, dtype, kind) -> None:
     tensor.zero_()  # later work on the stream does not reach the copy
     assert isinstance(number, kind)
     assert number == torch.tensor(value, dtype=dtype).item()
+
+
+def test_nan_and_the_sign_of_zero() -> None:
+    assert math.isnan(float(defer(torch.tensor(math.nan, device="cuda"))))
+    assert math.copysign(1.0, float(defer(torch.tensor(-0.0, device="cuda")))) == -1.0
+
+
+def test_streams_do_not_share_places() -> None:
+    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    one, two = torch.full((), 1.0, device="cuda"), torch.full((), 2.0, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(slow):
+        for _ in range(20):
+            busy = busy @ busy / 70
+        defer(one + busy.sum() * 0)  # nobody reads it, and it arrives last
+    with torch.cuda.stream(fast):
+        number = defer(two)
+    torch.cuda.synchronize()
+    assert number == 2.0
 
 
 def test_numbers_that_nobody_reads_leave_those_beside_them_alone() -> None:
