@@ -30,10 +30,10 @@ _KINDS: dict[torch.dtype, type] = {
 
 
 class _Place:
-    """Pinned memory for one number. `here` and `there` are the same bytes, as the host and as the device see them.
+    """Pinned memory for one number from the current stream. `here` and `there` are the same bytes, as host and device see them.
 
     Attributes:
-        arrived: recorded behind each write.
+        arrived: recorded on the stream behind each write.
         __cuda_array_interface__: how torch takes memory that it did not allocate for a device's.
 
     Raises:
@@ -41,7 +41,7 @@ class _Place:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.here = torch.empty(1, dtype=dtype, pin_memory=True)
+        self.here = torch.empty((), dtype=dtype, pin_memory=True)
         # As bytes: the interface has no name for bfloat16.
         self.__cuda_array_interface__ = {
             "shape": (dtype.itemsize,),
@@ -49,9 +49,10 @@ class _Place:
             "data": (self.here.data_ptr(), False),
             "version": 2,
         }
-        self.there = torch.as_tensor(self, device=device).view(dtype)
+        self.there = torch.as_tensor(self, device=device).view(dtype).reshape(())
         if self.there.data_ptr() != self.here.data_ptr():
             raise RuntimeError("this device has no view of the host's memory")
+        self.stream = torch.cuda.current_stream(device)
         self.arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -69,13 +70,15 @@ class HostWrite:
     __slots__ = ("_place", "_places")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream(tensor.device)
-        self._places = _free[tensor.dtype, tensor.device, stream.cuda_stream]
+        # The stream's handle alone: `torch.cuda.current_stream` makes objects, for 10 us and more.
+        stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+        self._places = _free[tensor.dtype, tensor.device, stream]
         self._place = self._places.pop() if self._places else _Place(tensor.dtype, tensor.device)
-        with torch.no_grad():
-            value = tensor.detach().reshape(1)
-            torch.maximum(value, value, out=self._place.there)  # itself, NaN and -0.0 too
-        self._place.arrived.record(stream)
+        value = tensor.detach()
+        if value.dim():
+            value = value.reshape(())
+        torch.maximum(value, value, out=self._place.there)  # itself, NaN and -0.0 too
+        self._place.arrived.record(self._place.stream)
 
     def __del__(self) -> None:
         if hasattr(self, "_place"):
@@ -88,7 +91,7 @@ class HostWrite:
     def value(self) -> Any:
         """The Python number. Waits, if it has not arrived."""
         self._place.arrived.synchronize()
-        return torch.Tensor.tolist(self._place.here)[0]
+        return torch.Tensor.tolist(self._place.here)
 
 
 class Deferred:
