@@ -8,7 +8,7 @@
 // Bytes     x once, y once. ConvNeXt's [256,96,56,56] k7 in bf16: 154 + 154 MB.
 // Bound     DRAM bandwidth (0.07 ms there at 4.25 TB/s). For 128 outputs of a channel: K m16n8k16, 2 K to 4 K times fewer issue
 //           slots than fp32 FMA need (49 of them an output for k7, 1.6 times the DRAM floor); at about 6 clocks each, k7 keeps the
-//           tensor cores busy for 0.4 of the DRAM time. Shared memory: about 195 of the 223 clocks that DRAM takes for 1024 outputs.
+//           tensor cores busy for 0.4 of the DRAM time. Shared memory: about 160 of the 223 clocks that DRAM takes for 1024 outputs.
 // Grid      (blocks over items, channel tiles). See band.cuh. The sums of the K output rows that an input row reaches stay
 //           in registers and move on a place a row, which a product that reads one sum and writes another does for nothing: the
 //           code is the same for each row. Finished rows go through shared memory, so that whole sectors are written.
@@ -27,6 +27,10 @@
 #define CELL (COPY / 4)  // words
 #define SKEW (32 / UNITS / CELL * CELL)
 #define PLANE(pixels) (((pixels) * CELL + 31 - SKEW) / 32 * 32 + SKEW)
+
+// The pixel of a strip's window that is value k of lane t. Strips lie PIXELS apart: for odd PIXELS those that are read at once
+// share a bank two by two, for PIXELS 2, 4 and 6 in the other order.
+#define IN_STRIP(t, k) (PIXELS % 2 ? 2 * (t) + (k) % 2 + (k) / 2 * 8 : (t) + 4 * (k))
 
 extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise_band(
     const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
@@ -49,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     return AT_ONCE * (i + 1) <= pixels || pixel_of_copy + AT_ONCE * i < pixels;
   };
 
-  // The bands: value k of a lane is pixel t + 4 k of the window (k 0, 1 in the first register), column g.
+  // The bands: value k of a lane is pixel IN_STRIP(t, k) of the window (k 0, 1 in the first register), column g.
   unsigned int band[K][CH][2];
 #pragma unroll
   for (int r = 0; r < K; ++r)
@@ -58,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       float value[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int j = t + 4 * k, s = j + lead - g;
+        const int j = IN_STRIP(t, k), s = j + lead - g;
         const bool valid = mine < vectors && j < WINDOW && g < PIXELS && s >= 0 && s < K;
         value[k] = valid ? widen_weight(weight[((i64)mine * CH + c) * (K * K) + (FLIP ? K * K - 1 - (r * K + s) : r * K + s)]) : 0.f;
       }
@@ -192,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
         for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int k = 0; k < (WIDE ? 4 : 2); ++k)
-            in[b][half][k] = *(const Chunk*)(stages[slot][b] + strip + half * next_strip + in_window(t + 4 * k) * CELL);
+            in[b][half][k] = *(const Chunk*)(stages[slot][b] + strip + half * next_strip + in_window(IN_STRIP(t, k)) * CELL);
       write_out(TURNS - 1 - made);
       to += ROWS * (i64)out_row_bytes;
       fetch();  // into the stage that every warp has left before the barrier
