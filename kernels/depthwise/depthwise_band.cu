@@ -39,7 +39,10 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
   constexpr int in_plane = PLANE(STAGE_PIXELS), out_plane = PLANE(ROW_PIXELS);
   __shared__ __align__(16) unsigned int stages[STAGES][ROWS][UNITS * in_plane];
   __shared__ __align__(16) unsigned int done_rows[TURNS][ROWS][UNITS * out_plane];
-  __shared__ int in_places[2][COPIES * AT_ONCE], out_places[2][ROW_COPIES * AT_ONCE];  // of the items by turns
+  __shared__ __align__(16) float start[TILE];  // the bias, as little registers are left
+  __shared__ __align__(16) Part part;          // of the item that is worked on, for the same reason
+  __shared__ int in_places[2][COPIES * AT_ONCE];  // of the items by turns
+  __shared__ int out_places[ROW_COPIES * AT_ONCE];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int unit = threadIdx.x % UNITS, channel = blockIdx.y * TILE + unit * (COPY / 2);  // that this thread copies
   const bool copies = channel < vectors * CH;
@@ -69,9 +72,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       band[r][c][0] = pack(value[0], value[1]);
       band[r][c][1] = pack(value[2], value[3]);
     }
-  float start[CH];
-#pragma unroll
-  for (int c = 0; c < CH; ++c) start[c] = BIAS && mine < vectors ? widen_weight(bias[mine * CH + c]) : 0.f;
+  for (int i = threadIdx.x; BIAS && i < TILE; i += BAND_THREADS)
+    start[i] = blockIdx.y * TILE + i < vectors * CH ? widen_weight(bias[blockIdx.y * TILE + i]) : 0.f;
 
   // Strips g and g + 8 of this lane, as pixels of a stage.
   const int unit_of_warp = warp * CH / (COPY / 2), word_of_warp = warp * (CH / 2) % CELL;
@@ -96,41 +98,45 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     place<COPIES, PIECE>(in_places[turn_ahead], p.n, batch, p.column + origin, width, image_bytes, pixel);
     from = (const char*)x + 2 * channel + (i64)p.n * image_bytes + (i64)row_ahead * row_bytes;
   };
-  auto fetch = [&]() {
-    if (item_ahead < items) {
+  auto fetch = [&]() {  // behind the last item zeros, which nobody reads
+    const bool wanted = copies && item_ahead < items;
+    // With two channels a warp there are too few registers for copies among the products: a branch keeps them apart.
+    if (CH > 2 || item_ahead < items) {
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
         const int place = in_places[turn_ahead][pixel_of_copy + AT_ONCE * i];
         const char* column = from + (unsigned int)place;
 #pragma unroll
         for (int b = 0; b < ROWS; ++b) {
-          const bool valid = copies && place >= 0 && row_ahead + b < height;
+          const bool valid = wanted && place >= 0 && row_ahead + b < height;
           if (within(i, STAGE_PIXELS))
             copy_unit(stages[slot_ahead][b] + in_cell + i * AT_ONCE * CELL, column + (i64)b * row_bytes, valid);
         }
       }
-      from += ROWS * (i64)row_bytes;
-      row_ahead += ROWS;
-      if (row_ahead >= end_ahead) {
-        item_ahead += gridDim.x;
-        aim();
-      }
     }
+    from += ROWS * (i64)row_bytes;
+    row_ahead += ROWS;
     cp_async_commit();
     slot_ahead = slot_ahead + 1 < STAGES ? slot_ahead + 1 : 0;
+  };
+  auto move_on = [&]() {  // to the next item, when all rows of this one are copied
+    if (item_ahead >= items || row_ahead < end_ahead) return;
+    item_ahead += gridDim.x;
+    aim();
   };
   aim();
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; ++i) {
     __syncthreads();
     fetch();
+    move_on();
   }
 
-  int slot = 0, turn = 0;
+  int slot = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Part p = part_of(item, groups, column_tiles, segment_rows, out_height);
-    turn ^= 1;
-    place<ROW_COPIES, STRIPS * PIXELS>(out_places[turn], p.n, batch, p.column, out_width, out_image_bytes, pixel);
+    if (threadIdx.x == 0) part = p;
+    place<ROW_COPIES, STRIPS * PIXELS>(out_places, p.n, batch, p.column, out_width, out_image_bytes, pixel);
     int row = first_row(p) + pad_height - AHEAD;  // of the output, the first that the next step completes
     char* to = (char*)y + 2 * channel + ((i64)p.n * out_height + row - ROWS) * out_row_bytes;  // of the step before
 
@@ -162,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       }
 #pragma unroll
       for (int c = 0; c < CH; ++c)
-        if (BIAS) total[c] += start[c];
+        if (BIAS) total[c] += start[warp * CH + c];
       return narrow(total);
     };
     // The finished rows of the step before to the output, whole sectors; `made` says which of those in shared memory.
@@ -171,21 +177,21 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
       int place[ROW_COPIES];
 #pragma unroll
       for (int i = 0; i < ROW_COPIES; ++i) {
-        place[i] = out_places[turn][pixel_of_copy + AT_ONCE * i];
+        place[i] = out_places[pixel_of_copy + AT_ONCE * i];
 #pragma unroll
         for (int b = 0; b < ROWS; ++b)
           if (within(i, ROW_PIXELS)) value[b][i] = *(const Words<COPY / 4>*)(done_rows[made][b] + out_cell + i * AT_ONCE * CELL);
       }
 #pragma unroll
       for (int b = 0; b < ROWS; ++b) {
-        const bool inside = copies && row - ROWS + b >= p.begin && row - ROWS + b < p.end;
+        const bool inside = copies && row - ROWS + b >= part.begin && row - ROWS + b < part.end;
 #pragma unroll
         for (int i = 0; i < ROW_COPIES; ++i)
           store_if(inside && place[i] >= 0, to + (unsigned int)place[i] + (i64)b * out_row_bytes, value[b][i]);
       }
     };
     int made = 0;  // this step's rows go to done_rows[made], those of the step before lie in the other
-    for (; row < p.end; row += ROWS) {
+    do {
       cp_async_wait<STAGES - 2>();
       __syncthreads();
       // The window's pixels of strips g and g + 8, and from pairs of them the fragments, a channel each.
@@ -199,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
             in[b][half][k] = *(const Chunk*)(stages[slot][b] + strip + half * next_strip + in_window(IN_STRIP(t, k)) * CELL);
       write_out(TURNS - 1 - made);
       to += ROWS * (i64)out_row_bytes;
-      fetch();  // into the stage that every warp has left before the barrier
+      fetch();  // into the stage that every warp has left before the barrier; without a branch, so that the products hide it
+      if (CH == 2) move_on();
       slot = slot + 1 < STAGES ? slot + 1 : 0;
       unsigned int probe[WORDS];  // stay zero while the finished rows are finite
 #pragma unroll
@@ -235,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 #pragma unroll
           for (int c = 0; c < CH; ++c) {
             value[c] = whole[c][i];
-            if (BIAS) value[c] += start[c];
+            if (BIAS) value[c] += start[warp * CH + c];
           }
           const Chunk ready = narrow(value);
 #pragma unroll
@@ -251,14 +258,17 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
 #pragma unroll 1
         for (int i = 0; i < 4 * ROWS; ++i) {
           const int m = g + i / 2 % 2 * 8, column = 2 * t + i % 2, b = i / 4;
-          const int n = p.n + m / STRIPS, oh = row + b, ow = p.column + m % STRIPS * PIXELS + column;
-          if (column < PIXELS && n < batch && ow < out_width && oh >= p.begin && oh < p.end && mine < vectors)
+          const int n = part.n + m / STRIPS, oh = row + b, ow = part.column + m % STRIPS * PIXELS + column;
+          if (column < PIXELS && n < batch && ow < out_width && oh >= part.begin && oh < part.end && mine < vectors)
             *(Chunk*)(done_rows[made][b] + finished + (m * PIXELS + column) * CELL) = exact(n, oh, ow);
         }
       }
+      if (CH > 2) move_on();
       made = TURNS - 1 - made;
-    }
+      row += ROWS;
+    } while (row < part.end);
     __syncthreads();
     write_out(TURNS - 1 - made);
+    __syncthreads();  // places and rows are read: the next item's may be written
   }
 }

@@ -341,9 +341,9 @@ def test_bands_end_at_any_row(emulated) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("row < p.end; row += ROWS", "row + 1 < p.end; row += ROWS"),
-        ("if (row_ahead >= end_ahead)", "if (row_ahead > end_ahead)"),
-        ("row - ROWS + b < p.end", "true"),
+        ("while (row < part.end)", "while (row + 1 < part.end)"),
+        ("row_ahead < end_ahead) return;", "row_ahead <= end_ahead) return;"),
+        ("row - ROWS + b < part.end", "true"),
         ("row_ahead + b < height", "true"),
     ],
     ids=["the odd row lost", "a step too many copied", "a row beyond a segment written", "a row below the image read"],

@@ -89,16 +89,17 @@ def shared(shape: Layout, block: Block, *, weight: bool) -> int:
     def copied(pixels: int) -> int:
         return -(-pixels // at_once) * at_once
 
-    places = 2 * 4 * (copied(row_pixels) + copied(out_pixels))
     if weight:  # an odd number of copies a pixel: pixels begin in different banks
-        return block.stages * (copied(row_pixels) + copied(out_pixels)) * block.copy * (units | 1) + places
+        pixels = copied(row_pixels) + copied(out_pixels)
+        return block.stages * pixels * block.copy * (units | 1) + 2 * 4 * pixels
 
     def planes(pixels: int) -> int:  # a plane for each copy of a pixel, which begin in different banks
         skew = BANK_BYTES // units // block.copy * block.copy
         return units * (-(-(pixels * block.copy - skew) // BANK_BYTES) * BANK_BYTES + skew)
 
     # Finished rows: a step's are written out while the next's are made.
-    return ROWS * (block.stages * planes(row_pixels) + 2 * planes(out_pixels)) + places
+    rows = ROWS * (block.stages * planes(row_pixels) + 2 * planes(out_pixels))
+    return rows + 4 * (2 * copied(row_pixels) + copied(out_pixels)) + 4 * block.tile + 16  # the bias, a Part
 
 
 def tile(channels: int, step: int, most: int) -> int:
