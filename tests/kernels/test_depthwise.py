@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulation.compiler import EmulationError
 from emulation.device import only_what_wins
-from emulation.planted import passes_with
+from emulation.planted import passes_with, planted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match
-from advisor.ops.depthwise import api, cases, reference, spec
+from advisor.ops.depthwise import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("depthwise")
 
@@ -291,7 +292,7 @@ FAULTS = {
         "depthwise k7 s1 bias",
         "bfloat16",
     ),
-    "an infinity spreads over its strip": ("if (probe != 0u)", "if (false)", "depthwise k7 s1 bias", "bfloat16"),
+    "an infinity spreads over its strip": ("if (found != 0u)", "if (false)", "depthwise k7 s1 bias", "bfloat16"),
     "a stage filled too early": ("cp_async_wait<STAGES - 2>();", "", "depthwise k7 s1 bias", "bfloat16"),
 }
 
@@ -302,6 +303,60 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.Monk
     found = [c for c in cases.VERIFICATION if c.name == name and c.dtype == dtype]
     case = max(found, key=lambda c: c.shape[-1])  # the tensor cores take wide rows
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
+
+
+BAND_PARTS = [(batch, height, sm_count) for batch, sm_count in ((1, 1), (1, 3), (9, 1)) for height in (1, 2, 5, 8, 9)]
+
+
+def _bands_agree(emulated, batch: int, height: int, sm_count: int) -> bool:
+    """Whether forward and data gradient on the tensor cores are right, without a segment's or an item's edge lost."""
+    emulated.use(sm_count=sm_count)
+    call = spec.call((batch, 10, height, 30), 7, 1, (3, 3), 1)
+    x, weight, bias = nhwc(batch, 10, height, 30).bfloat16(), torch.randn(10, 1, 7, 7), torch.randn(10)
+    rounded = weight.bfloat16().double()
+    y, _ = cuda.forward(x, weight, bias, call)
+    dx = cuda.backward_data(x, weight, call)
+    expected = F.conv2d(x.double(), rounded, bias.double(), padding=3, groups=10)
+    gradient = F.conv_transpose2d(x.double(), rounded, padding=3, groups=10)
+    return all(
+        torch.allclose(mine.double(), theirs, rtol=0.01, atol=0.01) for mine, theirs in ((y, expected), (dx, gradient))
+    )
+
+
+def test_bands_end_at_any_row(emulated) -> None:
+    """Steps take two rows: segments and images of odd and even many rows, and several items a block."""
+    kinds = set()
+    for batch, height, sm_count in BAND_PARTS:
+        call = spec.call((batch, 10, height, 30), 7, 1, (3, 3), 1)
+        assert spec.banded(call, "bfloat16", "forward")
+        shape = spec.band_geometry(call, spec.band(call, weight=False), sm_count)
+        kinds.add((shape.segment_rows % 2, shape.segments > 1, shape.items > shape.grid[0]))
+        assert _bands_agree(emulated, batch, height, sm_count), (batch, height, sm_count)
+    for odd in (0, 1):
+        assert (odd, True, False) in kinds
+        assert (odd, False, True) in kinds
+    assert emulated.launches["depthwise_band"] == 2 * len(BAND_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("while (row < part.end)", "while (row + 1 < part.end)"),
+        ("row_ahead < end_ahead) return;", "row_ahead <= end_ahead) return;"),
+        ("row - ROWS + b < part.end", "true"),
+        ("row_ahead + b < height", "true"),
+    ],
+    ids=["the odd row lost", "a step too many copied", "a row beyond a segment written", "a row below the image read"],
+)
+def test_a_band_that_ends_at_a_wrong_row_is_found(
+    emulated, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
+    with planted(monkeypatch, before, after):
+        try:
+            right = all(_bands_agree(emulated, *part) for part in BAND_PARTS)
+        except EmulationError:
+            right = False
+    assert not right
 
 
 class Net(nn.Module):

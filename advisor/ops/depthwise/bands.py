@@ -8,6 +8,8 @@ STRIPS = 16  # rows of one matrix product
 MOST_PIXELS = 8  # columns of it
 MOST_WINDOW = 16  # its depth
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+BANK_BYTES = 128  # of all banks of shared memory, one after the other
+ROWS = 2  # of pixels that depthwise_band.cu takes a step, and has in a stage
 SM_SHARED_BYTES = 227 * 1024  # what an SM has for its blocks on sm_90; 163 KiB on sm_80
 COPY_COST = 6  # a copied pixel, in columns of a product: what neighbours in a row share is copied once
 
@@ -61,7 +63,7 @@ def layout(*, batch: int, width: int, out_width: int, kernel: int, pad: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block is compiled for: `tile` channels, `channels` of them a warp, rows of pixels `stages` ahead.
+    """What a block is compiled for: `tile` channels, `channels` of them a warp, pixels `stages` steps ahead.
 
     A thread copies `copy` bytes at once.
     """
@@ -81,17 +83,23 @@ class Block:
 def shared(shape: Layout, block: Block, *, weight: bool) -> int:
     """Bytes of shared memory of a block."""
     at_once = 16 * block.copy // block.channels
+    units = 2 * block.tile // block.copy  # copies that make a pixel
+    row_pixels, out_pixels = STRIPS // shape.strips * shape.piece, STRIPS * shape.pixels
 
     def copied(pixels: int) -> int:
         return -(-pixels // at_once) * at_once
 
-    row = copied(STRIPS // shape.strips * shape.piece)
-    out = copied(STRIPS * shape.pixels)
-    done = 2 * out  # finished rows, of which one is written out while the next is made
-    pixels = block.stages * (row + out) if weight else block.stages * row + done
-    places = 2 * 4 * (row + out)
-    pixel = block.copy * (2 * block.tile // block.copy | 1)  # an odd number of copies: pixels begin in different banks
-    return pixels * pixel + places
+    if weight:  # an odd number of copies a pixel: pixels begin in different banks
+        pixels = copied(row_pixels) + copied(out_pixels)
+        return block.stages * pixels * block.copy * (units | 1) + 2 * 4 * pixels
+
+    def planes(pixels: int) -> int:  # a plane for each copy of a pixel, which begin in different banks
+        skew = BANK_BYTES // units // block.copy * block.copy
+        return units * (-(-(pixels * block.copy - skew) // BANK_BYTES) * BANK_BYTES + skew)
+
+    # Finished rows: a step's are written out while the next's are made.
+    rows = ROWS * (block.stages * planes(row_pixels) + 2 * planes(out_pixels))
+    return rows + 4 * (2 * copied(row_pixels) + copied(out_pixels)) + 4 * block.tile + 16  # the bias, a Part
 
 
 def tile(channels: int, step: int, most: int) -> int:

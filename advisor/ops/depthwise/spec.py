@@ -51,7 +51,7 @@ BAND_CHANNELS = 4  # of a warp of theirs, where they divide the call's; else 2
 BAND_COPIED = (
     2  # a thread copies this many times the channels of a warp at once: fewer instructions, more bank conflicts
 )
-BAND_STAGES = 4  # rows of pixels that they copy ahead
+BAND_STAGES = 4  # steps that they copy ahead: of a row in BAND_WEIGHT, of bands.ROWS rows in BAND
 ALIGNMENT = 16  # bytes: what a thread copies at once, at most
 TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (2, 4), "BAND_COPIED": (1, 2)}
 # Elements of one image's row of pixels must fit 32-bit byte offsets with room for a window.
