@@ -24,8 +24,12 @@ START_S = 5.0
 TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
 # First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
-# What the first step takes longer with these from the start: cuDNN tried its algorithms for 22 to 31 s in five nets on an H200.
-TUNING_S = {"cudnn_benchmark": 25.0}
+# What the first step takes longer with these from the start, in steps of the plain script: cuDNN tried its algorithms for 22 to 31 s in
+# five nets on an H200 whose steps took 90 to 160 ms.
+TUNING_STEPS = {"cudnn_benchmark": 200.0}
+STEP_UNTIMED_S = 0.125
+# A change on top of the stack goes before the stack without each of its items where it takes this share of the time left, or less.
+CHEAP_SHARE = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +81,14 @@ class Budget:
         """When, beginning now, the stack is no longer run without one of its items."""
         return min(self.until, time.time() + LEFT_OUT_SHARE * self.whole_s)
 
-    def allows_on_top(self, transform: str, runs: int, run_s: float) -> bool:
-        """Whether so many fresh runs may begin now with this on top of the stack, when the stack alone takes `run_s`."""
-        return time.time() + runs * (run_s + TUNING_S.get(transform, 0.0)) <= self.until
+    def allows_on_top(self, transform: str, runs: int, run_s: float, *, share: float = 1.0) -> bool:
+        """Whether so many fresh runs with this on top of the stack end within this share of the time left.
+
+        Args:
+            run_s: what one of the stack alone takes.
+        """
+        tuning_s = TUNING_STEPS.get(transform, 0.0) * (self.step_s or STEP_UNTIMED_S)
+        return runs * (run_s + tuning_s) <= share * (self.until - time.time())
 
     def too_short_for(self, transform: str) -> str:
         """Why a trial of this transform would be cut off before its first step; "" where nothing is known against it."""

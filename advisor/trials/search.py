@@ -22,7 +22,7 @@ from advisor.core.verdict import TrialLog
 from advisor.profiling import launcher
 from advisor.profiling.launcher import ScriptCommand
 from advisor.trials import planfile, planner, records, spent
-from advisor.trials.budget import Budget
+from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.files import owners, restore
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.processes import SearchProcesses
@@ -97,6 +97,7 @@ def apply_search(
         trial = StackTrial(script, runs, budget, min_gain, processes.restarted)
         proved = trial.prove()
         if proved is not None:
+            proved = trial.add_on_top(proved, processes.on_top, share=CHEAP_SHARE)
             proved = trial.leave_one_out(proved)
             proved = trial.add_on_top(proved, processes.on_top)
     except KeyboardInterrupt:

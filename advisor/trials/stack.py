@@ -1,7 +1,8 @@
 """The stack: all kept changes together, in fresh processes, against the plain script.
 
 First the whole is proved; what does not hold there is not kept. Then it runs without each of its items while time is left: one
-that it is as fast without is dropped. What was left for last is tried on top of what remains.
+that it is as fast without is dropped. What was left for last is tried on top of the whole: before that where it takes little of the
+time left, since it may gain where the other explains, else behind it.
 """
 
 from __future__ import annotations
@@ -91,18 +92,22 @@ class StackTrial:
             verdict = self._judge(runs.plain, runs.stack, kept)
         return Proof(verdict=verdict, plain=tuple(runs.plain), stack=tuple(runs.stack))
 
-    def add_on_top(self, proved: Proof, candidates: Sequence[Recommendation]) -> Proof:
+    def add_on_top(self, proved: Proof, candidates: Sequence[Recommendation], *, share: float = 1.0) -> Proof:
         """Try what waits for the stack on top of it: runs with it beside the stack's own, with the same seeds.
 
         Kept where they are certainly faster by `min_gain` and train as the plain script does; then they are the stack's runs.
+
+        Args:
+            share: of the time left; what would take more is passed over.
         """
         script = self.script
         for candidate in records.untried(script.run_dir, candidates):
             if script.over or not proved.holds:
                 break
             kept, title = records.kept_items(script.run_dir), planner.title(candidate.transform)
-            if not self.budget.allows_on_top(candidate.transform, len(TURNS), self.runs.last_s):
-                script.notes.append(f"no time was left to try {title} on top of what is kept")
+            if not self.budget.allows_on_top(candidate.transform, len(TURNS), self.runs.last_s, share=share):
+                if share == 1.0:
+                    script.notes.append(f"no time was left to try {title} on top of what is kept")
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
             script.say(f"what is kept with {title}, in fresh processes")

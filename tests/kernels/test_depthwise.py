@@ -175,7 +175,9 @@ def test_what_is_not_measured_is_not_dispatched(emulated) -> None:
     [
         (3, 1, 56, "bfloat16", ""),
         (5, 2, 56, "bfloat16", ""),
-        (7, 1, 28, "bfloat16", "weight"),
+        (7, 1, 28, "bfloat16", "forward data weight"),
+        (7, 1, 14, "bfloat16", "forward data weight"),
+        (7, 1, 7, "bfloat16", "weight"),
         (7, 1, 56, "float16", "forward data weight"),
         (7, 1, 56, "float32", ""),
         (7, 2, 56, "bfloat16", ""),

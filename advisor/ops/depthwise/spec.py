@@ -48,12 +48,14 @@ REGISTERS = 65536  # of an SM
 BAND_TAPS = 7  # whose windows of 8 outputs are at most 16 pixels
 BAND_TILE = 16  # channels of a block of the tensor-core kernels: a 32-byte sector of a pixel
 BAND_CHANNELS = 4  # of a warp of theirs, where they divide the call's; else 2
-BAND_COPIED = (
-    2  # a thread copies this many times the channels of a warp at once: fewer instructions, more bank conflicts
-)
+BAND_COPIED = 2  # a thread copies this many times a warp's channels at once: fewer instructions, more bank conflicts
+# Output columns beyond which a thread of BAND copies one warp's channels at once (bf16, batch 256, on an H200 in one run, forward and data
+# gradient: 0.132 and 0.129 against 0.143 and 0.147 ms at 96 x 56 x 56; 0.078 against 0.074 at 192 x 28 x 28, 0.048 against 0.043
+# at 384 x 14 x 14).
+BAND_WIDE = 28
 BAND_STAGES = 4  # steps that they copy ahead: of a row in BAND_WEIGHT, of bands.ROWS rows in BAND
 ALIGNMENT = 16  # bytes: what a thread copies at once, at most
-TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (2, 4), "BAND_COPIED": (1, 2)}
+TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (2, 4), "BAND_WIDE": (7, 28, 56)}
 # Elements of one image's row of pixels must fit 32-bit byte offsets with room for a window.
 MAX_WINDOW_BYTES = 2**31 - 1
 
@@ -388,10 +390,10 @@ def banded(call: Call, dtype: str, kind: str) -> bool:
     """Whether the tensor-core kernels take the "forward", "data" or "weight" pass of this call; else the fp32 FMA kernels do.
 
     The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/decisions/0009): 7 taps at stride 1, the
-    weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 28 (0.177 against 0.219;
-    at 192 x 28 x 28 0.104 against 0.092).
+    weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 7 (0.132 against 0.219;
+    at 384 x 14 x 14 0.043 against 0.050).
     """
-    return bandable(call, dtype) and (kind == "weight" or call.out_width > 28)
+    return bandable(call, dtype) and (kind == "weight" or call.out_width > 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +414,8 @@ def band(call: Call, *, weight: bool) -> Band:
         batch=call.batch, width=call.width, out_width=call.out_width, kernel=call.kernel, pad=call.padding[1]
     )
     group = BAND_CHANNELS if call.channels % BAND_CHANNELS == 0 else 2
-    copy = next(size for size in (16, 8, 4) if size <= 2 * group * BAND_COPIED and 2 * call.channels % size == 0)
+    copied = 1 if not weight and call.out_width > BAND_WIDE else BAND_COPIED
+    copy = next(size for size in (16, 8, 4) if size <= 2 * group * copied and 2 * call.channels % size == 0)
     copy = max(copy, 2 * group)
     for most, fewest in ((BAND_TILE, 3), (24, 3), (16, 3), (16, 2), (8, 2)):
         tile = bands.tile(call.channels, copy // 2, min(most, BAND_TILE))
@@ -529,7 +532,7 @@ def _band_variants(source: str) -> tuple[dict[str, int], ...]:
     """Of the tensor-core kernels, for the calls that they take: each cut of rows that networks have, fp16 once."""
     found = []
     for channels in (58, 96, 72):
-        for side, dtype in ((112, "bfloat16"), (56, "bfloat16"), (7, "bfloat16"), (28, "float16")):
+        for side, dtype in ((112, "bfloat16"), (56, "bfloat16"), (14, "bfloat16"), (7, "bfloat16"), (28, "float16")):
             sized = call((64, channels, side, side), BAND_TAPS, 1, (BAND_TAPS // 2,) * 2, 1)
             for kind in ("weight",) if source == BAND_WEIGHT else ("forward", "data"):
                 if banded(sized, dtype, kind):

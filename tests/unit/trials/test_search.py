@@ -587,6 +587,7 @@ def on_top(script, with_it, **more):
 
 
 def test_a_small_change_for_fresh_processes_is_tried_on_top_of_the_stack(script):
+    script.step_us[("cudnn_benchmark",)] = 900.0
     log, plan, code, verdicts = on_top(script, 450.0)
     arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
     assert arms[4:6] == [BOTH, BOTH]  # beside the stack's own four
@@ -599,12 +600,14 @@ def test_a_small_change_for_fresh_processes_is_tried_on_top_of_the_stack(script)
     assert log.stack.passed
     assert log.stack.speedup == pytest.approx(1000 / 450, rel=0.02)
     assert verdicts["cudnn_benchmark"].left_out_gain == verdicts["cudnn_benchmark"].gain
-    assert arms[6:] == []
+    assert arms[6:] == [("cudnn_benchmark",)]  # and then the whole without its other item
+    assert verdicts["tf32"].left_out_gain.low > 0.45
     assert [i.transform for i in plan.items if i.status == "kept"] == list(BOTH)
     assert code == 0
 
 
-def test_what_comes_on_top_waits_until_the_stack_has_run_without_each_of_its_items(script):
+def test_what_takes_long_on_top_waits_until_the_stack_has_run_without_each_of_its_items(script, monkeypatch):
+    monkeypatch.setattr(search, "CHEAP_SHARE", 0.0)
     script.verdicts = {"tf32": "kept", "compile": "kept"}
     script.step_us |= {("tf32",): 700.0, ("compile",): 700.0, ("tf32", "compile"): 500.0}
     script.step_us[("tf32", "compile", "cudnn_benchmark")] = 500.0
@@ -647,9 +650,10 @@ def test_on_top_of_nothing_it_has_pairs_of_its_own(script):
     assert log.stack.passed
 
 
-def test_what_tunes_in_its_first_step_needs_the_time_for_it(script):
+def test_what_tunes_in_its_first_step_needs_the_time_for_it(script, monkeypatch):
     """Two runs fit into the time left, but not with what cuDNN takes to try its algorithms in each."""
-    log, _, _, verdicts = on_top(script, 450.0, max_time_s=2 * budget.TUNING_S["cudnn_benchmark"])
+    monkeypatch.setitem(budget.TUNING_STEPS, "cudnn_benchmark", 25_000.0)  # 25 s
+    log, _, _, verdicts = on_top(script, 450.0, max_time_s=50.0)
     assert verdicts["cudnn_benchmark"].status == "skipped"
     assert any("on top of what is kept" in note for note in log.notes)
 
