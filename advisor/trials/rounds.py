@@ -213,8 +213,8 @@ def candidates(
         for r in recommended
         if planner.identity(r) not in before and r.transform not in kept and planner.promises(r, min_gain)
     ]
-    asked_again = {planner.identity(r): r for r in recommended}
-    latest = {planner.identity(r): r for r in known}
+    asked_again = {planner.identity(r): dataclasses.replace(r, round=number) for r in recommended}
+    latest = {planner.identity(r): asked_again.get(planner.identity(r), r) for r in known}
     again = []
     for candidate in (*waiting, *planner.second_look(verdicts, tuple(latest.values()), _step_us(profile))):
         found = asked_again.get(planner.identity(candidate))

@@ -36,6 +36,21 @@ def test_nothing_kept_later_means_nothing_new() -> None:
     assert again(SLOW) == []
 
 
+def test_what_a_later_profile_expects_much_of_is_tried_once_more() -> None:
+    """Something else bound the step at its trial, and graphs were kept before it."""
+    much = Recommendation(transform="amp_bf16", predicted=Interval(low=-0.1, high=0.5), round=2)
+    little = dataclasses.replace(much, predicted=Interval(low=-0.1, high=0.35))
+    known = dataclasses.replace(much, round=1)  # the prediction that it was tried on
+    tried = dataclasses.replace(SLOW, predicted=Interval(low=-0.1, high=0.25))
+    bad = dataclasses.replace(tried, numerics=Check(passed=False, detail=""))
+
+    def asked(candidate: Recommendation, *verdicts: Verdict) -> int:
+        return len(planner.second_look([GRAPHS, *verdicts], [candidate]))
+
+    assert asked(much, tried) == 1
+    assert asked(little, tried) == asked(known, tried) == asked(much, bad) == asked(much, tried, tried) == 0
+
+
 def test_wrong_ineffective_or_slow_to_switch_on_is_not_tried_again() -> None:
     bad = Check(passed=False, detail="")
     for change in ({"numerics": bad}, {"effect": bad}, {"timing": None}, {"first_step_us": 40e6}, {"status": "failed"}):
