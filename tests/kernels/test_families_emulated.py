@@ -9,8 +9,8 @@ from advisor.ops.family import Case, Family
 
 
 def _is_a_twin(family: Family, case: Case) -> bool:
-    """Whether the same case runs in bf16, where two conversions are all that differs; a family's first in fp16 is none."""
-    alike = [c for c in family.verification if (c.name, c.shape, c.dtype) == (case.name, case.shape, "bfloat16")]
+    """Whether the case runs in bf16, of whatever shape: two conversions are all that differs. A family's first in fp16 is none."""
+    alike = [c for c in family.verification if (c.name, c.dtype) == (case.name, "bfloat16")]
     first = next((c for c in family.verification if c.dtype == "float16"), None)
     return case.dtype == "float16" and case is not first and bool(alike)
 
