@@ -244,6 +244,7 @@ def timed(
 
 def peaks(case: Case, function: Callable[..., Any]) -> dict[str, int]:
     """Pass → most bytes allocated in it beyond inputs, and in the backward beyond what comes from above too."""
+    gc.collect()  # what an earlier case left in a cycle would be freed in a pass, and be taken for less memory of this one's
     own = case.inputs(verify.seeded(DEVICE, 0), case.shape[0])
     leaves = [a for a in own if isinstance(a, torch.Tensor) and a.requires_grad]
     found: dict[str, int] = {}

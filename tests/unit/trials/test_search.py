@@ -637,6 +637,11 @@ def test_on_top_nothing_is_kept_that_gains_nothing_or_trains_otherwise(script, t
     measured = [s for s in slower.launches if s.mode == "measure"]
     assert sum(tuple(i.transform for i in s.kept) == BOTH for s in measured) == 1  # the first run told
 
+    disturbed = Script(tmp_path / "disturbed")  # by as much it is hardly the change's doing: a second run
+    assert on_top(disturbed, 600.0)[3]["cudnn_benchmark"].status == "reverted"
+    measured = [s for s in disturbed.launches if s.mode == "measure"]
+    assert sum(tuple(i.transform for i in s.kept) == BOTH for s in measured) == 2
+
     failing = Script(tmp_path / "failing")
     assert on_top(failing, None)[3]["cudnn_benchmark"].status == "failed"
 
