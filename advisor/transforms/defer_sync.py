@@ -1,7 +1,7 @@
 """Read scalars from the GPU without waiting for it.
 
 `running_loss += loss.item()` makes the host wait in each step until the GPU has caught up, and the GPU then waits for the host.
-Here the scalar is copied to pinned memory behind the step, and a number to come (`deferred`) takes its place until it is printed,
+Here a kernel writes the scalar into pinned memory behind the step, and a number to come (`deferred`) takes its place until it is printed,
 compared or otherwise needed; then the host waits for what is left. The numbers are bit-equal.
 
 Only at call sites whose source proves that the value cannot leave as anything but a plain number (`scalar_flow`): accumulated in
