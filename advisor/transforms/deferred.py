@@ -64,7 +64,7 @@ class HostWrite:
     """A one-element tensor on its way to the host, behind the work that is queued on the current stream.
 
     A kernel writes it into the host's memory. A copy would hold up the kernels before and behind it for 12 to 14 us on an H200, and
-    a copy on a stream of its own costs the host four calls more (decision 0031).
+    a copy on a stream of its own costs the host four calls more (decisions 0031 and 0032).
     """
 
     __slots__ = ("_place", "_places")
@@ -97,7 +97,7 @@ class HostWrite:
 class Deferred:
     """A Python number to come. Made by `defer`, and by arithmetic on a lazy line."""
 
-    __slots__ = ("__weakref__", "_copy", "_depth", "_kind", "_left", "_operator", "_right", "_value")
+    __slots__ = ("__weakref__", "_depth", "_kind", "_left", "_operator", "_right", "_value", "_write")
 
     lazy: ClassVar[set[tuple[CodeType, int]]] = set()
     """Lines, by code object and number, whose arithmetic stays deferred."""
@@ -105,9 +105,11 @@ class Deferred:
     __array_ufunc__ = None  # NumPy arrays leave the operator to us
     __array_priority__ = 1000.0
 
-    def __init__(self, kind: type, copy: Any = None, function: Any = None, left: Any = None, right: Any = None) -> None:
+    def __init__(
+        self, kind: type, write: Any = None, function: Any = None, left: Any = None, right: Any = None
+    ) -> None:
         self._kind = kind
-        self._copy, self._operator, self._left, self._right = copy, function, left, right
+        self._write, self._operator, self._left, self._right = write, function, left, right
         self._value: Any = None
         self._depth: int = 1 + max((side._depth for side in (left, right) if type(side) is Deferred), default=0)
 
@@ -121,16 +123,16 @@ class Deferred:
         raise TypeError("the type of a number cannot be changed")
 
     def _settled(self) -> bool:
-        return self._copy is None and self._operator is None
+        return self._write is None and self._operator is None
 
     def _settle(self, wait: bool) -> bool:
         """Work out the value if that needs no waiting, or with `wait` in any case. Says whether it is known now."""
         if self._settled():
             return True
-        if self._copy is not None:
-            if not wait and not self._copy.done():
+        if self._write is not None:
+            if not wait and not self._write.done():
                 return False
-            self._value, self._copy = self._copy.value(), None
+            self._value, self._write = self._write.value(), None
             return True
         sides = [side for side in (self._left, self._right) if type(side) is Deferred]
         if not all(side._settle(wait) for side in sides):
@@ -228,7 +230,7 @@ def defer(tensor: torch.Tensor) -> Deferred | None:
     kind = _KINDS.get(tensor.dtype)
     if kind is None or tensor.numel() != 1:
         return None
-    return Deferred(kind, copy=HostWrite(tensor))
+    return Deferred(kind, write=HostWrite(tensor))
 
 
 def plain(value: Any) -> Any:
