@@ -315,12 +315,21 @@ def test_convolutions_before_norms_of_ours_are_found_and_train_as_before(
     report = reports["pointwise"]
     assert report.matched == ({"expand": "1x1 16->32"} if with_norms else {})
     assert len(asked) == with_norms
-    alone = "no batch norm behind it takes the moments of its result"
+    alone = "no batch norm of ours behind it"
     expected = {"biased": "has a bias", "strided": "stride 2 x 2", "bare": alone}
     assert report.unmatched == (expected if with_norms else {**expected, "expand": alone})
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert float((mine.grad - other.grad).norm() / (other.grad.norm() + 1e-3)) < 0.1
+
+
+def test_before_a_norm_of_one_launch_it_stays_pytorchs() -> None:
+    reports = {name: match.MatchReport() for name in ("pointwise", "batchnorm_act")}
+    net = nn.Sequential(nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32))
+    torch._dynamo.reset()
+    with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(net.train().forward, backend=match.backend(reports, mode=None))(nhwc(2, 16, 4, 4))
+    assert "one launch reads the tensor once" in reports["pointwise"].unmatched["0"]
 
 
 def test_its_weights_are_cast_with_all_others() -> None:

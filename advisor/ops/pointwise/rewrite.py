@@ -39,18 +39,16 @@ def _pointwise(node: fx.Node) -> match.Conv2d | str:
         return f"dtype {dtype}"
     if match.changed_in_place(node):
         return "its result is changed in place"
-    if not any(_takes_moments(user, node, math.prod(shape) * result.itemsize) for user in node.users):
-        return "no batch norm behind it takes the moments of its result"
+    norms = [user for user in node.users if user.target is batchnorm_act.batchnorm_act and user.args[0] is node]
+    if not norms:
+        return "no batch norm of ours behind it"
+    nbytes = math.prod(shape) * result.itemsize
+    useless = [batchnorm_spec.takes_moments(nbytes, norm.args[1] is not None) for norm in norms]
+    if all(useless):
+        return f"the norm behind it has no use for its result's moments: {useless[0]}"
     n, _, h, w = shape
     wins = spec.wins(dtype=dtype, rows=n * h * w, in_channels=call.channels, out_channels=shape[1])
     return dispatch.refusal("", wins) or call
-
-
-def _takes_moments(user: fx.Node, node: fx.Node, nbytes: int) -> bool:
-    """Whether `user` is a batch norm of ours over the node's value with a use for its moments."""
-    if user.target is not batchnorm_act.batchnorm_act or user.args[0] is not node:
-        return False
-    return not batchnorm_spec.takes_moments(nbytes, user.args[1] is not None)
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
