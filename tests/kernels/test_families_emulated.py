@@ -7,12 +7,15 @@ import pytest
 from advisor.ops import catalog, verify
 from advisor.ops.family import Case, Family
 
+KEPT = 2  # of each family and dtype, whatever bf16 shows
+
 
 def _is_a_twin(family: Family, case: Case) -> bool:
-    """Whether the case runs in bf16, of whatever shape: two conversions are all that differs. A family's first in fp16 is none."""
-    alike = [c for c in family.verification if (c.name, c.dtype) == (case.name, "bfloat16")]
-    first = next((c for c in family.verification if c.dtype == "float16"), None)
-    return case.dtype == "float16" and case is not first and bool(alike)
+    """Whether the case runs in bf16 too, of whatever shape: conversions and the width of a vector are what differs. The first of each
+    dtype that a family has are none."""
+    in_bf16 = {c.name for c in family.verification if c.dtype == "bfloat16"}
+    first = [c for c in family.verification if c.dtype == case.dtype][:KEPT]
+    return case.dtype != "bfloat16" and case not in first and case.name in in_bf16
 
 
 CASES = [
