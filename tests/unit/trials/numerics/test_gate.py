@@ -448,7 +448,7 @@ def test_a_plain_step_with_nan_says_so():
     assert loop.judge(same).passed is None
 
 
-@pytest.mark.parametrize("slow", [[0.2], [0.0, 0.0, 0.0, 0.2], [0.1, 0.0, 0.0, 0.1]])
+@pytest.mark.parametrize("slow", [[1.0], [0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.5]])
 def test_replays_tell_what_switching_on_costs(loop, slow):
     """In the first of them, as a compiler, or in a later one, as a graph's capture."""
     import time
@@ -466,7 +466,7 @@ def test_replays_tell_what_switching_on_costs(loop, slow):
         loop.net.__dict__["forward"] = compiling(type(loop.net).forward.__get__(loop.net))
 
     result = loop.gate.judge(on, lambda: None, Semantics.REASSOCIATED)
-    assert 150_000 < result.first_us < 400_000
+    assert 750_000 < result.first_us < 1_750_000  # counted once, on a machine that others use too
 
 
 EDGE = 3e4  # in roundings of the products: a few of the 2048 activations are as near to zero as one
