@@ -206,6 +206,7 @@ def candidates(
     `planner.second_look` says so. What is predicted to stay below `min_gain` is left out; predictions are for `profile`'s
     step, and None without a profile. `waiting` has had no turn yet and is judged by its prediction for this step as well.
     """
+    recommended = [dataclasses.replace(r, round=number) for r in recommended]
     before = {planner.identity(item) for item in known}
     kept = {v.transform for v in verdicts if v.status == KEPT}
     new = [
@@ -213,17 +214,17 @@ def candidates(
         for r in recommended
         if planner.identity(r) not in before and r.transform not in kept and planner.promises(r, min_gain)
     ]
-    asked_again = {planner.identity(r): dataclasses.replace(r, round=number) for r in recommended}
+    asked_again = {planner.identity(r): r for r in recommended}
     latest = {planner.identity(r): asked_again.get(planner.identity(r), r) for r in known}
     again = []
     for candidate in (*waiting, *planner.second_look(verdicts, tuple(latest.values()), _step_us(profile))):
         found = asked_again.get(planner.identity(candidate))
         if found is None:
             predicted = predict(profile, candidate.transform, candidate.parameters) if profile is not None else None
-            found = dataclasses.replace(candidate, predicted=predicted)
+            found = dataclasses.replace(candidate, predicted=predicted, round=number)
         if planner.promises(found, min_gain):
             again.append(found)
-    return tuple(dataclasses.replace(r, round=number) for r in planner.order([*new, *again], profile))
+    return planner.order([*new, *again], profile)
 
 
 def _step_us(profile: StepProfile | None) -> float:

@@ -390,8 +390,8 @@ def banded(call: Call, dtype: str, kind: str) -> bool:
     """Whether the tensor-core kernels take the "forward", "data" or "weight" pass of this call; else the fp32 FMA kernels do.
 
     The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/decisions/0009): 7 taps at stride 1, the
-    weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 7 (0.132 against 0.219;
-    at 384 x 14 x 14 0.043 against 0.050).
+    weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 7 (of the kernel of one row
+    a step, each from one run: this one takes 0.75 there and 0.84 at 384 x 14 x 14, the ring 1.24 and 0.98).
     """
     return bandable(call, dtype) and (kind == "weight" or call.out_width > 7)
 

@@ -39,7 +39,7 @@ def images() -> torch.Tensor:
     return torch.randn(BATCH, CHANNELS, SIZE, SIZE)
 
 
-def test_a_training_is_bit_equal_and_makes_no_detour(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_is_bit_equal_and_makes_no_detour(loop: Loop) -> None:
     plain = make_loop(model=lambda: Wrapper(ConvNet()))
     before = loop.model.scatters
     undo = SingleDevice().apply(loop.training, {})
@@ -85,10 +85,8 @@ class Anything(nn.Module):
     ],
 )
 def test_what_the_wrapper_would_bring_over_or_copy_goes_its_way(
-    call: Callable[[nn.Module], Any], detours: int, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, call: Callable[[nn.Module], Any], detours: int
 ) -> None:
-    monkeypatch.setattr(torch.nn, "DataParallel", Wrapper)
-    loop = make_loop(model=lambda: Wrapper(ConvNet()))
     loop.model = loop.training.roots[0].module = Wrapper(Anything())
     SingleDevice().apply(loop.training, {})
     call(loop.model)
