@@ -261,6 +261,7 @@ def test_numbers_are_equal_and_nothing_waits() -> None:
     assert fingerprint(loop) == before
     assert not Deferred.lazy - {(code, 1) for code in CODES.values()}
     assert "__getattribute__" not in vars(AverageMeter)
+    assert not defer_sync._lines
 
 
 @pytest.mark.parametrize("arrived", [False, True])
@@ -313,6 +314,21 @@ def test_only_the_gpu_and_only_with_an_effect(profile) -> None:
     waiting = replace(profile(), syncs=(Site(source="a:1", what="item", calls=1, time_us=5),))
     assert DeferSync().effect(loop.training, waiting, profile()).passed
     assert DeferSync().effect(loop.training, waiting, waiting).passed is False
+
+
+def test_a_step_that_prints_is_judged_by_the_lines_that_defer(profile, monkeypatch) -> None:
+    from dataclasses import replace
+
+    def waits(**calls: float):
+        return replace(
+            profile(), syncs=tuple(Site(source=s, what="item", calls=n, time_us=5) for s, n in calls.items())
+        )
+
+    loop = make_loop(steps=0)
+    monkeypatch.setitem(defer_sync._counts, "deferred", 4)
+    monkeypatch.setattr(defer_sync, "_lines", {"deferred"})
+    assert DeferSync().effect(loop.training, waits(deferred=1), waits(printed=4)).passed
+    assert DeferSync().effect(loop.training, waits(deferred=1, printed=4), waits(deferred=1)).passed is False
 
 
 def test_match_lists_sites_and_reasons() -> None:
