@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from advisor.core.profile import Spread
 from advisor.profiling.training import StepEvent
@@ -45,6 +48,31 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
     if len(events) != len(wall):
         events = []  # the device became known in between: two kinds of time do not mix
     return StepTimes(wall_us=tuple(wall), event_us=tuple(events), positions=tuple(positions), excluded=dict(excluded))
+
+
+def mark(device: torch.device) -> StepEvent:
+    """A boundary here and now, between steps: where the device is idle, its clock and the host's meet there."""
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+    return StepEvent(index=-1, host_ns=time.perf_counter_ns(), event=event, clean=False)
+
+
+def lags_us(idle: StepEvent, boundaries: Sequence[StepEvent]) -> tuple[float, ...]:
+    """How far the device was behind the host at each clean boundary, µs: about 0 where it had done all it was given.
+
+    Waits for the device. Empty without CUDA events.
+
+    Args:
+        idle: a mark before these, made while the device had nothing to do.
+    """
+    found = []
+    for boundary in boundaries:
+        if boundary.clean and boundary.event is not None and idle.event is not None:
+            boundary.event.synchronize()
+            found.append(idle.event.elapsed_time(boundary.event) * 1e3 - (boundary.host_ns - idle.host_ns) / 1e3)
+    return tuple(found)
 
 
 def spread(values: Sequence[float]) -> Spread | None:

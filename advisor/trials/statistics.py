@@ -154,7 +154,9 @@ def decide(
             told = f"no gain above {_share(min_gain)} between any two blocks: {told}"
             return Decision(REVERTED, Interval(low=min(gain.low, apart), high=apart, basis=gain.basis), point, told)
         told = f"{_share(point)} of the step saved ({_share(apart)} or more between any two blocks of {many} pairs)"
-        gain = Interval(low=apart, high=gain.high, basis=f"{many} ABBA pairs, slowest block with against fastest without")
+        gain = Interval(
+            low=apart, high=gain.high, basis=f"{many} ABBA pairs, slowest block with against fastest without"
+        )
         if many >= usable[0]:
             return Decision(KEPT, gain, point, told)
     hidden = f"noise hides whether it gains {_share(min_gain)}: {told}"

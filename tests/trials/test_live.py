@@ -17,6 +17,7 @@ from advisor.trials import planner, records
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.driver import SearchDriver, name_native_faults
+from advisor.trials.live.times import Arm
 from advisor.trials.measure import MOST_FACTOR, MeasureDriver
 from advisor.trials.numerics.gate import Gate, GateResult
 from advisor.trials.statistics import Decision
@@ -252,6 +253,28 @@ def test_without_graphs_a_postponed_trial_goes_on_where_it_stood(tmp_path, monke
     assert verdicts["amp_bf16"].status in ("kept", "inconclusive")
     assert verdicts["amp_bf16"].numerics.passed
     assert len(verdicts["amp_bf16"].blocks.off_us) >= 6
+
+
+def test_half_precision_waits_untried_where_the_host_bounds_the_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(Arm, "host_bound", property(lambda arm: True))
+    verdicts, _ = search(tmp_path, "quicker", "amp_bf16", "cuda_graphs")
+    assert told(tmp_path, "trial", "postponed") == [
+        ("trial", "quicker", 0),
+        ("postponed", "amp_bf16", None),
+        ("trial", "cuda_graphs", 0),
+        ("trial", "amp_bf16", 0),
+    ]
+    assert verdicts["amp_bf16"].status == "kept"
+
+
+@pytest.mark.parametrize("host_bound", [True, False])
+def test_what_the_host_made_slower_is_measured_again_behind_graphs(tmp_path, monkeypatch, host_bound):
+    monkeypatch.setattr(Arm, "host_bound", property(lambda arm: host_bound))
+    decided(monkeypatch, amp_bf16=Decision("reverted", Interval(low=-0.2, high=-0.08), -0.14, "slower"))
+    verdicts, _ = search(tmp_path, "amp_bf16", "cuda_graphs")
+    turns = [("trial", "amp_bf16", 0), ("trial", "cuda_graphs", 0)]
+    assert told(tmp_path, "trial") == (turns + turns[:1] if host_bound else turns)
+    assert verdicts["amp_bf16"].status == "reverted"
 
 
 @pytest.mark.parametrize(

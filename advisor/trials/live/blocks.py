@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from advisor.profiling.timing import step_times
+from advisor.profiling.timing import lags_us, mark, step_times
 from advisor.profiling.training import StepEvent
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
@@ -65,6 +65,7 @@ class TimedBlocks:
         decision = times.against_the_wall(decision)
         loop.parts = parts(times.pairs, session.min_gain, times.parts)
         loop.step_us = times.step_us(decision) or loop.step_us
+        loop.host_bound = times.host_bound(decision)
         return decision
 
     def _pairs(self, switch: Switch, current: InTrial, *, patient: bool) -> Generator[None, StepEvent, Decision]:
@@ -98,6 +99,7 @@ class TimedBlocks:
         if loop.on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
+        idle = mark(device)
         boundaries = [(yield)]
         loop.machine.begin()
         clean = 0
@@ -121,6 +123,9 @@ class TimedBlocks:
         arm.medians.append(median(measured))
         arm.means.append(math.fsum(measured) / len(measured))
         if loop.on_gpu:
+            lags = lags_us(idle, boundaries[1:])
+            if lags and measured:
+                arm.lags.append(median(lags) / max(median(measured), 1.0))
             # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
             arm.walls.append(math.nan if unclean else wall / len(boundaries))
             arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device))

@@ -137,6 +137,9 @@ class SearchDriver:
                 break
             members = self._bundle(waiting) if waiting else left_open
             candidate = planner.as_one(members) if members else waiting.pop(0)
+            if self.loop.host_bound and self._graphs_may_tell(candidate, waiting):
+                self._postpone(candidate, "the host's launches bound the step", 0.0, waiting)
+                continue
             current = self._resumed(candidate)
             title = planner.title(candidate.transform)
             tell(session, "trial", transform=candidate.transform, title=title, pairs=len(current.off_us))
@@ -176,7 +179,7 @@ class SearchDriver:
                 restart = candidate.transform
                 break
             if verdict.status == MORE:
-                self._postpone(candidate, verdict, waiting)
+                self._postpone(candidate, verdict.reason, verdict.seconds, waiting)
             elif members and verdict.status == KEPT:
                 waiting = [c for c in waiting if c not in members]
                 self._conclude_members(members, verdict)
@@ -233,14 +236,14 @@ class SearchDriver:
             return False
         return records.attempt(candidate) not in self._postponed and self._applies(behind)
 
-    def _postpone(self, candidate: Recommendation, verdict: Verdict, waiting: list[Recommendation]) -> None:
+    def _postpone(self, candidate: Recommendation, reason: str, seconds: float, waiting: list[Recommendation]) -> None:
         """Its turn comes again behind CUDA graphs: from its last pair where they are not kept, anew where they are."""
-        current = self._resumed(candidate)
-        self._postponed[records.attempt(candidate)] = _Postponed(current, self.loop.standing, verdict.seconds)
+        self._postponed[records.attempt(candidate)] = _Postponed(self._resumed(candidate), self.loop.standing, seconds)
         place = next(i for i, c in enumerate(waiting) if c.transform == planner.GRAPHS)
         waiting.insert(place + 1, candidate)
         records.clear_current(self.session.folder)
-        tell(self.session, "postponed", transform=verdict.transform, title=verdict.title, reason=verdict.reason)
+        title = planner.title(candidate.transform)
+        tell(self.session, "postponed", transform=candidate.transform, title=title, reason=reason)
 
     # -- several as one ---------------------------------------------------------------------------------------------
 

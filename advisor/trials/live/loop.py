@@ -31,6 +31,7 @@ class Loop:
     find: Callable[[str], Transform]
     kept: KeptChanges
     step_us: float = 0.0  # of the loop as it stands
+    host_bound: bool = False  # as it stands, and as far as a trial's blocks have shown
     parts: int = 1  # of the next trial's blocks, for the noise of the last
     traced: StepProfile | None = None  # a step of the loop as it stands, where one was traced
     spent: spent.Stopwatch = field(default_factory=lambda: spent.Stopwatch(spent.START))

@@ -19,15 +19,25 @@ from advisor.trials.statistics import (
     whole_blocks,
 )
 
+# A device that is behind the host by less of a step than this at most boundaries waits for the host's launches.
+HOST_BOUND_FRAC = 0.1
+
 
 @dataclass(slots=True)
 class Arm:
-    """Parts of blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends."""
+    """Parts of blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends,
+    and by how much of a step the device was behind the host."""
 
     medians: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
     walls: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host's launches bound the step; False where nobody saw."""
+        return bool(self.lags) and median(self.lags) < HOST_BOUND_FRAC
 
 
 @dataclass(slots=True)
@@ -131,6 +141,10 @@ class Times:
         if not self.off_us:
             return None
         return median(self.on_us if decision.status == KEPT else self.off_us)
+
+    def host_bound(self, decision: Decision) -> bool:
+        """Whether the host's launches bound the loop's step after this decision; False where nobody saw."""
+        return (self.on if decision.status == KEPT else self.off).host_bound
 
     def break_even_steps(self, first_us: float, decision: Decision | None) -> float | None:
         """After how many steps the extra time of the first one is saved; None where none is."""

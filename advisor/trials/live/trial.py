@@ -281,7 +281,10 @@ class Trial:
         self.loop.note(self.times.noted(dataclasses.replace(self.current, phase="timing")))
         blocks = TimedBlocks(self.loop, self.limit, self.times)
         decision = yield from blocks.run(switch, self.current, patient=self.patient)
-        if not self.patient and decision.status == INCONCLUSIVE:
+        slowed = (
+            decision.status == REVERTED and self.times.on.host_bound
+        )  # by the host, which may not bound it for long
+        if not self.patient and (decision.status == INCONCLUSIVE or slowed):
             decision = dataclasses.replace(decision, status=MORE)
         self._timing = Check(
             passed=decision.status == KEPT,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from advisor.profiling.timing import spread, step_times
+from advisor.profiling.timing import lags_us, mark, spread, step_times
 from advisor.profiling.training import StepEvent
 
 
@@ -66,3 +67,17 @@ def test_spread() -> None:
     assert (told.median, told.p10, told.p90, told.n) == (3.0, 1.4, pytest.approx(4.6), 5)
     assert told.raw == (5.0, 1.0, 3.0, 2.0, 4.0)
     assert spread([]) is None
+
+
+def test_lags_are_the_device_behind_the_host_at_clean_boundaries() -> None:
+    idle = boundary(0, 100.0, event=FakeEvent(7.0))
+    steps = [
+        boundary(1, 110.0, event=FakeEvent(17.1)),
+        boundary(2, 120.0, event=FakeEvent(35.0)),
+        boundary(3, 130.0, "evaluation", FakeEvent(60.0)),
+    ]
+    assert lags_us(idle, steps) == pytest.approx((100.0, 8000.0))
+    assert lags_us(idle, [boundary(1, 110.0)]) == ()
+    here = mark(torch.device("cpu"))
+    assert here.event is None
+    assert not here.clean
