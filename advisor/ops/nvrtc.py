@@ -85,6 +85,9 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
         return cupy.RawModule(code=sources.source(name), options=options(dict(defines)), backend="nvrtc")
 
 
+_most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}
+
+
 @cache
 def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0) -> Any:
     """The compiled kernel `entry` of `kernels/<name>`: call as `f(grid, block, arguments, shared_bytes, stream(device))`.
@@ -101,8 +104,11 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
     try:
         with cupy.cuda.Device(device):
             raw = _module(name, defines, device).get_function(entry)
-            if most_dynamic:
-                raw.max_dynamic_shared_size_bytes = most_dynamic
+            asked = _most_dynamic.setdefault((name, entry, defines, device), 0)
+            if (
+                most_dynamic > asked
+            ):  # what is asked for is the kernel's, whoever launches it: less would be too little for others
+                raw.max_dynamic_shared_size_bytes = _most_dynamic[name, entry, defines, device] = most_dynamic
             return raw.kernel
     except cupy.cuda.compiler.CompileException as error:
         raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None

@@ -17,6 +17,7 @@
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "grouped.cuh"
+#include "grouped_slab.cuh"
 
 #define EVEN_STEPS ((OCTETS + 1) / 2)  // chunks are (column j, octet), then (column j + 1, octet); even columns use the first
 #define STORES TILES

@@ -17,6 +17,7 @@
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "grouped.cuh"
+#include "grouped_slab.cuh"
 
 #define DY_LOADS ((TILES + 1) / 2)
 

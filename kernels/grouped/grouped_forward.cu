@@ -24,6 +24,7 @@
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "grouped.cuh"
+#include "grouped_slab.cuh"
 #if MOMENTS
 #include "moments.cuh"
 #endif

@@ -1,21 +1,14 @@
-// What the grouped convolutions share: a block's channels and pixels, where they lie in shared memory, the weights' fragments.
+// What all kernels of grouped convolution share: the sides of a product, the weights, and how rows of x meet rows of the result.
 //
-// 3 x 3 taps, padding 1. Set by the build: GROUP channels a group; CG = GROUP, or 8 where two groups of 4 make one octet; WARPS
-// a block, each with an octet (8 channels) of the result; TILES of 16 pixels a warp; STRIDE; STORAGE of activations and
-// WEIGHT_STORAGE, which is the same or fp32; TRANSPOSED where the weights lead from outputs to inputs. Needs vector.cuh, mma.cuh.
+// 3 x 3 taps, padding 1. Set by the build: GROUP channels a group; CG = GROUP, or 8 where two groups of 4 make one octet (8
+// channels); WARPS a block; TILES of 16 pixels a warp; STRIDE; STORAGE of activations and WEIGHT_STORAGE, which is the same or fp32;
+// TRANSPOSED where the weights lead from outputs to inputs. Needs vector.cuh, mma.cuh.
 //
-// A block has WARPS octets, whole groups, and TILES * 16 pixels of a row: `strip` columns of `images` images side by side, so that
-// 7 and 14 columns fill tiles too. It walks down the rows. A pixel takes PIXEL 16-byte units of shared memory, an odd number: the
-// 8 pixels of an ldmatrix matrix then lie in 32 different banks.
-//
-// The other side of the product is cut into chunks, an octet of a tap's pixel, (s, octet of the group), in that order; a step
-// of 16 is two of them. An odd last one is doubled, with weights of zero: what is not finite spreads no further.
+// The other side of the product is cut into chunks, an octet of a tap's pixel, (s, octet of the group), in that order.
 
 #define THREADS (32 * WARPS)
 #define OCTETS (CG / 8)
 #define CHUNKS (3 * OCTETS)
-#define STEPS ((CHUNKS + 1) / 2)
-#define PIXEL (WARPS | 1)
 #if STORAGE == 1
 #define MMA mma_f16
 #else
@@ -33,19 +26,6 @@ struct Strides {
   int out, in, row, column;
 };
 
-// The weight from channel c of the block of CG channels to channel n of `octet`, at tap (r, s); 0 between two groups.
-__device__ __forceinline__ Weight tap_at(
-    const Weight* weight, const Strides& at, int octet, int octets, int n, int c, int r, int s) {
-  const int out = octet * 8 + n;
-  if (octet >= octets || out % CG / GROUP != c / GROUP) return 0;
-  const int in = c % GROUP;
-#if TRANSPOSED
-  return weight[(out / GROUP * GROUP + in) * at.out + out % GROUP * at.in + r * at.row + s * at.column];
-#else
-  return weight[out * at.out + in * at.in + r * at.row + s * at.column];
-#endif
-}
-
 // Two neighbours as a register of a fragment.
 __device__ __forceinline__ unsigned int paired(Weight a, Weight b) {
 #if WEIGHT_STORAGE == 0
@@ -54,13 +34,6 @@ __device__ __forceinline__ unsigned int paired(Weight a, Weight b) {
 #else
   return (unsigned int)a | (unsigned int)b << 16;
 #endif
-}
-
-// Half a fragment of weights: the 8 channels from c on to the 8 of `octet`, for this lane.
-__device__ __forceinline__ unsigned int taps_of(
-    const Weight* weight, const Strides& at, int octet, int octets, int c, int r, int s) {
-  const int n = threadIdx.x % 32 / 4, k = c + threadIdx.x % 4 * 2;
-  return paired(tap_at(weight, at, octet, octets, n, k, r, s), tap_at(weight, at, octet, octets, n, k + 1, r, s));
 }
 
 // Sums of 16 pixels by 8 channels, rounded, into the octet at `to` of the first pixel's units.

@@ -3,8 +3,9 @@
 // all blocks of a cooperative launch, as if they were one cluster.
 //
 // A thread runs until it waits (barrier, warp operation) or returns. Then the next one does; when none can run, the
-// waits are resolved, or the launch fails with what holds it. Every memory fault inside a kernel ends the launch, not
-// the process: a kernel has no destructors, so its fibers can be dropped where they stand.
+// waits are resolved, or the launch fails with what holds it. Between two barriers of the block it may also be warp by warp, each as
+// far as it comes: what it reads of the others they have not written yet, unless a barrier saw to it. Every memory fault inside a
+// kernel ends the launch, not the process: a kernel has no destructors, so its fibers can be dropped where they stand.
 
 #include "runtime.h"
 
@@ -154,10 +155,10 @@ const char* place(const Fiber& f, char (&text)[64]) {
        place(a, first), b.number, place(b, second));
 }
 
-// Releases the warp operations whose lanes are all there. True when there were any.
-bool resolve_warps() {
+// Releases the warp operations of threads [first, behind), whole warps, whose lanes are all there. True when there were any.
+bool resolve_warps(unsigned first, unsigned behind) {
   bool any = false;
-  for (unsigned base = 0; base < threads; base += 32) {
+  for (unsigned base = first; base < behind; base += 32) {
     const unsigned lanes = threads - base < 32 ? threads - base : 32;
     unsigned live = 0;
     for (unsigned i = 0; i < lanes; ++i)
@@ -288,6 +289,19 @@ void begin(Block& block) {
   }
 }
 
+// Runs the ready threads of a warp until they wait for other warps or have returned.
+void run_warp(unsigned base) {
+  std::vector<unsigned> order;
+  const unsigned behind = std::min(base + 32, threads);
+  do {
+    order.clear();
+    for (unsigned i = base; i < behind; ++i)
+      if (fibers[i].state == State::ready) order.push_back(i);
+    shuffle(order);
+    for (unsigned i : order) run(&fibers[i]);
+  } while (resolve_warps(base, behind));
+}
+
 // Runs the block whose turn it is until all its threads have returned, or none can go on before the cluster does.
 void run_block() {
   std::vector<unsigned> order;
@@ -299,12 +313,19 @@ void run_block() {
     for (unsigned i = 0; i < threads; ++i)
       if (fibers[i].state == State::ready) order.push_back(i);
     if (order.empty()) {
-      if (resolve_warps()) continue;
+      if (resolve_warps(0, threads)) continue;
       if (any_outside()) return;
       if (resolve_barrier()) continue;
       blocks[here].state = Block::done;
       advanced = true;
       return;
+    }
+    if (threads > 32 && random() % 2) {
+      order.clear();
+      for (unsigned base = 0; base < threads; base += 32) order.push_back(base);
+      shuffle(order);
+      for (unsigned base : order) run_warp(base);
+      continue;
     }
     shuffle(order);
     for (unsigned i : order) run(&fibers[i]);

@@ -33,6 +33,30 @@ def test_a_barrier_is_kept_and_a_missing_one_is_found(emulated):
         assert torch.equal(y.view(4, 256), x.view(4, 256).flip(1)) is right
 
 
+BEHIND_A_BARRIER = """
+extern "C" __global__ void exchange(const float* x, float* y) {
+  __shared__ float rows[2][64];
+  float sum = 0.f;
+  for (int row = 0; row < 8; ++row) {
+    rows[row %% 2][threadIdx.x] = x[row * 64 + threadIdx.x];
+    __syncwarp();
+    %s
+    sum += rows[row %% 2][63 - threadIdx.x];
+    __syncthreads();
+  }
+  y[threadIdx.x] = sum;
+}
+"""
+
+
+def test_a_warp_ahead_of_the_others_between_two_barriers_is_found(emulated):
+    x = torch.rand(8, 64)
+    for barrier, right in (("__syncthreads();", True), ("", False)):
+        y = vector(64)
+        emulated.compiled(BEHIND_A_BARRIER % barrier, "exchange")((1, 1, 1), (64, 1, 1), (x.data_ptr(), y.data_ptr()))
+        assert torch.allclose(y, x.sum(0).flip(0)) is right
+
+
 def test_shared_memory_that_nobody_wrote_is_nan_in_every_block(emulated):
     source = """
     extern "C" __global__ void sums(float* y) {

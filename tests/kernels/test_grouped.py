@@ -8,13 +8,13 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import passes_with
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match, verify
-from advisor.ops.grouped import api, cases, reference, spec
+from advisor.ops.grouped import api, cases, reference, spec, whole
 
 FAMILY = catalog.get("grouped")
 
@@ -51,20 +51,63 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck(groups: int, stride: in
 def test_a_plan_covers_every_pixel_and_channel_within_shared_memory(
     batch: int, group: int, octets: int, height: int, width: int, stride: int, sm_count: int, source: str
 ) -> None:
+    whole = source in (spec.WHOLE_FORWARD, spec.WHOLE_BACKWARD_DATA)
+    assume(not whole or source in (spec.forward_source(group, stride), spec.backward_data_source(group, stride)))
     channels = octets * max(group, spec.OCTET)
     call = spec.call((batch, channels, height, width), channels // group, stride)
     plan = spec.plan(source, call, sm_count)
-    assert plan.warps * spec.OCTET % max(group, spec.OCTET) == 0
-    assert plan.grid[1] * plan.warps * spec.OCTET >= channels
+    if whole:
+        across = plan.warps // plan.beside
+        assert plan.warps == plan.beside * across
+        assert plan.grid[1] * plan.beside * group >= channels > (plan.grid[1] - 1) * plan.beside * group
+        octets_loaded = plan.beside * group // spec.OCTET
+    else:
+        across, octets_loaded = 1, plan.warps
+        assert plan.warps * spec.OCTET % max(group, spec.OCTET) == 0
+        assert plan.grid[1] * plan.warps * spec.OCTET >= channels
     assert plan.strip * plan.strips >= call.out_width > plan.strip * (plan.strips - 1)
-    assert plan.images * plan.strip <= plan.tiles * 16
+    assert plan.images * plan.strip <= across * plan.tiles * 16
     assert plan.segment_rows * plan.segments >= call.out_height > plan.segment_rows * (plan.segments - 1)
     assert plan.items == -(-batch // plan.images) * plan.strips * plan.segments
     assert 1 <= plan.grid[0] <= plan.items
     assert plan.stages >= 2
-    assert plan.shared_bytes <= spec.SHARED_BYTES
-    fetched = plan.strip + 1 if source == spec.BACKWARD_DATA else stride * (plan.strip - 1) + 3
-    assert 32 * (plan.loads - 1) < plan.images * fetched <= 32 * plan.loads
+    assert plan.shared_bytes <= (96 * 1024 if whole else spec.SHARED_BYTES)
+    assert plan.blocks * (plan.shared_bytes + 1024) <= 228 * 1024
+    data = source in (spec.BACKWARD_DATA, spec.WHOLE_BACKWARD_DATA)
+    fetched = plan.images * (plan.strip + 1 if data else stride * (plan.strip - 1) + 3)
+    assert plan.threads * (plan.loads - 1) < fetched * octets_loaded <= plan.threads * plan.loads
+
+
+@pytest.mark.parametrize(
+    ("group", "stride", "forward", "data"),
+    [
+        (8, 1, spec.FORWARD, spec.FORWARD),
+        (16, 1, spec.WHOLE_FORWARD, spec.WHOLE_FORWARD),
+        (24, 1, spec.WHOLE_FORWARD, spec.WHOLE_FORWARD),
+        (32, 1, spec.FORWARD, spec.FORWARD),
+        (8, 2, spec.FORWARD, spec.BACKWARD_DATA),
+        (16, 2, spec.FORWARD, spec.WHOLE_BACKWARD_DATA),
+        (24, 2, spec.WHOLE_FORWARD, spec.WHOLE_BACKWARD_DATA),
+    ],
+)
+def test_warps_have_whole_groups_where_that_was_measured_to_win(
+    group: int, stride: int, forward: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert spec.forward_source(group, stride) == forward
+    assert spec.backward_data_source(group, stride) == data
+    monkeypatch.setattr(spec, "WHOLE_GROUPS", 0)
+    assert spec.forward_source(group, stride) == spec.FORWARD
+
+
+@pytest.mark.parametrize(
+    ("channels", "stride", "data", "beside"),
+    [(72, 1, False, 3), (216, 1, False, 3), (48, 1, False, 2), (72, 2, True, 3), (576, 2, True, 6), (1512, 2, True, 6)],
+)
+def test_blocks_take_neighbouring_groups_and_few_warps_are_idle(
+    channels: int, stride: int, data: bool, beside: int
+) -> None:
+    found = whole.cut(data=data, group=24, stride=stride, groups=channels // 24, columns=28, batch=256)
+    assert found.shape.beside == beside
 
 
 @pytest.mark.parametrize(
@@ -215,7 +258,17 @@ FAULTS = {
     "a column of the left neighbour": ("column >= 0 && column < width && mine", "column < width && mine", "grouped 3x3 of 8 s1"),
     "taps not turned": ("row = TRANSPOSED ? 2 - r : r", "row = r", "grouped 3x3 of 8 s1"),
     "odd rows lost": ("put(above, 2 * i - 1);", "", "grouped 3x3 of 8 s2"),
-    "a row read before it is there": ("cp_async_wait<STAGES - 2>();", "", "grouped 3x3 of 16 s1"),
+    "a row read before it is there": ("cp_async_wait<STAGES - 2>();", "", "grouped 3x3 of 8 s1"),
+    "a whole group's row read before it is there": ("cp_async_wait<STAGES - 2>();", "", "grouped 3x3 of 16 s1"),
+    "a row that other warps have not staged yet": ("if (h > begin + 1) put();", "", "grouped 3x3 of 24 s1"),
+    "a product of the wrong depth": ("if (is_first) MMA_K8", "if (false) MMA_K8", "grouped 3x3 of 24 s1"),
+    "a whole group's taps not turned": ("(turned ? 2 - r : r)", "r", "grouped 3x3 of 16 s1"),
+    "a whole group's odd rows lost": ("if (i > begin && 2 * i - 1 < height)", "if (false)", "grouped 3x3 of 16 s2"),
+    "stored before all warps have staged": (
+        "      __syncthreads();\n#pragma unroll\n      for (int k = 0; k < STORES", "#pragma unroll\n      for (int k = 0; k < STORES",
+        "grouped 3x3 of 24 s2",
+    ),
+    "a whole group's row that other warps wait for": ("__syncthreads();  // what was staged before is stored too", "", "grouped 3x3 of 24 s2"),
     "the other group's products in the weight": (
         "if (chunk >= CHUNKS || out % CG / GROUP != c / GROUP) return;",
         "if (chunk >= CHUNKS) return;",
@@ -227,6 +280,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before, after, name = FAULTS[fault]
+    emulated.use(sm_count=1)  # so that a block has more than one row
     case = next(c for c in cases.VERIFICATION if c.name == name and c.shape[1] > 8)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
 

@@ -93,12 +93,12 @@ FAULTS = {
     "pixels outside the image are counted": (
         "const bool inside = p < images * strip && item.image + p / strip < batch && item.column + p % strip < out_width;\n      counted",
         "const bool inside = true;\n      counted",
-        "grouped 3x3 of 24 s1+bn+relu",
+        "grouped 3x3 of 32 s1+bn+relu",
     ),
     "the last row of a segment is not": (
         "if (!(counted >> (2 * i + k / 2) & 1u)) continue;",
         "if (!(counted >> (2 * i + k / 2) & 1u) || out_row + 1 == end) continue;",
-        "grouped 3x3 of 24 s1+bn+relu",
+        "grouped 3x3 of 32 s1+bn+relu",
     ),
     "the workspace stays as it was": ("leave_moments(moments, blockIdx.x,", "if (blockIdx.x) leave_moments(moments, blockIdx.x,", "grouped 3x3 of 8 s1+bn+relu"),
     "pixels beside the first image's are counted": (

@@ -94,7 +94,7 @@ def _forward(
         y = _pytorch(x, weight, call.stride, call.channels // call.group)
         return y.contiguous(memory_format=torch.channels_last), None
     engaged[spec.name(call.group, call.stride)] += 1
-    return cuda.forward(x, weight, call, moments=moments)
+    return cuda.forward(x, weight, call, moments=moments and not spec.leaves_moments(call.group, call.stride))
 
 
 def _gradients(
@@ -163,7 +163,7 @@ def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: i
 def grouped_conv2d_moments(
     x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `grouped_conv2d`, and the result's moments for a batch norm (ops/moments.py); None where PyTorch's own forward ran."""
+    """As `grouped_conv2d`, and the result's moments for a batch norm (ops/moments.py); None where the forward that ran leaves none."""
     return _grouped_conv2d(x, weight, stride, groups, moments=True)
 
 

@@ -59,7 +59,7 @@ def _convolution(
     moments: bool = False,
 ) -> _Launch:
     plan, macros, sizes = _plan(source, call, dtype, weight_dtype, device, transposed, moments)
-    kernel = nvrtc.function(source, spec.KERNELS[source][0], macros, device)
+    kernel = nvrtc.function(source, spec.KERNELS[source][0], macros, device, plan.shared_bytes)
     return _Launch(kernel, (*plan.grid, 1), (plan.threads, 1, 1), (*sizes, *_int32(*weight_strides)), plan.shared_bytes)
 
 
@@ -77,7 +77,8 @@ def forward(
     """
     device = x.device.index or 0
     y = _output(x, call.out_height, call.out_width)
-    launch = _convolution(spec.FORWARD, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
+    source = spec.forward_source(call.group, call.stride)
+    launch = _convolution(source, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
     if not moments:
         launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
         return y, None
@@ -90,7 +91,7 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     device = dy.device.index or 0
     dx = _output(dy, call.height, call.width)
-    source, sized = (spec.FORWARD, call.transposed()) if call.stride == 1 else (spec.BACKWARD_DATA, call)
+    source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
     launch = _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True)
     launch.run(dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), device=device)
     return dx

@@ -6,14 +6,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.grouped import whole
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
 BACKWARD_WEIGHT = "grouped/grouped_backward_weight.cu"
+WHOLE_FORWARD = "grouped/grouped_whole_forward.cu"
+WHOLE_BACKWARD_DATA = "grouped/grouped_whole_backward_data.cu"
 KERNELS = {
     FORWARD: ("grouped_forward",),
     BACKWARD_DATA: ("grouped_backward_data",),
     BACKWARD_WEIGHT: ("grouped_backward_weight", "grouped_backward_weight_sum"),
+    WHOLE_FORWARD: ("grouped_whole_forward",),
+    WHOLE_BACKWARD_DATA: ("grouped_whole_backward_data",),
 }
 
 STORAGE = {"float16": 1, "bfloat16": 2}
@@ -34,7 +39,13 @@ MAX_TILES = 7  # of 16 pixels a warp: 112 are 2 rows of 56, 4 of 28, 8 of 14, 16
 MAX_STAGES = 4  # rows in the ring
 TILES = (1, 2, 4, 7)
 FORWARD_ALWAYS = 0  # 1: the kernel's forward even where `forward_wins` gives it to PyTorch
-TUNABLE = {"SLAB": (0, 4, 8), "MAX_TILES": (4, 7), "FORWARD_ALWAYS": (0, 1)}
+WHOLE_GROUPS = 1  # 0: warps with an octet each, also where a warp can have a whole group
+TUNABLE = {
+    "SLAB": (0, 4, 8),
+    "MAX_TILES": (4, 7),
+    "FORWARD_ALWAYS": (0, 1),
+    "WHOLE_GROUPS": (0, 1),
+}
 
 # Measured on an H200 in bf16. A slab of 8 octets, whole 128-byte lines: forward and backward in 0.75 and 0.82 of the time of 4
 # with 8 channels a group (256x28x28), 0.89 and 0.89 with 24 (216x28x28), 0.77 and 0.48 with 24 at stride 2 (576x28x28). Slower
@@ -50,10 +61,9 @@ _SLOWER = frozenset({(32, 1)})  # 1024x7x7: the sum of both passes 1.004 of cuDN
 # a slab of 4). The backward, twice as long and 1.5 to 2.0 times faster than cuDNN's, stays the kernels'.
 _FORWARD_SLOWER = frozenset({(8, 2), (16, 2), (32, 2)})
 # Where a batch norm behind the convolution is measured to be faster with the moments that the forward leaves of its result, on an H200
-# in bf16: forward in 0.88 of the time. Of the others 4 at stride 1 takes 1.17 (a row's sums are more instructions than its products),
-# 16 and 24 0.97 to 1.03.
+# in bf16: forward in 0.88 of the time. 4 at stride 1 takes 1.17 (a row's sums are more instructions than its products).
 _MOMENTS_FASTER = frozenset({(8, 1)})
-_MOMENTS_SLOWER = frozenset({(4, 1), (16, 1), (24, 1), (24, 2)})
+_MOMENTS_SLOWER = frozenset({(4, 1)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +112,18 @@ def forward_wins(group: int, stride: int) -> str:
     return ""
 
 
+def leaves_moments(group: int, stride: int) -> str:
+    """Why the forward leaves no moments of its result; empty where it can."""
+    if forward_source(group, stride) == WHOLE_FORWARD:
+        return f"{group} channels a group at stride {stride}: warps with whole groups leave no moments"
+    return forward_wins(group, stride)
+
+
 def moments_win(group: int, stride: int) -> str:
     """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
     if (group, stride) in _MOMENTS_SLOWER:
         return f"{group} channels a group at stride {stride}: the norm's own pass is as fast"
-    return forward_wins(group, stride) or ("" if (group, stride) in _MOMENTS_FASTER else UNMEASURED)
+    return leaves_moments(group, stride) or ("" if (group, stride) in _MOMENTS_FASTER else UNMEASURED)
 
 
 def unsupported(
@@ -177,6 +194,21 @@ def unsupported_convolution(
     return ""
 
 
+# ---- which kernels
+
+
+def forward_source(group: int, stride: int) -> str:
+    """The source of the forward and, with stride 1, of the gradient of the input."""
+    return WHOLE_FORWARD if WHOLE_GROUPS and (group, stride) in whole.FORWARD else FORWARD
+
+
+def backward_data_source(group: int, stride: int) -> str:
+    """The source of the gradient of the input."""
+    if stride == 1:
+        return forward_source(group, stride)
+    return WHOLE_BACKWARD_DATA if WHOLE_GROUPS and (group, stride) in whole.BACKWARD_DATA else BACKWARD_DATA
+
+
 # ---- what is compiled, and how it is launched
 
 
@@ -187,6 +219,8 @@ class Plan:
     A block takes `warps` octets of channels and `tiles` * 16 pixels of a row: `strip` columns of `images` images. An item is
     `segment_rows` rows of them. `loads`: pixels of a fetched row in units of 32. `blocks` run on an SM at once; it caps a
     thread's registers. grid: (blocks over items, slabs of octets).
+    Where warps have whole groups a block takes `beside` of them, slabs are of that, `warps` / `beside` share the pixels of a row
+    in runs of `tiles` * 16, and `loads` is in vectors of a thread.
     """
 
     warps: int
@@ -202,6 +236,9 @@ class Plan:
     segment_rows: int
     items: int
     grid: tuple[int, int]
+    beside: int = (
+        0  # groups of a block, where a warp has a whole one; `warps` / `beside` warps a group in the weight gradient
+    )
 
     @property
     def threads(self) -> int:
@@ -281,9 +318,55 @@ def _shape(source: str, group: int, stride: int, columns: int, batch: int) -> tu
     return best[1]
 
 
+def _segments(call: Call, columns: int, at_once: int) -> tuple[int, int, int]:
+    """Segments of the result's rows, rows of one, and items in all, of `columns` items of all rows: least work for the last to end."""
+    best: tuple[int, tuple[int, int, int]] | None = None
+    for wanted in range(1, min(MAX_SEGMENTS, call.out_height) + 1):
+        segment_rows = -(-call.out_height // wanted)
+        segments = -(-call.out_height // segment_rows)
+        items = columns * segments
+        cost = -(-items // at_once) * (segment_rows * call.stride + HALO_ROWS)
+        if best is None or cost < best[0]:
+            best = cost, (segments, segment_rows, items)
+    assert best is not None  # out_height is at least 1
+    return best[1]
+
+
+def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
+    cut = whole.cut(
+        data=source == WHOLE_BACKWARD_DATA,
+        group=call.group,
+        stride=call.stride,
+        groups=call.channels // call.group,
+        columns=call.out_width,
+        batch=call.batch,
+    )
+    slabs = -(-call.channels // (call.group * cut.shape.beside))
+    at_once = max(1, sm_count * cut.blocks // slabs)
+    segments, segment_rows, items = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
+    return Plan(
+        warps=cut.shape.beside * cut.shape.across,
+        tiles=cut.shape.tiles,
+        stages=cut.stages,
+        loads=cut.loads,
+        blocks=cut.blocks,
+        shared_bytes=cut.shared_bytes,
+        images=cut.images,
+        strip=cut.strip,
+        strips=cut.strips,
+        segments=segments,
+        segment_rows=segment_rows,
+        items=items,
+        grid=(-(-items // -(-items // at_once)), slabs),
+        beside=cut.shape.beside,
+    )
+
+
 @lru_cache(maxsize=4096)
 def plan(source: str, call: Call, sm_count: int) -> Plan:
     """How `source` is launched for this call: as many blocks as run at once, all with equally many items."""
+    if source in (WHOLE_FORWARD, WHOLE_BACKWARD_DATA):
+        return _whole_plan(source, call, sm_count)
     warps = warps_of(call.group)
     tiles, stages, strip, images, loads, blocks, nbytes = _shape(
         source, call.group, call.stride, call.out_width, call.batch
@@ -291,16 +374,7 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
     slabs = -(-(call.channels // OCTET) // warps)
     strips = -(-call.out_width // strip)
     at_once = max(1, sm_count * blocks // slabs)
-    best: tuple[int, int, int, int] | None = None
-    for wanted in range(1, min(MAX_SEGMENTS, call.out_height) + 1):
-        segment_rows = -(-call.out_height // wanted)
-        segments = -(-call.out_height // segment_rows)
-        items = -(-call.batch // images) * strips * segments
-        cost = -(-items // at_once) * (segment_rows * call.stride + HALO_ROWS)
-        if best is None or cost < best[0]:
-            best = cost, segment_rows, segments, items
-    assert best is not None  # out_height is at least 1
-    _, segment_rows, segments, items = best
+    segments, segment_rows, items = _segments(call, -(-call.batch // images) * strips, at_once)
     passes = -(-items // at_once)
     return Plan(
         warps=warps,
@@ -336,6 +410,8 @@ def defines(
         "STORAGE": STORAGE[dtype],
         "WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype],
     }
+    if plan.beside:
+        found |= {"BESIDE": plan.beside, "ACROSS": plan.warps // plan.beside}
     return {**found, "MOMENTS": 1} if moments else found
 
 
@@ -365,19 +441,24 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with ahead: what the trained networks' layers ask for, and the widest groups."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
     for group, channels, stride, side in (*TRAINED, *_OTHERS):
-        if source == BACKWARD_DATA and stride == 1:
-            continue
-        if source == FORWARD and forward_wins(group, stride):
+        used = {backward_data_source(group, stride), BACKWARD_WEIGHT}
+        if not forward_wins(group, stride):
+            used.add(forward_source(group, stride))
+        if source not in used:
             continue
         sized = call((256, channels, side, side), channels // group, stride)
         planned = plan(source, sized, _SMS)
-        turns = (True,) if source == BACKWARD_DATA else (False, True) if source == FORWARD and stride == 1 else (False,)
+        turns: tuple[bool, ...] = (False,)
+        if source in (BACKWARD_DATA, WHOLE_BACKWARD_DATA):
+            turns = (True,)
+        elif source in (FORWARD, WHOLE_FORWARD) and stride == 1:
+            turns = (False, True)
         for dtype, weight_dtype in (("bfloat16", "float32"), ("float16", "float16")):
-            if dtype == "float16" and group != 8:
+            if dtype == "float16" and (group, source) not in ((8, source), (16, WHOLE_FORWARD)):
                 continue  # fp16 differs from bf16 in conversions only
             for transposed in turns:
                 found[tuple(defines(sized, planned, dtype, weight_dtype, transposed=transposed).items())] = None
-            if source == FORWARD:
+            if source == FORWARD and not leaves_moments(group, stride):
                 macros = defines(sized, planned, dtype, weight_dtype, transposed=False, moments=True)
                 found[tuple(macros.items())] = None
     return tuple(dict(macros) for macros in found)

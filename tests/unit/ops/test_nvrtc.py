@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -48,3 +51,21 @@ def test_no_kernel_runs_where_tensors_have_no_memory_or_carry_tangents(monkeypat
         inside(torch.ones(2))
     assert said == ["", "inside a torch.func transform", "forward-mode differentiation"]
     assert [nvrtc.on_device(x) for x in seen] == ["", "outlived a torch.func transform", ""]
+
+
+def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, kernel="f")  # CUDA has one for all who ask
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(nvrtc, "_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
+    monkeypatch.setattr(nvrtc, "_most_dynamic", {})
+    nvrtc.function.cache_clear()
+    try:
+        for asked in (75_000, 70_000):
+            assert nvrtc.function("f.cu", "f", (), 0, asked) == "f"
+            assert kernel.max_dynamic_shared_size_bytes == 75_000
+    finally:
+        nvrtc.function.cache_clear()

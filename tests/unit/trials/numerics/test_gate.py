@@ -7,7 +7,8 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.profiling.training import RootModule, Training
-from advisor.trials.numerics import appeal, plain, precision
+from advisor.trials.numerics import appeal, bounds, plain, precision
+from advisor.trials.numerics.distance import Distance
 from advisor.trials.numerics.gate import Gate
 
 torch.set_num_threads(1)
@@ -698,3 +699,16 @@ def test_statistics_of_another_batch_are_wrong_however_far_they_have_converged()
     check = loop.judge(too_wide, Semantics.PRECISION, precision="half")
     assert check.passed is False
     assert "bn2" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("draw", "error", "passes"),
+    [(1.44, 1.99, True), (1.44, 2.2, False), (0.3, 1.4, True), (0.3, 1.6, False), (0.1, 0.95, False)],
+)
+def test_where_rounding_leaves_no_direction_a_change_may_be_as_far_as_draws_are(draw, error, passes):
+    def off(by):
+        return Distance(l2={"gradient of fc1.weight": by})
+
+    ratio, group, _ = bounds.worst_ratio(off(error), [off(0.5 * draw), off(draw)], "half")
+    assert group == "gradient of fc1.weight"
+    assert (ratio <= 1.0) is passes
