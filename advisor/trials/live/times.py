@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from advisor.core.verdict import Blocks
+from advisor.profiling.timing import spread
 from advisor.trials.records import InTrial
 from advisor.trials.statistics import (
     INCONCLUSIVE,
@@ -19,8 +20,9 @@ from advisor.trials.statistics import (
     whole_blocks,
 )
 
-# A device that is behind the host by less of a step than this at most boundaries waits for the host's launches.
-HOST_BOUND_FRAC = 0.1
+# A device that is behind the host by less of a step than this at most boundaries waits for the host's launches. So it does, now and
+# then, where blocks wander by more than this between their tenth and their ninetieth percentile: a device's own do not.
+HOST_BOUND_FRAC, WANDERING_FRAC = 0.1, 0.05
 
 
 @dataclass(slots=True)
@@ -36,8 +38,12 @@ class Arm:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host's launches bound the step; False where nobody saw."""
-        return bool(self.lags) and median(self.lags) < HOST_BOUND_FRAC
+        """Whether the host's launches bound the step, or some steps; False where nobody saw."""
+        if not self.lags:
+            return False
+        times = spread(self.medians)
+        wanders = times is not None and times.p90 - times.p10 > WANDERING_FRAC * times.median
+        return wanders or median(self.lags) < HOST_BOUND_FRAC
 
 
 @dataclass(slots=True)

@@ -162,3 +162,23 @@ def test_on_a_machine_whose_speed_wanders_gains_are_found_and_nothing_is_not_kep
     """Blocks in one piece find 3 % there in a fifth of the trials."""
     assert kept_of(300, 0.0, monkeypatch) <= 3
     assert kept_of(40, 0.03, monkeypatch) >= 30
+
+
+@pytest.mark.parametrize(
+    ("medians", "lags", "bound"),
+    [
+        ([1000.0] * 6, [0.02, 0.01, 0.05, 0.0, 0.3, 0.02], True),
+        ([1000.0, 1004.0, 998.0, 1001.0, 1000.0, 1002.0], [0.5, 0.6, 0.4, 0.5, 0.7, 0.5], False),
+        ([1000.0, 1100.0, 1010.0, 1200.0, 1050.0, 1000.0], [0.5, 0.1, 0.4, 0.1, 0.2, 0.5], True),
+        ([1000.0, 1100.0, 1010.0, 1200.0, 1050.0, 1000.0], [], False),
+    ],
+    ids=["the device waits", "the host waits", "now and then", "nobody saw"],
+)
+def test_the_host_bounds_a_step_whose_device_has_nothing_to_do_or_that_wanders(
+    medians: list[float], lags: list[float], bound: bool
+) -> None:
+    arm = Arm(medians=medians, lags=lags)
+    assert arm.host_bound is bound
+    times = Times(on=arm)
+    assert times.host_bound(KEPT) is bound
+    assert times.host_bound(Decision("reverted", None, None, "")) is False
