@@ -49,7 +49,8 @@ TUNABLE = {
 
 # Measured on an H200 in bf16. A slab of 8 octets, whole 128-byte lines: forward and backward in 0.75 and 0.82 of the time of 4
 # with 8 channels a group (256x28x28), 0.89 and 0.89 with 24 (216x28x28), 0.77 and 0.48 with 24 at stride 2 (576x28x28). Slower
-# with 4 channels (1.25 and 1.05), 32 (1.24 and 1.20), and in the backward with 16 at stride 2 (1.10).
+# with 4 channels (1.25 and 1.05), 32 (1.24 and 1.20), and in the backward with 16 at stride 2 (1.10). (Of 24 channels only the weight
+# gradient has slabs of octets now.)
 _SLABS = {8: 8, 24: 8}
 _SLAB = 4
 
@@ -236,9 +237,7 @@ class Plan:
     segment_rows: int
     items: int
     grid: tuple[int, int]
-    beside: int = (
-        0  # groups of a block, where a warp has a whole one; `warps` / `beside` warps a group in the weight gradient
-    )
+    beside: int = 0  # groups of a block whose warps have whole ones
 
     @property
     def threads(self) -> int:
