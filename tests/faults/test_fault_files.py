@@ -157,6 +157,7 @@ sys.exit(6)
     assert "No space left" in ended.stderr
 
 
+@pytest.mark.long
 def test_a_dry_run_leaves_the_tree_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("mine\n")
     (tmp_path / "train.py").write_text(

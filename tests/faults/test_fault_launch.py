@@ -49,6 +49,7 @@ def profiles(folder: Path) -> list[Path]:
     return list((folder / "advisor-runs").glob("*/profile.json"))
 
 
+@pytest.mark.long
 def test_odd_paths_and_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "my runs – überall"
     folder.mkdir()

@@ -165,7 +165,7 @@ finally:
     assert facts.model.convs[0].followed_by_bn
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_a_rank_that_the_script_starts_itself_is_measured(tmp_path: Path, method: str) -> None:
     """As in PyTorch's own examples: the process that was started trains nothing, and no launcher has set RANK."""
     write(
@@ -231,6 +231,7 @@ def test_a_script_that_hangs_in_native_exit_handlers_is_ended(tmp_path: Path, mo
     assert (run_dir / "steps.json").exists()
 
 
+@pytest.mark.long
 def test_a_clean_up_of_the_scripts_own_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exit handlers, `finally` blocks and threads: also handlers from before torch's import, which run last."""
     monkeypatch.setattr(launcher, "LEAVING_S", 2.5)
@@ -519,7 +520,7 @@ def test_a_command_whose_descendant_trains(tmp_path: Path) -> None:
     assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_ranks_of_torchrun_stop_at_the_same_step(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -221,6 +221,7 @@ def test_a_plan_that_cannot_be_read_is_one_line(proved, tmp_path: Path, old: str
     assert len(ran.stderr.strip().splitlines()) == 1, ran.stderr
 
 
+@pytest.mark.long
 def test_a_plan_of_another_model_trains_the_plain_script(proved) -> None:
     folder, _, _ = proved
     write(folder, SCRIPT.replace("nn.Conv2d(3, 4, 3)", "nn.Conv2d(3, 4, 3, bias=False)"), "other.py")
@@ -233,7 +234,7 @@ def test_a_plan_of_another_model_trains_the_plain_script(proved) -> None:
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        ("raise torch.OutOfMemoryError('boom')", 1, "exit code 1"),
+        pytest.param("raise torch.OutOfMemoryError('boom')", 1, "exit code 1", marks=pytest.mark.long),
         ("os._exit(9)", 9, "exit code 9"),
         pytest.param("os.kill(os.getpid(), 9)", 137, "SIGKILL", marks=pytest.mark.long),
     ],
@@ -299,7 +300,7 @@ def test_the_last_step_of_a_handful_is_traced(tmp_path: Path) -> None:
     [
         (("profile", "trian.py"), 2, "Did you mean train.py?"),
         (("profile", "broken.py"), 1, "SyntaxError"),
-        (("profile", "nothing.py"), 0, "no training step was seen"),
+        pytest.param(("profile", "nothing.py"), 0, "no training step was seen", marks=pytest.mark.long),
         (("apply", "--auto", "nothing.py"), 4, "no training step was seen"),
         (("apply", "--auto"), 2, "no run"),
         (("apply", "--auto", "--only", "warp_drive", "train.py"), 2, "warp_drive"),

@@ -62,7 +62,13 @@ def run(script: str, arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", RUNS)
+# Advisor's other tests train on these; of the rest each is plain PyTorch as these are.
+SHORT = {"mnist.py", "cifar.py", "imagenet.py"}
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in RUNS]
+)
 def test_trains_a_few_steps(script: str, tmp_path: Path) -> None:
     arguments, pattern, files = RUNS[script]
     losses = [float(text) for text in re.findall(pattern, run(script, arguments, tmp_path))]

@@ -35,7 +35,15 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
 
 
-FAMILIES = pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+# What a family's cases are made of differs; how they are measured does not.
+SHORT = {"batchnorm_act", "pooling", "bias_act", "input"}
+FAMILIES = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.id, marks=[] if family.id in SHORT else [pytest.mark.long])
+        for family in catalog.FAMILIES
+    ],
+)
 
 
 def small(family: Family) -> Case:

@@ -41,7 +41,7 @@ def scaled(inputs: Callable[..., Any], factor: float) -> Callable[..., Any]:
     return made
 
 
-@pytest.mark.parametrize("sign", [1, -1], ids=["large", "small"])
+@pytest.mark.parametrize("sign", [pytest.param(1, id="large"), pytest.param(-1, id="small", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("family", "case"), CASES.values(), ids=lambda v: getattr(v, "label", getattr(v, "id", "")))
 def test_errors_are_no_worse_than_pytorchs_own(emulated, family: Family, case: Case, sign: int) -> None:
     case = replace(case, inputs=scaled(case.inputs, 2.0 ** (sign * POWERS[case.dtype])))

@@ -15,7 +15,7 @@ from advisor.ops.batchnorm_act import spec
 from advisor.resources import kernel_entries, kernels_dir
 
 # How many variants of a source are compiled at most, spread over all: the same code fits or spills much alike.
-ARCHITECTURES = {"90": 3, "80": 1, "100": 1}
+ARCHITECTURES = {"90": 2, "80": 1, "100": 1}
 REGISTERS_PER_SM = 65536  # and a thread may have 255
 REPO = kernels_dir().parent
 SOURCES = {name: family for family in catalog.FAMILIES for name in family.kernels}

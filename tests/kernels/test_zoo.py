@@ -194,7 +194,10 @@ def test_convolutions_behind_norms_are_found(name: str) -> None:
 
 
 # Those whose blocks are other networks' too, in another order or size.
-LONG = {"resnet18", "mobilenet_v2", "vgg11_bn", "googlenet", "regnety_002", "convnext_atto"}
+LONG = {
+    *("resnet18", "mobilenet_v2", "vgg11_bn", "googlenet", "regnety_002", "convnext_atto"),
+    *("efficientnet_b0", "mobilenetv3_small_050", "resnetv2_50"),
+}
 
 
 @pytest.mark.parametrize(

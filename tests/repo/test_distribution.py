@@ -132,7 +132,7 @@ def test_the_wheel_carries_every_data_file(built: Path) -> None:
     assert not [name for name in held if name.startswith(("tests", "kernels", "rules", "docs"))]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wheel_made_from_the_sdist_finds_its_data(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     check_installed(environment_with(wheel, tmp_path / "env"), tmp_path / "elsewhere", origin=tmp_path / "env")

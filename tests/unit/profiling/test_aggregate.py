@@ -397,7 +397,7 @@ def test_sixty_thousand_events_take_under_five_seconds() -> None:
     assert all(r.module.startswith("ResNet.layer") and r.source for r in found.kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_million_events_take_under_twenty_seconds() -> None:
     trace = resnet_like(1_000_000).trace()
     began = time.process_time()

@@ -197,7 +197,9 @@ def test_the_next_models_batches_are_looked_at_too(found: Found) -> None:
     assert told == [6 * 3 * 4, 3 * 3 * 4]
 
 
-@pytest.mark.parametrize(("steps", "followed"), [(discover.CALM_STEPS + 8, 12), (5, discover.MAX_LOOKS)])
+@pytest.mark.parametrize(
+    ("steps", "followed"), [pytest.param(discover.CALM_STEPS + 8, 12, marks=pytest.mark.long), (5, discover.MAX_LOOKS)]
+)
 def test_models_are_followed_unless_they_change_all_the_time(found: Found, steps: int, followed: int) -> None:
     """Twelve folds, or a script that makes a model for every few steps."""
     training, _, _ = found

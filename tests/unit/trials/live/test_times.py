@@ -158,6 +158,7 @@ def kept_of(trials, gain, monkeypatch):
     return kept
 
 
+@pytest.mark.long
 def test_on_a_machine_whose_speed_wanders_gains_are_found_and_nothing_is_not_kept(monkeypatch):
     """Blocks in one piece find 3 % there in a fifth of the trials."""
     assert kept_of(300, 0.0, monkeypatch) <= 3
