@@ -85,7 +85,7 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
         return cupy.RawModule(code=sources.source(name), options=options(dict(defines)), backend="nvrtc")
 
 
-_most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}
+_most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}  # by kernel and device
 
 
 @cache
@@ -104,11 +104,10 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
     try:
         with cupy.cuda.Device(device):
             raw = _module(name, defines, device).get_function(entry)
-            asked = _most_dynamic.setdefault((name, entry, defines, device), 0)
-            if (
-                most_dynamic > asked
-            ):  # what is asked for is the kernel's, whoever launches it: less would be too little for others
-                raw.max_dynamic_shared_size_bytes = _most_dynamic[name, entry, defines, device] = most_dynamic
+            # What is asked for is the kernel's, whoever launches it: less would be too little for those who asked for more.
+            kernel = name, entry, defines, device
+            if most_dynamic > _most_dynamic.get(kernel, 0):
+                raw.max_dynamic_shared_size_bytes = _most_dynamic[kernel] = most_dynamic
             return raw.kernel
     except cupy.cuda.compiler.CompileException as error:
         raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None
