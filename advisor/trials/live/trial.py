@@ -281,9 +281,8 @@ class Trial:
         self.loop.note(self.times.noted(dataclasses.replace(self.current, phase="timing")))
         blocks = TimedBlocks(self.loop, self.limit, self.times)
         decision = yield from blocks.run(switch, self.current, patient=self.patient)
-        slowed = (
-            decision.status == REVERTED and self.times.on.host_bound
-        )  # by the host, which may not bound it for long
+        # What the host's launches have slowed may be faster once they do not bound the step.
+        slowed = decision.status == REVERTED and self.times.on.host_bound
         if not self.patient and (decision.status == INCONCLUSIVE or slowed):
             decision = dataclasses.replace(decision, status=MORE)
         self._timing = Check(
