@@ -1,5 +1,5 @@
 # make demo        install into .venv, profile an example training, apply what helps, print where the report is
-# make test        install into .venv, run the tests that need no GPU, but for the longest
+# make test        install into .venv, run the tests that need no GPU, but for those marked long: others go the same ways
 # make test-long   those
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make reliability run the fault suite and write docs/reliability.md

@@ -32,6 +32,7 @@ from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
 from advisor.profiling.records import OWN_WORK
 from advisor.profiling.session import Session
+from advisor.profiling.timing import clocks
 from advisor.profiling.training import StepEvent, Training
 
 # Marks count as unusual from the first interval on, but a mode of shapes or backward passes needs a few to compare with.
@@ -337,13 +338,9 @@ class StepWatcher:
     def _boundary(self) -> None:
         stop.insist()
         training = self.training
-        event = None
         if training.device.type == "cpu" and training.optimizers:
             training.device = _device_of(training.optimizers[0])
-        if training.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(training.device))
-        now = time.perf_counter_ns()
+        event, now = clocks(training.device)
         interval, self.current = self.current, Interval()
         self.interval = interval
         reason = self._judge(interval)

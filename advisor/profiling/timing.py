@@ -50,13 +50,19 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
     return StepTimes(wall_us=tuple(wall), event_us=tuple(events), positions=tuple(positions), excluded=dict(excluded))
 
 
-def mark(device: torch.device) -> StepEvent:
-    """A boundary here and now, between steps: where the device is idle, its clock and the host's meet there."""
+def clocks(device: torch.device) -> tuple[torch.cuda.Event | None, int]:
+    """Now, on both clocks: an event recorded on the device's current stream (None on a CPU), and the host's `perf_counter_ns`."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
-    return StepEvent(index=-1, host_ns=time.perf_counter_ns(), event=event, clean=False)
+    return event, time.perf_counter_ns()
+
+
+def mark(device: torch.device) -> StepEvent:
+    """A boundary here and now, between steps: where the device is idle, its clock and the host's meet there."""
+    event, now = clocks(device)
+    return StepEvent(index=-1, host_ns=now, event=event, clean=False)
 
 
 def lags_us(idle: StepEvent, boundaries: Sequence[StepEvent]) -> tuple[float, ...]:

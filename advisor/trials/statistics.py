@@ -148,17 +148,15 @@ def decide(
             told = f"no gain above {_share(min_gain)}: {told}"
         return Decision(REVERTED, gain, point, told)
     apart = _apart(pairs, min_gain, confidence)
-    if apart is not None:
-        many = len(pairs)
-        if apart < min_gain:
-            told = f"no gain above {_share(min_gain)} between any two blocks: {told}"
-            return Decision(REVERTED, Interval(low=min(gain.low, apart), high=apart, basis=gain.basis), point, told)
-        told = f"{_share(point)} of the step saved ({_share(apart)} or more between any two blocks of {many} pairs)"
-        gain = Interval(
-            low=apart, high=gain.high, basis=f"{many} ABBA pairs, slowest block with against fastest without"
+    if apart is not None and apart < min_gain:
+        told = f"no gain above {_share(min_gain)} between any two blocks: {told}"
+        return Decision(REVERTED, Interval(low=min(gain.low, apart), high=apart, basis=gain.basis), point, told)
+    if apart is not None and len(pairs) >= usable[0]:
+        told = (
+            f"{_share(point)} of the step saved ({_share(apart)} or more between any two blocks of {len(pairs)} pairs)"
         )
-        if many >= usable[0]:
-            return Decision(KEPT, gain, point, told)
+        basis = f"{len(pairs)} ABBA pairs, slowest block with against fastest without"
+        return Decision(KEPT, Interval(low=apart, high=gain.high, basis=basis), point, told)
     hidden = f"noise hides whether it gains {_share(min_gain)}: {told}"
     if last or len(pairs) >= usable[-1]:
         return Decision(INCONCLUSIVE, gain, point, hidden)

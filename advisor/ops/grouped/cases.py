@@ -84,10 +84,8 @@ def _with_norm(conv: Case, group: int, stride: int) -> tuple[Case, ...]:
     return moments_cases.cases(conv, api.grouped_conv2d_moments, result, partial(spec.moments_win, group, stride))
 
 
-_WITH_NORM = (
-    (4, 128, 1, 56),
-    (8, 256, 1, 28),
-)  # of those behind whose forward a norm takes two launches (spec.TRAINED)
+# Of those behind whose forward a norm takes two launches (spec.TRAINED).
+_WITH_NORM = ((4, 128, 1, 56), (8, 256, 1, 28))
 _ALSO_FP16 = ((4, 1), (8, 2), (24, 1))
 _ALONE = tuple(
     _case((256, channels, side, side), dtype, group, stride)

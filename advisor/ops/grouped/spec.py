@@ -24,11 +24,10 @@ KERNELS = {
 STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
 MIN_ARCH = 80
-OCTET = 8  # channels in 16 bytes: what a warp has of the result
+OCTET = whole.OCTET
 GROUPS = (4, *range(8, 65, 8))  # channels a group
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
-SM_SHARED_BYTES = 228 * 1024
-BLOCK_SHARED_BYTES = 1024  # that the system takes for each block
+SM_SHARED_BYTES, BLOCK_SHARED_BYTES = whole.SM_BYTES, whole.RESERVED_BYTES
 SCHEDULERS, SCHEDULER_REGISTERS = 4, 16384  # of an SM; a warp's registers are one scheduler's
 MAX_BLOCKS = 8  # on an SM; more hide nothing
 MAX_OFFSET = 2**31 - 1  # of 16-byte vectors from a block's first image
@@ -317,16 +316,18 @@ def _shape(source: str, group: int, stride: int, columns: int, batch: int) -> tu
     return best[1]
 
 
-def _segments(call: Call, columns: int, at_once: int) -> tuple[int, int, int]:
-    """Segments of the result's rows, rows of one, and items in all, of `columns` items of all rows: least work for the last to end."""
-    best: tuple[int, tuple[int, int, int]] | None = None
+def _segments(call: Call, columns: int, at_once: int) -> tuple[int, int, int, int]:
+    """Segments of the result's rows, rows of one, items in all, of `columns` items of all rows, and blocks that share them, `at_once` at
+    most: least work for the last to end."""
+    best: tuple[int, tuple[int, int, int, int]] | None = None
     for wanted in range(1, min(MAX_SEGMENTS, call.out_height) + 1):
         segment_rows = -(-call.out_height // wanted)
         segments = -(-call.out_height // segment_rows)
         items = columns * segments
-        cost = -(-items // at_once) * (segment_rows * call.stride + HALO_ROWS)
+        passes = -(-items // at_once)
+        cost = passes * (segment_rows * call.stride + HALO_ROWS)
         if best is None or cost < best[0]:
-            best = cost, (segments, segment_rows, items)
+            best = cost, (segments, segment_rows, items, -(-items // passes))
     assert best is not None  # out_height is at least 1
     return best[1]
 
@@ -342,7 +343,7 @@ def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
     )
     slabs = -(-call.channels // (call.group * cut.shape.beside))
     at_once = max(1, sm_count * cut.blocks // slabs)
-    segments, segment_rows, items = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
+    segments, segment_rows, items, sharing = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
     return Plan(
         warps=cut.shape.beside * cut.shape.across,
         tiles=cut.shape.tiles,
@@ -356,7 +357,7 @@ def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
         segments=segments,
         segment_rows=segment_rows,
         items=items,
-        grid=(-(-items // -(-items // at_once)), slabs),
+        grid=(sharing, slabs),
         beside=cut.shape.beside,
     )
 
@@ -373,8 +374,7 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
     slabs = -(-(call.channels // OCTET) // warps)
     strips = -(-call.out_width // strip)
     at_once = max(1, sm_count * blocks // slabs)
-    segments, segment_rows, items = _segments(call, -(-call.batch // images) * strips, at_once)
-    passes = -(-items // at_once)
+    segments, segment_rows, items, sharing = _segments(call, -(-call.batch // images) * strips, at_once)
     return Plan(
         warps=warps,
         tiles=tiles,
@@ -388,7 +388,7 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
         segments=segments,
         segment_rows=segment_rows,
         items=items,
-        grid=(-(-items // passes), slabs),
+        grid=(sharing, slabs),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OCTET = 8  # channels in 16 bytes
+OCTET = 8  # channels in 16 bytes: what a product has of the result
 TILE = 16  # pixels of a product
 BLOCK_BYTES = 96 * 1024  # of shared memory, at most
 SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # what an SM has, and what the system takes for each block

@@ -89,10 +89,8 @@ def _bound(group: str, target_class: str, noise: list[Distance]) -> float:
     # update may be any number of times as large as that of the plain step, and only the noise, measured beside it, bounds it.
     # bf16 of an EfficientNet, a DenseNet and a RegNet was refused on an H200 for updates 1.6 to 2.3 times their size off.
     chaotic = target_class in ROUNDED and noisy >= _CEILING and not group.startswith("output")
-    if chaotic and group.startswith("buffer"):
-        return max(_CHAOTIC_CEILING, noisy)
     if chaotic:
-        return max(_CHAOTIC_CEILING, _CHAOTIC_FACTOR * farthest)
+        return max(_CHAOTIC_CEILING, noisy if group.startswith("buffer") else _CHAOTIC_FACTOR * farthest)
     return min(_CEILING, max(static, noisy))
 
 
