@@ -201,8 +201,9 @@ class View:
 
     def geometry(self, row: KernelRow) -> Geometry | None:
         """The convolution that a row computes: from its module, else from its recorded shapes; None if neither tells."""
-        if row.kind != "conv":
-            return None
+        return self._geometry(row) if row.kind == "conv" else None
+
+    def _geometry(self, row: KernelRow) -> Geometry | None:
         fact = self.fact(row)
         if fact is not None:
             return _from_fact(fact)
@@ -227,6 +228,20 @@ class View:
         def predicate(row: KernelRow) -> bool:
             geometry = self.geometry(row)
             return geometry is not None and not is_own(row) and wanted(geometry)
+
+        return predicate
+
+    def conv_layout(self, wanted: Callable[[Geometry], bool]) -> Callable[[KernelRow], bool]:
+        """A row predicate: a kernel that slices, pads or transposes for a convolution, whose geometry is known and wanted.
+
+        One row may stand for kernels of several convolutions in a captured forward; the longest of them tells its geometry.
+        """
+
+        def predicate(row: KernelRow) -> bool:
+            if row.kind != "layout" or "convolution" not in row.op:
+                return False
+            geometry = self._geometry(row)
+            return geometry is not None and wanted(geometry)
 
         return predicate
 

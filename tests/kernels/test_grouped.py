@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match, verify
-from advisor.ops.grouped import api, cases, reference, spec, whole
+from advisor.ops.grouped import api, cases, reference, spec, weight, whole
 
 FAMILY = catalog.get("grouped")
 
@@ -51,18 +51,20 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck(groups: int, stride: in
 def test_a_plan_covers_every_pixel_and_channel_within_shared_memory(
     batch: int, group: int, octets: int, height: int, width: int, stride: int, sm_count: int, source: str
 ) -> None:
-    whole = source in (spec.WHOLE_FORWARD, spec.WHOLE_BACKWARD_DATA)
-    assume(not whole or source in (spec.forward_source(group, stride), spec.backward_data_source(group, stride)))
+    by_group = source in (spec.WHOLE_FORWARD, spec.WHOLE_BACKWARD_DATA)
+    of_weight = source == spec.BACKWARD_WEIGHT
+    assume(not by_group or source in (spec.forward_source(group, stride), spec.backward_data_source(group, stride)))
     channels = octets * max(group, spec.OCTET)
     call = spec.call((batch, channels, height, width), channels // group, stride)
     plan = spec.plan(source, call, sm_count)
-    if whole:
-        across = plan.warps // plan.beside
-        assert plan.warps == plan.beside * across
-        assert plan.grid[1] * plan.beside * group >= channels > (plan.grid[1] - 1) * plan.beside * group
-        octets_loaded = plan.beside * group // spec.OCTET
+    across, wide = plan.across, max(group, spec.OCTET)
+    if by_group or of_weight:
+        units = wide // spec.OCTET // plan.weight.outputs if plan.weight else 1
+        assert plan.warps == plan.beside * across * units <= 16
+        assert plan.grid[1] * plan.beside * wide >= channels > (plan.grid[1] - 1) * plan.beside * wide
+        octets_loaded = plan.beside * wide // spec.OCTET
     else:
-        across, octets_loaded = 1, plan.warps
+        octets_loaded = plan.warps
         assert plan.warps * spec.OCTET % max(group, spec.OCTET) == 0
         assert plan.grid[1] * plan.warps * spec.OCTET >= channels
     assert plan.strip * plan.strips >= call.out_width > plan.strip * (plan.strips - 1)
@@ -71,11 +73,13 @@ def test_a_plan_covers_every_pixel_and_channel_within_shared_memory(
     assert plan.items == -(-batch // plan.images) * plan.strips * plan.segments
     assert 1 <= plan.grid[0] <= plan.items
     assert plan.stages >= 2
-    assert plan.shared_bytes <= (96 * 1024 if whole else spec.SHARED_BYTES)
+    assert plan.shared_bytes <= (96 * 1024 if by_group or of_weight else spec.SHARED_BYTES)
     assert plan.blocks * (plan.shared_bytes + 1024) <= 228 * 1024
     data = source in (spec.BACKWARD_DATA, spec.WHOLE_BACKWARD_DATA)
     fetched = plan.images * (plan.strip + 1 if data else stride * (plan.strip - 1) + 3)
     assert plan.threads * (plan.loads - 1) < fetched * octets_loaded <= plan.threads * plan.loads
+    if of_weight:
+        assert plan.threads * plan.dy_loads >= across * plan.tiles * 16 * octets_loaded
 
 
 @pytest.mark.parametrize(
@@ -108,6 +112,37 @@ def test_blocks_take_neighbouring_groups_and_few_warps_are_idle(
 ) -> None:
     found = whole.cut(data=data, group=24, stride=stride, groups=channels // 24, columns=28, batch=256)
     assert found.shape.beside == beside
+
+
+@pytest.mark.parametrize(
+    ("channels", "group", "stride", "columns", "shape"),
+    [
+        (256, 8, 1, 28, weight.Shape(4, 8)),
+        (32, 8, 1, 28, weight.Shape(4, 4)),  # 4 groups: half of a slab of 8 would be idle
+        (512, 16, 1, 14, weight.Shape(4, 4, 2)),
+        (1024, 32, 1, 7, weight.Shape(2, 2, 2)),
+        (576, 24, 1, 14, weight.Shape(4, 2)),
+        (216, 24, 1, 28, weight.Shape(4, 2)),  # one of 10 is idle
+        (72, 24, 1, 56, weight.Shape(4, 1)),  # one of 4
+        (72, 24, 2, 56, weight.Shape(4, 2)),
+        (512, 64, 2, 14, weight.Shape(2, 1)),
+    ],
+)
+def test_the_weights_blocks_are_those_that_were_measured(
+    channels: int, group: int, stride: int, columns: int, shape: weight.Shape
+) -> None:
+    found = weight.cut(group=group, stride=stride, groups=channels // group, columns=columns, batch=256)
+    assert found.shape == shape
+
+
+def test_a_single_small_image_does_not_take_a_block_for_many() -> None:
+    found = weight.cut(group=16, stride=1, groups=32, columns=7, batch=1)
+    assert (found.shape.tiles, found.images, found.strip) == (1, 1, 7)
+
+
+@pytest.mark.parametrize(("splits", "threads"), [(1, 1), (8, 1), (9, 2), (33, 8), (64, 8), (1000, 8)])
+def test_threads_that_add_up_the_splits_of_a_value(splits: int, threads: int) -> None:
+    assert weight.threads_a_place(splits) == threads
 
 
 @pytest.mark.parametrize(
@@ -153,9 +188,8 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
 @pytest.mark.parametrize(
     ("group", "stride", "reason"),
     [
-        *((group, 1, "") for group in (4, 8, 16, 24)),
+        *((group, 1, "") for group in (4, 8, 16, 24, 32)),
         *((group, 2, "") for group in (8, 16, 24, 32)),
-        (32, 1, "32 channels a group at stride 1: cuDNN is as fast"),
         (4, 2, dispatch.UNMEASURED),
         *((group, stride, dispatch.UNMEASURED) for group in (40, 48, 56, 64) for stride in (1, 2)),
     ],
@@ -166,15 +200,14 @@ def test_what_was_measured_to_win_is_dispatched(group: int, stride: int, reason:
 
 
 def test_a_call_that_does_not_win_runs_pytorchs_own(emulated) -> None:
-    reason = "32 channels a group at stride 1: cuDNN is as fast"
-    before = api.fell_back[reason]
+    before = api.fell_back[dispatch.UNMEASURED]
     emulated.launches.clear()
-    x, weight = nhwc(1, 64, 3, 3).bfloat16(), torch.randn(64, 32, 3, 3)
+    x, weight = nhwc(1, 80, 3, 3).bfloat16(), torch.randn(80, 40, 3, 3)
     with only_what_wins():
         y = api.grouped_conv2d(x, weight, 1, 2)
     torch.testing.assert_close(y, F.conv2d(x, weight.bfloat16(), None, 1, 1, 1, 2))
     assert not emulated.launches
-    assert api.fell_back[reason] == before + 1
+    assert api.fell_back[dispatch.UNMEASURED] == before + 1
 
 
 @pytest.mark.parametrize("function", [api.grouped_conv2d, torch.ops.advisor.grouped_conv2d], ids=["eager", "library"])
@@ -210,7 +243,7 @@ def test_the_kernels_forward_at_stride_2_where_it_is_asked_for(emulated, monkeyp
 
 def test_a_slab_is_as_measured_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = (4, 8, 16, 24, 32, 48, 64)
-    assert {group: spec.warps_of(group) for group in groups} == {4: 4, 8: 8, 16: 4, 24: 6, 32: 4, 48: 6, 64: 8}
+    assert {group: spec.warps_of(group) for group in groups} == {4: 4, 8: 8, 16: 4, 24: 3, 32: 4, 48: 6, 64: 8}
     for slab, warps in ((4, (4, 4, 4, 3, 4, 6, 8)), (8, (8, 8, 8, 6, 8, 6, 8))):
         monkeypatch.setattr(spec, "SLAB", slab)
         assert tuple(map(spec.warps_of, groups)) == warps
@@ -269,6 +302,7 @@ FAULTS = {
         "grouped 3x3 of 24 s2",
     ),
     "a whole group's row that other warps wait for": ("__syncthreads();  // what was staged before is stored too", "", "grouped 3x3 of 24 s2"),
+    "a row of dy that another row of x meets": ("move(g2, g1);\n      move(g1, g0);", "move(g1, g0);\n      move(g2, g1);", "grouped 3x3 of 16 s1"),
     "the other group's products in the weight": (
         "if (chunk >= CHUNKS || out % CG / GROUP != c / GROUP) return;",
         "if (chunk >= CHUNKS) return;",
@@ -282,6 +316,25 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.Monk
     before, after, name = FAULTS[fault]
     emulated.use(sm_count=1)  # so that a block has more than one row
     case = next(c for c in cases.VERIFICATION if c.name == name and c.shape[1] > 8)
+    assert not passes_with(monkeypatch, FAMILY, case, before, after)
+
+
+# Of the weight's gradient: what is changed, in which case, on how many SMs: one, for blocks with several items; many, for many splits.
+WEIGHT_FAULTS = {
+    "the next item's rows too soon": ("if (fetched >= rows && coming < items)", "if (fetched + 2 >= rows && coming < items)", (2, 144, 5, 70), 1),
+    "the item before once more": ("coming += gridDim.x;", "coming += fetched ? 0 : gridDim.x;", (3, 80, 5, 35), 1),
+    "splits that nobody adds up": ("for (int p = 1; p < parts; ++p)", "for (int p = 2; p < parts; ++p)", (3, 80, 5, 35), 132),
+    "no wait for the other threads that add up": ("  __syncthreads();\n  if ((int)threadIdx.x >= places", "  if ((int)threadIdx.x >= places", (3, 80, 5, 35), 132),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WEIGHT_FAULTS)
+def test_a_fault_planted_in_the_weights_gradient_is_found(
+    emulated, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    before, after, shape, sm_count = WEIGHT_FAULTS[fault]
+    emulated.use(sm_count=sm_count)
+    case = next(c for c in cases.VERIFICATION if c.shape == shape)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from advisor.analysis.conv import pointwise_before_norm
 from advisor.analysis.predictions.basis import (
@@ -186,6 +187,18 @@ def _grouped(view: View) -> list[KernelRow]:
     return list(filter(view.conv(lambda g: g.grouped), view.rows))
 
 
+def grouped_conv(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """Grouped convolutions, and what cuDNN slices and transposes for them in NHWC, which the bundled kernels do not need."""
+    alone = _kernel_family(_grouped, "grouped convolutions")(view, step, parameters)
+    around = list(filter(view.conv_layout(lambda g: g.grouped), view.rows)) if view.profile.model.channels_last else []
+    if alone is None or not around:
+        return alone
+    best = replace(alone.best, device_us=alone.best.device_us + sum(row.time_us for row in around))
+    return Change(
+        worst=alone.worst, best=best, basis=f"{alone.basis}; {share(view, around, step)} slice and transpose for them"
+    )
+
+
 def _before_norms(view: View) -> list[KernelRow]:
     return list(filter(pointwise_before_norm(view), view.rows))
 
@@ -234,6 +247,6 @@ FAMILIES: dict[str, Predictor] = {
     ),
     "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
     "first_conv": _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST),
-    "grouped_conv": _kernel_family(_grouped, "grouped convolutions"),
+    "grouped_conv": grouped_conv,
     "pointwise_conv": pointwise_conv,
 }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.grouped import spec
+from advisor.ops.grouped import spec, weight
 from advisor.ops.grouped.spec import Call
 
 
@@ -103,15 +103,15 @@ def _weight(
 ) -> tuple[_Launch, _Launch, int]:
     """Partial sums, their sum, and how many values they are."""
     plan, macros, sizes = _plan(spec.BACKWARD_WEIGHT, call, dtype, weight_dtype, device, False, False)
-    partial, total = (
-        nvrtc.function(spec.BACKWARD_WEIGHT, entry, macros, device) for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]
-    )
-    splits, octets = plan.grid[0], call.channels // spec.OCTET
-    values = octets * spec.partial_values(call.group)
-    block = (plan.threads, 1, 1)
+    kernels = spec.KERNELS[spec.BACKWARD_WEIGHT]
+    partial = nvrtc.function(spec.BACKWARD_WEIGHT, kernels[0], macros, device, plan.shared_bytes)
+    total = nvrtc.function(spec.BACKWARD_WEIGHT, kernels[1], macros, device)
+    splits, values = plan.grid[0], spec.partial_values(call, plan)
+    parts = weight.threads_a_place(splits)
+    blocks = -(-values // (weight.SUM_THREADS // parts))
     return (
-        _Launch(partial, (*plan.grid, 1), block, sizes, plan.shared_bytes),
-        _Launch(total, (-(-values // plan.threads), 1, 1), block, _int32(splits, octets, *weight_strides), 0),
+        _Launch(partial, (*plan.grid, 1), (plan.threads, 1, 1), sizes, plan.shared_bytes),
+        _Launch(total, (blocks, 1, 1), (weight.SUM_THREADS, 1, 1), _int32(splits, parts, values, *weight_strides), 0),
         splits * values,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from advisor.ops.dispatch import UNMEASURED
-from advisor.ops.grouped import whole
+from advisor.ops.grouped import weight, whole
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
@@ -28,8 +28,7 @@ OCTET = whole.OCTET
 GROUPS = (4, *range(8, 65, 8))  # channels a group
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 SM_SHARED_BYTES, BLOCK_SHARED_BYTES = whole.SM_BYTES, whole.RESERVED_BYTES
-SCHEDULERS, SCHEDULER_REGISTERS = 4, 16384  # of an SM; a warp's registers are one scheduler's
-MAX_BLOCKS = 8  # on an SM; more hide nothing
+SCHEDULERS, SCHEDULER_REGISTERS, MAX_BLOCKS = weight.SCHEDULERS, weight.SCHEDULER_REGISTERS, weight.MAX_BLOCKS
 MAX_OFFSET = 2**31 - 1  # of 16-byte vectors from a block's first image
 MAX_SEGMENTS = 8
 HALO_ROWS = 2  # rows that a segment reads beyond its own
@@ -47,16 +46,15 @@ TUNABLE = {
 }
 
 # Measured on an H200 in bf16. A slab of 8 octets, whole 128-byte lines: forward and backward in 0.75 and 0.82 of the time of 4
-# with 8 channels a group (256x28x28), 0.89 and 0.89 with 24 (216x28x28), 0.77 and 0.48 with 24 at stride 2 (576x28x28). Slower
-# with 4 channels (1.25 and 1.05), 32 (1.24 and 1.20), and in the backward with 16 at stride 2 (1.10). (Of 24 channels only the weight
-# gradient has slabs of octets now.)
-_SLABS = {8: 8, 24: 8}
+# with 8 channels a group (256x28x28). Slower with 4 channels (1.25 and 1.05), 32 (1.24 and 1.20), and in the backward with 16 at
+# stride 2 (1.10).
+_SLABS = {8: 8}
 _SLAB = 4
 
 # (channels a group, stride) whose passes together are faster than cuDNN's on an H200 in bf16, for which fp16 stands too where it
-# was measured (4 and 24 at stride 1, 8 at stride 2): 4 at stride 1 in 0.38 of the time, 8, 16 in 0.5 to 0.7, 24 in 0.1 to 0.2.
-_FASTER = frozenset({(4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (24, 1), (24, 2), (32, 2)})
-_SLOWER = frozenset({(32, 1)})  # 1024x7x7: the sum of both passes 1.004 of cuDNN's
+# was measured (4 and 24 at stride 1, 8 at stride 2): 4 at stride 1 in 0.34 of the time, 8, 16 in 0.4 to 0.7, 24 in 0.1 to 0.2, 32 at
+# stride 1 in 0.93.
+_FASTER = frozenset({(4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (24, 1), (24, 2), (32, 1), (32, 2)})
 # Where cuDNN's forward is the faster one all the same: in 0.95, 0.75 and 0.74 of the kernel's time (with 8 channels that was at
 # a slab of 4). The backward, twice as long and 1.5 to 2.0 times faster than cuDNN's, stays the kernels'.
 _FORWARD_SLOWER = frozenset({(8, 2), (16, 2), (32, 2)})
@@ -100,8 +98,6 @@ def wins(*, dtype: str, group: int, stride: int) -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels win, both passes together."""
     if dtype not in STORAGE:
         return UNMEASURED
-    if (group, stride) in _SLOWER:
-        return f"{group} channels a group at stride {stride}: cuDNN is as fast"
     return "" if (group, stride) in _FASTER else UNMEASURED
 
 
@@ -219,8 +215,9 @@ class Plan:
     A block takes `warps` octets of channels and `tiles` * 16 pixels of a row: `strip` columns of `images` images. An item is
     `segment_rows` rows of them. `loads`: pixels of a fetched row in units of 32. `blocks` run on an SM at once; it caps a
     thread's registers. grid: (blocks over items, slabs of octets).
-    Where warps have whole groups a block takes `beside` of them, slabs are of that, `warps` / `beside` share the pixels of a row
-    in runs of `tiles` * 16, and `loads` is in vectors of a thread.
+    Where warps have whole groups a block takes `beside` of them, slabs are of that, `across` warps share the pixels of a row
+    in runs of `tiles` * 16, and `loads` is in vectors of a thread. For the gradient of the weight `weight` says what a warp has of a
+    group, and `dy_loads` vectors a thread fetches of a row of dy.
     """
 
     warps: int
@@ -236,7 +233,10 @@ class Plan:
     segment_rows: int
     items: int
     grid: tuple[int, int]
-    beside: int = 0  # groups of a block whose warps have whole ones
+    beside: int = 0
+    across: int = 1
+    weight: weight.Shape | None = None
+    dy_loads: int = 0
 
     @property
     def threads(self) -> int:
@@ -259,20 +259,13 @@ def _steps(group: int) -> int:
     return -(-3 * _octets(group) // 2)
 
 
-def partial_values(group: int) -> int:
-    """Values of an octet's fragments that a block of the weight gradient leaves."""
-    return 3 * _steps(group) * 4 * 32
-
-
 def _registers(source: str, group: int, stride: int, tiles: int, loads: int) -> int:
-    """A thread's registers: sums, weights or gradients, places of its vectors, and what addresses and fragments take."""
+    """A thread's registers: sums, weights, places of its vectors, and what addresses and fragments take."""
     taps, slots = 3 * 2 * _steps(group), 3 if stride == 1 else 2
     places = tiles + 2 * loads + -(-tiles // 2) + (16 if stride == 2 else 0)
     if source == FORWARD:
         return 4 * slots * tiles + taps + places + (52 if group >= OCTET else 64)
-    if source == BACKWARD_DATA:
-        return 16 * tiles + taps + places + 64
-    return 2 * taps + 2 * slots * tiles + places + 64
+    return 16 * tiles + taps + places + 64
 
 
 def _units(source: str, warps: int, tiles: int, strip: int, images: int, stride: int) -> tuple[int, int, int]:
@@ -282,10 +275,7 @@ def _units(source: str, warps: int, tiles: int, strip: int, images: int, stride:
         pixels = images * (strip + 1)
         return pixels, pixels * pixel, 2 * tiles * 16 * pixel
     pixels = images * (stride * (strip - 1) + 3)
-    tile_units = tiles * 16 * pixel
-    if source == FORWARD:
-        return pixels, pixels * pixel, tile_units
-    return pixels, pixels * pixel + tile_units, 0
+    return pixels, pixels * pixel, tiles * 16 * pixel
 
 
 @lru_cache(maxsize=4096)
@@ -359,6 +349,34 @@ def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
         items=items,
         grid=(sharing, slabs),
         beside=cut.shape.beside,
+        across=cut.shape.across,
+    )
+
+
+def _weight_plan(call: Call, sm_count: int) -> Plan:
+    wide = max(call.group, OCTET)
+    groups = call.channels // wide
+    cut = weight.cut(group=wide, stride=call.stride, groups=groups, columns=call.out_width, batch=call.batch)
+    slabs = -(-groups // cut.shape.beside)
+    at_once = max(1, sm_count * cut.blocks // slabs)
+    segments, segment_rows, items, sharing = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
+    return Plan(
+        warps=cut.warps,
+        tiles=cut.shape.tiles,
+        stages=cut.stages,
+        loads=cut.loads,
+        blocks=cut.blocks,
+        shared_bytes=cut.shared_bytes,
+        images=cut.images,
+        strip=cut.strip,
+        strips=cut.strips,
+        segments=segments,
+        segment_rows=segment_rows,
+        items=items,
+        grid=(sharing, slabs),
+        beside=cut.shape.beside,
+        weight=cut.shape,
+        dy_loads=cut.dy_loads,
     )
 
 
@@ -367,6 +385,8 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
     """How `source` is launched for this call: as many blocks as run at once, all with equally many items."""
     if source in (WHOLE_FORWARD, WHOLE_BACKWARD_DATA):
         return _whole_plan(source, call, sm_count)
+    if source == BACKWARD_WEIGHT:
+        return _weight_plan(call, sm_count)
     warps = warps_of(call.group)
     tiles, stages, strip, images, loads, blocks, nbytes = _shape(
         source, call.group, call.stride, call.out_width, call.batch
@@ -410,8 +430,17 @@ def defines(
         "WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype],
     }
     if plan.beside:
-        found |= {"BESIDE": plan.beside, "ACROSS": plan.warps // plan.beside}
+        found |= {"BESIDE": plan.beside, "ACROSS": plan.across}
+    if plan.weight:
+        found |= {"OUTPUTS": plan.weight.outputs, "DY_LOADS": plan.dy_loads}
     return {**found, "MOMENTS": 1} if moments else found
+
+
+def partial_values(call: Call, plan: Plan) -> int:
+    """Values of fragments that the blocks of one split leave of the weight's gradient."""
+    assert plan.weight is not None
+    units = call.channels // OCTET // plan.weight.outputs
+    return units * plan.weight.sums(_octets(call.group)) * 4 * 32
 
 
 # Layers of ResNeXt-50 32x4d and RegNetY-3.2GF at 224 x 224: (channels a group, C, stride, side of the input).

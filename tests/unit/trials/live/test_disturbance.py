@@ -62,6 +62,17 @@ def test_a_clock_unlike_the_arms_own(gpu):
     assert gpu_watch.end(True) == ""
 
 
+def test_the_power_cap_is_the_trainings_own(gpu):
+    """Its readings neither disturb nor become what is usual: a block between them at full clock is none either."""
+    gpu_watch = MachineWatch(torch.device("cuda"))
+    full = gpu.gpus[0].clock
+    for clock, reasons in [(0.8 * full, nvml.POWER_CAP), (full, 0), (0.9 * full, nvml.POWER_CAP)] * LEAST_BLOCKS:
+        gpu.gpus[0].clock, gpu.gpus[0].reasons = int(clock), reasons
+        assert gpu_watch.end(True) == ""
+    gpu.gpus[0].clock, gpu.gpus[0].reasons = int(0.8 * full), 0
+    assert "clock" in gpu_watch.end(True)
+
+
 def test_arms_may_differ(gpu):
     gpu_watch = MachineWatch(torch.device("cuda"))
     for _ in range(2 * LEAST_BLOCKS):
