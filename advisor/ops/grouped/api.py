@@ -104,8 +104,9 @@ def _gradients(
     if spec.forward_wins(call.group, call.stride):  # else the forward counted
         engaged[spec.name(call.group, call.stride)] += 1
     dy = alignment.nhwc(dy.to(x.dtype))
-    dx = cuda.backward_data(dy, weight, call) if wanted[0] else None
-    return dx, cuda.backward_weight(dy, x, weight, call) if wanted[1] else None
+    # The weight's partial sums are freed before the larger gradient is allocated.
+    dweight = cuda.backward_weight(dy, x, weight, call) if wanted[1] else None
+    return cuda.backward_data(dy, weight, call) if wanted[0] else None, dweight
 
 
 def _differentiable_backward(

@@ -129,7 +129,7 @@ def test_a_second_round_finds_what_the_first_could_not(script) -> None:
         ("channels_last", 1): "reverted",
         ("fused_layer_norm", 2): "kept",
     }
-    assert script.modes() == ["search", "profile", "search", "profile"]
+    assert script.modes() == ["search", "profile", "search"]
     second = next(s for s in script.launches if s.mode == "profile")
     assert [i.transform for i in second.kept] == ["amp_bf16"]
     assert not second.counters
@@ -198,10 +198,18 @@ def test_a_round_that_hardly_moved_the_step_is_not_followed_by_another(script) -
 def test_rounds_come_to_an_end(script) -> None:
     names = ["a", "b", "c", "d", "e"]
     script.status = dict.fromkeys(names, "kept")
-    script.anew = [[candidate(name)] for name in names[1:]]
+    script.anew, script.gain = [[candidate(name)] for name in names[1:]], Interval(low=0.3, high=0.4)
     log, _ = apply(script, candidate("a"))
     assert len(log.rounds) == rounds.MOST
     assert script.modes().count("profile") == rounds.MOST - 1
+
+
+@pytest.mark.parametrize(("gain", "profiles"), [(0.05, 0), (0.2, 1), (0.4, 2)])
+def test_a_later_round_needs_a_step_that_has_become_much_shorter(script, gain: float, profiles: int) -> None:
+    script.status = dict.fromkeys("abc", "kept")
+    script.anew, script.gain = [[candidate("b")], [candidate("c")]], Interval(low=gain - 0.01, high=gain + 0.01)
+    apply(script, candidate("a"))
+    assert script.modes().count("profile") == profiles
 
 
 def test_what_is_kept_leaves_later_rounds_more_time(script) -> None:
@@ -347,7 +355,7 @@ def test_the_gain_of_several_tried_as_one_moves_the_step_once() -> None:
         return Verdict(transform=name, status="kept", reason="", together=(other,), timing=timing)
 
     for gain, moved in ((0.06, False), (0.12, True)):  # twice 6 % would be more than a tenth
-        assert rounds.moved([kept("a", "b", gain), kept("b", "a", gain)], 1) is moved
+        assert rounds.moved([kept("a", "b", gain), kept("b", "a", gain)], 1, rounds.LEAST_MOVED) is moved
 
 
 def test_compile_waits_until_the_rest_is_settled_and_must_still_promise_a_gain(script, monkeypatch) -> None:
@@ -404,7 +412,7 @@ def test_kernels_for_a_small_share_wait_for_the_shortened_step_and_its_predictio
     script.anew = [[candidate("first_conv", 0.2), candidate("fused_pooling", 0.05)], []]
     log, verdicts = apply(script, pooling, candidate("amp_bf16"))
     assert [r.tried for r in log.rounds] == [("amp_bf16",), ("first_conv", "fused_pooling")]
-    assert script.modes() == ["search", "profile", "search", "profile"]
+    assert script.modes() == ["search", "profile", "search"]
     assert verdicts["fused_pooling", 2].predicted.high == 0.05
     # No rule does, and nothing is predicted for that step: another change has taken what there was.
     monkeypatch.setattr(rounds, "predict", lambda *a: Interval(low=0.0, high=0.001))
