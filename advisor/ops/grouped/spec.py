@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.grouped import weight, whole
@@ -331,26 +332,9 @@ def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
         columns=call.out_width,
         batch=call.batch,
     )
-    slabs = -(-call.channels // (call.group * cut.shape.beside))
-    at_once = max(1, sm_count * cut.blocks // slabs)
-    segments, segment_rows, items, sharing = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
-    return Plan(
-        warps=cut.shape.beside * cut.shape.across,
-        tiles=cut.shape.tiles,
-        stages=cut.stages,
-        loads=cut.loads,
-        blocks=cut.blocks,
-        shared_bytes=cut.shared_bytes,
-        images=cut.images,
-        strip=cut.strip,
-        strips=cut.strips,
-        segments=segments,
-        segment_rows=segment_rows,
-        items=items,
-        grid=(sharing, slabs),
-        beside=cut.shape.beside,
-        across=cut.shape.across,
-    )
+    shape = cut.shape
+    slabs = -(-call.channels // (call.group * shape.beside))
+    return _plan_of(call, cut, shape.beside * shape.across, slabs, sm_count, across=shape.across)
 
 
 def _weight_plan(call: Call, sm_count: int) -> Plan:
@@ -358,10 +342,15 @@ def _weight_plan(call: Call, sm_count: int) -> Plan:
     groups = call.channels // wide
     cut = weight.cut(group=wide, stride=call.stride, groups=groups, columns=call.out_width, batch=call.batch)
     slabs = -(-groups // cut.shape.beside)
+    return _plan_of(call, cut, cut.warps, slabs, sm_count, weight=cut.shape, dy_loads=cut.dy_loads)
+
+
+def _plan_of(call: Call, cut: whole.Cut | weight.Cut, warps: int, slabs: int, sm_count: int, **more: Any) -> Plan:
+    """Where a block has a slab of whole groups; `more` fields of the plan."""
     at_once = max(1, sm_count * cut.blocks // slabs)
     segments, segment_rows, items, sharing = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
     return Plan(
-        warps=cut.warps,
+        warps=warps,
         tiles=cut.shape.tiles,
         stages=cut.stages,
         loads=cut.loads,
@@ -375,8 +364,7 @@ def _weight_plan(call: Call, sm_count: int) -> Plan:
         items=items,
         grid=(sharing, slabs),
         beside=cut.shape.beside,
-        weight=cut.shape,
-        dy_loads=cut.dy_loads,
+        **more,
     )
 
 
