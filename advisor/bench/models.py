@@ -92,7 +92,8 @@ class ModelRow:
     apply_s: float
     spent_s: dict[str, float]  # of these, by phase of the search
     trial_s: dict[str, float]  # by change, over all rounds
-    kernel_sha: dict[str, str]
+    kernel_sha: dict[str, str]  # of all bundled sources
+    launched: tuple[str, ...]  # of these those that ran
     torch: str
     date: str
 
@@ -200,6 +201,7 @@ def _measured(
             for name in dict.fromkeys(v.transform for v in found.log.verdicts)
         },
         kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
+        launched=stack.kernels,
         torch=torch.__version__,
         date=datetime.date.today().isoformat(),
     )

@@ -239,8 +239,9 @@ def _rate(row: Row, key: str) -> str:
 
 
 def _kernels(row: Row) -> str:
-    """Whether the kernels of the families that it kept are still those that this training ran with."""
-    used = {name for family in catalog.FAMILIES if family.transform in row["kept"] for name in family.kernels}
+    """Whether the kernels that this training ran, all of what it kept where that was not recorded, are still the same."""
+    families = {name for family in catalog.FAMILIES if family.transform in row["kept"] for name in family.kernels}
+    used = row.get("launched") or families
     return "as now" if all(row["kernel_sha"].get(name) == sources.sha256(name) for name in used) else "older"
 
 

@@ -77,6 +77,7 @@ class StackVerdict:
     samples_per_s_stack: float | None = None
     losses_plain: tuple[float, ...] = ()
     losses_stack: tuple[float, ...] = ()
+    kernels: tuple[str, ...] = ()  # sources of the bundled kernels that ran in the stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
         return cupy.RawModule(code=sources.source(name), options=options(dict(defines)), backend="nvrtc")
 
 
+launched: set[str] = set()  # sources of the kernels that this process has asked for, to launch them
 _most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}  # by kernel and device
 
 
@@ -104,6 +105,7 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
     try:
         with cupy.cuda.Device(device):
             raw = _module(name, defines, device).get_function(entry)
+            launched.add(name)
             # What is asked for is the kernel's, whoever launches it: less would be too little for those who asked for more.
             kernel = name, entry, defines, device
             if most_dynamic > _most_dynamic.get(kernel, 0):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from advisor.core import storage
+from advisor.ops import nvrtc
 from advisor.profiling.attach import attach_training
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
@@ -106,6 +107,7 @@ class MeasureDriver:
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             applied=tuple(s.transform.id for s in self.kept.standing),
             left_out=dict(self.kept.left_out),
+            kernels=tuple(sorted(nvrtc.launched)),
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)

@@ -92,6 +92,7 @@ def judge(
         samples_per_s_stack=_rate(batch, found.fast_us),
         losses_plain=plain[0].losses,
         losses_stack=stack[0].losses,
+        kernels=tuple(sorted({name for run in stack for name in run.kernels})),
     )
 
 

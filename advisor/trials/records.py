@@ -101,6 +101,7 @@ class Measurement:
     model_hash: str = ""
     applied: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()  # sources of the bundled kernels that ran
     complete: bool = False
 
 

@@ -11,6 +11,7 @@ from advisor.core import storage
 from advisor.core.findings import Interval
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
+from advisor.ops import nvrtc
 from advisor.profiling.session import Session
 from advisor.profiling.training import RootModule, Training
 from advisor.trials import planner, records
@@ -477,9 +478,14 @@ def test_a_script_that_ends_before_its_steps_are_taken_leaves_what_was_timed(tmp
                 self._at_exit()
 
     orders = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7)
-    train(orders, Ends, find, steps=14)
+    nvrtc.launched.add("planted.cu")
+    try:
+        train(orders, Ends, find, steps=14)
+    finally:
+        nvrtc.launched.discard("planted.cu")
     found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
     assert not found.complete
+    assert "planted.cu" in found.kernels
     assert len(found.every_us) == 5
     assert len(found.losses) == 14
 

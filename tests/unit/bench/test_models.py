@@ -55,6 +55,7 @@ def bench(
     stack = StackVerdict(
         passed=True, detail="losses alike", plain_us=(8000.0, 8200.0), stack_us=(1990.0, 2000.0, 2030.0), speedup=4.0,
         speedup_low=3.9, speedup_high=4.1, losses_plain=(LOSSES["plain"],) * 12, losses_stack=(LOSSES["advisor"],) * 10,
+        kernels=("grouped/grouped_forward.cu",),
     )  # fmt: skip
     log = TrialLog(
         script="net.py", argv=(), seconds=100.0, stack=stack,
@@ -107,6 +108,8 @@ def test_a_row_holds_the_search_and_its_peers(monkeypatch, machine, tmp_path) ->
     assert row["baseline_error"] == pytest.approx(0.05)
     assert row["limit_ms"] == 1.5
     assert row["advisor_images_per_s"] == pytest.approx(64 / 2e-3)
+    assert row["launched"] == ["grouped/grouped_forward.cu"]
+    assert set(row["kernel_sha"]) > set(row["launched"])
 
 
 def test_a_limit_of_another_dtype_is_none(monkeypatch, machine, tmp_path) -> None:

@@ -105,10 +105,12 @@ def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) 
         {**training, "kernel_sha": {**now, name: "0" * 64}}
         for name in ("grouped/grouped_forward.cu", "first_conv/first_conv_forward.cu")
     )
-    document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, unused, older]}
+    launched = {**older, "launched": ["first_conv/first_conv_backward_weight.cu"]}  # what changed did not run
+    ran = {**launched, "launched": ["first_conv/first_conv_forward.cu"]}
+    document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, unused, older, launched, ran]}
     (machine / "models.json").write_text(json.dumps(document))
     rows = [line for line in page.files(tmp_path)[page.PAGE].splitlines() if line.startswith("| net")]
-    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "as now", "older"]
+    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "as now", "older", "as now", "older"]
     assert rows[0].startswith(
         "| net | 100 | 200 | – | 300 | 3.00 (2.90 to 3.10) | channels_last, first_conv | 12.00 | 6.00 | – | 4.00 | 2.50 | 61 |"
     )

@@ -62,10 +62,12 @@ def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_m
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(nvrtc, "_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
     monkeypatch.setattr(nvrtc, "_most_dynamic", {})
+    monkeypatch.setattr(nvrtc, "launched", set())
     nvrtc.function.cache_clear()
     try:
         for asked in (75_000, 70_000):
             assert nvrtc.function("f.cu", "f", (), 0, asked) == "f"
             assert kernel.max_dynamic_shared_size_bytes == 75_000
+        assert nvrtc.launched == {"f.cu"}  # for the record of what a training ran
     finally:
         nvrtc.function.cache_clear()

@@ -90,6 +90,7 @@ class Script:
                 losses=tuple(self.loss(names, i) for i in range(session.warmup + session.steps)),
                 batch_size=32,
                 applied=names,
+                kernels=("grouped/f.cu",) if names else (),
                 complete=True,
             ),
         )
@@ -128,6 +129,7 @@ def test_what_is_kept_goes_into_the_plan_with_its_speedup(script):
     assert log.stack.passed
     assert 1.9 < log.stack.speedup_low < log.stack.speedup < log.stack.speedup_high < 2.1
     assert log.stack.samples_per_s_stack == pytest.approx(64_000, rel=0.02)
+    assert log.stack.kernels == ("grouped/f.cu",)
     assert plan.speedup.startswith("2.0")
     assert plan.hashes.model == "m0"
     arms = [tuple(i.transform for i in s.kept) for s in script.launches if s.mode == "measure"]
