@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, verify
+from advisor.ops import catalog, dispatch, match, sources, verify
 from advisor.ops.grouped import api, cases, reference, spec, weight, whole
 
 FAMILY = catalog.get("grouped")
@@ -138,6 +138,10 @@ def test_the_weights_blocks_are_those_that_were_measured(
 def test_a_single_small_image_does_not_take_a_block_for_many() -> None:
     found = weight.cut(group=16, stride=1, groups=32, columns=7, batch=1)
     assert (found.shape.tiles, found.images, found.strip) == (1, 1, 7)
+
+
+def test_the_kernel_adds_up_with_as_many_threads_as_it_is_launched_with() -> None:
+    assert f"#define SUM_THREADS {weight.SUM_THREADS}\n" in sources.source(spec.BACKWARD_WEIGHT)
 
 
 @pytest.mark.parametrize(("splits", "threads"), [(1, 1), (8, 1), (9, 2), (33, 8), (64, 8), (1000, 8)])
