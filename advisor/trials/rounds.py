@@ -72,13 +72,11 @@ class Rounds:
         while True:
             self.history.append(Round(number=number, step_us=step_us, kept=_names(on), folder=folder))
             self._take_turns(found)
-            if waiting and not self.processes.ended and not self._step_has_changed(number, on, LEAST_MOVED):
+            if waiting and not self.processes.ended and not self._step_has_changed(number, on, waiting):
                 # It is what it was, and so are the predictions of what waits.
                 self._take_turns(waiting)
                 waiting = ()
-            # For what is dear to be judged by the step that it would meet a profile is cheap.
-            least = LEAST_MOVED if number == 1 or waiting else LEAST_MOVED_LATER
-            if self.processes.ended or number == MOST or not self._step_has_changed(number, on, least):
+            if self.processes.ended or number == MOST or not self._step_has_changed(number, on, waiting):
                 return
             number, on = number + 1, records.kept_items(run_dir)
             steps_s = (WARMUP + STEPS) * self.processes.left * _step_us(profile) / 1e6
@@ -117,12 +115,14 @@ class Rounds:
         self.history[-1] = dataclasses.replace(self.history[-1], tried=tried)
         self.processes.try_all(chosen)
 
-    def _step_has_changed(self, number: int, on: Sequence[PlanItem], least: float) -> bool:
-        """Whether round `number`, begun with `on`, has kept what another round may build on: `least` of the step, or a second look."""
+    def _step_has_changed(self, number: int, on: Sequence[PlanItem], waiting: Sequence[Recommendation]) -> bool:
+        """Whether round `number`, begun with `on`, has kept what another round may build on, or what has had its turn gets another."""
         run_dir = self.processes.script.run_dir
         if set(_names(records.kept_items(run_dir))) <= set(_names(on)):
             return False
         verdicts = records.verdicts(run_dir)
+        # A profile is cheap beside the trial of what waits, which is to be judged by the step that it would meet.
+        least = LEAST_MOVED if number == 1 or waiting else LEAST_MOVED_LATER
         return moved(verdicts, number, least) or bool(planner.second_look(verdicts, self.known))
 
     def _profile(

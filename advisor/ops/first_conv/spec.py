@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from advisor.ops import storage
+from advisor.ops import occupancy, storage
 from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "first_conv/first_conv_forward.cu"
@@ -31,7 +31,6 @@ TAPS_AND_SUMS = (
 )
 TUNABLE = {"TILE": (256, 512), "THREADS": (128, 256), "SUMS": (96, 160), "TAPS_AND_SUMS": (64, 128)}
 SHARED_BYTES = 47 * 1024  # what a block gets without asking for more, and room for the bias
-REGISTERS, SCHEDULERS = 65536, 4  # of an SM
 # A thread's registers beside weights, sums and pixels of the forward, and beside sums, pixels and gradients (ptxas 13.0, sm_80 to
 # sm_100: 57 and 41 for 7 x 7 taps and 64 channels).
 FORWARD_REGISTERS, WEIGHT_REGISTERS = 64, 40
@@ -198,7 +197,7 @@ def tile(call: Call) -> tuple[int, int]:
 
 def _blocks(threads: int, registers: int) -> int:
     """Blocks that run on an SM at once: it caps a thread's registers. Each of the SM's four parts holds whole warps."""
-    warps = SCHEDULERS * (REGISTERS // (SCHEDULERS * 32 * min(255, _ceil(registers, 8) * 8)))
+    warps = occupancy.warps_at_once(registers)
     return max(1, warps * 32 // threads)
 
 

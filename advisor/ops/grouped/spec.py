@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from advisor.ops import occupancy
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.grouped import weight, whole
 
@@ -28,8 +29,7 @@ MIN_ARCH = 80
 OCTET = whole.OCTET
 GROUPS = (4, *range(8, 65, 8))  # channels a group
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
-SM_SHARED_BYTES, BLOCK_SHARED_BYTES = whole.SM_BYTES, whole.RESERVED_BYTES
-SCHEDULERS, SCHEDULER_REGISTERS, MAX_BLOCKS = weight.SCHEDULERS, weight.SCHEDULER_REGISTERS, weight.MAX_BLOCKS
+SM_SHARED_BYTES, BLOCK_SHARED_BYTES, MAX_BLOCKS = whole.SM_BYTES, whole.RESERVED_BYTES, whole.MAX_BLOCKS
 MAX_OFFSET = 2**31 - 1  # of 16-byte vectors from a block's first image
 MAX_SEGMENTS = 8
 HALO_ROWS = 2  # rows that a segment reads beyond its own
@@ -295,8 +295,7 @@ def _shape(source: str, group: int, stride: int, columns: int, batch: int) -> tu
                 continue
             nbytes = 16 * (stages * stage + rest)
             loads = -(-pixels // 32)
-            registers = -(-_registers(source, group, stride, tiles, loads) // 8) * 8
-            at_once = SCHEDULERS * (SCHEDULER_REGISTERS // (32 * registers)) // warps
+            at_once = occupancy.warps_at_once(_registers(source, group, stride, tiles, loads)) // warps
             blocks = max(1, min(SM_SHARED_BYTES // (nbytes + BLOCK_SHARED_BYTES), at_once, MAX_BLOCKS))
             used = columns / strips * images / (16 * tiles)
             score = used * tiles / (tiles + 0.5) * (1.0 if stages > 2 else 0.8)
@@ -341,8 +340,8 @@ def _weight_plan(call: Call, sm_count: int) -> Plan:
     wide = max(call.group, OCTET)
     groups = call.channels // wide
     cut = weight.cut(group=wide, stride=call.stride, groups=groups, columns=call.out_width, batch=call.batch)
-    slabs = -(-groups // cut.shape.beside)
-    return _plan_of(call, cut, cut.warps, slabs, sm_count, weight=cut.shape, dy_loads=cut.dy_loads)
+    slabs, warps = -(-groups // cut.shape.beside), cut.shape.warps(wide // OCTET)
+    return _plan_of(call, cut, warps, slabs, sm_count, weight=cut.shape, dy_loads=cut.dy_loads)
 
 
 def _plan_of(call: Call, cut: whole.Cut | weight.Cut, warps: int, slabs: int, sm_count: int, **more: Any) -> Plan:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from advisor.ops import occupancy
 from advisor.ops.grouped import whole
 
 OCTET, TILE = whole.OCTET, whole.TILE
-SCHEDULERS, SCHEDULER_REGISTERS = 4, 16384  # of an SM; a warp's registers are one scheduler's
-MAX_REGISTERS = 255
-MAX_BLOCKS = 8  # on an SM; more hide nothing
 MAX_STAGES = 4  # in the ring
 DEEP_BYTES = 80 * 1024  # of shared memory, at most, with more than two stages
 SPARE_REGISTERS = 56  # what addresses and fragments take of a thread's
@@ -41,7 +39,6 @@ class Cut:
     """`strip` columns of `images` images to a block, `strips` a row; vectors a thread fetches of a row of x and of dy."""
 
     shape: Shape
-    warps: int
     images: int
     strip: int
     strips: int
@@ -101,14 +98,13 @@ def cut(*, group: int, stride: int, groups: int, columns: int, batch: int) -> Cu
         if stages * stage > whole.BLOCK_BYTES:
             return None
         loads, dy_loads = -(-fetched * slab // (32 * warps)), -(-most * slab // (32 * warps))
-        registers = min(MAX_REGISTERS, -(-_registers(shape, octets, stride, loads + dy_loads) // 8) * 8)
-        at_once = SCHEDULERS * (SCHEDULER_REGISTERS // (32 * registers)) // warps
-        blocks = max(1, min(whole.SM_BYTES // (stages * stage + whole.RESERVED_BYTES), at_once, MAX_BLOCKS))
+        at_once = occupancy.warps_at_once(_registers(shape, octets, stride, loads + dy_loads)) // warps
+        blocks = max(1, min(whole.SM_BYTES // (stages * stage + whole.RESERVED_BYTES), at_once, whole.MAX_BLOCKS))
         pixels = columns / strips * images / most
         busy = groups / (-(-groups // shape.beside) * shape.beside)
         # A slab of one group of 24 begins and ends in half a sector: two are better unless a fifth of them is idle.
         score = pixels * busy * shape.tiles / (shape.tiles + 0.5) * (1 + shape.beside / 4)
-        return score, Cut(shape, warps, images, strip, strips, loads, dy_loads, stages, blocks, stages * stage)
+        return score, Cut(shape, images, strip, strips, loads, dy_loads, stages, blocks, stages * stage)
 
     return max((at for at in map(found, shapes(octets, stride)) if at is not None), key=lambda at: at[0])[1]
 

@@ -14,6 +14,7 @@ TILE = 16  # pixels of a product
 BLOCK_BYTES = 96 * 1024  # of shared memory, at most
 SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # what an SM has, and what the system takes for each block
 STAGES = 4  # rows in the ring
+MAX_BLOCKS = 8  # on an SM; more hide nothing
 
 
 @dataclass(frozen=True, slots=True)
