@@ -67,6 +67,8 @@ class Transform(ABC):
     traced: ClassVar[bool] = True
     conflicts: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()  # transforms to be settled first
+    # Beside these in a plan it goes on right behind the last of them that fits, and not before: they decide what it acts on.
+    waits_for: ClassVar[tuple[str, ...]] = ()
     order: ClassVar[int] = 50  # lower is tried earlier among equals
 
     @property

@@ -4,7 +4,9 @@ Loses where input shapes change, because each new shape is timed again; so it is
 takes longer, and an algorithm may sum in another order.
 
 Only a fresh process shows what it does: PyTorch keeps the first plan of each shape for the life of the thread, under a key that
-the flag is no part of, so in a loop that has run already it changes nothing.
+the flag is no part of, so in a loop that has run already it changes nothing. Dtype and memory format are parts of it. So in a plan
+the flag goes on with the last of the changes that decide those, before a convolution runs with them: any earlier, and cuDNN would
+time those of the plain first steps too, for nothing. In a plan without such changes it is on from the script's start.
 Sources: aten/src/ATen/native/cudnn/Conv_v8.cpp, CacheKeyWrapper and run_single_conv (the plan of the heuristic is cached as well).
 """
 
@@ -29,6 +31,8 @@ class CudnnBenchmark(Transform):
     semantics = Semantics.REASSOCIATED
     live = False
     after = ("channels_last", "amp_bf16", "amp_fp16", "tf32")
+    # Not for tf32: convolutions may use TF32 by default, and where it changes matrix products only, the plain first steps' plans stay.
+    waits_for = ("channels_last", "amp_bf16", "amp_fp16")
     order = 60
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

@@ -24,8 +24,9 @@ START_S = 5.0
 TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
 # First steps that were measured above what a trial is given by default: not worth killing a process to find out again.
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
-# What the first step takes longer with these from the start, in steps of the plain script: cuDNN tried its algorithms for 22 to 31 s in
-# five nets on an H200 whose steps took 90 to 160 ms.
+# What a fresh run's steps before the timed ones take longer with these, in steps of the plain script: cuDNN tried its algorithms for
+# 22 to 31 s in five nets on an H200 whose steps took 90 to 160 ms. The flag was on from their start then, so that the plain first
+# steps were timed too; not measured since.
 TUNING_STEPS = {"cudnn_benchmark": 200.0}
 STEP_UNTIMED_S = 0.125
 # A change on top of the stack goes before the stack without each of its items where it takes this share of the time left, or less.

@@ -1,7 +1,8 @@
 """Changes that stand: a plan's kept items, applied at the earliest moment at which each one fits.
 
 What needs no live object (flags, loaders) is on before the script's first step; what needs the model or the optimizer
-follows at one of the first step boundaries. What does not fit by then is left out, and the plain script runs there.
+follows at one of the first step boundaries, and what waits for others of the plan right behind the last of those. What does not
+fit by then is left out, and the plain script runs there.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ class KeptChanges:
 
     def __post_init__(self) -> None:
         self._waiting = list(self.items)
+        for item in self.items:
+            awaited = [other for other in self._waiting if other.transform in self._waits_for(item)]
+            if awaited:
+                # Not behind all the others: some run the model's forward to find their places.
+                self._waiting.remove(item)
+                self._waiting.insert(self._waiting.index(awaited[-1]) + 1, item)
 
     def settle(self) -> bool:
         """Apply what fits by now; True when nothing waits any more."""
@@ -86,10 +93,19 @@ class KeptChanges:
         for standing in self.standing:
             standing.undo = standing.transform.apply(self.training, standing.parameters)
 
+    def _waits_for(self, item: PlanItem) -> tuple[str, ...]:
+        try:
+            return self.find(item.transform).waits_for
+        except Exception:
+            return ()  # `_apply` says why there is none
+
     def _apply(self, item: PlanItem) -> str:
         """Why it does not fit (yet); empty when it is on."""
         try:
             transform = self.find(item.transform)
+            awaited = [other.transform for other in self._waiting if other.transform in transform.waits_for]
+            if awaited:
+                return f"it waits for {', '.join(awaited)}"
             # A change of how loaders are made must be on before there is a loader to match.
             match = transform.match(self.training, item.parameters)
             if not match.applies and (transform.live or self._boundaries > 0):

@@ -290,7 +290,7 @@ class StackTrial:
             status,
             reason,
             gain=gain,
-            effect=Check(passed=True, detail="on from the start in fresh runs"),
+            effect=Check(passed=True, detail="on in fresh runs"),
             numerics=numerics,
             timing=Check(passed=status == KEPT, detail=reason),
             left_out_gain=gain if status == KEPT else None,

@@ -8,8 +8,10 @@ import pytest
 import torch
 from loops import fingerprint, make_loop
 
+from advisor.core.plan import PlanItem
 from advisor.core.profile import KernelRow
 from advisor.transforms.cudnn_benchmark import CudnnBenchmark
+from advisor.trials.kept import KeptChanges
 
 
 @pytest.fixture
@@ -34,6 +36,21 @@ def test_the_flag_goes_on_and_comes_back(loop, profile) -> None:
     undo.run()
     assert fingerprint(loop) == before
     assert transform.effect(loop.training, old, new).passed is False
+
+
+def test_in_a_plan_it_fits_at_the_boundary_at_which_the_layout_does(loop) -> None:
+    training, found = loop.training, list(loop.training.roots)
+    training.roots.clear()  # as when a script begins
+    before = fingerprint(loop)
+    kept = KeptChanges(training, [PlanItem(transform=t, status="kept") for t in ("cudnn_benchmark", "channels_last")])
+    assert not kept.settle()
+    assert not torch.backends.cudnn.benchmark
+    training.roots += found
+    assert kept.settle()
+    assert torch.backends.cudnn.benchmark
+    assert kept.left_out == {}
+    kept.undo()
+    assert fingerprint(loop) == before
 
 
 def test_not_with_changing_shapes_or_deterministic_algorithms(loop) -> None:

@@ -15,6 +15,7 @@ def test_each_id_leads_to_its_transform(identifier: str) -> None:
     assert transform.id == identifier
     assert transform.title
     assert {*transform.after, *transform.conflicts} <= registry.TRANSFORMS.keys() - {identifier}
+    assert {*transform.waits_for} <= {*transform.after}
     assert transform.__doc__
 
 
