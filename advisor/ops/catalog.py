@@ -123,6 +123,14 @@ FAMILIES: tuple[Family, ...] = (
         having=lambda conv: conv.groups == 1 and conv.in_channels == 3,
     ),
     Family(
+        id="conv3x3",
+        title="3x3 convolution kernels for few channels",
+        replaces="conv2d 3x3 of stride 1 between 32 to 128 channels, on Hopper, channels_last",
+        transform="conv3x3",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups == 1 and conv.kernel_size == (3, 3) and conv.stride == (1, 1),
+    ),
+    Family(
         id="pointwise",
         title="1x1 convolution kernels with norm statistics",
         replaces="conv2d 1x1 of stride 1 before a batch norm of ours, or behind one, with that one's pass over its result or "

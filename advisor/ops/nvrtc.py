@@ -82,7 +82,8 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
     import cupy
 
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=sources.source(name), options=options(dict(defines)), backend="nvrtc")
+        flags = (*options(dict(defines)), *sources.target(name))
+        return cupy.RawModule(code=sources.source(name), options=flags, backend="nvrtc")
 
 
 launched: set[str] = set()  # sources of the kernels that this process has asked for, to launch them

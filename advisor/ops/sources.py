@@ -53,6 +53,11 @@ def inlined(file: Path, folders: tuple[Path, ...]) -> str:
     return read(file)
 
 
+def target(name: str) -> tuple[str, ...]:
+    """Compiler options for a source with instructions that one architecture alone has; none for another."""
+    return ("-arch=sm_90a",) if "wgmma.mma_async" in source(name) else ()
+
+
 def sha256(*names: str) -> str:
     """Hash of these sources, one after the other: what benchmark results and plans are tied to."""
     return hashlib.sha256("".join(map(source, names)).encode()).hexdigest()

@@ -16,6 +16,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #include <sys/mman.h>
@@ -29,7 +30,7 @@ uint3 block_index, block_size, grid_size;
 
 namespace {
 
-enum class State { ready, at_barrier, at_warp, at_cluster, at_grid, returned };
+enum class State { ready, at_barrier, at_warp, at_cluster, at_grid, at_condition, returned };
 
 struct Copy {
   void* to;
@@ -46,11 +47,19 @@ struct Fiber : Thread {
   unsigned mask;
   void* mine;
   int arrivals, waits; // at the cluster's barrier
+  Reached reached;     // and what it is asked for, of at_condition
+  const void* at;
+  unsigned wanted;
   int group;           // of cp.async copies, the open one
   std::vector<Copy> copies;
   bool started = false;
   ucontext_t first;
   jmp_buf resume;
+};
+
+struct Part {
+  int arrived;
+  unsigned rounds;
 };
 
 // One block of the cluster, or of the cooperative launch, that runs. Made once; a stack's first page cannot be touched.
@@ -59,6 +68,7 @@ struct Block {
   char* stacks = nullptr;
   uint3 index;
   char* dynamic;
+  Part parts[16];            // barriers of a part of the threads
   std::vector<char> shared;  // the static section, while another block has its place
   enum { waiting, running, done } state;
 };
@@ -142,6 +152,7 @@ const char* place(const Fiber& f, char (&text)[64]) {
     case State::at_warp: snprintf(text, sizeof text, "waits in a warp operation with mask 0x%08x", f.mask); break;
     case State::at_cluster: snprintf(text, sizeof text, "waits at the cluster's barrier"); break;
     case State::at_grid: snprintf(text, sizeof text, "waits at the grid's barrier"); break;
+    case State::at_condition: snprintf(text, sizeof text, "waits for a part of the block"); break;
     case State::returned: snprintf(text, sizeof text, "has returned"); break;
     default: snprintf(text, sizeof text, "can run");
   }
@@ -200,6 +211,12 @@ void wake() {
     if (fibers[i].state == State::at_grid) fibers[i].state = State::ready;
 }
 
+// Lets the block's threads go on that waited for something that is so by now.
+void resolve_conditions() {
+  for (unsigned i = 0; i < threads; ++i)
+    if (Fiber& f = fibers[i]; f.state == State::at_condition && f.reached(f.at, f.wanted)) f.state = State::ready;
+}
+
 // Lets the threads go on for whom all others of the cluster have arrived. True when there were any.
 bool resolve_cluster() {
   int arrived = INT_MAX;
@@ -245,6 +262,7 @@ bool resolve_barrier() {
       returned = &f;
       continue;
     }
+    if (f.state == State::at_condition) fail_stuck(f, f, "threads wait for others that never come");
     if (f.state == State::at_warp) {
       const Fiber* absent = &f;  // the first lane of its mask that is somewhere else
       const unsigned base = i / 32 * 32;
@@ -268,6 +286,7 @@ bool resolve_barrier() {
 }
 
 void begin(Block& block) {
+  std::fill(std::begin(block.parts), std::end(block.parts), Part{});
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = block.fibers[i];
     f.index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
@@ -310,6 +329,7 @@ void run_block() {
   wake();
   for (;;) {
     order.clear();
+    resolve_conditions();
     for (unsigned i = 0; i < threads; ++i)
       if (fibers[i].state == State::ready) order.push_back(i);
     if (order.empty()) {
@@ -445,6 +465,25 @@ void wait_for_grid(bool (*reached)(const void* at, unsigned wanted), const void*
   if (!cooperative) fail("waits for the other blocks of a launch that is not cooperative");
   while (!reached(at, wanted)) wait(State::at_grid);
   advanced = true;
+}
+
+void wait_until(Reached reached, const void* at, unsigned wanted) {
+  Fiber* fiber = self();
+  if (reached(at, wanted)) return;
+  fiber->reached = reached;
+  fiber->at = at;
+  fiber->wanted = wanted;
+  wait(State::at_condition);
+}
+
+void wait_for_part(int id, int count) {
+  Part& part = blocks[here].parts[id];
+  if (++part.arrived == count) {
+    part.arrived = 0;
+    ++part.rounds;
+  } else {
+    wait_until([](const void* at, unsigned round) { return static_cast<const Part*>(at)->rounds != round; }, &part, part.rounds);
+  }
 }
 
 void pause() { wait(State::ready); }

@@ -26,7 +26,7 @@ from advisor.ops.grouped import api as grouped
 from advisor.ops.grouped import spec as grouped_spec
 from advisor.ops.moments_cases import APART
 
-PRODUCERS = ("depthwise", "grouped", "first_conv", "pointwise")
+PRODUCERS = ("depthwise", "grouped", "first_conv", "conv3x3", "pointwise")
 FAMILIES = ("batchnorm_max_pool", "batchnorm_act", "grouped")
 
 
@@ -111,6 +111,10 @@ FAULTS = {
         "depthwise k5 s1+bn+relu",
     ),
     "a thread's moments are left out": ("for (int ty = 0; ty < strips_per_pass", "for (int ty = 1; ty < strips_per_pass", "depthwise k5 s1+bn+relu"),
+    "filled pixels of a tile are counted": (
+        "row < height && column + e < width ? values[e] - shift[band][half] : 0.f", "values[e] - shift[band][half]", "3x3 64 to 64+bn+relu"
+    ),
+    "a warpgroup's moments are left out": ("blockIdx.x * 2 + group, OUT", "blockIdx.x * 2, OUT", "3x3 64 to 64+bn+relu"),
     "the other group's products count": ("if (lost && octet < octets) {", "if (false) {", "grouped 3x3 of 4 s1+bn+relu"),
 }  # fmt: skip
 

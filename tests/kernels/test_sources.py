@@ -76,7 +76,7 @@ def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
         pytest.skip("its launch is refused on this architecture, where it spills")
     variants = family.spec.variants(name)
     for defines in variants[:: -(-len(variants) // ARCHITECTURES[arch])]:
-        log = nvrtc.compile(sources.source(name), options(arch, defines))
+        log = nvrtc.compile(sources.source(name), [*options(arch, defines), *sources.target(name)])
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
         assert len(registers) == len(family.kernels[name]), log
         threads = defines.get("THREADS", 256)

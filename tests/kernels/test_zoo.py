@@ -16,6 +16,7 @@ from torch import nn
 
 from advisor.ops import catalog, dispatch, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
+from advisor.ops.conv3x3 import spec as conv3x3
 from advisor.ops.first_conv import spec as first_conv
 from advisor.ops.grouped import spec as grouped
 from advisor.ops.pointwise import spec as pointwise
@@ -87,6 +88,17 @@ def _is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and 1 < module.groups == module.in_channels == module.out_channels
 
 
+def _is_narrow_3x3(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and not conv3x3.unsupported_convolution(
+        shape=(1, module.in_channels, 1, 1),
+        weight_shape=tuple(module.weight.shape),
+        stride=module.stride,
+        padding=module.padding,
+        dilation=module.dilation,
+        groups=module.groups,
+    )
+
+
 def _sees_an_image(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and module.in_channels == 3
 
@@ -145,6 +157,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "grouped": lambda model: _count(model, _is_grouped),
     "bias_act": _bias_act_sites,
     "first_conv": lambda model: _count(model, _sees_an_image),
+    "conv3x3": lambda model: _count(model, _is_narrow_3x3),
     "pointwise": _pointwise_before_norms,
 }
 
@@ -169,7 +182,7 @@ def build(package: str, name: str) -> nn.Module:
 def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The sites are those of autocast, which meta tensors have none of.
     monkeypatch.setattr(first_conv, "COMPUTE", (*first_conv.COMPUTE, "float32"))
-    for family in (grouped, pointwise):
+    for family in (grouped, conv3x3, pointwise):
         monkeypatch.setattr(family, "STORAGE", {**family.STORAGE, "float32": 0})
     monkeypatch.setattr(
         batchnorm_act.spec, "takes_moments", lambda nbytes, residual: ""

@@ -46,6 +46,11 @@ const void* in_block_of_cluster(const void* at, int rank);  // the same place in
 // Waits until reached(at, wanted), with other blocks of a cooperative launch running meanwhile.
 void wait_for_grid(bool (*reached)(const void* at, unsigned wanted), const void* at, unsigned wanted);
 
+// Waits until reached(at, wanted), which other threads of the block bring about.
+using Reached = bool (*)(const void* at, unsigned wanted);
+void wait_until(Reached reached, const void* at, unsigned wanted);
+void wait_for_part(int id, int threads);  // for so many of the block, at barrier `id` of 16
+
 // What a launch does, for one thread.
 using Entry = void (*)(void* const* arguments);
 

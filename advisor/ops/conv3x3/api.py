@@ -1,0 +1,221 @@
+"""3 x 3 convolution of stride 1 as one operation: the bundled kernels, or PyTorch's own convolution.
+
+Two entries over the same kernels: `conv3x3`, a plain function for eager code (thin: an autograd.Function), and
+`torch.ops.advisor.conv3x3`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles. Forward, gradient
+of the input and gradient of the weight are dispatched each by itself, where its kernel is measured to win; a call is counted in
+`engaged` when one of its products ran, and in `fell_back` when none did. The weight stays the user's parameter, [O, I, 3, 3]: kernels read
+it as it lies, in its own dtype and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.conv3x3 import cuda, spec
+from advisor.ops.first_conv.api import computed_in
+from advisor.ops.function import Function
+
+engaged, fell_back = dispatch.counters("conv3x3")
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(
+    shape: tuple[int, ...], dtype: torch.dtype, weight_shape: tuple[int, ...], weight_dtype: torch.dtype, arch: int
+) -> str:
+    return spec.unsupported(
+        shape=shape,
+        channels_last=True,
+        dtype=storage.name(dtype),
+        weight_shape=weight_shape,
+        weight_dtype=storage.name(weight_dtype),
+        stride=(1, 1),
+        padding=(1, 1),
+        dilation=(1, 1),
+        groups=1,
+        arch=arch,
+    )
+
+
+def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Why the kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    arch = nvrtc.arch(x.device.index or 0)
+    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
+    if reason:
+        return reason
+    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+
+
+def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
+    reason = unsupported(x, weight)
+    return reason or dispatch.refusal("", spec.wins(spec.call(tuple(x.shape), weight.shape[0]), storage.name(x.dtype)))
+
+
+def _pytorch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own convolution in x's dtype."""
+    return F.conv2d(x, weight.to(x.dtype), None, 1, 1)
+
+
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, call: spec.Call, *, moments: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y, channels_last: from the kernel or, where that is faster, PyTorch's own; and the kernel's moments, if asked for.
+
+    Nothing is recorded for a backward.
+    """
+    if spec.product_left(call):
+        return _pytorch(x, weight).contiguous(memory_format=torch.channels_last), None
+    return cuda.forward(x, weight, call, moments=moments)
+
+
+def _pytorch_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dweight in PyTorch's own operation, which can be differentiated again."""
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        *(dy, x, weight.to(x.dtype), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), [wanted[0], wanted[1], False]
+    )
+    return dx, dweight.to(weight.dtype) if wanted[1] else None
+
+
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dweight, where wanted, each from the kernels or PyTorch's own."""
+    dy = alignment.nhwc(dy.to(x.dtype))
+    ours = wanted[0] and not spec.product_left(call.gradient())
+    rest = (wanted[0] and not ours, wanted[1])
+    # For its own gradient only the weight's sizes are asked for, so none is cast.
+    taken = weight if rest[0] else torch.empty_like(weight, dtype=x.dtype)
+    dx, dweight = _pytorch_backward(dy, x, taken, rest)
+    dweight = None if dweight is None else dweight.to(weight.dtype)
+    return cuda.backward_data(dy, weight, call) if ours else dx, dweight
+
+
+class _Conv3x3(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        y, parts = _forward(x, weight, call, moments=moments)  # without grad mode, as all of this function
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        return y, parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        dy, _ = gradients
+        if dy is None:  # nobody used the result
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:2]
+        if differentiable.wanted(dy):
+            return (*_pytorch_backward(dy, x, weight, wanted), None, None)
+        return (*_gradients(dy, x, weight, ctx.call, wanted), None, None)
+
+
+def conv3x3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`conv2d` with 3 x 3 taps, padding 1, stride 1, one group and no bias.
+
+    Args:
+        x: [N, I, H, W]; the kernels take channels_last fp16 or bf16 on a CUDA device of sm_90, everything else runs PyTorch's own.
+            Under autocast it is cast as for a convolution.
+        weight: [O, I, 3, 3] in x's dtype or, as under autocast, in fp32: read as it is, in any memory format.
+
+    Returns:
+        A new tensor [N, O, H, W] in x's dtype (autocast's, if that is on).
+    """
+    return _conv3x3(x, weight, moments=False)[0]
+
+
+def conv3x3_moments(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `conv3x3`, and the result's moments for a batch norm (ops/moments.py); None where PyTorch's own forward ran."""
+    return _conv3x3(x, weight, moments=True)
+
+
+def _conv3x3(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = x.to(computed_in(x))
+    reason = _refusal(x, weight)
+    if reason:
+        fell_back[reason] += 1
+        return _pytorch(x, weight), None
+    call = spec.call(tuple(x.shape), weight.shape[0])
+    engaged[spec.name(call.inputs, call.outputs)] += 1
+    found: tuple[torch.Tensor, torch.Tensor | None]
+    found = _Conv3x3.apply(x, weight, call, moments)
+    return found
+
+
+@torch.library.custom_op("advisor::conv3x3", mutates_args=())
+def conv3x3_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `conv3x3`, for compiled graphs: x in the dtype of the result, which is channels_last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    reason = _refusal(x, weight)
+    if reason:
+        fell_back[reason] += 1
+        return _pytorch(x, weight).contiguous(memory_format=torch.channels_last)
+    call = spec.call(tuple(x.shape), weight.shape[0])
+    engaged[spec.name(call.inputs, call.outputs)] += 1
+    return _forward(x, weight, call)[0]
+
+
+@conv3x3_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    n, _, h, w = x.shape
+    shape = (n, weight.shape[0], h, w)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("advisor::conv3x3_backward", mutates_args=())
+def conv3x3_backward_op(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::conv3x3`: dx, dweight; empty where not wanted. dweight is contiguous."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    wanted = (dx_wanted, dweight_wanted)
+    if _refusal(x, weight):
+        dx, dweight = _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
+        dx = None if dx is None else dx.contiguous(memory_format=torch.channels_last)
+    else:
+        dx, dweight = _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
+        dx = None if dx is None else dx.contiguous(memory_format=torch.channels_last)
+    return (
+        x.new_empty(0) if dx is None else dx,
+        weight.new_empty(0) if dweight is None else dweight.contiguous(),
+    )
+
+
+@conv3x3_backward_op.register_fake
+def _(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(x, memory_format=torch.channels_last) if dx_wanted else x.new_empty(0),
+        weight.new_empty(weight.shape) if dweight_wanted else weight.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    dx_wanted, dweight_wanted = ctx.needs_input_grad[:2]
+    dx, dweight = conv3x3_backward_op(dy, x, weight, dx_wanted, dweight_wanted)
+    return dx if dx_wanted else None, dweight if dweight_wanted else None
+
+
+conv3x3_op.register_autograd(_op_backward, setup_context=_setup)

@@ -1,0 +1,327 @@
+"""What the 3 x 3 convolution kernels support, where they win, and how they are launched. Plain arithmetic.
+
+A product takes pixels of `inputs` channels to pixels of `outputs`: the forward from the convolution's input to its result, the
+gradient of the input the other way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops import dispatch
+from advisor.ops.dispatch import UNMEASURED
+
+CONV = "conv3x3/conv3x3.cu"
+KERNELS = {CONV: ("conv3x3",)}
+
+STORAGE = {"float16": 1, "bfloat16": 2}
+WEIGHT_STORAGE = {"float32": 0, **STORAGE}
+ARCH = 90  # the one architecture that has these products
+NEEDS_ARCH = {CONV: ARCH}
+MAX_ARCH = ARCH
+LINE = 64  # channels of a pixel in shared memory, 128 bytes
+OUTPUTS = (32, 64, 128)
+THREADS = 384
+COLUMNS = (64, 112, 128, 224, 256)  # pixels of a tile, rows of 8
+SUMS = 256  # columns of all bands of a warpgroup: 128 registers a thread
+SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
+MAX_STAGES = 4
+PITCH = 10  # pixels of a tile's row with its halo
+TILE_COST = 32  # what a tile takes beside its products, in columns of them (H200: 256 for 0.9 of the time of 2 x 128)
+TUNABLE = {"COLUMNS": ((64, 112, 128, 224, 256), (64, 112, 128)), "MAX_STAGES": (3, 4)}
+MAX_OFFSET = 2**31 - 1  # of values inside an image
+
+# (inputs, outputs, turned) of products that are faster than cuDNN's on an H200 in bf16, for which fp16 stands too where it was
+# measured: 64 to 64 in 0.6 to 0.75 of the time, 128 to 64 in 0.8, 64 to 128 in 0.9, 128 to 32 in 0.7. Turned, 32 to 128 takes up to
+# 1.08 of it.
+_FASTER = frozenset(
+    {(128, 32, False), *((i, o, turned) for i, o in ((64, 64), (128, 64), (64, 128)) for turned in (False, True))}
+)
+# Below this share of pixels that are no filling nothing was measured: 14 columns fill 16, 28 fill 32.
+_LEAST_FILLED = 0.85
+_LEAST_PIXELS = 128 * 32 * 32
+# (inputs, outputs) behind which a batch norm is measured to be faster with the moments that the forward leaves of its result: both
+# forwards in 0.87 to 0.92 of the time.
+_MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input."""
+
+    batch: int
+    inputs: int
+    outputs: int
+    height: int
+    width: int
+    turned: bool = False
+
+    def gradient(self) -> Call:
+        """Of a forward: the product that gives the gradient of its input."""
+        return Call(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
+
+
+@lru_cache(maxsize=4096)
+def call(shape: tuple[int, ...], outputs: int) -> Call:
+    """The forward on an input of `shape` [N, I, H, W]."""
+    n, inputs, h, w = shape
+    return Call(n, inputs, outputs, h, w)
+
+
+def name(inputs: int, outputs: int) -> str:
+    """`3x3 64 to 128`."""
+    return f"3x3 {inputs} to {outputs}"
+
+
+# ---- where it wins
+
+
+def product_wins(product: Call) -> str:
+    """Why PyTorch's own operation makes this product; empty where the kernel is measured to be faster."""
+    if not _fits(product.inputs, product.outputs, product.turned):
+        return f"products from {product.inputs} to {product.outputs} channels"
+    if (product.inputs, product.outputs, product.turned) not in _FASTER:
+        return UNMEASURED
+    if product.batch * product.height * product.width < _LEAST_PIXELS:
+        return f"fewer than {_LEAST_PIXELS} pixels"
+    return "" if _filled(product) >= _LEAST_FILLED else UNMEASURED
+
+
+def product_left(product: Call) -> str:
+    """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernel makes it."""
+    if not _fits(product.inputs, product.outputs, product.turned):
+        return product_wins(product)
+    return dispatch.refusal("", product_wins(product))
+
+
+def wins(call: Call, dtype: str) -> str:
+    """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
+    if dtype not in STORAGE:
+        return UNMEASURED
+    forward = product_wins(call)
+    return forward if forward and product_wins(call.gradient()) else ""
+
+
+def wins_between(inputs: int, outputs: int, dtype: str) -> str:
+    """As `wins`, of convolutions from so many channels to so many, whatever their other sizes: those are told when one runs."""
+    taken = {(inputs, outputs, False), (outputs, inputs, True)} & _FASTER
+    return "" if dtype in STORAGE and taken else UNMEASURED
+
+
+def moments_win(inputs: int, outputs: int) -> str:
+    """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
+    return "" if (inputs, outputs) in _MOMENTS_FASTER else UNMEASURED
+
+
+# ---- what is supported
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, I, H, W]."""
+    if arch != ARCH:
+        return f"sm_{arch} lacks the products of warpgroups that sm_{ARCH} has"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if weight_dtype not in (dtype, "float32"):
+        return f"weight dtype {weight_dtype}"
+    if not channels_last:
+        return "input is not channels_last"
+    n, inputs, h, w = shape
+    if n == 0 or h == 0 or w == 0:
+        return "empty input"
+    if h * w * max(inputs, weight_shape[0]) > MAX_OFFSET:
+        return "an image is beyond 32-bit offsets"
+    return ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if groups != 1:
+        return f"{groups} groups"
+    if weight_shape[2:] != (3, 3):
+        return f"{weight_shape[2]} x {weight_shape[3]} taps"
+    if stride != (1, 1):
+        return f"stride {stride[0]} x {stride[1]}"
+    if dilation != (1, 1):
+        return f"dilation {dilation[0]} x {dilation[1]}"
+    if padding != (1, 1):
+        return f"padding {padding[0]} x {padding[1]}"
+    outputs, inputs = weight_shape[:2]
+    if not (_fits(inputs, outputs, False) or _fits(outputs, inputs, True)):
+        return f"{inputs} channels to {outputs}"
+    return ""
+
+
+def _fits(inputs: int, outputs: int, turned: bool) -> bool:
+    """Whether a block holds the weights of this product, and tiles beside them."""
+    if outputs not in OUTPUTS or (inputs != 32 and (inputs == 0 or inputs % LINE)):
+        return False
+    return any(_stages(inputs, outputs, columns, turned) >= 2 for columns in COLUMNS)
+
+
+# ---- what is compiled, and how it is launched
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image, in `stages` stages."""
+
+    columns: int
+    stages: int
+    shared_bytes: int
+    bands: int
+    strips: int
+    tiles: int
+    grid: int
+
+    @property
+    def moment_parts(self) -> int:
+        """Parts of the moments that a launch leaves."""
+        return 2 * self.grid
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // 1024) * 1024
+
+
+def _weight_bytes(inputs: int, outputs: int, turned: bool) -> int:
+    lines, rows = (outputs, inputs) if turned else (inputs, outputs)
+    return _round_up(9 * -(-lines // LINE) * rows * 2 * LINE)
+
+
+def _stage_bytes(columns: int) -> int:
+    return _round_up((columns // 8 + 2) * PITCH * 2 * LINE)
+
+
+def _stages(inputs: int, outputs: int, columns: int, turned: bool) -> int:
+    """Stages beside the weights, 0 where the sums need more registers than there are."""
+    if -(-outputs // 64) * columns > SUMS:
+        return 0
+    left = SHARED_BYTES - 1024 - _weight_bytes(inputs, outputs, turned)  # the last KiB has the barriers
+    return min(MAX_STAGES, left // _stage_bytes(columns))
+
+
+def _bands(product: Call, columns: int) -> int:
+    return -(-product.height // (columns // 8))
+
+
+def _filled(product: Call) -> float:
+    """The share of pixels in tiles that are the image's, of the tiles that fit it best."""
+    rows = min(_bands(product, columns) * (columns // 8) for columns in COLUMNS)
+    return product.height / rows * product.width / (-(-product.width // 8) * 8)
+
+
+@lru_cache(maxsize=4096)
+def plan(product: Call, sm_count: int) -> Plan:
+    """The launch that should end first: the longest block's tiles, with what each takes beside its products."""
+    best: tuple[float, Plan] | None = None
+    for columns in COLUMNS:
+        stages = _stages(product.inputs, product.outputs, columns, product.turned)
+        if stages < 2:
+            continue
+        bands, strips = _bands(product, columns), -(-product.width // 8)
+        tiles = product.batch * bands * strips
+        cost = -(-tiles // sm_count) * (columns + TILE_COST) * (1.0 if stages > 2 else 1.3)
+        if best is None or cost < best[0]:
+            weights = _weight_bytes(product.inputs, product.outputs, product.turned)
+            nbytes = weights + stages * _stage_bytes(columns) + 1024
+            best = cost, Plan(columns, stages, nbytes, bands, strips, tiles, min(tiles, sm_count))
+    if best is None:  # `_fits` said otherwise
+        raise ValueError(f"no launch for {product}")
+    return best[1]
+
+
+def defines(product: Call, plan: Plan, dtype: str, weight_dtype: str, *, moments: bool = False) -> dict[str, int]:
+    """Macros of CONV."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype],
+        "IN": product.inputs,
+        "OUT": product.outputs,
+        "TRANSPOSED": int(product.turned),
+        "WGMMA_N": plan.columns,
+        "STAGES": plan.stages,
+        "MOMENTS": int(moments),
+    }
+
+
+# (batch, inputs, outputs, side) of convolutions in trained networks: ResNet on ImageNet and at 32 x 32, DenseNet, VGG, UNet.
+TRAINED = (
+    (256, 64, 64, 56),
+    (128, 64, 64, 32),
+    (32, 64, 64, 256),
+    (128, 64, 64, 224),
+    (32, 128, 64, 256),
+    (128, 64, 128, 112),
+    *((256, 128, 32, side) for side in (56, 28, 14)),
+    *((n, 64, 64, side) for n, side in ((8, 56), (1, 224), (128, 16))),
+)
+TRAINED_WITH_NORM = ((256, 64, 64, 56), (32, 64, 64, 256), (32, 128, 64, 256), (128, 64, 64, 32))
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros to compile `source` with in the test for spills: all widths of a tile and both directions."""
+    found = []
+    for inputs, outputs, side, moments in (
+        (64, 64, 256, True),
+        (64, 64, 56, False),
+        (128, 32, 56, True),
+        (128, 64, 256, True),
+        (64, 128, 112, True),
+        (64, 64, 14, False),
+        (64, 64, 8, False),
+    ):
+        forward = call((256, inputs, side, side), outputs)
+        names = ("float16", "float16") if side == 14 else ("bfloat16", "float32")
+        for product in (forward, forward.gradient()):
+            if _fits(product.inputs, product.outputs, product.turned):
+                chosen = plan(product, 132)
+                found.append(defines(product, chosen, *names, moments=moments and not product.turned))
+    return tuple(found)
+
+
+def kernels(call: Call, *, backward: bool = False) -> tuple[str, ...]:
+    """The sources that a pass of this call runs, of those that the kernels can make."""
+    product = call.gradient() if backward else call
+    return (CONV,) if _fits(product.inputs, product.outputs, product.turned) else ()
+
+
+def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+    """Bytes of forward and backward: x in and y out; x and dy in, dx out. Weights are left out."""
+    x = call.batch * call.inputs * call.height * call.width * itemsize
+    y = call.batch * call.outputs * call.height * call.width * itemsize
+    return x + y, 2 * x + y
+
+
+def flops(call: Call) -> tuple[int, int]:
+    """Operations of forward and backward (both gradients): two a tap, input and output, each."""
+    products = 18 * call.inputs * call.outputs * call.batch * call.height * call.width
+    return products, 2 * products

@@ -1,0 +1,102 @@
+// Emulated twin of kernels/include/wgmma.cuh. Products are made as they are asked for by half of the warps and at products_end()
+// by the others, since the hardware promises neither: operands that are not there yet and sums that are read too early both show.
+
+typedef unsigned long long Operand;
+
+inline Operand operand_at(const void* line, int stride) {
+  const ptrdiff_t at = static_cast<const char*>(line) - static_cast<const char*>(emulation::dynamic_shared());
+  if (at < 0 || at >= 1 << 18 || at % 16 || stride % 16) emulation::fail("no operand can be at %td, 8 lines %d bytes apart", at, stride);
+  return Operand(at >> 4) | 1ull << 16 | Operand(stride >> 4) << 32 | 1ull << 62;
+}
+inline Operand operand_behind(Operand first, int bytes) { return first + (Operand)(bytes >> 4); }
+
+struct EmulatedProduct {
+  float* d;
+  Operand a, b;
+  bool adds, along;
+  int warp;  // of its warpgroup
+};
+
+static EmulatedProduct emulated_products[1024][128];  // by thread, not yet made
+static int emulated_waiting[1024];
+
+// The 16-bit value of an operand, `inside` its line.
+inline float emulated_operand(Operand operand, int line, int inside) {
+  const unsigned start = (operand & 0x3fff) << 4, stride = (operand >> 32 & 0x3fff) << 4;
+  unsigned at = start + line / 8 * stride + line % 8 * 128 + inside * 2;
+  at ^= (at >> 7 & 7) << 4;
+  unsigned short v;
+  memcpy(&v, static_cast<const char*>(emulation::dynamic_shared()) + at, 2);
+#if STORAGE == 1
+  return emulation::from_f16(v);
+#else
+  return emulation::from_bf16(v);
+#endif
+}
+
+inline void emulated_wgmma(void* const* lanes, unsigned present) {
+  if (present != 0xffffffffu) emulation::fail("wgmma without all lanes of the warp");
+  const EmulatedProduct& first = *static_cast<const EmulatedProduct*>(lanes[0]);
+  static float a[16][16], b[WGMMA_N][16];
+  for (int m = 0; m < 16; ++m)
+    for (int k = 0; k < 16; ++k)
+      a[m][k] = first.along ? emulated_operand(first.a, k, 16 * first.warp + m) : emulated_operand(first.a, 16 * first.warp + m, k);
+  for (int n = 0; n < WGMMA_N; ++n)
+    for (int k = 0; k < 16; ++k) b[n][k] = emulated_operand(first.b, n, k);
+  for (int lane = 0; lane < 32; ++lane) {
+    const EmulatedProduct& p = *static_cast<const EmulatedProduct*>(lanes[lane]);
+    if (p.a != first.a || p.b != first.b || p.adds != first.adds) emulation::fail("lanes of a warp ask for different products");
+    for (int i = 0; i < WGMMA_N / 2; ++i) {
+      const float* row = a[lane / 4 + i % 4 / 2 * 8];
+      const float* column = b[i / 4 * 8 + lane % 4 * 2 + i % 2];
+      double sum = p.adds ? p.d[i] : 0.0;
+      for (int k = 0; k < 16; ++k) sum += double(row[k]) * double(column[k]);
+      p.d[i] = float(sum);
+    }
+  }
+}
+
+inline void operands_written() {}
+inline void products_begin() { emulated_waiting[emulation::current->number] = 0; }
+inline void products_end() {
+  const unsigned thread = emulation::current->number;
+  for (int i = 0; i < emulated_waiting[thread]; ++i)
+    emulation::collective(emulated_wgmma, 0xffffffffu, &emulated_products[thread][i]);
+  emulated_waiting[thread] = 0;
+}
+
+template <int ALONG>
+void wgmma(float (&d)[WGMMA_N / 2], Operand a, Operand b, int adds) {
+  EmulatedProduct mine{d, a, b, adds != 0, ALONG != 0, int(emulation::current->warp % 4)};
+  const unsigned thread = emulation::current->number;
+  if ((emulation::current->warp + emulation::block_index.x) % 2)
+    emulation::collective(emulated_wgmma, 0xffffffffu, &mine);
+  else if (emulated_waiting[thread] == 128)
+    emulation::fail("more than 128 products without a wait");
+  else
+    emulated_products[thread][emulated_waiting[thread]++] = mine;
+}
+
+struct EmulatedStmatrix {
+  void* column;
+  const unsigned int* r;
+};
+
+inline void emulated_stmatrix_trans(void* const* lanes, unsigned present) {
+  if (present != 0xffffffffu) emulation::fail("stmatrix without all lanes of the warp");
+  for (int i = 0; i < 32; ++i) {
+    void* to = static_cast<const EmulatedStmatrix*>(lanes[i])->column;
+    if (reinterpret_cast<uintptr_t>(to) % 16) emulation::fail("stmatrix to an address that is no multiple of 16");
+    unsigned short column[8];
+    for (int row = 0; row < 8; ++row) {
+      const unsigned int* r = static_cast<const EmulatedStmatrix*>(lanes[row * 4 + i % 8 / 2])->r;
+      column[row] = (unsigned short)(r[i / 8] >> 16 * (i % 2));
+    }
+    memcpy(to, column, 16);
+  }
+}
+
+inline void stmatrix_x4_trans(void* column, const unsigned int (&r)[4]) {
+  EmulatedStmatrix mine{column, r};
+  emulation::collective(emulated_stmatrix_trans, 0xffffffffu, &mine);
+}

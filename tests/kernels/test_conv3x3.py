@@ -1,0 +1,284 @@
+"""3 x 3 convolution between few channels without a GPU: definition, launch geometry, what is supported, emulated kernels, matching."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation.device import only_what_wins
+from emulation.planted import passes_with
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from advisor.ops import catalog, dispatch, match, sources
+from advisor.ops.conv3x3 import api, cases, reference, spec
+
+FAMILY = catalog.get("conv3x3")
+
+
+def nhwc(*shape: int, seed: int = 0) -> torch.Tensor:
+    n, c, h, w = shape
+    return torch.randn(n, h, w, c, generator=torch.Generator().manual_seed(seed)).permute(0, 3, 1, 2)
+
+
+def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(reference.conv3x3(x, weight), F.conv2d(x, weight, None, 1, 1))
+    assert torch.autograd.gradcheck(reference.conv3x3, (x, weight), fast_mode=True)
+
+
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 300),
+    inputs=st.sampled_from((32, 64, 128, 192)),
+    outputs=st.sampled_from(spec.OUTPUTS),
+    height=st.integers(1, 300),
+    width=st.integers(1, 300),
+    turned=st.booleans(),
+    sm_count=st.integers(1, 200),
+)
+def test_a_plan_covers_every_pixel_within_shared_memory(
+    batch: int, inputs: int, outputs: int, height: int, width: int, turned: bool, sm_count: int
+) -> None:
+    product = spec.Call(batch, inputs, outputs, height, width, turned)
+    assume(not spec.product_wins(product).startswith("products from"))
+    plan = spec.plan(product, sm_count)
+    rows = plan.columns // 8
+    assert rows * plan.bands >= height > rows * (plan.bands - 1)
+    assert 8 * plan.strips >= width > 8 * (plan.strips - 1)
+    assert plan.tiles == batch * plan.bands * plan.strips
+    assert 1 <= plan.grid <= min(plan.tiles, sm_count)
+    assert 2 <= plan.stages <= spec.MAX_STAGES
+    assert -(-outputs // 64) * plan.columns <= spec.SUMS  # registers of a warpgroup
+    lines, kept = (outputs, inputs) if turned else (inputs, outputs)
+    needed = 9 * -(-lines // 64) * kept * 128 + plan.stages * ((rows + 2) * spec.PITCH * 128 + 16)
+    assert needed <= plan.shared_bytes <= 227 * 1024
+    assert plan.shared_bytes % 1024 == 0
+
+
+@pytest.mark.parametrize(
+    ("product", "columns"),
+    [
+        ((128, 64, 64, 32, 32), 256),
+        ((256, 64, 64, 56, 56), 224),
+        ((128, 64, 64, 224, 224), 256),
+        ((256, 128, 32, 28, 28), 224),
+        ((256, 128, 32, 14, 14), 112),
+        ((32, 128, 64, 256, 256), 128),
+    ],
+)
+def test_tiles_are_those_that_were_measured(product: tuple[int, ...], columns: int) -> None:
+    assert spec.plan(spec.Call(*product), 132).columns == columns
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"arch": 80}, "sm_80 lacks the products of warpgroups that sm_90 has"),
+        ({"arch": 100}, "sm_100 lacks the products of warpgroups that sm_90 has"),
+        ({"shape": (2, 64, 8)}, "3-D input"),
+        ({"groups": 2}, "2 groups"),
+        ({"weight_shape": (64, 64, 5, 5)}, "5 x 5 taps"),
+        ({"stride": (2, 2)}, "stride 2 x 2"),
+        ({"dilation": (2, 2)}, "dilation 2 x 2"),
+        ({"padding": (0, 0)}, "padding 0 x 0"),
+        ({"weight_shape": (48, 64, 3, 3)}, "64 channels to 48"),
+        ({"weight_shape": (256, 256, 3, 3)}, "256 channels to 256"),
+        ({"weight_shape": (64, 256, 3, 3)}, "256 channels to 64"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"weight_dtype": "float16"}, "weight dtype float16"),
+        ({"channels_last": False}, "input is not channels_last"),
+        ({"shape": (0, 64, 8, 8)}, "empty input"),
+        ({"shape": (1, 64, 8192, 4096)}, "an image is beyond 32-bit offsets"),
+    ],
+)
+def test_what_is_supported(changed: dict[str, object], reason: str) -> None:
+    call = {
+        "shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "weight_shape": (64, 64, 3, 3),
+        "weight_dtype": "float32", "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "arch": 90,
+    }  # fmt: skip
+    assert spec.unsupported(**{**call, **changed}) == reason
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype", "wins"),
+    [
+        ((128, 64, 64, 32, 32), "bfloat16", True),
+        ((256, 64, 64, 56, 56), "float16", True),
+        ((128, 64, 64, 32, 32), "float32", False),
+        ((1, 64, 64, 32, 32), "bfloat16", False),  # so few pixels were not measured
+        ((512, 64, 64, 33, 17), "bfloat16", False),  # nor tiles that are a third filling
+        ((32, 64, 128, 64, 64), "bfloat16", True),
+        ((32, 32, 128, 64, 64), "bfloat16", False),
+        ((32, 128, 128, 64, 64), "bfloat16", False),
+    ],
+)
+def test_where_it_is_dispatched(call: tuple[int, ...], dtype: str, wins: bool) -> None:
+    assert (spec.wins(spec.Call(*call), dtype) == "") == wins
+
+
+def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 to 32 channels: the forward ours, the gradient of the input PyTorch's."""
+    monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
+    x, weight = nhwc(2, 128, 8, 8).bfloat16().requires_grad_(), torch.randn(32, 128, 3, 3, requires_grad=True)
+    with only_what_wins():
+        y = api.conv3x3(x, weight)
+        assert emulated.launches["conv3x3"] == 1
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert emulated.launches["conv3x3"] == 1
+    (theirs,) = torch.autograd.grad(F.conv2d(x, weight.bfloat16(), None, 1, 1), x, torch.ones_like(y))
+    assert torch.equal(dx, theirs)
+
+
+def test_where_its_forward_does_not_win_the_gradient_of_the_input_still_can(
+    emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(spec, "_FASTER", frozenset({(128, 64, True)}))
+    x, weight = nhwc(2, 64, 8, 8).bfloat16().requires_grad_(), torch.randn(128, 64, 3, 3)
+    with only_what_wins():
+        y = api.conv3x3(x, weight)
+        assert torch.equal(y, F.conv2d(x, weight.bfloat16(), None, 1, 1))
+        assert not emulated.launches["conv3x3"]
+        y.sum().backward()
+    assert emulated.launches["conv3x3"] == 1
+
+
+def test_elsewhere_pytorchs_own_runs(emulated) -> None:
+    x, weight = nhwc(1, 64, 5, 4), torch.randn(64, 64, 3, 3)
+    assert torch.equal(api.conv3x3(x, weight), F.conv2d(x, weight, None, 1, 1))
+    assert api.fell_back["dtype float32"]
+    assert not emulated.launches
+
+
+def test_second_derivatives_are_pytorchs(emulated) -> None:
+    x, weight = nhwc(1, 64, 4, 5).bfloat16().requires_grad_(), torch.randn(64, 64, 3, 3, requires_grad=True)
+
+    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(gradient.float().square().sum(), (x, weight)))
+
+    ours = penalty(api.conv3x3(x, weight))
+    for mine, theirs in zip(ours, penalty(F.conv2d(x, weight.bfloat16(), None, 1, 1)), strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.02  # bf16
+
+
+def test_under_autocast_the_weight_is_not_cast(emulated) -> None:
+    x, weight = nhwc(1, 64, 4, 5).requires_grad_(), torch.randn(64, 64, 3, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = api.conv3x3(x, weight)
+    assert y.dtype == torch.bfloat16
+    dx, dweight = torch.autograd.grad(y.float().sum(), (x, weight))
+    assert (dx.dtype, dweight.dtype) == (torch.float32, torch.float32)
+    assert emulated.launches["conv3x3"] == 2
+
+
+def test_the_operation_of_the_library(emulated) -> None:
+    x = nhwc(1, 64, 5, 6).bfloat16().requires_grad_()
+    weight = torch.randn(64, 64, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.advisor.conv3x3.default, (x, weight), test_utils=tests)
+    library, function = torch.ops.advisor.conv3x3(x, weight), api.conv3x3(x, weight)
+    assert torch.equal(library, function)
+    for mine, other in zip(
+        *(torch.autograd.grad(y.float().square().sum(), (x, weight)) for y in (library, function)), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_only_sources_with_hoppers_products_are_compiled_for_hopper_alone() -> None:
+    alone = {name for name in sources.all_names() if sources.target(name)}
+    assert alone == set(spec.KERNELS)
+    assert sources.target(spec.CONV) == ("-arch=sm_90a",)
+
+
+# What is changed in the kernel, and in which case the check must see it.
+FAULTS = {
+    "taps not turned": ("(8 - tap) * WEIGHT_LINES", "tap * WEIGHT_LINES", (3, 64, 9, 13)),
+    "a halo of the other side": ("tile.column - 1 + p % PITCH", "tile.column + p % PITCH", (3, 64, 9, 13)),
+    "pixels from beyond the image": ("(unsigned int)column < (unsigned int)width", "true", (3, 64, 9, 13)),
+    "a tile read before it is there": ("      wait(full + stage, item / STAGES % 2);\n", "", (3, 64, 9, 13)),
+    "a tile filled while it is read": ("        wait(empty + stage, parity);\n", "", (1, 64, 8, 33)),
+    "weights read before they are there": ("  wait_for_part(1, 256);\n", "", (3, 64, 9, 13)),
+    "sums read before they are made": ("      products_end();\n", "", (3, 64, 9, 13)),
+    "sums of the tile before": ("chunk + tap + k);", "1);", (1, 64, 8, 33)),
+    "stored before all warps have staged": (
+        "      wait_for_part(2 + group, 128);\n#pragma unroll 4", "#pragma unroll 4", (3, 64, 9, 13),
+    ),
+    "staged where other warps still read": (
+        "      wait_for_part(2 + group, 128);  // the other warps' products, and what they have stored of the band before\n", "",
+        (3, 64, 9, 13),
+    ),
+    "the second chunk's weights": ("weights + chunk * WEIGHT_OUT * 128", "weights", (2, 128, 7, 9)),
+    "the second chunk's pixels": ("+ chunk * UNITS + unit", "+ unit", (2, 128, 7, 9)),
+    "the second band's weights": ("+ band * 64;", ";", (1, 64, 10, 5)),
+    "a store beyond the image": ("if (row < height && column < width)", "if (true)", (1, 64, 10, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    before, after, shape = FAULTS[fault]
+    emulated.use(sm_count=1)  # so that a block has more tiles than stages
+    monkeypatch.setattr(spec, "COLUMNS", (64, 112))
+    monkeypatch.setattr(spec, "MAX_STAGES", 2)
+    spec.plan.cache_clear()
+    case = next(c for c in cases.VERIFICATION if c.shape == shape and "bn" not in c.name)
+    try:
+        assert not passes_with(monkeypatch, FAMILY, case, before, after)
+    finally:
+        spec.plan.cache_clear()
+
+
+class Net(nn.Module):
+    """3 x 3 convolutions between few channels as modules and as a function, beside ones that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1)
+        self.narrow = nn.Conv2d(64, 64, 3, padding=1, bias=False)
+        self.grown = nn.Conv2d(64, 128, 3, padding="same", bias=False)
+        self.biased = nn.Conv2d(128, 64, 3, padding=1)
+        self.strided = nn.Conv2d(64, 64, 3, stride=2, padding=1, bias=False)
+        self.odd = nn.Conv2d(64, 48, 3, padding=1, bias=False)
+        self.taps = nn.Parameter(torch.randn(32, 128, 3, 3) / 34)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.grown(self.narrow(self.stem(x)))
+        y = F.conv2d(x, self.taps, None, 1, 1).mean((2, 3))
+        return torch.cat([y, self.odd(self.strided(self.biased(x))).mean((2, 3))], 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_patterns_are_found_and_train_as_before(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model, plain = Net().train(), Net().train()
+    plain.load_state_dict(model.state_dict())
+    report = match.MatchReport()
+    x = torch.randn(2, 3, 9, 8)
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: object) -> object:
+        FAMILY.rewrite(graph_module, report, compiled=compiled)
+        graph_module.recompile()
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16):
+        run = torch.compile(model.forward, backend=backend, dynamic=False)
+        ours, theirs = run(x), plain(x)
+        ours.float().square().sum().backward()
+    theirs.float().square().sum().backward()
+    assert {path: name for path, name in report.matched.items() if "." not in path and "(" not in path} == {
+        "narrow": "3x3 64 to 64",
+        "grown": "3x3 64 to 128",
+    }
+    assert "3x3 128 to 32" in report.matched.values()
+    assert report.unmatched == {"biased": "has a bias"}
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype == other.grad.dtype
+        assert float((mine.grad - other.grad).norm() / other.grad.norm()) < 0.05
