@@ -14,11 +14,18 @@ from advisor.core.units import percent_text
 
 # By the definitions of the metrics named.
 LARGE_KERNEL, FEW_CHANNELS, FFT_KERNEL = 7, 4, 9
+NARROW = frozenset({(32, 128), (64, 64), (64, 128)})  # the fewer channels first
 _POINTWISE = re.compile(r"^(void )?at::native::.*(elementwise|reduce)_kernel", re.IGNORECASE)
 
 
 def _dense_3x3(geometry: Geometry) -> bool:
     return _unit_3x3(geometry) and geometry.groups == 1 and all(d == 1 for d in geometry.dilation)
+
+
+def narrow_3x3(geometry: Geometry) -> bool:
+    """A dense 3 x 3 convolution of stride 1 between few channels. Either way: its gradient goes the other."""
+    channels = (geometry.in_channels, geometry.out_channels)
+    return _dense_3x3(geometry) and (min(channels), max(channels)) in NARROW
 
 
 def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
@@ -53,6 +60,7 @@ def fill(view: View, table: MetricTable) -> None:
         "large_conv_frac": view.conv(lambda g: max(g.kernel, default=0) >= LARGE_KERNEL and g.unit_stride),
         "first_conv_frac": view.conv(lambda g: g.in_channels <= FEW_CHANNELS and not g.transposed),
         "pointwise_bn_frac": pointwise_before_norm(view),
+        "narrow_3x3_frac": view.conv(narrow_3x3),
         "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
         "winograd_eligible_frac": _strict(view.conv(_dense_3x3)),
         "fft_eligible_frac": _fp32(view.conv(lambda g: g.groups == 1 and max(g.kernel, default=0) >= FFT_KERNEL)),

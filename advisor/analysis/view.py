@@ -232,10 +232,7 @@ class View:
         return predicate
 
     def conv_layout(self, wanted: Callable[[Geometry], bool]) -> Callable[[KernelRow], bool]:
-        """A row predicate: a kernel that slices, pads or transposes for a convolution, whose geometry is known and wanted.
-
-        One row may stand for kernels of several convolutions in a captured forward; the longest of them tells its geometry.
-        """
+        """A row predicate: a kernel that slices, pads or transposes for a convolution, whose geometry is known and wanted."""
 
         def predicate(row: KernelRow) -> bool:
             if row.kind != "layout" or "convolution" not in row.op:

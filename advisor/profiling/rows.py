@@ -1,7 +1,11 @@
-"""Pieces of work → rows per kernel × op × module × phase × source line, each with its share of its operator's cost."""
+"""Pieces of work → rows per kernel × op × module × phase × source line, each with its share of its operator's cost.
+
+Convolutions also by the size of their weight: a captured forward is one module, and has many under one kernel's name.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -46,18 +50,19 @@ def rows(
     for item in work:
         if item.op >= 0:
             time_of[_unit(tree, item.op)] += item.ns
-    groups: dict[tuple[str, str, str, str, str], list[float]] = {}
-    longest: dict[tuple[str, str, str, str, str], tuple[int, Work]] = {}
+    groups: dict[tuple[str, ...], list[float]] = {}
+    longest: dict[tuple[str, ...], tuple[int, Work]] = {}
     costs: dict[int, tuple[float, float, float]] = {}
     for item in work:
         op, unit = item.op, _unit(tree, item.op)
         owner = tree.owner[op] if op >= 0 and tree.owner[op] >= 0 else op
-        key = (
+        key: tuple[str, ...] = (
             item.name if len(item.name) <= MAX_NAME else item.name[: MAX_NAME - 1] + "…",
             tree.name(owner),
             tree.module[op] if op >= 0 else "",
             tree.phase(op),
             tree.line[op] if op >= 0 else "",
+            _weight(trace, owner),
         )
         sums = groups.get(key)
         if sums is None:
@@ -78,7 +83,7 @@ def rows(
             longest[key] = (item.ns, item)
     found = []
     for key, sums in groups.items():
-        name, op_name, module, phase, source = key
+        name, op_name, module, phase, source, _ = key
         item = longest[key][1]
         op, unit = item.op, _unit(tree, item.op)
         owner = tree.owner[op] if op >= 0 and tree.owner[op] >= 0 else op
@@ -119,6 +124,16 @@ def _kind(trace: Trace, item: Work, op_name: str, name: str, phase: str, in_conv
         layouts = shapes.layouts(trace.ops.shapes[item.op], trace.ops.strides[item.op])
         return "layout" if len(set(layouts)) > 1 else found
     return found
+
+
+def _weight(trace: Trace, op: int) -> str:
+    """The shape of the weight of a convolution or of its backward; "" for any other operator, or where it is not known."""
+    ops = trace.ops
+    if op < 0 or not ops.shapes or not ops.shapes[op] or kinds.kind_of_op(ops.name[op]) != "conv":
+        return ""
+    inputs = json.loads(ops.shapes[op])
+    place = 2 if "backward" in ops.name[op] else 1  # behind the output's gradient, if there is one, and the input
+    return str(inputs[place]) if place < len(inputs) else ""
 
 
 def _unit(tree: HostTree, op: int) -> int:

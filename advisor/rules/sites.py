@@ -185,6 +185,15 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
             and conv.followed_by_bn
         )
     ),
+    "narrow_convolutions": _convs(
+        lambda conv: (
+            conv.kernel == (3, 3)
+            and conv.stride == conv.dilation == (1, 1)
+            and conv.groups == 1
+            and not conv.transposed
+            and tuple(sorted((conv.in_channels, conv.out_channels))) in ((32, 128), (64, 64), (64, 128))
+        )
+    ),
     "large_convolutions": _convs(lambda conv: max(conv.kernel, default=0) >= 7),
     "first_convolutions": _convs(lambda conv: conv.in_channels <= 4 and conv.groups == 1),
     "biased_convolutions": _convs(lambda conv: conv.bias and conv.followed_by_bn),

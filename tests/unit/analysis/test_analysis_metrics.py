@@ -227,6 +227,54 @@ def test_1x1_convolutions_of_a_captured_forward_are_known_by_their_size() -> Non
     numbers(metrics(found), pointwise_bn_frac=1 / 3)
 
 
+def test_narrow_3x3_convolutions_are_dense_ones_of_stride_1_forward_and_backward() -> None:
+    narrow = [
+        profiles.conv(f"Net.narrow{i}", 3, channels)
+        for i, channels in enumerate(((64, 64), (64, 128), (128, 64), (128, 32), (32, 128)))
+    ]
+    others = [
+        profiles.conv("Net.strided", 3, (64, 64), stride=2),
+        profiles.conv("Net.grouped", 3, (64, 64), groups=2),
+        profiles.conv("Net.transposed", 3, (64, 64), transposed=True),
+        replace(profiles.conv("Net.dilated", 3, (64, 64)), dilation=(2, 2)),
+        profiles.conv("Net.pointwise", 1, (64, 64)),
+        *(
+            profiles.conv(f"Net.other{i}", 3, channels)
+            for i, channels in enumerate(((32, 32), (32, 64), (64, 32), (128, 128), (64, 256), (3, 64)))
+        ),
+    ]
+    facts = (*narrow, *others)
+    rows = [
+        profiles.row(name=op, kind="conv", op=op, module=fact.module, time_us=10.0)
+        for fact in facts
+        for op in ("aten::convolution", "aten::convolution_backward")
+    ]
+    found = replace(profiles.with_rows(profiles.resnet50(), *rows), model=ModelFacts(convs=facts))
+    numbers(metrics(found), narrow_3x3_frac=len(narrow) / len(facts))
+    own = replace(rows[0], name="first_conv_forward")
+    numbers(metrics(replace(found, kernels=(own, *rows[1:]))), narrow_3x3_frac=(2 * len(narrow) - 1) / (2 * len(facts)))
+
+
+def test_narrow_3x3_convolutions_of_a_captured_forward_are_known_by_their_size() -> None:
+    facts = (
+        profiles.conv("Net.a", 3, (64, 64)),
+        profiles.conv("Net.b", 3, (64, 64)),
+        profiles.conv("Net.down", 3, (64, 128), stride=2),
+        profiles.conv("Net.wide", 3, (256, 256)),
+    )
+    rows = []
+    for inputs, outputs in ((64, 64), (64, 128), (256, 256)):
+        x, y, weight = [8, inputs, 56, 56], [8, outputs, 56, 56], [outputs, inputs, 3, 3]
+        for op, shapes in (("aten::convolution", [x, weight, []]), ("aten::convolution_backward", [y, x, weight])):
+            rows.append(
+                profiles.row(name=op, kind="conv", op=op, module="Net", time_us=10.0, shapes=json.dumps(shapes))
+            )
+    found = replace(profiles.with_rows(profiles.resnet50(), *rows), model=ModelFacts(convs=facts))
+    numbers(metrics(found), narrow_3x3_frac=1 / 3)
+    mixed = replace(found, model=ModelFacts(convs=(*facts, profiles.conv("Net.strided", 3, (64, 64), stride=2))))
+    numbers(metrics(mixed), narrow_3x3_frac=0.0)  # which of them a row is cannot be told
+
+
 def test_strict_fp32_and_unaligned_channels() -> None:
     base = profiles.resnet50()
     strict = [replace(row, tensor_core=False) for row in base.kernels]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -388,6 +389,29 @@ def test_what_transposes_for_grouped_convolutions_goes_with_them() -> None:
     assert "transpose" not in gain(step(conv, transposes, nhwc=False), "grouped_conv").basis  # channels_last's
 
 
+def test_of_narrow_convolutions_two_fifths_go_at_best() -> None:
+    """256x56x56 in bf16, as they took on an H200."""
+
+    def launched(name: str, channels: int = 64) -> KernelRow:
+        image, weight = [256, channels, 56, 56], [channels, channels, 3, 3]
+        shapes, op = [image, weight, []], "aten::convolution"
+        if name != "fprop":
+            shapes, op = [image, image, weight], "aten::convolution_backward"
+        return profiles.row(
+            name=name, kind="conv", op=op, module="Net", dtype="bf16", calls=40.0, time_us=5000.0,
+            modelled_bytes=40 * 206e6, flops=40 * 59e9, shapes=json.dumps(shapes),
+        )  # fmt: skip
+
+    forward, data, weight, wide = launched("fprop"), launched("dgrad"), launched("wgrad"), launched("fprop", 256)
+    facts = ModelFacts(convs=(profiles.conv("Net.a", 3, (64, 64)), profiles.conv("Net.b", 3, (256, 256))))
+    step = profiles.profile((forward, data, weight, wide), step_us=20_000.0, model=facts)
+    between(gain(step, "conv3x3"), 0.0, 0.4 * 2 * 5000 / 20_000)
+    assert "80 kernels" in gain(step, "conv3x3").basis  # the weight's gradient stays
+    near = replace(forward, modelled_bytes=0.8 * 0.92 * 5000 * 4e6)  # 80 % of what memory allows
+    between(gain(replace(step, kernels=(near, data, weight, wide)), "conv3x3"), 0.0, (0.2 + 0.4) * 5000 / 20_000)
+    assert "no 3x3 convolutions" in gain(replace(step, kernels=(weight, wide)), "conv3x3").basis
+
+
 def test_a_second_stream_saves_microseconds_a_weight_gradient() -> None:
     base = profiles.resnet50()
     others = tuple(row for row in base.kernels if row.phase == "forward")
@@ -470,6 +494,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "depthwise_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "first_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "grouped_conv": (lambda row: row.kind in ("conv", "layout"), ("launch", "other")),
+    "conv3x3": (lambda row: row.kind == "conv", ("launch", "other")),
     "pointwise_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),

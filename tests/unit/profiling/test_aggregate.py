@@ -123,6 +123,28 @@ def test_cost_of_an_operator_is_shared_by_its_kernels_and_not_counted_twice() ->
     assert found.limit_us == pytest.approx(limit)  # nothing else has shapes
 
 
+def test_convolutions_of_one_module_are_told_apart_by_their_weights() -> None:
+    """In a captured forward all have the root's name, and kernels serve several sizes."""
+    b = Builder()
+    b.steps(0, 400)
+    b.note("module:Net|Net", 10, 380)
+    dense = "[[2, 64, {0}, {0}], [64, 64, 3, 3], []]"
+    wide, back = "[[2, 256, 9, 9], [256, 256, 3, 3], []]", "[[2, 64, 9, 9], [2, 64, 9, 9], [64, 64, 3, 3], []]"
+    calls = [("aten::convolution", shapes) for shapes in (dense.format(9), dense.format(18), wide)]
+    calls += [("aten::convolution_backward", back), ("aten::convolution_backward", back.replace("[64, 64,", "[64, 1,"))]
+    for i, (op, shapes) in enumerate(calls):
+        start = 20 + 60 * i
+        b.op(op, start, start + 50, shapes=shapes)
+        b.launch("one_kernel", start + 5, start + 10, start + 30 + i)
+    found = {(r.op, r.shapes): (r.calls, r.time_us) for r in aggregate(b.trace(), MACHINE).kernels}
+    assert found == {
+        ("aten::convolution", dense.format(18)): (2.0, 41.0),  # another image, the same convolution
+        ("aten::convolution", wide): (1.0, 22.0),
+        ("aten::convolution_backward", back): (1.0, 23.0),
+        ("aten::convolution_backward", calls[-1][1]): (1.0, 24.0),
+    }
+
+
 def test_tf32_raises_the_rate_that_convolutions_are_held_to() -> None:
     big = CONV.replace("[2, 4, 9, 9]", "[256, 512, 9, 9]").replace("[8, 4, 3, 3]", "[512, 512, 3, 3]")
     b = Builder()
