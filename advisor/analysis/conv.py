@@ -18,14 +18,15 @@ NARROW = frozenset({(32, 128), (64, 64), (64, 128)})  # the fewer channels first
 _POINTWISE = re.compile(r"^(void )?at::native::.*(elementwise|reduce)_kernel", re.IGNORECASE)
 
 
-def _dense_3x3(geometry: Geometry) -> bool:
+def dense_3x3(geometry: Geometry) -> bool:
+    """A 3 x 3 convolution of stride 1 in one group, not dilated."""
     return _unit_3x3(geometry) and geometry.groups == 1 and all(d == 1 for d in geometry.dilation)
 
 
 def narrow_3x3(geometry: Geometry) -> bool:
     """A dense 3 x 3 convolution of stride 1 between few channels. Either way: its gradient goes the other."""
     channels = (geometry.in_channels, geometry.out_channels)
-    return _dense_3x3(geometry) and (min(channels), max(channels)) in NARROW
+    return dense_3x3(geometry) and (min(channels), max(channels)) in NARROW
 
 
 def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
@@ -62,7 +63,7 @@ def fill(view: View, table: MetricTable) -> None:
         "pointwise_bn_frac": pointwise_before_norm(view),
         "narrow_3x3_frac": view.conv(narrow_3x3),
         "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
-        "winograd_eligible_frac": _strict(view.conv(_dense_3x3)),
+        "winograd_eligible_frac": _strict(view.conv(dense_3x3)),
         "fft_eligible_frac": _fp32(view.conv(lambda g: g.groups == 1 and max(g.kernel, default=0) >= FFT_KERNEL)),
         "transposed_conv_frac": lambda row: row.kind == "conv" and _transposed(view, row),
         "bias_act_frac": _bias_act(view),

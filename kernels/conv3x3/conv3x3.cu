@@ -11,18 +11,16 @@
 // Bound     tensor cores: 0.012 ms there at 800 TFLOP/s; DRAM bandwidth 0.008 ms at 4.24 TB/s.
 //           Shared memory, bytes a product of 64 x WGMMA_N x 16: 2048 of weights and 32 * WGMMA_N of pixels. With 256 columns that is
 //           10 KB in 128 clocks, where 128 bytes a clock can be had; so weights are the rows and pixels the columns.
-// Grid      as many blocks as SMs, each walks over tiles of WGMMA_N pixels: HEIGHT rows of 8. All weights stay in shared memory. A warpgroup
-//           copies tiles with their halo into STAGES stages, 64 channels each; two others take tiles by turns, so that one's stores
-//           run beside the other's products. A tap is the same operand begun some lines later. y leaves through the tile's own stage.
+// Grid      as many blocks as SMs, each walks over tiles of WGMMA_N pixels: HEIGHT rows of 8. All weights stay in shared memory. A thread
+//           has tiles with their halo copied into STAGES stages, 64 channels each; two warpgroups take tiles by turns, so that one's
+//           stores run beside the other's products. A tap is the same operand begun some lines later. y leaves through the tile's own stage.
 // Numerics  fp32 sums in a fixed order, rounded once; fp32 weights are rounded to x's dtype before. Moments of the rounded values, about
 //           the warpgroup's first pixel, so that a mean far from zero does not cancel. Two runs are bit-equal.
-// Limits    padding 1, dilation 1, one group; IN 32 or a multiple of 64, OUT 32, 64 or 128; H * W * max(IN, OUT) below 2^31; sm_90a.
+// Limits    padding 1, dilation 1, one group; IN a multiple of 64, OUT 32, 64 or 128; H * W * max(IN, OUT) below 2^31; sm_90a.
 
-#define THREADS 384
+#define THREADS 288
 #define HEIGHT (WGMMA_N / 8)
-#define CHANNELS (IN < 64 ? IN : 64)  // of a stage: a line
-#define CHUNKS (IN / CHANNELS)
-#define UNITS (CHANNELS / 8)          // 16-byte units of a line
+#define CHUNKS (IN / 64)              // of channels: a line each
 #define PITCH 10                      // pixels of a tile's row with its halo
 #define PIXELS ((HEIGHT + 2) * PITCH)
 #define ROUND_UP(bytes) (((bytes) + 1023) / 1024 * 1024)
@@ -41,8 +39,8 @@
 
 #include "vector.cuh"
 #include "half.cuh"
-#include "cp_async.cuh"
 #include "mbarrier.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 #if MOMENTS
 #include "moments.cuh"
@@ -107,7 +105,7 @@ __device__ __forceinline__ Tile tile_of(int index, int strips, int bands) {
 __device__ __forceinline__ int unit_at(int line, int unit) { return line * 128 + (unit ^ (line & 7)) * 16; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
-    const Vec16* __restrict__ x, const Weight* __restrict__ weight, Vec16* __restrict__ y,
+    const __grid_constant__ TensorMap boxes, const Vec16* __restrict__ x, const Weight* __restrict__ weight, Vec16* __restrict__ y,
 #if MOMENTS
     float* __restrict__ moments,
 #endif
@@ -119,40 +117,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
   Barrier* empty = full + STAGES;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   if (threadIdx.x == 0)
-    for (int i = 0; i < 2 * STAGES; ++i) initialise(full + i, 128);
+    for (int i = 0; i < STAGES; ++i) {
+      initialise(full + i, 1);
+      initialise(empty + i, 128);
+    }
   __syncthreads();
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;  // tiles of this block
 
   if (group == 2) {
-    give_up_registers<56>();
-    const int unit = thread % UNITS;
+    if (thread > 0) return;
     int stage = 0, parity = 1;
     for (int i = 0; i < mine; ++i) {
       const Tile tile = tile_of(blockIdx.x + i * gridDim.x, strips, bands);
-      const Vec16* image = x + (i64)tile.image * height * width * (IN / 8);
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         wait(empty + stage, parity);
-        unsigned char* to = stages + stage * STAGE_BYTES;
-#pragma unroll 4
-        for (int p = thread / UNITS; p < PIXELS; p += 128 / UNITS) {
-          const int row = tile.row - 1 + p / PITCH, column = tile.column - 1 + p % PITCH;
-          const bool inside = (unsigned int)row < (unsigned int)height && (unsigned int)column < (unsigned int)width;
-          const Vec16* from = image + (row * width + column) * (IN / 8) + chunk * UNITS + unit;
-          cp_async16(to + unit_at(p, unit), inside ? from : x, inside);
-        }
-        arrive_behind_copies(full + stage);
+        arrive_for_bytes(full + stage, PIXELS * 128);
+        copy_box(stages + stage * STAGE_BYTES, boxes, x, full + stage, chunk * 64, tile.column - 1, tile.row - 1, tile.image);
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;
         }
       }
     }
-    cp_async_commit();
-    cp_async_wait<0>();
     return;
   }
 
-  claim_registers<224>();
   const bool dense = weight_in == 1 && (weight_out | weight_row | weight_column) % 8 == 0 && (unsigned long long)weight % 16 == 0;
 #pragma unroll 6
   for (int i = threadIdx.x; i < 9 * WEIGHT_OUT * (WEIGHT_IN / 8); i += 256) {
@@ -160,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
     const Weight* from = weight + (i64)o * weight_out + octet * 8 * weight_in + tap / 3 * weight_row + tap % 3 * weight_column;
     *(Vec16*)(weights + unit_at((tap * WEIGHT_LINES + octet / 8) * WEIGHT_OUT + o, octet % 8)) = octet_of(from, weight_in, dense);
   }
-  operands_written();
+  order_with_hardware();
   wait_for_part(1, 256);
 
 #if MOMENTS
@@ -179,26 +168,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
       const int item = i * CHUNKS + chunk;
       stage = item % STAGES;
       wait(full + stage, item / STAGES % 2);
-      operands_written();
       products_begin();
-      const Operand pixels = operand_at(stages + stage * STAGE_BYTES, PITCH * 128);
+      const Operand pixels = operand_at<128>(stages + stage * STAGE_BYTES, PITCH * 128);
 #if TRANSPOSED  // the lines of a tap are the outputs that are summed over, turned taps
-      const Operand taps = operand_at(weights + chunk * CHANNELS * 128, 1024);
+      const Operand taps = operand_at<128>(weights + chunk * 64 * 128, 1024);
 #else
-      const Operand taps = operand_at(weights + chunk * WEIGHT_OUT * 128, 1024);
+      const Operand taps = operand_at<128>(weights + chunk * WEIGHT_OUT * 128, 1024);
 #endif
 #pragma unroll
       for (int tap = 0; tap < 9; ++tap)
 #pragma unroll
-        for (int k = 0; k < CHANNELS / 16; ++k)
+        for (int k = 0; k < 4; ++k)
 #pragma unroll
           for (int band = 0; band < BANDS; ++band) {
             const int line = TRANSPOSED ? ((8 - tap) * WEIGHT_LINES + band) * WEIGHT_OUT + k * 16 : tap * WEIGHT_LINES * WEIGHT_OUT + band * 64;
-            wgmma<TRANSPOSED>(
+            wgmma<TRANSPOSED, 0>(
                 d[band], operand_behind(taps, line * 128 + (TRANSPOSED ? 0 : k * 32)),
                 operand_behind(pixels, (tap / 3 * PITCH + tap % 3) * 128 + k * 32), chunk + tap + k);
           }
-      products_end();
+      products_close();
+      products_wait<0>();
       if (chunk + 1 < CHUNKS) arrive(empty + stage);
     }
     const Tile tile = tile_of(blockIdx.x + i * gridDim.x, strips, bands);
@@ -245,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
           store(y + ((i64)tile.image * height * width + row * width + column) * (OUT / 8) + band * 8 + unit, v);
       }
     }
+    order_with_hardware();
     arrive(empty + stage);
 #if MOMENTS
     const int rows = height - tile.row, columns = width - tile.column;

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import dispatch, nvrtc, tensor_map
 from emulation import compiler
 from emulation.compiler import EmulationError
 
@@ -291,6 +291,14 @@ def forget_launches() -> None:
                     value.cache_clear()
 
 
+def _boxes(x: torch.Tensor, channels: int, columns: int, rows: int) -> Any:
+    """What tensor_map.cuh's twin takes for a map."""
+    n, c, h, w = x.shape
+    words = np.zeros(32, dtype=np.int32)
+    words[:7] = c, w, h, n, channels, columns, rows
+    return words.view(np.dtype((np.void, 128)))
+
+
 def _poisoned(make: Any) -> Any:
     """`make`, but what it leaves uninitialised is NaN, so that an element that no kernel writes is seen."""
 
@@ -340,6 +348,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
     for name in ("function", "sm_count", "arch", "tickets"):
         monkeypatch.setattr(nvrtc, name, getattr(device, name))
+    monkeypatch.setattr(tensor_map, "unavailable", lambda: "")
+    monkeypatch.setattr(tensor_map, "boxes", _boxes)
     with dispatch.everything():
         yield device
     monkeypatch.undo()

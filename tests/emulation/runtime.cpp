@@ -27,6 +27,7 @@ namespace emulation {
 
 Thread* current;
 uint3 block_index, block_size, grid_size;
+uint64_t blocks_run;
 
 namespace {
 
@@ -286,6 +287,7 @@ bool resolve_barrier() {
 }
 
 void begin(Block& block) {
+  ++blocks_run;
   std::fill(std::begin(block.parts), std::end(block.parts), Part{});
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = block.fibers[i];

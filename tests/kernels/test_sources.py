@@ -83,6 +83,7 @@ def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
         assert max(registers) <= min(255, REGISTERS_PER_SM // threads), (defines, log)
         assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, (defines, log)
         assert set(re.findall(r"(\d+) bytes stack frame", log)) == {"0"}, (defines, log)
+        assert "serialized" not in log, (defines, log)  # products of warpgroups, which then wait for each other
 
 
 def test_a_spill_would_be_seen(nvrtc: Nvrtc) -> None:

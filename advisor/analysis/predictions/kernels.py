@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from advisor.analysis.conv import narrow_3x3, pointwise_before_norm
+from advisor.analysis.conv import dense_3x3, narrow_3x3, pointwise_before_norm
 from advisor.analysis.predictions.basis import (
     Predictor,
     bytes_us,
@@ -39,9 +39,9 @@ CUSTOM_OP_EXTRA_US = 34.0
 BIAS_ACT_MERGED, SQUEEZE_EXCITE_MERGED, POOL_MERGED = 0.75, 0.7, 0.5
 # The 7x7 stem on one H200 in bf16: 7 times as fast forward, 2 to 3 times backward.
 FIRST_CONV_BEST = 0.7
-# 3x3 convolutions of 64 channels to 64 on one H200 in bf16, forward and the input's gradient: 0.61 to 0.72 of cuDNN's time; of 128 to
-# 32 0.69 to 0.74. The weight's gradient stays cuDNN's.
-NARROW_BEST = 0.4
+# 3x3 convolutions of 64 channels to 64 on one H200 in bf16: forward and the input's gradient 0.6 to 0.75 of cuDNN's time, the weight's
+# gradient 0.55 to 0.6, of 128 to 32 under half.
+NARROW_BEST = 0.5
 # A 1x1 convolution's kernel that leaves the batch norm behind it its statistics takes about what cuDNN's takes, by its bytes; the
 # norm's pass over the result, which falls away, takes as long as the convolution less its input: at 64 -> 256 channels 0.7 of it.
 POINTWISE_MERGED = 0.7
@@ -187,9 +187,13 @@ def _first_convolution(view: View) -> list[KernelRow]:
 
 
 def _narrow(view: View) -> list[KernelRow]:
-    """Without the gradients of weights, as far as kernels are named after them."""
-    wanted = view.conv(narrow_3x3)
-    return [row for row in view.rows if wanted(row) and "wgrad" not in row.name]
+    """Between 128 channels and 128 the gradients of weights alone, as far as kernels are named after them."""
+
+    def between_128(geometry: Geometry) -> bool:
+        return dense_3x3(geometry) and geometry.in_channels == geometry.out_channels == 128
+
+    narrow, wider = view.conv(narrow_3x3), view.conv(between_128)
+    return [row for row in view.rows if narrow(row) or ("wgrad" in row.name and wider(row))]
 
 
 def _grouped(view: View) -> list[KernelRow]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage, tensor_map
 from advisor.ops.conv3x3 import cuda, spec
 from advisor.ops.first_conv.api import computed_in
 from advisor.ops.function import Function
@@ -51,7 +51,7 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
     reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
     if reason:
         return reason
-    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+    return tensor_map.unavailable() if alignment.is_nhwc(x) else "input is not channels_last and aligned"
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
@@ -66,14 +66,16 @@ def _pytorch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, call: spec.Call, *, moments: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y, channels_last: from the kernel or, where that is faster, PyTorch's own; and the kernel's moments, if asked for.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """y, channels_last, from the kernel or, where that is faster, PyTorch's own; the kernel's moments, if asked for; and the weight as
+    PyTorch's own read it.
 
     Nothing is recorded for a backward.
     """
-    if spec.product_left(call):
-        return _pytorch(x, weight).contiguous(memory_format=torch.channels_last), None
-    return cuda.forward(x, weight, call, moments=moments)
+    if not spec.product_left(call):
+        return *cuda.forward(x, weight, call, moments=moments), None
+    read = weight.to(x.dtype)
+    return _pytorch(x, read).contiguous(memory_format=torch.channels_last), None, read
 
 
 def _pytorch_backward(
@@ -87,17 +89,29 @@ def _pytorch_backward(
 
 
 def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, wanted: Sequence[bool]
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    call: spec.Call,
+    wanted: Sequence[bool],
+    read: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dweight, where wanted, each from the kernels or PyTorch's own."""
+    """dx and dweight, where wanted, each from the kernels or PyTorch's own. `read`: the weight in x's dtype, where there is one."""
     dy = alignment.nhwc(dy.to(x.dtype))
-    ours = wanted[0] and not spec.product_left(call.gradient())
-    rest = (wanted[0] and not ours, wanted[1])
-    # For its own gradient only the weight's sizes are asked for, so none is cast.
-    taken = weight if rest[0] else torch.empty_like(weight, dtype=x.dtype)
-    dx, dweight = _pytorch_backward(dy, x, taken, rest)
-    dweight = None if dweight is None else dweight.to(weight.dtype)
-    return cuda.backward_data(dy, weight, call) if ours else dx, dweight
+    dx = dweight = None
+    # The weight's partial sums are freed before the larger gradient is allocated.
+    if wanted[1] and not spec.weight_left(call):
+        dweight = cuda.backward_weight(dy, x, weight, call)
+    elif wanted[1]:
+        # For its own gradient only the weight's sizes are asked for, so none is cast.
+        sized = read if read is not None else torch.empty_like(weight, dtype=x.dtype)
+        _, dweight = _pytorch_backward(dy, x, sized, (False, True))
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+    if wanted[0] and not spec.product_left(call.gradient()):
+        dx = cuda.backward_data(dy, weight, call)
+    elif wanted[0]:
+        dx, _ = _pytorch_backward(dy, x, weight if read is None else read, (True, False))
+    return dx, dweight
 
 
 class _Conv3x3(Function):
@@ -106,9 +120,9 @@ class _Conv3x3(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        y, parts, read = _forward(x, weight, call, moments=moments)  # without grad mode, as all of this function
+        ctx.save_for_backward(x, weight, read if spec.product_left(call.gradient()) else None)
         ctx.call = call
-        y, parts = _forward(x, weight, call, moments=moments)  # without grad mode, as all of this function
         if parts is not None:
             ctx.mark_non_differentiable(parts)
         return y, parts
@@ -118,11 +132,11 @@ class _Conv3x3(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return None, None, None, None
-        x, weight = ctx.saved_tensors
+        x, weight, read = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
         if differentiable.wanted(dy):
             return (*_pytorch_backward(dy, x, weight, wanted), None, None)
-        return (*_gradients(dy, x, weight, ctx.call, wanted), None, None)
+        return (*_gradients(dy, x, weight, ctx.call, wanted, read), None, None)
 
 
 def conv3x3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

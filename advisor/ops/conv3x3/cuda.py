@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc, storage
+from advisor.ops import nvrtc, storage, tensor_map
 from advisor.ops.conv3x3 import spec
+from advisor.ops.conv3x3 import weight as blocks
 from advisor.ops.conv3x3.spec import Call
 
 
@@ -38,7 +39,8 @@ def _product(
     kernel, plan, sizes = _launch(product, x.dtype, weight.dtype, weight.stride(), device, moments)
     shape = (product.batch, product.outputs, product.height, product.width)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    addresses = [x.data_ptr(), weight.data_ptr(), y.data_ptr()]
+    boxes = tensor_map.boxes(x, spec.LINE, spec.PITCH, plan.columns // 8 + 2)
+    addresses = [boxes, x.data_ptr(), weight.data_ptr(), y.data_ptr()]
     parts = None
     if moments:
         parts = torch.empty((plan.moment_parts, 3, product.outputs), dtype=torch.float32, device=x.device)
@@ -60,3 +62,37 @@ def forward(
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, I, H, W] channels_last in dy's dtype. dy: channels_last, 16-byte aligned."""
     return _product(dy, weight, call.gradient())[0]
+
+
+@lru_cache(maxsize=4096)
+def _weight(
+    call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
+) -> tuple[Any, Any, blocks.Plan, tuple[np.int32, ...], tuple[np.int32, ...]]:
+    """The kernel, the one that adds up what it leaves, their plan, and the sizes that stand behind the addresses of each."""
+    plan = spec.weight_plan(call, nvrtc.sm_count(device))
+    macros = tuple(spec.weight_defines(call, plan, storage.name(dtype), storage.name(weight_dtype)).items())
+    first, second = spec.KERNELS[spec.BACKWARD_WEIGHT]
+    partial = nvrtc.function(spec.BACKWARD_WEIGHT, first, macros, device, plan.shared_bytes)
+    total = nvrtc.function(spec.BACKWARD_WEIGHT, second, macros, device)
+    sizes = (plan.tiles, plan.strips, plan.bands), (plan.lines, *weight_strides)
+    return partial, total, plan, *(tuple(map(np.int32, some)) for some in sizes)
+
+
+def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dweight like weight. dy and x: channels_last, 16-byte aligned, one dtype."""
+    device = x.device.index or 0
+    dweight = torch.empty_like(weight)
+    first, second, plan, sizes, places = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
+    plain, windowed = (dy, x) if plan.x_windowed else (x, dy)
+    maps = (
+        tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows),
+        tensor_map.boxes(windowed, plan.columns, 8 * plan.wide + 2, plan.rows + 2),
+    )
+    left = torch.empty(plan.lines * plan.jobs * plan.quarters * 4, dtype=torch.float32, device=x.device)
+    stream = nvrtc.stream(device)
+    addresses = (plain.data_ptr(), windowed.data_ptr(), left.data_ptr())
+    grid = (plan.lines * plan.jobs, 1, 1)
+    first(grid, (blocks.THREADS, 1, 1), (*maps, *addresses, *sizes), plan.shared_bytes, stream)
+    grid = (plan.quarters // blocks.SUM_LANES, plan.jobs, 1)
+    second(grid, (blocks.SUM_THREADS, 1, 1), (left.data_ptr(), dweight.data_ptr(), *places), 0, stream)
+    return dweight

@@ -1,7 +1,7 @@
 """What the 3 x 3 convolution kernels support, where they win, and how they are launched. Plain arithmetic.
 
 A product takes pixels of `inputs` channels to pixels of `outputs`: the forward from the convolution's input to its result, the
-gradient of the input the other way.
+gradient of the input the other way. The gradient of the weight is a third, with kernels and blocks of its own (weight.py).
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import dispatch
+from advisor.ops.conv3x3 import weight
 from advisor.ops.dispatch import UNMEASURED
 
 CONV = "conv3x3/conv3x3.cu"
-KERNELS = {CONV: ("conv3x3",)}
+BACKWARD_WEIGHT = "conv3x3/conv3x3_backward_weight.cu"
+KERNELS = {
+    CONV: ("conv3x3",),
+    BACKWARD_WEIGHT: ("conv3x3_backward_weight", "conv3x3_backward_weight_sum"),
+}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
 ARCH = 90  # the one architecture that has these products
-NEEDS_ARCH = {CONV: ARCH}
+NEEDS_ARCH = dict.fromkeys(KERNELS, ARCH)
 MAX_ARCH = ARCH
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
 OUTPUTS = (32, 64, 128)
-THREADS = 384
+THREADS = 288
 COLUMNS = (64, 112, 128, 224, 256)  # pixels of a tile, rows of 8
 SUMS = 256  # columns of all bands of a warpgroup: 128 registers a thread
 SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
@@ -38,6 +43,10 @@ MAX_OFFSET = 2**31 - 1  # of values inside an image
 _FASTER = frozenset(
     {(128, 32, False), *((i, o, turned) for i, o in ((64, 64), (128, 64), (64, 128)) for turned in (False, True))}
 )
+# (inputs, outputs) of convolutions whose weight's gradient is faster than cuDNN's there: 64 to 64 in 0.55 to 0.6 of the time, 128 and 32 in
+# 0.45, 128 and 64 in 0.87, 128 to 128 in 0.63 to 0.86.
+_WEIGHT_FASTER = frozenset({(64, 64), (64, 128), (128, 64), (128, 128), (128, 32), (32, 128)})
+WEIGHT_CHANNELS = (32, 128)  # multiples of the one up to the other: past that cuDNN's is as fast, or faster
 # Below this share of pixels that are no filling nothing was measured: 14 columns fill 16, 28 fill 32.
 _LEAST_FILLED = 0.85
 _LEAST_PIXELS = 128 * 32 * 32
@@ -83,9 +92,7 @@ def product_wins(product: Call) -> str:
         return f"products from {product.inputs} to {product.outputs} channels"
     if (product.inputs, product.outputs, product.turned) not in _FASTER:
         return UNMEASURED
-    if product.batch * product.height * product.width < _LEAST_PIXELS:
-        return f"fewer than {_LEAST_PIXELS} pixels"
-    return "" if _filled(product) >= _LEAST_FILLED else UNMEASURED
+    return _sizes_win(product)
 
 
 def product_left(product: Call) -> str:
@@ -95,18 +102,38 @@ def product_left(product: Call) -> str:
     return dispatch.refusal("", product_wins(product))
 
 
+def weight_wins(call: Call) -> str:
+    """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
+    if not _weight_fits(call.inputs, call.outputs):
+        return f"the weight's gradient from {call.inputs} to {call.outputs} channels"
+    return _sizes_win(call) if (call.inputs, call.outputs) in _WEIGHT_FASTER else UNMEASURED
+
+
+def weight_left(call: Call) -> str:
+    """Why PyTorch's own operation makes the weight's gradient of a call that the kernels took; empty where the kernels do."""
+    if not _weight_fits(call.inputs, call.outputs):
+        return weight_wins(call)
+    return dispatch.refusal("", weight_wins(call))
+
+
+def _sizes_win(call: Call) -> str:
+    if call.batch * call.height * call.width < _LEAST_PIXELS:
+        return f"fewer than {_LEAST_PIXELS} pixels"
+    return "" if _filled(call) >= _LEAST_FILLED else UNMEASURED
+
+
 def wins(call: Call, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     if dtype not in STORAGE:
         return UNMEASURED
     forward = product_wins(call)
-    return forward if forward and product_wins(call.gradient()) else ""
+    return forward if forward and product_wins(call.gradient()) and weight_wins(call) else ""
 
 
 def wins_between(inputs: int, outputs: int, dtype: str) -> str:
     """As `wins`, of convolutions from so many channels to so many, whatever their other sizes: those are told when one runs."""
     taken = {(inputs, outputs, False), (outputs, inputs, True)} & _FASTER
-    return "" if dtype in STORAGE and taken else UNMEASURED
+    return "" if dtype in STORAGE and (taken or (inputs, outputs) in _WEIGHT_FASTER) else UNMEASURED
 
 
 def moments_win(inputs: int, outputs: int) -> str:
@@ -175,16 +202,21 @@ def unsupported_convolution(
     if padding != (1, 1):
         return f"padding {padding[0]} x {padding[1]}"
     outputs, inputs = weight_shape[:2]
-    if not (_fits(inputs, outputs, False) or _fits(outputs, inputs, True)):
+    if not (_fits(inputs, outputs, False) or _fits(outputs, inputs, True) or _weight_fits(inputs, outputs)):
         return f"{inputs} channels to {outputs}"
     return ""
 
 
 def _fits(inputs: int, outputs: int, turned: bool) -> bool:
     """Whether a block holds the weights of this product, and tiles beside them."""
-    if outputs not in OUTPUTS or (inputs != 32 and (inputs == 0 or inputs % LINE)):
+    if outputs not in OUTPUTS or inputs < LINE or inputs % LINE:
         return False
     return any(_stages(inputs, outputs, columns, turned) >= 2 for columns in COLUMNS)
+
+
+def _weight_fits(inputs: int, outputs: int) -> bool:
+    step, most = WEIGHT_CHANNELS
+    return all(0 < channels <= most and channels % step == 0 for channels in (inputs, outputs))
 
 
 # ---- what is compiled, and how it is launched
@@ -287,6 +319,28 @@ TRAINED = (
 TRAINED_WITH_NORM = ((256, 64, 64, 56), (32, 64, 64, 256), (32, 128, 64, 256), (128, 64, 64, 32))
 
 
+def weight_defines(call: Call, plan: weight.Plan, dtype: str, weight_dtype: str) -> dict[str, int]:
+    """Macros of BACKWARD_WEIGHT."""
+    windowed, plain = (call.inputs, call.outputs) if plan.x_windowed else (call.outputs, call.inputs)
+    return {
+        "STORAGE": STORAGE[dtype],
+        "WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype],
+        "PLAIN": plain,
+        "WINDOWED": windowed,
+        "X_WINDOWED": int(plan.x_windowed),
+        "COLUMNS": plan.columns,
+        "ROWS": plan.rows,
+        "WIDE": plan.wide,
+        "STAGES": plan.stages,
+        "WGMMA_N": 3 * plan.columns,
+    }
+
+
+def weight_plan(call: Call, sm_count: int) -> weight.Plan:
+    """The launch of BACKWARD_WEIGHT."""
+    return weight.plan(call.batch, call.inputs, call.outputs, call.height, call.width, sm_count)
+
+
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with in the test for spills: all widths of a tile and both directions."""
     found = []
@@ -301,6 +355,9 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     ):
         forward = call((256, inputs, side, side), outputs)
         names = ("float16", "float16") if side == 14 else ("bfloat16", "float32")
+        if source == BACKWARD_WEIGHT:
+            found.append(weight_defines(forward, weight_plan(forward, 132), *names))
+            continue
         for product in (forward, forward.gradient()):
             if _fits(product.inputs, product.outputs, product.turned):
                 chosen = plan(product, 132)
@@ -311,7 +368,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
 def kernels(call: Call, *, backward: bool = False) -> tuple[str, ...]:
     """The sources that a pass of this call runs, of those that the kernels can make."""
     product = call.gradient() if backward else call
-    return (CONV,) if _fits(product.inputs, product.outputs, product.turned) else ()
+    found = (CONV,) if _fits(product.inputs, product.outputs, product.turned) else ()
+    return (*found, BACKWARD_WEIGHT) if backward and _weight_fits(call.inputs, call.outputs) else found
 
 
 def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:

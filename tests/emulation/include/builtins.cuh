@@ -21,6 +21,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __cluster_dims__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ 900

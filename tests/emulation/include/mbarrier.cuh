@@ -1,24 +1,35 @@
 // Emulated twin of kernels/include/mbarrier.cuh.
 
-struct __align__(8) Barrier {
-  unsigned short pending, arrivals;
-  unsigned int phase;
+struct Barrier {
+  unsigned short pending, arrivals;  // of threads
+  unsigned char phase, unused;
+  unsigned short missing;            // bytes in units of 16
 };
 
-inline void initialise(Barrier* b, int arrivals) { *b = {(unsigned short)arrivals, (unsigned short)arrivals, 0}; }
+inline void initialise(Barrier* b, int arrivals) { *b = {(unsigned short)arrivals, (unsigned short)arrivals, 0, 0, 0}; }
 
-inline void arrive(Barrier* b) {
-  if (b->pending == 0 || b->pending > b->arrivals) emulation::fail("an arrival at a barrier that was not initialised");
-  if (--b->pending == 0) {
-    b->pending = b->arrivals;
-    ++b->phase;
-  }
+inline void emulated_end_of_phase(Barrier* b) {
+  if (b->pending > 0 || b->missing > 0) return;
+  b->pending = b->arrivals;
+  ++b->phase;
 }
 
-inline void arrive_behind_copies(Barrier* b) {
-  emulation::commit_copies();
-  emulation::wait_copies(0);
+inline void arrive(Barrier* b) {
+  if (b->pending == 0 || b->pending > b->arrivals) emulation::fail("an arrival at a barrier that expects none");
+  --b->pending;
+  emulated_end_of_phase(b);
+}
+
+inline void arrive_for_bytes(Barrier* b, int bytes) {
+  if (bytes % 16) emulation::fail("bulk copies of %d bytes", bytes);
+  b->missing += bytes / 16;
   arrive(b);
+}
+
+inline void emulated_bytes(Barrier* b, int bytes) {
+  if (b->missing < bytes / 16) emulation::fail("a bulk copy brings more bytes than its barrier expects");
+  b->missing -= bytes / 16;
+  emulated_end_of_phase(b);
 }
 
 inline void wait(Barrier* b, int parity) {
@@ -26,9 +37,6 @@ inline void wait(Barrier* b, int parity) {
       [](const void* at, unsigned parity) { return (static_cast<const Barrier*>(at)->phase & 1) != parity; }, b, unsigned(parity));
 }
 
-inline void wait_for_part(int id, int threads) { emulation::wait_for_part(id, threads); }
+inline void order_with_hardware() {}
 
-template <int registers>
-void give_up_registers() {}
-template <int registers>
-void claim_registers() {}
+inline void wait_for_part(int id, int threads) { emulation::wait_for_part(id, threads); }

@@ -17,6 +17,7 @@ struct Thread {
 
 extern Thread* current;                          // the thread that runs now
 extern uint3 block_index, block_size, grid_size;
+extern uint64_t blocks_run;                      // so far, this one included
 
 // Waits until every thread of the block is at the barrier of this source line. Returns how many came with `predicate`.
 int barrier(int line, bool predicate = false);

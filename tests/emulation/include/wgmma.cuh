@@ -1,30 +1,36 @@
-// Emulated twin of kernels/include/wgmma.cuh. Products are made as they are asked for by half of the warps and at products_end()
-// by the others, since the hardware promises neither: operands that are not there yet and sums that are read too early both show.
+// Emulated twin of kernels/include/wgmma.cuh. Products are made as they are asked for by half of the warps and when they are
+// waited for by the others, since the hardware promises neither: operands that are not there yet and sums that are read too early both show.
 
 typedef unsigned long long Operand;
 
-inline Operand operand_at(const void* line, int stride) {
+template <int line_bytes>
+inline Operand operand_at(const void* line, int stride, int next = 16) {
   const ptrdiff_t at = static_cast<const char*>(line) - static_cast<const char*>(emulation::dynamic_shared());
-  if (at < 0 || at >= 1 << 18 || at % 16 || stride % 16) emulation::fail("no operand can be at %td, 8 lines %d bytes apart", at, stride);
-  return Operand(at >> 4) | 1ull << 16 | Operand(stride >> 4) << 32 | 1ull << 62;
+  if (at < 0 || at >= 1 << 18 || at % 16 || stride % 16 || next % 16)
+    emulation::fail("no operand can be at %td, 8 lines %d and columns %d bytes apart", at, stride, next);
+  return Operand(at >> 4) | Operand(next >> 4) << 16 | Operand(stride >> 4) << 32 | (line_bytes == 128 ? 1ull : 2ull) << 62;
 }
 inline Operand operand_behind(Operand first, int bytes) { return first + (Operand)(bytes >> 4); }
 
 struct EmulatedProduct {
   float* d;
   Operand a, b;
-  bool adds, along;
+  bool adds, a_along, b_along;
   int warp;  // of its warpgroup
 };
 
 static EmulatedProduct emulated_products[1024][128];  // by thread, not yet made
-static int emulated_waiting[1024];
+// How many, how many of them in groups that are closed, and in those that were when products were last waited for.
+static int emulated_waiting[1024], emulated_closed[1024], emulated_before[1024];
+static unsigned long long emulated_block[1024];            // whose they are
 
-// The 16-bit value of an operand, `inside` its line.
-inline float emulated_operand(Operand operand, int line, int inside) {
-  const unsigned start = (operand & 0x3fff) << 4, stride = (operand >> 32 & 0x3fff) << 4;
-  unsigned at = start + line / 8 * stride + line % 8 * 128 + inside * 2;
-  at ^= (at >> 7 & 7) << 4;
+// The 16-bit value of an operand: `across` the summed dimension, or `along` its rows or columns.
+inline float emulated_operand(Operand operand, int place, int k, bool along) {
+  const unsigned start = (operand & 0x3fff) << 4, stride = (operand >> 32 & 0x3fff) << 4, next = (operand >> 16 & 0x3fff) << 4;
+  const int bytes = operand >> 62 == 1 ? 128 : 64, values = bytes / 2;
+  const int line = along ? k : place, inside = along ? place % values : k;
+  unsigned at = start + (along ? place / values * next : 0) + line / 8 * stride + line % 8 * bytes + inside * 2;
+  at ^= bytes == 128 ? (at >> 7 & 7) << 4 : (at >> 7 & 3) << 4;
   unsigned short v;
   memcpy(&v, static_cast<const char*>(emulation::dynamic_shared()) + at, 2);
 #if STORAGE == 1
@@ -39,10 +45,9 @@ inline void emulated_wgmma(void* const* lanes, unsigned present) {
   const EmulatedProduct& first = *static_cast<const EmulatedProduct*>(lanes[0]);
   static float a[16][16], b[WGMMA_N][16];
   for (int m = 0; m < 16; ++m)
-    for (int k = 0; k < 16; ++k)
-      a[m][k] = first.along ? emulated_operand(first.a, k, 16 * first.warp + m) : emulated_operand(first.a, 16 * first.warp + m, k);
+    for (int k = 0; k < 16; ++k) a[m][k] = emulated_operand(first.a, 16 * first.warp + m, k, first.a_along);
   for (int n = 0; n < WGMMA_N; ++n)
-    for (int k = 0; k < 16; ++k) b[n][k] = emulated_operand(first.b, n, k);
+    for (int k = 0; k < 16; ++k) b[n][k] = emulated_operand(first.b, n, k, first.b_along);
   for (int lane = 0; lane < 32; ++lane) {
     const EmulatedProduct& p = *static_cast<const EmulatedProduct*>(lanes[lane]);
     if (p.a != first.a || p.b != first.b || p.adds != first.adds) emulation::fail("lanes of a warp ask for different products");
@@ -56,18 +61,29 @@ inline void emulated_wgmma(void* const* lanes, unsigned present) {
   }
 }
 
-inline void operands_written() {}
-inline void products_begin() { emulated_waiting[emulation::current->number] = 0; }
-inline void products_end() {
+inline void products_begin() {
   const unsigned thread = emulation::current->number;
-  for (int i = 0; i < emulated_waiting[thread]; ++i)
-    emulation::collective(emulated_wgmma, 0xffffffffu, &emulated_products[thread][i]);
-  emulated_waiting[thread] = 0;
+  if (emulated_block[thread] == emulation::blocks_run) return;
+  emulated_block[thread] = emulation::blocks_run;
+  emulated_waiting[thread] = emulated_closed[thread] = emulated_before[thread] = 0;
 }
 
-template <int ALONG>
+inline void products_close() { emulated_closed[emulation::current->number] = emulated_waiting[emulation::current->number]; }
+
+template <int groups>
+void products_wait() {
+  static_assert(groups <= 1);
+  const unsigned thread = emulation::current->number;
+  const int made = groups ? emulated_before[thread] : emulated_closed[thread];
+  for (int i = 0; i < made; ++i) emulation::collective(emulated_wgmma, 0xffffffffu, &emulated_products[thread][i]);
+  for (int i = made; i < emulated_waiting[thread]; ++i) emulated_products[thread][i - made] = emulated_products[thread][i];
+  emulated_waiting[thread] -= made;
+  emulated_before[thread] = emulated_closed[thread] -= made;
+}
+
+template <int A_ALONG, int B_ALONG>
 void wgmma(float (&d)[WGMMA_N / 2], Operand a, Operand b, int adds) {
-  EmulatedProduct mine{d, a, b, adds != 0, ALONG != 0, int(emulation::current->warp % 4)};
+  EmulatedProduct mine{d, a, b, adds != 0, A_ALONG != 0, B_ALONG != 0, int(emulation::current->warp % 4)};
   const unsigned thread = emulation::current->number;
   if ((emulation::current->warp + emulation::block_index.x) % 2)
     emulation::collective(emulated_wgmma, 0xffffffffu, &mine);

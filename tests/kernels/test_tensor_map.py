@@ -1,0 +1,59 @@
+"""Maps for bulk copies without a GPU: what the driver is asked for, and where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from advisor.core.errors import AdvisorError
+from advisor.ops import nvrtc, tensor_map
+from advisor.ops.conv3x3 import api
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the driver was asked for; it writes its map where it was told to, or refuses [0] values."""
+    calls: list[Any] = []
+
+    def encode(at: Any, *rest: Any) -> int:
+        calls.append((at.value, *rest))
+        ctypes.memset(at.value, 7, 128)
+        return 0 if rest[3][0] else 1
+
+    monkeypatch.setattr(tensor_map, "_encode", lambda: encode)
+    tensor_map._boxes.cache_clear()
+    return calls
+
+
+def test_a_map_is_of_the_tensors_sizes_and_is_made_once(asked: list[Any]) -> None:
+    x = torch.zeros(2, 5, 6, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    found = tensor_map.boxes(x, 64, 10, 34)
+    assert tensor_map.boxes(x, 64, 10, 34) is found
+    assert (found.size, found.dtype) == (1, np.dtype((np.void, 128)))  # CuPy passes an array of one value as a value
+    assert bytes(found[0]) == b"\x07" * 128
+    ((at, dtype, dimensions, address, sizes, strides, box, steps, _, swizzle, *_),) = asked
+    assert at % 64 == 0
+    assert (dtype, dimensions, address.value) == (1, 4, x.data_ptr())
+    assert list(sizes) == [64, 6, 5, 2]
+    assert list(strides) == [2 * 64, 2 * 64 * 6, 2 * 64 * 6 * 5]  # bytes
+    assert (list(box), list(steps)) == ([64, 10, 34, 1], [1, 1, 1, 1])
+    assert swizzle == 3
+    tensor_map.boxes(x, 32, 10, 34)
+    assert asked[1][9] == 2
+
+
+def test_a_map_that_the_driver_refuses_is_told(asked: list[Any]) -> None:
+    with pytest.raises(AdvisorError, match=r"refuses a tensor map of 0 x 4 x 4 x 0 values \(error 1\)"):
+        tensor_map.boxes(torch.zeros(0, 0, 4, 4), 64, 10, 34)
+
+
+def test_without_such_a_driver_pytorchs_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_map, "_encode", lambda: None)
+    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
+    x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    assert api.unsupported(x, torch.zeros(64, 64, 3, 3)) == "the driver makes no tensor maps (CUDA 12.0 and newer does)"
