@@ -26,7 +26,7 @@ TRIAL_SHARE, TRIAL_LEAST_S = 0.2, 120.0
 LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 # What a fresh run's steps before the timed ones take longer with these, in steps of the plain script: cuDNN tried its algorithms for
 # 22 to 31 s in five nets on an H200 whose steps took 90 to 160 ms. The flag was on from their start then, so that the plain first
-# steps were timed too; not measured since.
+# steps were timed too; since it is not, a CIFAR ResNet-18's take 4 s longer where it was 7.5. Large nets were not measured since.
 TUNING_STEPS = {"cudnn_benchmark": 200.0}
 STEP_UNTIMED_S = 0.125
 # A change on top of the stack goes before the stack without each of its items where it takes this share of the time left, or less.

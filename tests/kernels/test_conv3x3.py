@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, sources
+from advisor.ops import catalog, dispatch, match, sources, verify
 from advisor.ops.conv3x3 import api, cases, reference, spec, weight
 
 FAMILY = catalog.get("conv3x3")
@@ -33,7 +33,7 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
 @settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
-    inputs=st.sampled_from((64, 128, 192)),
+    inputs=st.sampled_from(spec.INPUTS),
     outputs=st.sampled_from(spec.OUTPUTS),
     height=st.integers(1, 300),
     width=st.integers(1, 300),
@@ -51,10 +51,10 @@ def test_a_plan_covers_every_pixel_within_shared_memory(
     assert 8 * plan.strips >= width > 8 * (plan.strips - 1)
     assert plan.tiles == batch * plan.bands * plan.strips
     assert 1 <= plan.grid <= min(plan.tiles, sm_count)
-    assert 2 <= plan.stages <= spec.MAX_STAGES
+    assert spec.STAGES % (2 * inputs // 64) == 0  # a stage is one warpgroup's alone
     assert -(-outputs // 64) * plan.columns <= spec.SUMS  # registers of a warpgroup
     lines, kept = (outputs, inputs) if turned else (inputs, outputs)
-    needed = 9 * -(-lines // 64) * kept * 128 + plan.stages * ((rows + 2) * spec.PITCH * 128 + 16)
+    needed = 9 * -(-lines // 64) * kept * 128 + spec.STAGES * ((rows + 2) * spec.PITCH * 128 + 16)
     assert needed <= plan.shared_bytes <= 227 * 1024
     assert plan.shared_bytes % 1024 == 0
 
@@ -62,15 +62,15 @@ def test_a_plan_covers_every_pixel_within_shared_memory(
 @pytest.mark.parametrize(
     ("product", "columns"),
     [
-        ((128, 64, 64, 32, 32), 256),
+        ((128, 64, 64, 32, 32), 128),
         ((256, 64, 64, 56, 56), 224),
-        ((128, 64, 64, 224, 224), 256),
+        ((128, 64, 64, 224, 224), 224),
         ((256, 128, 32, 28, 28), 224),
         ((256, 128, 32, 14, 14), 112),
-        ((32, 128, 64, 256, 256), 128),
+        ((32, 128, 64, 256, 256), 112),
     ],
 )
-def test_tiles_are_those_that_were_measured(product: tuple[int, ...], columns: int) -> None:
+def test_tiles_are_high_where_the_image_is(product: tuple[int, ...], columns: int) -> None:
     assert spec.plan(spec.Call(*product), 132).columns == columns
 
 
@@ -295,12 +295,28 @@ FAULTS = {
 }  # fmt: skip
 
 
+def test_few_stages_are_right_too_where_each_is_one_warpgroups(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the faults below are planted in."""
+    emulated.use(sm_count=1)
+    monkeypatch.setattr(spec, "COLUMNS", (64, 112))
+    monkeypatch.setattr(spec, "STAGES", 2)
+    spec.plan.cache_clear()
+    try:
+        for shape in ((3, 64, 9, 13), (1, 64, 8, 33)):
+            case = next(c for c in cases.VERIFICATION if c.shape == shape and "bn" not in c.name)
+            found = verify.check(FAMILY, case, "cpu")
+            assert found["passed"], found["detail"]
+    finally:
+        spec.plan.cache_clear()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before, after, shape = FAULTS[fault]
     emulated.use(sm_count=1)  # so that a block has more tiles than stages
     monkeypatch.setattr(spec, "COLUMNS", (64, 112))
-    monkeypatch.setattr(spec, "MAX_STAGES", 2)
+    if shape in ((3, 64, 9, 13), (1, 64, 8, 33)):  # 64 channels to 64: a stage a warpgroup
+        monkeypatch.setattr(spec, "STAGES", 2)
     monkeypatch.setattr(weight, "MAX_STAGES", 2)
     spec.plan.cache_clear()
     weight.plan.cache_clear()

@@ -26,23 +26,23 @@ ARCH = 90  # the one architecture that has these products
 NEEDS_ARCH = dict.fromkeys(KERNELS, ARCH)
 MAX_ARCH = ARCH
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
-OUTPUTS = (32, 64, 128)
+INPUTS, OUTPUTS = (64, 128), (32, 64, 128)
 THREADS = 288
 COLUMNS = (64, 112, 128, 224, 256)  # pixels of a tile, rows of 8
 SUMS = 256  # columns of all bands of a warpgroup: 128 registers a thread
 SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
-MAX_STAGES = 4
+# Warpgroups take tiles by turns. A stage has to be one warpgroup's alone: one that sees every other filling of a stage only cannot tell,
+# by the parity that its barrier has, the filling it waits for from the one before the last. So stages are a multiple of twice a tile's
+# lines of channels; four are one tile under way for each warpgroup beside the one that it works on.
+STAGES = 4
 PITCH = 10  # pixels of a tile's row with its halo
 TILE_COST = 32  # what a tile takes beside its products, in columns of them (H200: 256 for 0.9 of the time of 2 x 128)
-TUNABLE = {"COLUMNS": ((64, 112, 128, 224, 256), (64, 112, 128)), "MAX_STAGES": (3, 4)}
+TUNABLE = {"COLUMNS": ((64, 112, 128, 224, 256), (64, 112, 128))}
 MAX_OFFSET = 2**31 - 1  # of values inside an image
 
 # (inputs, outputs, turned) of products that are faster than cuDNN's on an H200 in bf16, for which fp16 stands too where it was
-# measured: 64 to 64 in 0.6 to 0.75 of the time, 128 to 64 in 0.8, 64 to 128 in 0.9, 128 to 32 in 0.7. Turned, 32 to 128 takes up to
-# 1.08 of it.
-_FASTER = frozenset(
-    {(128, 32, False), *((i, o, turned) for i, o in ((64, 64), (128, 64), (64, 128)) for turned in (False, True))}
-)
+# measured: 64 to 64 in 0.6 to 0.75 of the time, 128 to 64 in 0.8, 128 to 32 in 0.7. 64 to 128 is about even.
+_FASTER = frozenset({(64, 64, False), (64, 64, True), (128, 64, False), (128, 64, True), (128, 32, False)})
 # (inputs, outputs) of convolutions whose weight's gradient is faster than cuDNN's there: 64 to 64 in 0.55 to 0.6 of the time, 128 and 32 in
 # 0.45, 128 and 64 in 0.87, 128 to 128 in 0.63 to 0.86.
 _WEIGHT_FASTER = frozenset({(64, 64), (64, 128), (128, 64), (128, 128), (128, 32), (32, 128)})
@@ -209,9 +209,9 @@ def unsupported_convolution(
 
 def _fits(inputs: int, outputs: int, turned: bool) -> bool:
     """Whether a block holds the weights of this product, and tiles beside them."""
-    if outputs not in OUTPUTS or inputs < LINE or inputs % LINE:
+    if outputs not in OUTPUTS or inputs not in INPUTS:
         return False
-    return any(_stages(inputs, outputs, columns, turned) >= 2 for columns in COLUMNS)
+    return any(_shared_bytes(inputs, outputs, columns, turned) for columns in COLUMNS)
 
 
 def _weight_fits(inputs: int, outputs: int) -> bool:
@@ -224,10 +224,9 @@ def _weight_fits(inputs: int, outputs: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image, in `stages` stages."""
+    """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image."""
 
     columns: int
-    stages: int
     shared_bytes: int
     bands: int
     strips: int
@@ -253,12 +252,10 @@ def _stage_bytes(columns: int) -> int:
     return _round_up((columns // 8 + 2) * PITCH * 2 * LINE)
 
 
-def _stages(inputs: int, outputs: int, columns: int, turned: bool) -> int:
-    """Stages beside the weights, 0 where the sums need more registers than there are."""
-    if -(-outputs // 64) * columns > SUMS:
-        return 0
-    left = SHARED_BYTES - 1024 - _weight_bytes(inputs, outputs, turned)  # the last KiB has the barriers
-    return min(MAX_STAGES, left // _stage_bytes(columns))
+def _shared_bytes(inputs: int, outputs: int, columns: int, turned: bool) -> int:
+    """Of a block, with a KiB for barriers; 0 where there is not as much, or the sums need more registers than there are."""
+    found = _weight_bytes(inputs, outputs, turned) + STAGES * _stage_bytes(columns) + 1024
+    return found if found <= SHARED_BYTES and -(-outputs // 64) * columns <= SUMS else 0
 
 
 def _bands(product: Call, columns: int) -> int:
@@ -276,16 +273,14 @@ def plan(product: Call, sm_count: int) -> Plan:
     """The launch that should end first: the longest block's tiles, with what each takes beside its products."""
     best: tuple[float, Plan] | None = None
     for columns in COLUMNS:
-        stages = _stages(product.inputs, product.outputs, columns, product.turned)
-        if stages < 2:
+        nbytes = _shared_bytes(product.inputs, product.outputs, columns, product.turned)
+        if not nbytes:
             continue
         bands, strips = _bands(product, columns), -(-product.width // 8)
         tiles = product.batch * bands * strips
-        cost = -(-tiles // sm_count) * (columns + TILE_COST) * (1.0 if stages > 2 else 1.3)
+        cost = -(-tiles // sm_count) * (columns + TILE_COST)
         if best is None or cost < best[0]:
-            weights = _weight_bytes(product.inputs, product.outputs, product.turned)
-            nbytes = weights + stages * _stage_bytes(columns) + 1024
-            best = cost, Plan(columns, stages, nbytes, bands, strips, tiles, min(tiles, sm_count))
+            best = cost, Plan(columns, nbytes, bands, strips, tiles, min(tiles, sm_count))
     if best is None:  # `_fits` said otherwise
         raise ValueError(f"no launch for {product}")
     return best[1]
@@ -300,7 +295,7 @@ def defines(product: Call, plan: Plan, dtype: str, weight_dtype: str, *, moments
         "OUT": product.outputs,
         "TRANSPOSED": int(product.turned),
         "WGMMA_N": plan.columns,
-        "STAGES": plan.stages,
+        "STAGES": STAGES,
         "MOMENTS": int(moments),
     }
 
