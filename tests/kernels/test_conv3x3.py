@@ -310,7 +310,22 @@ def test_few_stages_are_right_too_where_each_is_one_warpgroups(emulated, monkeyp
         spec.plan.cache_clear()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Of a kind with others.
+LONG = {
+    *(
+        "a halo of the other side",
+        "sums of the tile before",
+        "staged where other warps still read",
+        "the second chunk's pixels",
+    ),
+    *("a row of taps for another", "another job's channels", "the last tile's products", "a store beyond the image"),
+    *("stored before all warps have staged", "pixels of the weight read before they are there"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.long] if fault in LONG else []) for fault in FAULTS]
+)
 def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before, after, shape = FAULTS[fault]
     emulated.use(sm_count=1)  # so that a block has more tiles than stages
