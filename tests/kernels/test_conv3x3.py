@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from emulation.device import only_what_wins
@@ -57,6 +59,54 @@ def test_a_plan_covers_every_pixel_within_shared_memory(
     needed = 9 * -(-lines // 64) * kept * 128 + spec.STAGES * ((rows + 2) * spec.PITCH * 128 + 16)
     assert needed <= plan.shared_bytes <= 227 * 1024
     assert plan.shared_bytes % 1024 == 0
+
+
+def taken_wrongly(stages: int, chunks: int, seed: int, tiles: int = 12) -> str:
+    """What goes wrong in conv3x3.cu's ring of stages when whoever can go on does so in any order; "" where nothing does.
+
+    A barrier tells its phases apart by parity alone: who waits for the end of phase n passes whenever the phase under way is of
+    the other parity.
+    """
+    draw = random.Random(seed)
+    full, empty, held = [0] * stages, [0] * stages, [-1] * stages
+    coming: list[int] = []  # items whose copy is under way, which ends at any time
+    todo = {
+        "copies": list(range(tiles * chunks)),
+        **{group: [i for i in range(tiles * chunks) if i // chunks % 2 == group] for group in (0, 1)},
+    }
+    while any(todo.values()):
+        able: list[tuple[object, int]] = [("arrives", item) for item in coming]
+        for who, items in todo.items():
+            if items:
+                at, turn = items[0] % stages, items[0] // stages
+                passes = empty[at] % 2 != (turn + 1) % 2 if who == "copies" else full[at] % 2 != turn % 2
+                able += [(who, items[0])] if passes else []
+        if not able:
+            return "nobody can go on"
+        who, item = draw.choice(able)
+        at = item % stages
+        if who == "arrives":
+            coming.remove(item)
+            held[at] = item
+            full[at] += 1
+        elif who == "copies":
+            coming.append(todo["copies"].pop(0))
+        elif held[at] != item:
+            return f"stage {at} holds tile {held[at]} for {item}"
+        else:
+            todo[who].pop(0)
+            empty[at] += 1
+    return ""
+
+
+@pytest.mark.parametrize("chunks", [inputs // 64 for inputs in spec.INPUTS])
+def test_no_warpgroup_takes_a_stage_for_another_filling(chunks: int) -> None:
+    assert not any(taken_wrongly(spec.STAGES, chunks, seed) for seed in range(300))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(3, 1), (2, 2), (3, 2)])
+def test_with_stages_that_both_warpgroups_use_one_would(stages: int, chunks: int) -> None:
+    assert any(taken_wrongly(stages, chunks, seed) for seed in range(300))
 
 
 @pytest.mark.parametrize(
