@@ -131,6 +131,7 @@ def test_a_script_sees_the_same_world_and_draws_the_same_numbers(tmp_path: Path)
     assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
 
 
+@pytest.mark.long
 def test_a_script_is_stopped_once_measured(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -509,6 +510,7 @@ def test_stdin_is_the_scripts_own(tmp_path: Path) -> None:
     assert output == "read a line\n"
 
 
+@pytest.mark.long
 def test_a_command_whose_descendant_trains(tmp_path: Path) -> None:
     write(tmp_path, LOOP + "train(1000)\nprint('not stopped')\n")
     (tmp_path / "go.sh").write_text(f"cd .\n{sys.executable} train.py\necho after\n")

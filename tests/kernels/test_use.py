@@ -236,6 +236,7 @@ def _rank(rank: int, folder: str) -> None:
     Path(folder, f"rank-{rank}").touch()
 
 
+@pytest.mark.long
 def test_data_parallel_in_two_processes(emulated, tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path),), nprocs=2)
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}

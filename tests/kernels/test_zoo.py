@@ -210,7 +210,7 @@ def test_convolutions_behind_norms_are_found(name: str) -> None:
 LONG = {
     *("densenet121", "convnext_tiny", "shufflenet_v2_x0_5"),
     *("resnet18", "mobilenet_v2", "vgg11_bn", "googlenet", "regnety_002", "convnext_atto"),
-    *("efficientnet_b0", "mobilenetv3_small_050", "resnetv2_50"),
+    *("efficientnet_b0", "mobilenetv3_small_050", "resnetv2_50", "regnet_y_400mf"),
 }
 
 

@@ -39,7 +39,7 @@ def test_the_recipes_use_flags_that_exist_and_limits_that_can_be_read() -> None:
                 assert options.limits_of(value)
 
 
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("reads", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_readmes_example_does_what_it_says(pytester: pytest.Pytester, reads: bool) -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(def test_training_step.*?)```", text, re.DOTALL)
