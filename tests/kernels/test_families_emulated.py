@@ -10,6 +10,7 @@ from advisor.ops import catalog, verify
 from advisor.ops.family import Case, Family
 
 KEPT = 1  # of each family and dtype, whatever else shows the same
+OTHER_ACTIVATIONS = r"\+(relu6|leaky_relu|silu|hardswish)"
 BY_NUMBERS = {
     "pointwise",
     "first_conv",
@@ -21,7 +22,7 @@ def _is_a_twin(family: Family, case: Case) -> bool:
     differs. The first of each dtype that a family has are none."""
 
     def kind(name: str) -> str:
-        return re.sub(r"\d+", "", name) if family.id in BY_NUMBERS else name
+        return re.sub(r"\d+", "", name) if family.id in BY_NUMBERS else re.sub(OTHER_ACTIVATIONS, "+relu", name)
 
     alike = sorted(
         (c for c in family.verification if kind(c.name) == kind(case.name)), key=lambda c: c.dtype != "bfloat16"
