@@ -56,4 +56,5 @@ def test_without_such_a_driver_pytorchs_own_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    assert api.unsupported(x, torch.zeros(64, 64, 3, 3, device="meta")) == "weight and input are on different devices"
     assert api.unsupported(x, torch.zeros(64, 64, 3, 3)) == "the driver makes no tensor maps (CUDA 12.0 and newer does)"

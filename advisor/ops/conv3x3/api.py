@@ -51,6 +51,8 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
     reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
     if reason:
         return reason
+    if weight.device != x.device:
+        return "weight and input are on different devices"
     return tensor_map.unavailable() if alignment.is_nhwc(x) else "input is not channels_last and aligned"
 
 
@@ -200,12 +202,10 @@ def conv3x3_backward_op(
     wanted = (dx_wanted, dweight_wanted)
     if _refusal(x, weight):
         dx, dweight = _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
-        dx = None if dx is None else dx.contiguous(memory_format=torch.channels_last)
     else:
         dx, dweight = _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
-        dx = None if dx is None else dx.contiguous(memory_format=torch.channels_last)
     return (
-        x.new_empty(0) if dx is None else dx,
+        x.new_empty(0) if dx is None else dx.contiguous(memory_format=torch.channels_last),
         weight.new_empty(0) if dweight is None else dweight.contiguous(),
     )
 

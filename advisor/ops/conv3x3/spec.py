@@ -88,32 +88,36 @@ def name(inputs: int, outputs: int) -> str:
 
 def product_wins(product: Call) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernel is measured to be faster."""
-    if not _fits(product.inputs, product.outputs, product.turned):
-        return f"products from {product.inputs} to {product.outputs} channels"
-    if (product.inputs, product.outputs, product.turned) not in _FASTER:
-        return UNMEASURED
-    return _sizes_win(product)
+    faster = (product.inputs, product.outputs, product.turned) in _FASTER
+    return _product_unsupported(product) or (_sizes_win(product) if faster else UNMEASURED)
 
 
 def product_left(product: Call) -> str:
     """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernel makes it."""
-    if not _fits(product.inputs, product.outputs, product.turned):
-        return product_wins(product)
-    return dispatch.refusal("", product_wins(product))
+    return dispatch.refusal(_product_unsupported(product), product_wins(product))
 
 
 def weight_wins(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
-    if not _weight_fits(call.inputs, call.outputs):
-        return f"the weight's gradient from {call.inputs} to {call.outputs} channels"
-    return _sizes_win(call) if (call.inputs, call.outputs) in _WEIGHT_FASTER else UNMEASURED
+    faster = (call.inputs, call.outputs) in _WEIGHT_FASTER
+    return _weight_unsupported(call) or (_sizes_win(call) if faster else UNMEASURED)
 
 
 def weight_left(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient of a call that the kernels took; empty where the kernels do."""
-    if not _weight_fits(call.inputs, call.outputs):
-        return weight_wins(call)
-    return dispatch.refusal("", weight_wins(call))
+    return dispatch.refusal(_weight_unsupported(call), weight_wins(call))
+
+
+def _product_unsupported(product: Call) -> str:
+    if _fits(product.inputs, product.outputs, product.turned):
+        return ""
+    return f"products from {product.inputs} to {product.outputs} channels"
+
+
+def _weight_unsupported(call: Call) -> str:
+    if _weight_fits(call.inputs, call.outputs):
+        return ""
+    return f"the weight's gradient from {call.inputs} to {call.outputs} channels"
 
 
 def _sizes_win(call: Call) -> str:
