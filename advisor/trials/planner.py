@@ -57,6 +57,8 @@ ON_TOP = frozenset({"cudnn_benchmark"})
 CAPTURED = frozenset({*catalog.transforms(), "fused_casts"})  # put into one captured graph
 BUNDLED = CAPTURED | {"fused_optimizer"}
 TOGETHER = " + "
+# A kernel that promises this share of what a trial can tell is tried with others that promise it whole.
+ALONG = 0.5
 _UNKNOWN = next(i for i, stage in enumerate(STAGES) if "conv_bias" in stage)  # beside the kernels
 LONG_FIRST_STEP_US = 10e6
 # A kernel's trial under graphs holds the step's memory this many times: a graph without it, one with it, and the eager calls before
@@ -198,6 +200,17 @@ def promises(item: Recommendation, min_gain: float) -> bool:
     if item.predicted is None:
         return True
     return (expected(item) if item.transform in DEAR else item.predicted.high) >= min_gain
+
+
+def worth(candidates: Sequence[Recommendation], min_gain: float) -> tuple[Recommendation, ...]:
+    """Those that promise enough for a trial, and kernels that promise a part of it where one of those goes into the same graph.
+
+    Tried as one they take no longer, and their gains add up.
+    """
+    promised = [c for c in candidates if promises(c, min_gain)]
+    if any(c.transform in CAPTURED for c in promised):
+        promised = [c for c in candidates if promises(c, ALONG * min_gain if c.transform in CAPTURED else min_gain)]
+    return tuple(promised)
 
 
 def second_look(

@@ -207,17 +207,13 @@ def candidates(
     """What round `number` tries, in order, each marked with the round.
 
     New is what no earlier round had among its candidates (`known`). What had its turn gets another when
-    `planner.second_look` says so. What is predicted to stay below `min_gain` is left out; predictions are for `profile`'s
+    `planner.second_look` says so. What is predicted to stay below `min_gain` is left out (`planner.worth`); predictions are for `profile`'s
     step, and None without a profile. `waiting` has had no turn yet and is judged by its prediction for this step as well.
     """
     recommended = [dataclasses.replace(r, round=number) for r in recommended]
     before = {planner.identity(item) for item in known}
     kept = {v.transform for v in verdicts if v.status == KEPT}
-    new = [
-        r
-        for r in recommended
-        if planner.identity(r) not in before and r.transform not in kept and planner.promises(r, min_gain)
-    ]
+    new = [r for r in recommended if planner.identity(r) not in before and r.transform not in kept]
     asked_again = {planner.identity(r): r for r in recommended}
     latest = {planner.identity(r): asked_again.get(planner.identity(r), r) for r in known}
     again = []
@@ -226,9 +222,8 @@ def candidates(
         if found is None:
             predicted = predict(profile, candidate.transform, candidate.parameters) if profile is not None else None
             found = dataclasses.replace(candidate, predicted=predicted, round=number)
-        if planner.promises(found, min_gain):
-            again.append(found)
-    return planner.order([*new, *again], profile)
+        again.append(found)
+    return planner.order(planner.worth([*new, *again], min_gain), profile)
 
 
 def _step_us(profile: StepProfile | None) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import passes_with
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -32,7 +32,6 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(reference.conv3x3, (x, weight), fast_mode=True)
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     inputs=st.sampled_from(spec.INPUTS),
@@ -124,7 +123,6 @@ def test_tiles_are_high_where_the_image_is(product: tuple[int, ...], columns: in
     assert spec.plan(spec.Call(*product), 132).columns == columns
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     inputs=st.sampled_from((32, 64, 96, 128)),
@@ -219,9 +217,27 @@ def test_where_it_is_dispatched(call: tuple[int, ...], dtype: str, wins: bool) -
     assert (spec.wins(spec.Call(*call), dtype) == "") == wins
 
 
+@pytest.mark.parametrize(
+    ("call", "wins"),
+    [
+        ((128, 64, 64, 32, 32), True),
+        ((128, 128, 128, 16, 16), True),
+        ((256, 128, 32, 14, 14), True),
+        ((128, 64, 64, 16, 16), False),
+        ((8, 64, 64, 56, 56), False),
+    ],
+)
+def test_the_weights_sums_take_no_more_memory_than_the_inputs_gradient(call: tuple[int, ...], wins: bool) -> None:
+    refusal = spec.weight_wins(spec.Call(*call))
+    assert (refusal == "") == wins
+    assert wins or "sums of 10 MB beside a gradient of" in refusal
+    assert spec.product_wins(spec.Call(*call)) == "" or call[1] == call[2] == 128
+
+
 def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 to 32 channels: the forward ours, the gradient of the input PyTorch's."""
     monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(spec, "_ROOM", 1e9)
     x, weight = nhwc(2, 128, 8, 8).bfloat16().requires_grad_(), torch.randn(32, 128, 3, 3, requires_grad=True)
     with only_what_wins():
         y = api.conv3x3(x, weight)
@@ -235,6 +251,7 @@ def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.M
 def test_between_wide_sides_the_weights_gradient_alone_is_ours(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward and the gradient of the input are PyTorch's, and cast the weight once."""
     monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(spec, "_ROOM", 1e9)
     casts: list[torch.dtype] = []
     to = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: (casts.append(t.dtype), to(t, *a, **k))[1])
@@ -255,6 +272,7 @@ def test_where_its_forward_does_not_win_the_gradient_of_the_input_still_can(
     emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(spec, "_ROOM", 1e9)
     monkeypatch.setattr(spec, "_FASTER", frozenset({(128, 64, True)}))
     x, weight = nhwc(2, 64, 8, 8).bfloat16().requires_grad_(), torch.randn(128, 64, 3, 3)
     with only_what_wins():

@@ -7,7 +7,7 @@ import torch
 from emulation.compiler import EmulationError
 from emulation.device import only_what_wins
 from emulation.planted import passes_with, planted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -39,7 +39,6 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck(kernel: int, stride: in
     assert torch.autograd.gradcheck(definition, (x, weight, bias))
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     vectors=st.integers(1, 700),
@@ -69,7 +68,6 @@ def test_geometry_covers_every_pixel_and_channel(
         assert max(shape.grid[1:]) <= 65535
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     channels=st.integers(1, 700).map(lambda n: 2 * n),
@@ -202,7 +200,6 @@ def test_a_ring_suits_the_call(channels: int, side: int, channels_of_thread: int
     assert (ring.channels, ring.strip) == (channels_of_thread, strip)
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     channels=st.integers(1, 700).map(lambda n: 2 * n),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import passes_with, planted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -38,7 +38,6 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck(kernel: int, stride: in
     assert torch.autograd.gradcheck(definition, (x, weight, bias))
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     height=st.integers(1, 300),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import passes_with
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -37,7 +37,6 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck(groups: int, stride: in
     assert torch.autograd.gradcheck(definition, (x, weight), fast_mode=True)
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 300),
     group=st.sampled_from(spec.GROUPS),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import planted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -57,7 +57,6 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(reference.pointwise_conv2d, (x, weight), fast_mode=True)
 
 
-@settings(deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 5000), st.integers(1, spec.MAX_ROWS)),
     in_octets=st.integers(1, spec.MAX_IN_CHANNELS // spec.OCTET),

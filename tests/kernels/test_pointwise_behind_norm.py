@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import planted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,7 +23,6 @@ from advisor.ops.pointwise import api, cuda, spec
 STATISTICS = (0.1, 1e-5)
 
 
-@settings(deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 5000), st.integers(1, spec.MAX_ROWS)),
     in_octets=st.integers(1, spec.MAX_IN_CHANNELS // spec.OCTET),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emulation.planted import passes_with
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -42,7 +42,6 @@ def windows(draw: st.DrawFn) -> Window:
     )
 
 
-@settings(deadline=None)
 @given(windows(), st.integers(1, 20), st.integers(1, 20))
 def test_output_size_is_pytorchs(window: Window, height: int, width: int) -> None:
     assume(spec.unsupported_window(window, height=height, width=width) == "")
@@ -82,7 +81,6 @@ def test_references_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda t, b: reference.bias_relu_max_pool2d(t, b, *ODD.arguments), (x, bias))
 
 
-@settings(deadline=None)
 @given(windows(), st.integers(1, 60), st.integers(1, 60), st.integers(1, 300))
 def test_launches_cover_all_work_once(window: Window, height: int, width: int, vectors: int) -> None:
     assume(spec.unsupported_window(window, height=height, width=width) == "")
@@ -110,7 +108,6 @@ def test_launches_cover_all_work_once(window: Window, height: int, width: int, v
         assert first + (count - 1) * stride < size
 
 
-@settings(deadline=None)
 @given(st.integers(1, 600), st.integers(1, 50_000))
 def test_the_global_mean_covers_all_pixels_once(vectors: int, pixels: int) -> None:
     shape = spec.global_geometry(3, vectors, pixels)
@@ -203,7 +200,6 @@ def test_behind_a_bias_and_relu_values_are_those_of_pooling_what_was_written(emu
     assert all(torch.equal(a, b) for a, b in zip((dx, dbias), again, strict=True))
 
 
-@settings(deadline=None)
 @given(windows(), st.integers(1, 20), st.integers(1, 20))
 def test_a_window_is_counted_once_for_the_bias(window: Window, height: int, width: int) -> None:
     """Each begins in one of the groups that the backward walks over, which begin with the first."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulation.planted import passes_with
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -70,7 +70,6 @@ def test_taps_of_twice_the_size_are_no_more_than_needed() -> None:
             assert spec.taps(columns, "bilinear", align_corners=align) <= most
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(1, 400), st.sampled_from([2, 4, 8]))
 def test_launches_cover_all_work_once(vectors: int, columns: int, rows: int, strip: int) -> None:
     shape = spec.geometry(vectors, columns, rows, strip)

@@ -110,7 +110,7 @@ def tables(draw):
 
 
 # A table draws some four hundred values; few examples of that size find what many small ones would.
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables())
 def test_no_metric_table_makes_a_rule_raise(table):
     findings = evaluate(RULES, table)

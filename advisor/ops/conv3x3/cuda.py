@@ -88,7 +88,7 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cal
         tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows),
         tensor_map.boxes(windowed, plan.columns, 8 * plan.wide + 2, plan.rows + 2),
     )
-    left = torch.empty(plan.lines * plan.jobs * plan.quarters * 4, dtype=torch.float32, device=x.device)
+    left = torch.empty(plan.left_bytes // 4, dtype=torch.float32, device=x.device)
     stream = nvrtc.stream(device)
     addresses = (plain.data_ptr(), windowed.data_ptr(), left.data_ptr())
     grid = (plan.lines * plan.jobs, 1, 1)

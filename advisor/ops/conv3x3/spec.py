@@ -49,7 +49,10 @@ _WEIGHT_FASTER = frozenset({(64, 64), (64, 128), (128, 64), (128, 128), (128, 32
 WEIGHT_CHANNELS = (32, 128)  # multiples of the one up to the other: past that cuDNN's is as fast, or faster
 # Below this share of pixels that are no filling nothing was measured: 14 columns fill 16, 28 fill 32.
 _LEAST_FILLED = 0.85
-_LEAST_PIXELS = 128 * 32 * 32
+_LEAST_PIXELS = 8 * 56 * 56
+# Of the weight's gradient: its blocks' sums, which are gone before the input's gradient is made, may take as much memory as that does
+# and some more, which PyTorch's own needs for its workspace and its weight in half precision.
+_SMS, _ROOM = 132, 1.15
 # (inputs, outputs) behind which a batch norm is measured to be faster with the moments that the forward leaves of its result: both
 # forwards in 0.87 to 0.92 of the time.
 _MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
@@ -100,7 +103,7 @@ def product_left(product: Call) -> str:
 def weight_wins(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
     faster = (call.inputs, call.outputs) in _WEIGHT_FASTER
-    return _weight_unsupported(call) or (_sizes_win(call) if faster else UNMEASURED)
+    return _weight_unsupported(call) or (_sizes_win(call) or _room(call) if faster else UNMEASURED)
 
 
 def weight_left(call: Call) -> str:
@@ -124,6 +127,11 @@ def _sizes_win(call: Call) -> str:
     if call.batch * call.height * call.width < _LEAST_PIXELS:
         return f"fewer than {_LEAST_PIXELS} pixels"
     return "" if _filled(call) >= _LEAST_FILLED else UNMEASURED
+
+
+def _room(call: Call) -> str:
+    left, most = weight_plan(call, _SMS).left_bytes, _ROOM * 2 * call.batch * call.inputs * call.height * call.width
+    return f"sums of {left / 1e6:.0f} MB beside a gradient of {most / _ROOM / 1e6:.0f} MB" if left > most else ""
 
 
 def wins(call: Call, dtype: str) -> str:
@@ -312,7 +320,9 @@ TRAINED = (
     (128, 64, 64, 224),
     (32, 128, 64, 256),
     (128, 64, 128, 112),
-    *((256, 128, 32, side) for side in (56, 28, 14)),
+    (256, 128, 128, 28),
+    (128, 128, 128, 16),
+    *((256, 128, 32, side) for side in (56, 28, 14, 7)),
     *((n, 64, 64, side) for n, side in ((8, 56), (1, 224), (128, 16))),
 )
 TRAINED_WITH_NORM = ((256, 64, 64, 56), (32, 64, 64, 256), (32, 128, 64, 256), (128, 64, 64, 32))

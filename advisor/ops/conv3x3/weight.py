@@ -46,6 +46,11 @@ class Plan:
         """Sums that a block leaves, in fours."""
         return 3 * (3 * self.columns // 8) * 128
 
+    @property
+    def left_bytes(self) -> int:
+        """Of what all blocks leave, in fp32."""
+        return self.lines * self.jobs * self.quarters * 16
+
 
 def _filled(size: int, by: int) -> float:
     """What `size` becomes when it is filled up to a multiple of `by`."""

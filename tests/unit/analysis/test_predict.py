@@ -532,7 +532,7 @@ _idle = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=_rows,
     idle=_idle,

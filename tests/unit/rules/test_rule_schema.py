@@ -152,7 +152,7 @@ def test_conditions_nest_six_deep_and_no_further(tmp_path):
     assert any("nested deeper than 6" in problem for problem in problems)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     start=st.integers(0, len(RULE)),
     length=st.integers(0, 40),

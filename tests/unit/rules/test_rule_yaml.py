@@ -116,7 +116,7 @@ def test_the_slow_parser_gives_the_same_tree_and_the_same_refusals(monkeypatch):
         parse(bad, "f")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=80) | st.text(alphabet="ab:-[]{},&*!|>'\"#%@?~ \n\t0", max_size=80).map(str.encode))
 def test_any_bytes_are_read_or_refused_never_worse(data):
     with suppress(RuleError):

@@ -331,6 +331,17 @@ def test_a_step_that_prints_is_judged_by_the_lines_that_defer(profile, monkeypat
     assert DeferSync().effect(loop.training, waits(deferred=1, printed=4), waits(deferred=1)).passed is False
 
 
+def test_a_trace_without_lines_leaves_it_to_the_count(profile, monkeypatch) -> None:
+    """A VGG's step of the second round: one wait before, of no known line, and one where the step printed."""
+    from dataclasses import replace
+
+    loop = make_loop(steps=0)
+    waiting = replace(profile(), syncs=(Site(source="", what="item", calls=1, time_us=5),))
+    for count, passed in ((4, True), (0, False)):
+        monkeypatch.setitem(defer_sync._counts, "deferred", count)
+        assert DeferSync().effect(loop.training, waiting, waiting).passed is passed
+
+
 def test_match_lists_sites_and_reasons() -> None:
     loop = make_loop(steps=0)
     loop.training.device = torch.device("cuda")

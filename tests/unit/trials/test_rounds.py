@@ -319,6 +319,19 @@ def test_what_cannot_reach_the_least_gain_has_no_place_in_a_later_round() -> Non
     assert [(c.transform, c.round) for c in found] == [("b", 2)]
 
 
+@pytest.mark.parametrize(
+    ("beside", "tried"),
+    [
+        (("conv3x3", 0.05), ["conv3x3", "fused_pooling"]),
+        (("conv3x3", 0.008), []),  # a trial of two small ones is still one of small ones
+        (("tf32", 0.05), ["tf32"]),  # of what is not put into the captured graph it is no neighbour
+    ],
+)
+def test_a_small_kernel_goes_along_with_others(beside: tuple[str, float], tried: list[str]) -> None:
+    asked = [candidate("fused_pooling", 0.006), candidate("grouped_conv", 0.004), candidate(*beside)]
+    assert [c.transform for c in rounds.candidates(2, [], [], asked, profile(), 0.01)] == tried
+
+
 def test_what_had_its_turn_gets_another_with_the_new_prediction(monkeypatch) -> None:
     before = [
         Verdict(transform="depthwise_conv", status="reverted", reason="", numerics=GOOD),

@@ -648,6 +648,23 @@ def test_on_top_nothing_is_kept_that_gains_nothing_or_trains_otherwise(script, t
     assert on_top(failing, None)[3]["cudnn_benchmark"].status == "failed"
 
 
+def test_two_runs_that_disagree_on_what_it_gains_on_top_get_two_more(script):
+    times = iter((450.0, 530.0, 430.0, 440.0))
+    measure = script.measure
+
+    def with_noise(session):
+        if tuple(i.transform for i in session.kept) == BOTH:
+            script.step_us[BOTH] = next(times)
+        return measure(session)
+
+    script.measure = with_noise
+    _, _, _, verdicts = on_top(script, 0.0)
+    runs = [s for s in script.launches if s.mode == "measure" and tuple(i.transform for i in s.kept) == BOTH]
+    assert [s.seed - fresh.SEED for s in runs] == [0, 1, 2, 3]
+    assert len(verdicts["cudnn_benchmark"].blocks.on_us) == 4
+    assert verdicts["cudnn_benchmark"].status == "inconclusive"  # one of four as slow as that is no proof
+
+
 def test_on_top_of_nothing_it_has_pairs_of_its_own(script):
     script.verdicts = {"tf32": "reverted"}
     script.step_us[("cudnn_benchmark",)] = 800.0
