@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 
 from advisor.trials.files import protect
+from advisor.trials.files.guard import Guard
 
 
 def test_native_writers_are_guarded_before_anything_of_ours_can_fail(
@@ -25,3 +28,18 @@ def test_native_writers_are_guarded_before_anything_of_ours_can_fail(
     with pytest.raises(OSError, match="no space left"):
         protect.protect(tmp_path)
     assert told == ["the guard"]
+
+
+def test_what_every_audit_event_calls_is_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python asks each hook for an attribute at each event, which a bound method takes 1.2 µs to say it lacks: half a millisecond of a
+    step of a small net, in every process that is measured."""
+    hooks = []
+    monkeypatch.setattr(sys, "addaudithook", hooks.append)
+    guard = Guard(tmp_path / "run")
+    (hook,) = hooks
+    assert type(hook) is FunctionType
+    seen = []
+    monkeypatch.setattr(guard, "_about_to", lambda event, args: seen.append(event))
+    hook("builtins.id", (1,))
+    hook("open", ("a.txt", "w", os.O_WRONLY))
+    assert seen == ["open"]
