@@ -18,7 +18,17 @@ for _family in catalog.FAMILIES:
 NOT_IN_PYTORCH = "querying is_contiguous inside of vmap"
 
 
-@pytest.mark.parametrize(("family", "case"), SMALLEST.values(), ids=lambda v: getattr(v, "label", getattr(v, "id", "")))
+# Of each family the first in every run, the others with `make test-long`.
+FIRST = {family.id: case for family, case in reversed(SMALLEST.values())}
+CASES = [
+    pytest.param(
+        family, case, id=f"{family.id}-{case.label}", marks=[] if FIRST[family.id] is case else [pytest.mark.long]
+    )
+    for family, case in SMALLEST.values()
+]
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
 def test_a_batch_of_gradients_gives_what_one_by_one_gives(emulated, family: Family, case: Case) -> None:
     arguments = case.inputs(verify.seeded("cpu", 0), case.shape[0])
     leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]

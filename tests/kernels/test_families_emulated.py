@@ -11,15 +11,17 @@ from advisor.ops.family import Case, Family
 
 KEPT = 1  # of each family and dtype, whatever else shows the same
 OTHER_ACTIVATIONS = r"\+(relu6|leaky_relu|silu|hardswish)"
-BY_NUMBERS = {
-    "pointwise",
-    "first_conv",
-}  # names tell cases apart by channels and taps, which tests of their own vary too
+# Names tell cases apart by channels, taps and strides, which tests of their own vary too.
+BY_NUMBERS = {"pointwise", "first_conv", "depthwise", "grouped", "conv3x3"}
+
+
+def _kernels(case: Case) -> frozenset[str]:
+    return frozenset(name for found in case.passes.values() for name in found.kernels)
 
 
 def _is_a_twin(family: Family, case: Case) -> bool:
     """Whether another case of the name runs here, in bf16 where there is one: conversions, the width of a vector or the shape are what
-    differs. The first of each dtype that a family has are none."""
+    differs. The first of each dtype that a family has are none, nor is the first with its kernels."""
 
     def kind(name: str) -> str:
         return re.sub(r"\d+", "", name) if family.id in BY_NUMBERS else re.sub(OTHER_ACTIVATIONS, "+relu", name)
@@ -28,6 +30,7 @@ def _is_a_twin(family: Family, case: Case) -> bool:
         (c for c in family.verification if kind(c.name) == kind(case.name)), key=lambda c: c.dtype != "bfloat16"
     )
     first = [c for c in family.verification if c.dtype == case.dtype][:KEPT]
+    first += [c for c in family.verification if _kernels(c) == _kernels(case)][:KEPT]
     return case is not alike[0] and case not in first
 
 

@@ -14,8 +14,9 @@ from advisor.ops import catalog, sources
 from advisor.ops.batchnorm_act import spec
 from advisor.resources import kernel_entries, kernels_dir
 
-# How many variants of a source are compiled at most, spread over all: the same code fits or spills much alike.
-ARCHITECTURES = {"90": 2, "80": 1, "100": 1}
+ARCHITECTURES = ("90", "80", "100")
+# How many variants of a source `make test-long` compiles at most, spread over all: the same code fits or spills much alike.
+VARIANTS = 8
 REGISTERS_PER_SM = 65536  # and a thread may have 255
 REPO = kernels_dir().parent
 SOURCES = {name: family for family in catalog.FAMILIES for name in family.kernels}
@@ -69,13 +70,24 @@ def options(arch: str, defines: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", SOURCES)
 def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
+    """The last variant, which has most of what a source may have."""
+    compiles_without_spills(nvrtc, name, arch, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SOURCES)
+def test_other_variants_compile_without_spills(nvrtc: Nvrtc, name: str) -> None:
+    compiles_without_spills(nvrtc, name, "90", VARIANTS)
+
+
+def compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str, count: int) -> None:
     family = SOURCES[name]
     if int(arch) < getattr(family.spec, "NEEDS_ARCH", {}).get(name, 0):
         pytest.skip("its launch is refused on this architecture, which lacks what it uses")
     if int(arch) > getattr(family.spec, "MAX_ARCH", 999):
         pytest.skip("its launch is refused on this architecture, where it spills")
     variants = family.spec.variants(name)
-    for defines in variants[:: -(-len(variants) // ARCHITECTURES[arch])]:
+    for defines in variants[:: -1 * -(-len(variants) // count)]:
         log = nvrtc.compile(sources.source(name), [*options(arch, defines), *sources.target(name)])
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
         assert len(registers) == len(family.kernels[name]), log
