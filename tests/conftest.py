@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import zlib
@@ -17,6 +18,19 @@ else:
     # An example's time says more of the machine: one that takes 20 ms took 550 beside other tests' writes to disk.
     settings.register_profile("any machine", deadline=None)
     settings.load_profile("any machine")
+
+
+_frozen = 0  # modules that were imported when the heap was frozen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Modules stay: a collection, of which tests force many, need not walk through a million objects of torch's each time."""
+    global _frozen
+    if len(sys.modules) >= _frozen + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)

@@ -298,7 +298,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             raw = copied(sized, dtype=dtype, compute=compute, dense=True)
             names = dtype, compute, weight_dtype
             if source == FORWARD:
-                found += [forward_defines(sized, *names, raw=raw, moments=moments) for moments in (False, True)]
+                leaves = (False,) if moments_win(kernel, stride, channels) else (False, True)
+                found += [forward_defines(sized, *names, raw=raw, moments=moments) for moments in leaves]
             else:
                 found.append(weight_defines(sized, *names, raw=raw))
     return tuple(found)
