@@ -130,8 +130,8 @@ def test_depthwise_convolutions_gain_no_tensor_cores() -> None:
 def test_cuda_graphs_remove_launch_gaps() -> None:
     found = gain(profiles.cifar(), "cuda_graphs")
     gaps, sync, copy = (8600 * part / 11 for part in (9.0, 1.5, 0.5))
-    # 134 of 174 kernels are the model's; issuing one takes the host 9.3 us at least, replaying it 2, with the host in the way.
-    worst = copy + 5000 + gaps - 134 * (9.3 - 2.0) + sync
+    # 134 of 174 kernels are the model's; issuing one takes the host 9.3 us at least, replaying it 2: half of that, with the host in the way.
+    worst = copy + 5000 + gaps - 134 * (9.3 - 2.0) / 2 + sync
     between(found, 1 - worst / 13600, (gaps + sync) / 13600)
     assert gain(profiles.starved(), "cuda_graphs").high < 0.02
     moving = replace(profiles.cifar(), model=replace(profiles.cifar().model, fixed_shapes=False))
@@ -151,8 +151,26 @@ def test_graphs_leave_what_the_device_takes_from_kernel_to_kernel() -> None:
         idle=(IdleCause(cause="launch", time_us=2620.0),), model=ModelFacts(fixed_shapes=True),
     )  # fmt: skip
     found = gain(profile, "cuda_graphs")
-    assert found.low == pytest.approx((2620 * 610 / 642 - 610 * 3.2) / 38500)
-    assert found.low < 0.032 < found.high  # what it saved, at most
+    assert found.low < 0.016 < 0.032 < found.high  # what it saved
+
+
+def test_gaps_that_clocks_may_explain_promise_nothing() -> None:
+    """VGG-16 in bf16 on an H200: 24.2 ms a step, 22.4 of them in traced kernels, whose clock is higher; graphs saved nothing."""
+    rows = [
+        profiles.row(name="conv", kind="conv", op="aten::convolution", module="Net.conv", phase="forward",
+                     calls=184, time_us=22372, dtype="bf16", modelled_bytes=1e9),
+    ]  # fmt: skip
+
+    def predicted(step_us: float) -> Interval:
+        profile = profiles.profile(
+            rows, step_us=step_us, environment=profiles.H200, busy_us=22372, launches=178, launch_us=178 * 4.0,
+            idle=(IdleCause(cause="launch", time_us=1364.0),), model=ModelFacts(fixed_shapes=True),
+        )  # fmt: skip
+        return gain(profile, "cuda_graphs")
+
+    assert predicted(23400).low == 0.0
+    assert predicted(23400).high == pytest.approx(1028 / 23400)
+    assert predicted(26000).low > 0.01  # as much as that they do not
 
 
 def test_norms_over_a_growing_concatenation_gain_what_the_bundled_kernels_do() -> None:
