@@ -24,7 +24,7 @@ VISION := torchvision timm
 EXTRA := cuda$(if $(filter 12,$(CUDA_MAJOR)),12,13)
 endif
 
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUNS := advisor-runs
 DEMO_TIME := 3m
 ifeq ($(CUDA_MAJOR),)
