@@ -79,10 +79,10 @@ def test_a_change_in_place_of_one_handle_is_seen_by_who_saved_the_other(emulated
 @pytest.mark.parametrize(
     ("activation", "residual", "way"),
     [
-        ("relu", True, spec.TWO),
+        pytest.param("relu", True, spec.TWO, marks=pytest.mark.long),
         ("none", True, spec.CLUSTER),
         ("relu", False, spec.TWO),
-        ("silu", False, spec.CLUSTER),
+        pytest.param("silu", False, spec.CLUSTER, marks=pytest.mark.long),
         ("relu", True, spec.GRID),
         ("silu", False, spec.GRID),
     ],

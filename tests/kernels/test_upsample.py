@@ -294,7 +294,14 @@ def test_the_policy_is_that_of_cuda(cuda_autocast) -> None:
     assert F.interpolate(x, scale_factor=2).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "low",
+    [
+        pytest.param(None, id="fp32", marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, id="bf16"),
+        pytest.param(torch.float16, id="fp16", marks=pytest.mark.long),
+    ],
+)
 def test_all_upsamplings_of_the_unet_are_found(cuda_autocast, unet: nn.Module, low: torch.dtype | None) -> None:
     report, run = _capture(unet)
     x = nhwc(2, 3, 32, 32)

@@ -186,6 +186,7 @@ def test_what_noise_leaves_open_is_tried_as_one_behind_the_others(tmp_path, monk
     assert list(verdicts) == ["host", "device", "slower"]  # those of their own trials have gone
 
 
+@pytest.mark.long
 def test_what_noise_leaves_open_is_tried_as_one_only_once(tmp_path, monkeypatch):
     decided(monkeypatch, host=OPEN, device=OPEN)
     known = Verdict(transform="host + device", status="inconclusive", reason="noise")
@@ -268,7 +269,7 @@ def test_half_precision_waits_untried_where_the_host_bounds_the_loop(tmp_path, m
     assert verdicts["amp_bf16"].status == "kept"
 
 
-@pytest.mark.parametrize("host_bound", [True, False])
+@pytest.mark.parametrize("host_bound", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_what_the_host_made_slower_is_measured_again_behind_graphs(tmp_path, monkeypatch, host_bound):
     monkeypatch.setattr(Arm, "host_bound", property(lambda arm: host_bound))
     decided(monkeypatch, amp_bf16=Decision("reverted", Interval(low=-0.2, high=-0.08), -0.14, "slower"))
@@ -279,7 +280,12 @@ def test_what_the_host_made_slower_is_measured_again_behind_graphs(tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    "names", [("amp_bf16", "nothing", "cuda_graphs"), ("amp_bf16", "nothing"), ("quicker", "cuda_graphs")]
+    "names",
+    [
+        ("amp_bf16", "nothing", "cuda_graphs"),
+        pytest.param(("amp_bf16", "nothing"), marks=pytest.mark.long),
+        pytest.param(("quicker", "cuda_graphs"), marks=pytest.mark.long),
+    ],
 )
 def test_nothing_is_postponed_where_graphs_are_not_next_or_it_is_no_half_precision(tmp_path, names):
     search(tmp_path, *names, noise=0.1)

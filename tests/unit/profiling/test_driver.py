@@ -281,7 +281,16 @@ def test_a_brief_script_is_not_searched_for_steps_fit_to_be_timed(start: Start, 
     assert not any("so few steps" in note for note in steps_record(tmp_path).notes)
 
 
-@pytest.mark.parametrize(("events", "traced"), [(100, 4), (200, 4), (250, 3), (400, 1), (5000, 1)])
+@pytest.mark.parametrize(
+    ("events", "traced"),
+    [
+        (100, 4),
+        pytest.param(200, 4, marks=pytest.mark.long),
+        (250, 3),
+        pytest.param(400, 1, marks=pytest.mark.long),
+        (5000, 1),
+    ],
+)
 def test_a_window_of_too_many_events_is_shortened(start: Start, tmp_path: Path, events: int, traced: int) -> None:
     collector().events_a_step = events
     start(detail_steps=4)

@@ -131,8 +131,17 @@ def window(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     return now
 
 
-@pytest.mark.parametrize("where", ["first call", "warm-up", "timed", "traced", "memory", "host reads"])
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+PLACES = ("first call", "warm-up", "timed", "traced", "memory", "host reads")
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *((ValueError, where) for where in PLACES),
+        (KeyboardInterrupt, "timed"),
+        *(pytest.param(KeyboardInterrupt, where, marks=pytest.mark.long) for where in PLACES if where != "timed"),
+    ],
+)
 def test_a_step_that_raises_leaves_nothing_behind(
     untouched: None, window: Callable[[], str], where: str, kind: type[BaseException]
 ) -> None:
