@@ -244,19 +244,22 @@ class StackTrial:
 
         Not where it looks much slower, which is rather the machine's doing.
         """
-        gain = proof.ratio(proved.stack, runs, flow=self._flow(kept)).saved("on top, fresh processes")
+        gain = self._on_top_gain(proved, kept, runs)
         nothing = gain is not None and gain.high < self.min_gain and 0.5 * (gain.low + gain.high) > -MUCH_SLOWER
         return kept[-1].transform in runs[-1].left_out or nothing
 
     def _may_gain_much(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
         """Whether these runs with the last of `kept` on top of the others leave open whether it gains nothing or much."""
-        gain = proof.ratio(proved.stack, runs, flow=self._flow(kept)).saved("on top, fresh processes") if runs else None
+        gain = self._on_top_gain(proved, kept, runs)
         return gain is not None and gain.low <= self.min_gain and gain.high >= planner.LARGE_GAIN
 
     def _is_needed(self, proved: Proof, kept: Sequence[PlanItem], least: float, runs: Sequence[Measurement]) -> bool:
         """Whether these runs without one of `kept` already say that it stays: what it saves is certainly `least` or more."""
         gain = self._left_out_gain(proved, kept, runs)
         return bool(runs[-1].left_out) or (gain is not None and gain.low >= least)
+
+    def _on_top_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
+        return proof.ratio(proved.stack, runs, flow=self._flow(kept)).saved("on top, fresh processes")
 
     def _left_out_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
         return proof.ratio(runs, proved.stack, flow=self._flow(kept)).saved("left out, fresh processes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,6 @@ import pytest
 from advisor.ops import sources, verify
 from advisor.ops.family import Case, Family
 from emulation import compiler
-
-
-def every_second(faults: Iterable[str]) -> list[Any]:
-    """Parameters of a test: every second of these faults runs with `make test-long`, for time."""
-    return [pytest.param(fault, marks=[pytest.mark.long] if i % 2 else []) for i, fault in enumerate(faults)]
 
 
 @contextmanager

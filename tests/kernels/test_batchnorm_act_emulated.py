@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emulation import compiler, device
-from emulation.planted import every_second, passes_with
+from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,7 +53,7 @@ HELD_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", every_second(HELD_FAULTS))
+@pytest.mark.parametrize("fault", HELD_FAULTS)
 def test_a_fault_planted_in_the_kernels_of_one_launch_is_found(
     emulated, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -86,7 +86,7 @@ def one_row(emulated, monkeypatch: pytest.MonkeyPatch):
     return emulated
 
 
-@pytest.mark.parametrize("fault", every_second(GRID_FAULTS))
+@pytest.mark.parametrize("fault", GRID_FAULTS)
 def test_a_fault_planted_in_the_kernels_of_the_whole_grid_is_found(
     one_row, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

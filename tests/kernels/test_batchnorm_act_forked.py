@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulation.planted import every_second, passes_with
+from emulation.planted import passes_with
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -37,7 +37,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", every_second(FAULTS))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernels_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     way, before, after = FAULTS[fault]
     case = cases._case((3, 72, 9, 7), "bfloat16", "relu", True, way=way, forked=True)

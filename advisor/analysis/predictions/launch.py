@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from advisor.analysis.conv import is_gradient
+from advisor.analysis.idle import CONTRADICTION
 from advisor.analysis.predictions.basis import (
     Predictor,
     gain_to,
@@ -28,9 +29,6 @@ COMPILED_BEST = 0.88
 # kernels are long and the host runs ahead: of 4.1 us idle at each of ConvNeXt-T's 642 kernels on one H200, graphs left 2.2 to
 # 3.2. There the device itself takes that long from kernel to kernel.
 GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
-# Kernels that are traced, with longer gaps between them, run at higher clocks than others: a VGG-16 in bf16 took 24.2 ms a step, its traced
-# kernels 22.4, and graphs saved 0.1 to 0.2 ms of what seemed 1.8 ms of gaps.
-CLOCKS = 0.05
 # torch.compile made ResNet-18 at 32x32 slower on one H200, where the host was the limit: 10.6 ms became 11.6 ms.
 COMPILE_HOST_LOSS = 0.1
 # Its convolutions and matrix products are laid out anew and may lose what fusing gains: on one H200 ResNet-50 lost 1 to 10 %
@@ -134,9 +132,11 @@ def cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Change
     if captured <= 0:
         return nothing("no kernel of a module was traced")
     # At worst the host is spared half of what issuing the captured operators takes; what else it does in a step (the loop, the
-    # loader's hand-over, metrics, the optimizer) stays. A ResNet-18 on CIFAR saved 8 to 34 % of its step on eight hosts of H200s.
+    # loader's hand-over, metrics, the optimizer) stays. A ResNet-18 on CIFAR saved 8 to 34 % of its step in seven searches on H200s.
+    # And kernels that are traced, with longer gaps between them, run at higher clocks than others: a VGG-16 in bf16 took 24.2 ms a step, its
+    # traced kernels 22.4, and graphs saved 0.2 ms at most of what seemed 1.8 ms of gaps.
     least = max(0.0, captured * (OP_LOW_US - GRAPH_NODE_US) / 2)
-    gaps = max(0.0, step.gaps_us - CLOCKS * step.busy_us)
+    gaps = max(0.0, step.gaps_us - (CONTRADICTION - 1.0) * step.busy_us)
     return Change(
         worst=Saving(
             gaps_us=min(least, max(0.0, gaps * captured / every - captured * GRAPH_NODE_WORST_US)),

@@ -130,8 +130,11 @@ def _sizes_win(call: Call) -> str:
 
 
 def _room(call: Call) -> str:
-    left, most = weight_plan(call, _SMS).left_bytes, _ROOM * 2 * call.batch * call.inputs * call.height * call.width
-    return f"sums of {left / 1e6:.0f} MB beside a gradient of {most / _ROOM / 1e6:.0f} MB" if left > most else ""
+    """Why the sums of the weight's blocks take too much memory; empty where they do not."""
+    left, gradient = weight_plan(call, _SMS).left_bytes, 2 * call.batch * call.inputs * call.height * call.width
+    return (
+        f"sums of {left / 1e6:.0f} MB beside a gradient of {gradient / 1e6:.0f} MB" if left > _ROOM * gradient else ""
+    )
 
 
 def wins(call: Call, dtype: str) -> str:

@@ -291,8 +291,8 @@ _guards: dict[Path, Guard] = {}
 
 
 def _hook_of(guard: Guard) -> Callable[[str, tuple[Any, ...]], None]:
-    """What is called at every audit event of the process. A function: every `id()` is an event, a step of a ResNet-18 has some 400, and
-    Python looks for an attribute that a bound method takes 1.2 µs to say it lacks.
+    """What is called at every audit event of the process. A function: every `id()` is an event, an optimizer's step has two a
+    parameter, and Python looks for an attribute that a bound method takes 1.2 µs to say it lacks.
     """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

@@ -151,7 +151,8 @@ def test_graphs_leave_what_the_device_takes_from_kernel_to_kernel() -> None:
         idle=(IdleCause(cause="launch", time_us=2620.0),), model=ModelFacts(fixed_shapes=True),
     )  # fmt: skip
     found = gain(profile, "cuda_graphs")
-    assert found.low < 0.016 < 0.032 < found.high  # what it saved
+    assert found.low == 0.0
+    assert found.high > 0.032  # what it saved, at most
 
 
 def test_gaps_that_clocks_may_explain_promise_nothing() -> None:

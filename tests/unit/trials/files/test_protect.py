@@ -31,8 +31,8 @@ def test_native_writers_are_guarded_before_anything_of_ours_can_fail(
 
 
 def test_what_every_audit_event_calls_is_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python asks each hook for an attribute at each event, which a bound method takes 1.2 µs to say it lacks: half a millisecond of a
-    step of a small net, in every process that is measured."""
+    """Python asks each hook for an attribute at each event, which a bound method takes 1.2 µs to say it lacks: in every process
+    that is measured."""
     hooks = []
     monkeypatch.setattr(sys, "addaudithook", hooks.append)
     guard = Guard(tmp_path / "run")
