@@ -147,6 +147,14 @@ FAMILIES: tuple[Family, ...] = (
         modules=(),
         captured=False,
     ),
+    Family(
+        id="casts",
+        title="Casts of all weights in one launch",
+        replaces="_foreach_copy_ between fp32 and half precision",
+        transform="fused_casts",
+        modules=(),
+        captured=False,
+    ),
 )
 
 

@@ -1,9 +1,8 @@
 """The casts of a graph's weights to half precision in a few multi-tensor launches, in place of one for each weight.
 
 Under autocast every convolution and linear layer casts its fp32 weight with a kernel of its own, and its gradient back with
-another: 2 x 54 launches a step for ResNet-50, most of them shorter than a launch. Here the graph casts all of them with
-`torch._foreach_copy_`, and the gradients back the same way. On CUDA that is one kernel for up to 64 tensors where all sources
-have one dtype, all copies another, and sizes and strides agree (pytorch#127186, since torch 2.4).
+another: 2 x 54 launches a step for ResNet-50, most of them shorter than a launch. Here the graph casts all of them in one
+(ops/casts), and the gradients back the same way.
 Bit-equal to autocast: one rounding to nearest even forward, none backward. Copies have the strides of what they copy, so
 filters stay channels_last.
 
@@ -15,41 +14,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
 from advisor.ops import consumers, dispatch, match, nvrtc, storage
+from advisor.ops.casts import api as casts
 from advisor.ops.pointwise.api import pointwise_conv2d
 
 ID = "weight_casts"
-# Elements of one group. Its gradients wait for each other, so this bounds the memory that waits: 2 + 4 bytes an element,
-# 96 MiB. torch's multi-tensor kernel takes at most 320 chunks of 65,536 elements a launch, 1.25 times as many.
+# Elements of one group. Its gradients wait for each other, so this bounds the memory that waits: 2 + 4 bytes an element, 96 MiB.
 GROUP_ELEMENTS = 1 << 24
 
 # What casts its weights: PyTorch's own, and an operation of ours whose backward is PyTorch's.
 _LOWERED = {*consumers.LOWERED, pointwise_conv2d}
 
 engaged, fell_back = dispatch.counters(ID)
-
-
-class _Cast(torch.autograd.Function):
-    """Tensors of one dtype and device to `dtype`, and their gradients back, each in one pass."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.dtype = tensors[0].dtype
-        ctx.set_materialize_grads(False)  # a weight that the loss does not see keeps no gradient
-        copies = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
-        torch._foreach_copy_(copies, tensors)
-        return copies
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        there = [gradient for gradient in gradients if gradient is not None]
-        cast = iter(_Cast.apply(ctx.dtype, *there) if there else ())  # type: ignore[no-untyped-call]
-        return None, *(None if gradient is None else next(cast) for gradient in gradients)
 
 
 def cast_weights(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -65,7 +45,7 @@ def cast_weights(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tens
         return tuple(weight.to(dtype) for weight in weights)
     engaged[f"{len(weights)} weights"] += 1
     with torch.enable_grad():  # an operation inside no_grad ignores the graph; one outside must find it
-        return tuple(_Cast.apply(dtype, *weights))  # type: ignore[no-untyped-call]
+        return casts.cast(dtype, *weights)
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -18,13 +18,14 @@ import gc
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from advisor.profiling import annotate, stop
 from advisor.profiling.compiles import compiled_graphs
@@ -410,6 +411,34 @@ class StepWatcher:
         return other and 2 * usual > total
 
 
+def _register(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any], patches: Patches) -> None:
+    """Register a hook of all optimizers, until `patches` are undone.
+
+    Torch calls hooks as it walks through the dictionary that holds them. Where one of ours ends the measuring, taking it out would end
+    that walk in an error, in the user's step, if another's hook stands behind it: it then stays, and does nothing.
+    """
+    walking = 0
+
+    def called(*args: Any) -> Any:
+        nonlocal walking
+        if not patches.active:
+            return None
+        walking += 1
+        try:
+            return hook(*args)
+        finally:
+            walking -= 1
+
+    handle = register(called)
+
+    def remove() -> None:
+        hooks = handle.hooks_dict_ref()
+        if not (walking and hooks and next(reversed(hooks)) != handle.id):
+            handle.remove()
+
+    patches.undo(remove)
+
+
 def attach(training: Training, session: Session, patches: Patches | None = None) -> StepWatcher:
     """Hook optimizers, backward passes, GradScalers and graph replays; boundaries are reported from now on.
 
@@ -435,8 +464,8 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
             closure_ended()
         optimizer_called(optimizer)
 
-    patches.undo(register_optimizer_step_pre_hook(before_step).remove)
-    patches.undo(register_optimizer_step_post_hook(after_step).remove)
+    _register(register_optimizer_step_pre_hook, before_step, patches)
+    _register(register_optimizer_step_post_hook, after_step, patches)
 
     # Tensor.backward and everything else ends up in these two.
     for name in ("backward", "grad"):

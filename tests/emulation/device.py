@@ -24,6 +24,7 @@ _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
 _LIMITS = (2**31 - 1, 65535, 65535)
 _STATIC_AND_DYNAMIC_SHARED = 227 * 1024
+_READ = ("from",)  # fields of a struct whose addresses a kernel only reads
 _WITHOUT_ASKING = 48 * 1024  # of shared memory; more is an attribute of the kernel
 
 
@@ -174,17 +175,14 @@ class Entry:
             for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):
                 if kind[0] not in "pc":
                     values.append(np.array(value))
+                    for field, (of, _) in (value.dtype.fields or {}).items():  # a struct's addresses
+                        if of.base == np.uint64:
+                            table, written = values[-1][field], field not in _READ
+                            for place, address in np.ndenumerate(table):
+                                table[place] = self._copied(buffers, int(address), f"{field}{[*place[1:]]}", written)
                     continue
-                if value == 0:
-                    values.append(np.array(0, dtype=np.uint64))
-                    continue
-                begin, size = device.memory.holding(value)
-                buffer = buffers.get(begin)
-                if buffer is None:
-                    buffer = buffers[begin] = _Buffer(begin, size)
-                buffer.names.append(f"argument {number}")
-                buffer.written |= kind[0] == "p"
-                values.append(np.array(buffer.region.data + value - begin, dtype=np.uint64))
+                name = f"argument {number}"
+                values.append(np.array(self._copied(buffers, value, name, kind[0] == "p"), dtype=np.uint64))
             self._run(grid, block, values, shared, enable_cooperative_groups, list(buffers.values()))
             for buffer in buffers.values():
                 if offset := buffer.written_outside():
@@ -199,6 +197,18 @@ class Entry:
         device.launches[self.name] += 1
         if device.counters.any():
             raise EmulationError(f"{self.name} leaves a ticket that is not zero")
+
+    def _copied(self, buffers: dict[int, _Buffer], address: int, name: str, written: bool) -> int:
+        """Where the storage at this address lies for the launch. The null pointer stays what it is."""
+        if address == 0:
+            return 0
+        begin, size = self._device.memory.holding(address)
+        if begin not in buffers:
+            buffers[begin] = _Buffer(begin, size)
+        buffer = buffers[begin]
+        buffer.names.append(name)
+        buffer.written |= written
+        return int(buffer.region.data) + address - begin
 
     def _run(
         self,

@@ -266,7 +266,9 @@ def test_a_cast_from_before_a_write_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cast_without_gradients_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = lambda dtype, *weights: tuple(weight_casts._Cast.apply(dtype, *weights))  # noqa: E731
+    def planted(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return weight_casts.casts.cast(dtype, *weights)
+
     monkeypatch.setattr(weight_casts, "cast_weights", planted)
     net, _ = twins(Watched)
     with pytest.raises(RuntimeError, match="does not require grad"):

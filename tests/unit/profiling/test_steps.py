@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.hooks import RemovableHandle
 
 from advisor.profiling import steps, stop
 from advisor.profiling.attach import Attached, attach_training
@@ -451,6 +454,43 @@ def test_detach_leaves_torch_as_it_was() -> None:
     assert vars(nn.Module)["__call__"] is not before[0][2]
     watcher.detach()
     assert [(owner, name, vars(owner).get(name)) for owner, name in names] == before
+
+
+@pytest.mark.parametrize("ours_is_last", [False, True])
+def test_measuring_ends_inside_a_step_that_calls_anothers_hooks_too(tmp_path: Path, ours_is_last: bool) -> None:
+    """Torch is walking through the hooks as ours ends the measuring: to take one out there would end the user's step in an error."""
+    gc.collect()
+    called: Counter[str] = Counter()
+
+    def another(name: str) -> Callable[..., None]:
+        return lambda *_: called.update([name])
+
+    def register() -> list[RemovableHandle]:
+        return [
+            register_optimizer_step_pre_hook(another("before")),
+            register_optimizer_step_post_hook(another("after")),
+        ]
+
+    handles = register() if ours_is_last else []
+    training, watcher = attach_training(Session(mode="search", run_dir=str(tmp_path), script="x"))
+    handles += [] if ours_is_last else register()
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    seen = []
+    training.on_step.append(lambda event: (seen.append(event.index), watcher.detach()))
+    try:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+        training.optimizers.clear()
+        training.roots.clear()
+        Attached.training = Attached.watcher = Attached.discovery = None
+        stop.forget()
+    assert seen == [0]
+    assert called == {"before": 3, "after": 3}
 
 
 @pytest.mark.parametrize(
