@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emulation.planted import passes_with
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.analysis.predictions import optimizer
 from advisor.ops import catalog, dispatch
@@ -45,6 +46,34 @@ def test_gradients_are_cast_in_one_launch_and_absent_ones_left_out(emulated) -> 
     assert weights[1].grad is None
     for weight in (weights[0], weights[2]):
         assert torch.equal(weight.grad, (2 * weight.detach().bfloat16()).float())
+
+
+def test_gradients_in_batches_and_second_derivatives_are_torchs_own(emulated) -> None:
+    weights = [torch.randn(3, requires_grad=True), torch.randn(2, 2, requires_grad=True)]
+    copies = api.cast(torch.bfloat16, *weights)
+    batches = [torch.randn(4, 3).bfloat16(), torch.randn(4, 2, 2).bfloat16()]
+    found = torch.autograd.grad(copies, weights, batches, is_grads_batched=True)
+    assert all(torch.equal(x.float(), y) for x, y in zip(batches, found, strict=True))
+    (first,) = torch.autograd.grad(
+        api.cast(torch.bfloat16, *weights)[0].float().pow(3).sum(), weights[0], create_graph=True
+    )
+    (second,) = torch.autograd.grad(first.sum(), weights[0])
+    assert torch.equal(second, (6 * weights[0].detach().bfloat16().float()).bfloat16().float())
+    assert emulated.launches["cast_tensors"] == 3  # the two forwards, and the last, plain backward
+
+
+def test_who_looks_on_as_pytorch_dispatches_sees_the_cast(emulated) -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    weight = torch.randn(5)
+    with Seen():
+        (found,) = api.copies(torch.bfloat16, (weight,))
+    assert "advisor.cast_into.default" in seen
+    assert torch.equal(found, weight.bfloat16())
 
 
 def shifted(n: int) -> torch.Tensor:

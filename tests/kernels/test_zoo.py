@@ -99,6 +99,12 @@ def _is_narrow_3x3(module: nn.Module) -> bool:
     )
 
 
+def _narrow_3x3_sites(model: nn.Module) -> int:
+    """A bias is taken off by the family of biases; one before a norm waits for the change that drops it (conv_bias)."""
+    norms = _count(model, lambda module: isinstance(module, nn.BatchNorm2d))
+    return _count(model, lambda module: _is_narrow_3x3(module) and (module.bias is None or not norms))
+
+
 def _sees_an_image(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and module.in_channels == 3
 
@@ -157,7 +163,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "grouped": lambda model: _count(model, _is_grouped),
     "bias_act": _bias_act_sites,
     "first_conv": lambda model: _count(model, _sees_an_image),
-    "conv3x3": lambda model: _count(model, _is_narrow_3x3),
+    "conv3x3": _narrow_3x3_sites,
     "pointwise": _pointwise_before_norms,
 }
 

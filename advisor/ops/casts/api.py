@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.casts import cuda, spec
+from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("casts")
 
@@ -33,15 +34,29 @@ def copies(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     if reason:
         fell_back[reason] += 1
         return copies_by_torch(dtype, tensors)
-    readable = [_readable(tensor) for tensor in tensors]
-    if all(readable):
-        engaged[f"to {storage.name(dtype)}"] += 1
-        return cuda.cast(dtype, tensors)
+    if not cuda.readable(tensors):
+        return _apart(dtype, tensors)
+    engaged[f"to {storage.name(dtype)}"] += 1
+    found = tuple([torch.empty_like(tensor, dtype=dtype) for tensor in tensors])
+    # What looks on as PyTorch dispatches operations (transforms/beside.py) is shown who reads the tensors, and may launch it elsewhere.
+    (_cast_into if torch._C._len_torch_dispatch_stack() else cuda.cast)(found, tensors)
+    return found
+
+
+def _apart(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """As `copies`, where the kernel cannot read some of the tensors."""
+    readable = [cuda.readable((tensor,)) for tensor in tensors]
     ours = [tensor for tensor, is_ours in zip(tensors, readable, strict=True) if is_ours]
     theirs = [tensor for tensor, is_ours in zip(tensors, readable, strict=True) if not is_ours]
     fell_back["no dense memory in vectors"] += 1
     made, left = iter(copies(dtype, ours) if ours else ()), iter(copies_by_torch(dtype, theirs))
     return tuple([next(made if is_ours else left) for is_ours in readable])
+
+
+@torch.library.custom_op("advisor::cast_into", mutates_args=("copies",))
+def _cast_into(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Write each source's values into its copy, of another dtype: `cuda.cast` as an operation of PyTorch's dispatcher."""
+    cuda.cast(copies, sources)
 
 
 def _refusal(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> str:
@@ -51,16 +66,15 @@ def _refusal(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> str:
     ours, theirs = storage.name(tensors[0].dtype), storage.name(dtype)
     half, other = (theirs, ours) if ours == "float32" else (ours, theirs)
     arch = nvrtc.arch(tensors[0].device.index or 0)
-    return dispatch.refusal(spec.unsupported(half=half, other=other, arch=arch), spec.wins(half))
+    elements = max(map(torch.Tensor.numel, tensors))
+    captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    return dispatch.refusal(
+        spec.unsupported(half=half, other=other, elements=elements, arch=arch),
+        spec.wins(len(tensors), captured=captured),
+    )
 
 
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether its values lie one behind the other, in an order that `empty_like` keeps, from a multiple of 16 bytes on."""
-    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    return dense and tensor.data_ptr() % 16 == 0 and 0 < tensor.numel() <= spec.MAX_ELEMENTS
-
-
-class _Cast(torch.autograd.Function):
+class _Cast(Function):
     """Tensors of one dtype and device to `dtype`, and their gradients back, each in one pass."""
 
     @staticmethod
@@ -72,7 +86,10 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         there = [gradient for gradient in gradients if gradient is not None]
-        found = iter(_Cast.apply(ctx.by, ctx.dtype, *there) if there else ())  # type: ignore[no-untyped-call]
+        if any(map(differentiable.wanted, there)):
+            found = iter([gradient.to(ctx.dtype) for gradient in there])
+        else:
+            found = iter(ctx.by(ctx.dtype, there) if there else ())
         return None, None, *(None if gradient is None else next(found) for gradient in gradients)
 
 
@@ -84,5 +101,5 @@ def cast(dtype: torch.dtype, *tensors: torch.Tensor, by: Copies = copies) -> tup
         tensors: of one dtype, on one device. The kernel takes fp32 on a CUDA device of sm_80 and newer.
         by: what makes the copies.
     """
-    found: tuple[torch.Tensor, ...] = _Cast.apply(by, dtype, *tensors)  # type: ignore[no-untyped-call]
+    found: tuple[torch.Tensor, ...] = _Cast.apply(by, dtype, *tensors)
     return found

@@ -50,23 +50,33 @@ def _plan(elements: tuple[int, ...], half: str, widens: bool, device: int) -> tu
     return tuple(found)
 
 
-def cast(dtype: torch.dtype, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies of the sources in `dtype`, with their strides.
+def readable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of them are dense, in an order that `empty_like` keeps, and not empty, and begin at a multiple of 16 bytes."""
+    return (
+        all(map(_dense, tensors))
+        and all(map(torch.Tensor.numel, tensors))
+        and not any(address % 16 for address in map(torch.Tensor.data_ptr, tensors))
+    )
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def cast(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Write each source's values into its copy.
 
     Args:
-        sources: none of them empty, of one dtype on one CUDA device; each dense, beginning at a multiple of 16 bytes. Their dtype and
-            `dtype` are fp32 and fp16 or bf16, or the other way round.
+        sources: as `readable` wants them, of one dtype on one CUDA device, fewer than 2^31 values each.
+        copies: what `empty_like` makes of them in another dtype. One of the dtypes is fp32, the other fp16 or bf16.
     """
-    copies = tuple([torch.empty_like(source, dtype=dtype) for source in sources])
     device = sources[0].device.index or 0
-    widens = dtype == torch.float32
-    half = storage.name(sources[0].dtype if widens else dtype)
-    addresses = [source.data_ptr() for source in sources]
-    places = [copy.data_ptr() for copy in copies]
-    for launch in _plan(tuple([source.numel() for source in sources]), half, widens, device):
+    widens = copies[0].dtype == torch.float32
+    half = storage.name((sources if widens else copies)[0].dtype)
+    places = np.array([[*map(torch.Tensor.data_ptr, sources)], [*map(torch.Tensor.data_ptr, copies)]], dtype=np.uint64)
+    for launch in _plan(tuple(map(torch.Tensor.numel, sources)), half, widens, device):
         table = launch.table.copy()  # a launch under way on another thread has its own
         count = launch.last - launch.first
-        table["from"][0, :count] = addresses[launch.first : launch.last]
-        table["to"][0, :count] = places[launch.first : launch.last]
+        table["from"][0, :count] = places[0, launch.first : launch.last]
+        table["to"][0, :count] = places[1, launch.first : launch.last]
         launch.kernel((launch.blocks, 1, 1), (spec.THREADS, 1, 1), (table,), 0, nvrtc.stream(device))
-    return copies

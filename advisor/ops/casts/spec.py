@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.storage import MIN_ARCH
 
 CAST = "casts/cast_tensors.cu"
@@ -12,6 +11,8 @@ KERNELS = {CAST: ("cast_tensors",)}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 TENSORS = 128  # of a launch: their table is 3 KiB of a launch's 4 for arguments
+# More than that cost the host more than the kernel saves, where a graph does not hide it: the addresses are put together in Python.
+MOST_OUTSIDE = 64
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 # UNROLL loads of 16 bytes a thread are 64 KiB under way an SM. On an H200 all combinations of TUNABLE lie within 10 % of each other.
 THREADS = 128
@@ -20,18 +21,26 @@ TUNABLE = {"THREADS": (128, 256, 512), "UNROLL": (2, 4, 8)}
 BEHIND = 2**31 - 1  # the first block of a tensor that is not there
 
 
-def unsupported(*, half: str, other: str, arch: int) -> str:
-    """Why the kernel cannot cast between these dtypes, `half` the one of 16 bits; empty when it can."""
+def unsupported(*, half: str, other: str, elements: int, arch: int) -> str:
+    """Why the kernel cannot cast between these dtypes, `half` the one of 16 bits; empty when it can.
+
+    Args:
+        elements: of the largest tensor.
+    """
     if arch < MIN_ARCH:
         return f"sm_{arch} is older than sm_{MIN_ARCH}"
     if half not in STORAGE or other != "float32":
         return f"{half} and {other}"
-    return ""
+    return "a tensor of 2^31 values or more" if elements > MAX_ELEMENTS else ""
 
 
-def wins(half: str) -> str:
-    """Why torch's own multi-tensor copy is left in place; empty where the kernel is measured to be faster: wherever it was."""
-    return "" if half in STORAGE else UNMEASURED
+def wins(tensors: int, *, captured: bool) -> str:
+    """Why torch's own multi-tensor copy is left in place; empty where the kernel is measured to be faster.
+
+    Args:
+        captured: into a CUDA graph, which costs the host nothing when it is replayed.
+    """
+    return "" if captured or tensors <= MOST_OUTSIDE else f"more than {MOST_OUTSIDE} tensors, which the host waits for"
 
 
 def launches(elements: Sequence[int]) -> tuple[tuple[int, int], ...]:

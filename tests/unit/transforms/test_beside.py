@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulation.device import emulated
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -19,6 +20,8 @@ from advisor.transforms import beside, cuda_graphs
 from advisor.transforms.beside import WeightGradientsBeside
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.gradient_stream import GradientStream
+
+__all__ = ["emulated"]
 
 
 class Stream:
@@ -50,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self.streams = streams
         self.races: list[str] = []
         self.on_side: list[str] = []
+        self.launched: list[tuple[str, Stream]] = []
         self.made_there: set[int] = set()
         self._users: dict[int, list[tuple[tuple[int, int], bool]]] = {}  # memory → (launch, wrote)
         self._alive: list[torch.Tensor] = []  # so that no address is given out twice
@@ -58,6 +62,7 @@ class Recorder(TorchDispatchMode):
         stream = self.streams[-1]
         before = dict(stream.seen)
         launch = stream.launch()
+        self.launched.append((str(func), stream))
         read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         found = func(*args, **(kwargs or {}))
         written = [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
@@ -160,6 +165,21 @@ def test_what_is_made_of_them_follows_them(streams) -> None:
     _, recorder, _ = gradients(streams, lambda: cast_together(x, weights).float().sum(), weights)
     assert recorder is not None
     assert [name for name in recorder.on_side if "foreach_copy" in name]
+
+
+@pytest.mark.parametrize("forward", [cast_together, with_a_product], ids=lambda f: f.__name__)
+def test_the_kernel_that_casts_them_does_not_run_ahead_of_them(emulated, streams, forward) -> None:
+    """PyTorch sees no launch of ours: the kernel once read gradients on the first stream, which the second had yet to write."""
+    x, weights = torch.randn(2, 8, 9, 7), [torch.randn(8, 8, 3, 3, requires_grad=True) for _ in range(3)]
+    expected, _, _ = gradients(None, lambda: forward(x, weights).float().square().sum(), weights)
+    found, recorder, _ = gradients(streams, lambda: forward(x, weights).float().square().sum(), weights)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert emulated.launches["cast_tensors"] == 4
+    assert recorder is not None
+    assert recorder.races == []
+    seen = [name for name, _ in recorder.launched if "cast_into" in name]
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from advisor.transforms.autocast import AutocastBf16
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.fused_casts import FusedCasts
+from advisor.transforms.gradient_stream import GradientStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -60,3 +61,16 @@ def test_a_cuda_graph_holds_the_casts() -> None:
     assert_equal(values(loop), values(plain))
     assert CudaGraphs().effect(loop.training, None, None).passed
     assert FusedCasts().effect(loop.training, None, None).passed
+
+
+def test_gradients_of_a_second_stream_are_cast_when_they_are_there() -> None:
+    loop, plain = twins(device="cuda")
+    for each in (loop, plain):
+        ChannelsLast().apply(each.training, {})
+        AutocastBf16().apply(each.training, {})
+        CudaGraphs().apply(each.training, {})
+    GradientStream().apply(loop.training, {})
+    FusedCasts().apply(loop.training, {})
+    assert loop.run(8) == plain.run(8)
+    assert_equal(values(loop), values(plain))
+    assert GradientStream().effect(loop.training, None, None).passed
