@@ -1,4 +1,4 @@
-"""docs/benchmarks/README.md and its plots, made of the results on file: `python -m advisor.bench.page`."""
+"""docs/benchmarks/README.md, its plots and the README's table, made of the results on file: `python -m advisor.bench.page`."""
 
 from __future__ import annotations
 
@@ -198,6 +198,13 @@ def trainings(document: Row) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_trainings(readme: str, document: Row) -> str:
+    """The README with its table of trainings made anew."""
+    begin = readme.index(trainings(document).partition("as written")[0])
+    end = readme.index("\n\n", begin) + 1
+    return readme[:begin] + trainings(document) + readme[end:]
+
+
 def _models(document: Row, plot: str) -> str:
     rows = document["rows"]
     lines = [
@@ -255,7 +262,12 @@ def _speedup(row: Row) -> str:
     return f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
 
 
+SHOWN = "nvidia-h200"  # the machine of the README's table
+
 if __name__ == "__main__":
-    folder = kernels_dir().parent / "docs" / "benchmarks"
+    root = kernels_dir().parent
+    folder, readme = root / "docs" / "benchmarks", root / "README.md"
     for name, content in files(folder).items():
         storage.write_text(folder / name, content)
+    shown = _document(folder / SHOWN / "models.json")
+    storage.write_text(readme, with_trainings(readme.read_text(encoding="utf-8"), shown))

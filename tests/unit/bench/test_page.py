@@ -42,9 +42,12 @@ def test_rows_on_file_are_what_the_benchmarks_write(kind: str, row_type: type) -
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
 def test_the_readme_shows_the_trainings_on_file() -> None:
-    """Take the table from `advisor.bench.page.trainings`."""
-    document = json.loads((FOLDER / "nvidia-h200" / "models.json").read_text(encoding="utf-8"))
-    assert page.trainings(document) in (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    """`python -m advisor.bench.page`"""
+    document = json.loads((FOLDER / page.SHOWN / "models.json").read_text(encoding="utf-8"))
+    readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert page.trainings(document) in readme
+    assert page.with_trainings(readme, document) == readme
+    assert page.with_trainings(readme.replace("| resnet50_b256 | ", "| resnet50_b256 | 1"), document) == readme
 
 
 def row(**change: object) -> dict[str, object]:
