@@ -1,7 +1,8 @@
 """How much of the untraced step the device stands idle, and why.
 
-Busy time comes from the traced window, the step from steps without a profiler. Tracing slows the host, not the kernels, so
-traced gaps are too long: idle is what the untraced step leaves beside busy, split in the traced proportions.
+Busy time comes from the traced window, the step from steps without a profiler. Tracing slows the host, not kernels and copies, so
+traced gaps are too long: idle is what the untraced step leaves beside busy. Copies take of it what they were traced with, the other
+causes share the rest in the traced proportions.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def idle(view: View) -> Idle | None:
     traced = dict.fromkeys(CAUSES, 0.0)
     for row in view.profile.idle:
         traced[row.cause if row.cause in traced else "other"] += max(0.0, row.time_us)
-    total = sum(traced.values())
-    rest = step - busy
+    copies = min(traced.pop("copy"), step - busy)
+    total, rest = sum(traced.values()), step - busy - copies
     scaled = (
         {cause: rest * (time / total) for cause, time in traced.items()} if total > 0 else {**traced, "other": rest}
     )
-    return Idle(busy, scaled, note)
+    return Idle(busy, {**scaled, "copy": copies}, note)
 
 
 def fill(view: View, table: MetricTable) -> None:

@@ -13,6 +13,7 @@ from advisor.analysis.view import (
 )
 from advisor.analysis.whatif import Change, Saving, Step
 
+PREFETCH_WORST = 0.5  # of the copies' time: as rules/transfer/copies-stall-compute.yaml
 # Of a batch's bytes, those that it has in uint8.
 UINT8_BYTES = 1 / BYTES["fp32"]
 
@@ -26,8 +27,9 @@ def prefetch(view: View, step: Step, parameters: Mapping[str, str]) -> Change | 
         return nothing("batches are changed before they are copied, so they cannot be copied ahead")
     alone = sum(copy.time_us * (1 - copy.overlapped_frac) for copy in copies)
     best = min(step.copy_us, max(alone, step.copy_us))
-    # A pageable batch must be copied into pinned memory by the host first, which may take as long as it saves.
-    worst = 0.0 if any(copy.pageable for copy in copies) else min(alone, step.copy_us)
+    # A pageable batch must be copied into pinned memory by the host first, which may take as long as it saves. Others wait for the end
+    # of what uses the memory that they are given, and share the device's with its kernels.
+    worst = 0.0 if any(copy.pageable for copy in copies) else PREFETCH_WORST * min(alone, step.copy_us)
     return Change(
         worst=Saving(copy_us=worst),
         best=Saving(copy_us=best),

@@ -12,7 +12,7 @@ KERNELS = {CAST: ("cast_tensors",)}
 STORAGE = {"float16": 1, "bfloat16": 2}
 TENSORS = 128  # of a launch: their table is 3 KiB of a launch's 4 for arguments
 # More than that cost the host more than the kernel saves, where a graph does not hide it: the addresses are put together in Python.
-MOST_OUTSIDE = 64
+MOST_OUTSIDE = 32
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 # UNROLL loads of 16 bytes a thread are 64 KiB under way an SM. On an H200 all combinations of TUNABLE lie within 10 % of each other.
 THREADS = 128

@@ -92,7 +92,7 @@ def test_loader_workers_share_one_workers_time() -> None:
 
 def test_prefetch_hides_copies_that_run_alone() -> None:
     base = profiles.starved()
-    between(gain(base, "prefetch"), 0.03, 0.03)
+    between(gain(base, "prefetch"), 0.015, 0.03)  # half of the copies at worst
     pageable = replace(base, copies=(replace(base.copies[0], pageable=True),))
     between(gain(pageable, "prefetch"), 0.0, 0.03)
     changed = replace(base, input=replace(base.input, moved_unchanged=False))
@@ -129,7 +129,7 @@ def test_depthwise_convolutions_gain_no_tensor_cores() -> None:
 
 def test_cuda_graphs_remove_launch_gaps() -> None:
     found = gain(profiles.cifar(), "cuda_graphs")
-    gaps, sync, copy = (8600 * part / 11 for part in (9.0, 1.5, 0.5))
+    gaps, sync, copy = 8100 * 9.0 / 10.5, 8100 * 1.5 / 10.5, 500.0
     # 134 of 174 kernels are the model's; issuing one takes the host 9.3 us at least, replaying it 2: half of that, with the host in the way.
     worst = copy + 5000 + gaps - 134 * (9.3 - 2.0) / 2 + sync
     between(found, 1 - worst / 13600, (gaps + sync) / 13600)
