@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulation.device import only_what_wins
 from emulation.planted import passes_with
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.analysis.predictions import optimizer
-from advisor.ops import catalog, dispatch
+from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.casts import api, cases, spec
 
 FAMILY = catalog.get("casts")
@@ -74,6 +75,22 @@ def test_who_looks_on_as_pytorch_dispatches_sees_the_cast(emulated) -> None:
         (found,) = api.copies(torch.bfloat16, (weight,))
     assert "advisor.cast_into.default" in seen
     assert torch.equal(found, weight.bfloat16())
+
+
+def test_many_weights_wait_for_a_capture_with_the_kernel_loaded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA loads no kernel while a graph is captured."""
+    loaded = []
+    function = emulated.function
+    monkeypatch.setattr(
+        nvrtc, "function", lambda *given, **named: loaded.append(given[:2]) or function(*given, **named)
+    )
+    with only_what_wins():
+        for tensors in (spec.MOST_OUTSIDE + 1, spec.MOST_OUTSIDE):
+            weights = [torch.randn(3) for _ in range(tensors)]
+            assert torch.equal(api.copies(torch.bfloat16, weights)[-1], weights[-1].bfloat16())
+            assert loaded == [(spec.CAST, "cast_tensors")]
+            assert emulated.launches["cast_tensors"] == (tensors == spec.MOST_OUTSIDE)
+    assert spec.wins(1000, captured=True) == ""
 
 
 def shifted(n: int) -> torch.Tensor:
@@ -142,5 +159,8 @@ FAULTS = {
 def test_a_fault_planted_in_the_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before, after = FAULTS[fault]
     many = next(case for case in cases.VERIFICATION if "two launches" in case.name)
-    found = [passes_with(monkeypatch, FAMILY, case, before, after) for case in (cases.VERIFICATION[0], many)]
-    assert not all(found)
+    passed = []
+    for case in (cases.VERIFICATION[0], many):
+        emulated.use(seed=1)  # the kernel is compiled anew
+        passed.append(passes_with(monkeypatch, FAMILY, case, before, after))
+    assert not all(passed)

@@ -35,10 +35,20 @@ class _Launch:
     table: np.ndarray[Any, Any]
 
 
+@lru_cache(maxsize=8)
+def _kernel(source: torch.dtype, copy: torch.dtype, device: int) -> Any:
+    widens = copy == torch.float32
+    defines = spec.defines(half=storage.name(source if widens else copy), widens=widens)
+    return nvrtc.function(spec.CAST, "cast_tensors", tuple(defines.items()), device)
+
+
+def load(dtype: torch.dtype, source: torch.Tensor) -> None:
+    """Have the kernel that casts tensors like `source` to `dtype` ready. CUDA loads none while a graph is captured."""
+    _kernel(source.dtype, dtype, source.device.index or 0)
+
+
 @lru_cache(maxsize=256)
-def _plan(elements: tuple[int, ...], half: str, widens: bool, device: int) -> tuple[_Launch, ...]:
-    defines = tuple(spec.defines(half=half, widens=widens).items())
-    kernel = nvrtc.function(spec.CAST, "cast_tensors", defines, device)
+def _plan(elements: tuple[int, ...], kernel: Any) -> tuple[_Launch, ...]:
     found = []
     for first, last in spec.launches(elements):
         *begin, blocks = spec.first_blocks(elements[first:last])
@@ -71,10 +81,9 @@ def cast(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Non
         copies: what `empty_like` makes of them in another dtype. One of the dtypes is fp32, the other fp16 or bf16.
     """
     device = sources[0].device.index or 0
-    widens = copies[0].dtype == torch.float32
-    half = storage.name((sources if widens else copies)[0].dtype)
+    kernel = _kernel(sources[0].dtype, copies[0].dtype, device)
     places = np.array([[*map(torch.Tensor.data_ptr, sources)], [*map(torch.Tensor.data_ptr, copies)]], dtype=np.uint64)
-    for launch in _plan(tuple(map(torch.Tensor.numel, sources)), half, widens, device):
+    for launch in _plan(tuple(map(torch.Tensor.numel, sources)), kernel):
         table = launch.table.copy()  # a launch under way on another thread has its own
         count = launch.last - launch.first
         table["from"][0, :count] = places[0, launch.first : launch.last]
