@@ -8,6 +8,8 @@ import math
 import operator
 import pickle
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -20,6 +22,8 @@ from advisor.core.profile import Site
 from advisor.transforms import defer_sync, deferred
 from advisor.transforms.defer_sync import DeferSync
 from advisor.transforms.deferred import Deferred
+
+HOST_WRITE = deferred.HostWrite
 
 
 class Slow:
@@ -52,6 +56,27 @@ def number(value, dtype=torch.float64) -> Deferred:
 
 
 # ---- the number
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_no_call_waits_for_what_has_arrived(arrived: bool) -> None:
+    """UNet's read waited in a trace though its number had come: the copy of the next batch had waited for everything before."""
+
+    class Event:
+        calls: ClassVar[list[str]] = []
+
+        def query(self) -> bool:
+            Event.calls.append("query")
+            return arrived
+
+        def synchronize(self) -> None:
+            Event.calls.append("synchronize")
+
+    write = HOST_WRITE.__new__(HOST_WRITE)
+    write._places, write._place = [], SimpleNamespace(here=torch.tensor(2.5), arrived=Event())
+    assert write.done() == arrived
+    assert write.value() == 2.5
+    assert ("synchronize" in Event.calls) == (not arrived)
 
 
 def test_every_look_at_it_gives_the_plain_number() -> None:

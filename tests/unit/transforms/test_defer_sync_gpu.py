@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from loops import make_loop
+from torch.profiler import ProfilerActivity, profile
 
 from advisor.transforms.defer_sync import DeferSync
 from advisor.transforms.deferred import Deferred, defer
@@ -65,6 +66,14 @@ def test_numbers_that_nobody_reads_leave_those_beside_them_alone() -> None:
             numbers.append((i, number))  # each third is dropped unread, its memory free for the next
         torch.full((), -1.0, device="cuda")
     assert all(number == i for i, number in numbers)
+
+
+def test_a_trace_sees_no_wait_for_what_has_arrived() -> None:
+    numbers = [defer(torch.full((), float(i), device="cuda")) for i in range(3)]
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        assert [float(number) for number in numbers] == [0.0, 1.0, 2.0]
+    assert not [e.name for e in found.events() if "EventSynchronize" in e.name]
 
 
 def train(switch, steps: int = 8) -> tuple[float, int]:
