@@ -21,6 +21,10 @@ from advisor.core.findings import Interval
 # Host time of one operator that launches one kernel, in eager training. Measured on one H200 machine: 9.3 µs for an in-place
 # add without autograd; recording for backward and the module call around it about double that (1.5 against 0.8 µs on a CPU).
 OP_LOW_US, OP_HIGH_US = 9.3, 19.0
+# A node of a replayed graph costs 1 to 2 us (published replay timings; 3.03 ms for ResNet-18 on one H200), and more where
+# kernels are long and the host runs ahead: of 4.1 us idle at each of ConvNeXt-T's 642 kernels on one H200, graphs left 2.2 to
+# 3.2. There the device itself takes that long from kernel to kernel.
+GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
 # With more idle than this between kernels, the host may be the limit all through the step.
 HOST_BOUND = 0.05
 # A hundredth of a per cent of a step is below what any timing resolves: neither a gain nor a loss.

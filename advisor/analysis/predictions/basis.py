@@ -8,7 +8,7 @@ from advisor.analysis.view import (
     View,
     launches,
 )
-from advisor.analysis.whatif import Change, Saving, Step
+from advisor.analysis.whatif import GRAPH_NODE_US, OP_LOW_US, Change, Saving, Step
 from advisor.core import roofline
 from advisor.core.profile import KernelRow
 from advisor.core.units import percent_text
@@ -71,3 +71,21 @@ def without_tensor_cores(view: View, row: KernelRow) -> bool:
     """A depthwise convolution on a GPU: PyTorch's kernels multiply it channel by channel in every precision."""
     geometry = view.geometry(row) if view.on_gpu else None
     return geometry is not None and geometry.depthwise
+
+
+def replayable(row: KernelRow) -> bool:
+    """Whether CUDA graphs for forward and backward hold the row; loss, metrics and optimizer are launched one by one as before."""
+    return row.phase != "optimizer" and bool(row.module or row.phase == "backward")
+
+
+def issued(view: View, rows: Iterable[KernelRow]) -> float:
+    """Of these rows the kernels a step that the host launches one by one: not those that a graph replays, though the traced steps launch
+    them."""
+    return launches(row for row in rows if not (view.profile.model.graphed and replayable(row)))
+
+
+def launching_us(view: View, rows: Iterable[KernelRow]) -> float:
+    """What launching these kernels takes a step at least: of the host's time, or from one node of a replayed graph to the next."""
+    rows = list(rows)
+    by_host = issued(view, rows)
+    return by_host * OP_LOW_US + (launches(rows) - by_host) * GRAPH_NODE_US

@@ -11,6 +11,7 @@ from advisor.analysis.predictions.basis import (
     POINTWISE_BEST,
     bytes_us,
     gain_to,
+    launching_us,
     limit_us,
     nothing,
     own_dtype,
@@ -20,10 +21,9 @@ from advisor.analysis.view import (
     View,
     is_batchnorm,
     is_groupnorm,
-    launches,
     shapes_of,
 )
-from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
+from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.profile import KernelRow
 from advisor.core.units import percent_text
 
@@ -142,6 +142,6 @@ def conv_bias(view: View, step: Step, parameters: Mapping[str, str]) -> Change |
     forward = [row for row in chosen if row.phase == "forward"]
     return Change(
         worst=Saving(device_us=sum(row.time_us for row in forward)),
-        best=Saving(device_us=sum(row.time_us for row in chosen), host_us=launches(forward) * OP_LOW_US),
+        best=Saving(device_us=sum(row.time_us for row in chosen), host_us=launching_us(view, forward)),
         basis=f"{share(view, chosen, step)} add biases before batch norms or sum their gradients",
     )

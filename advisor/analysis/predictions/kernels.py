@@ -10,6 +10,8 @@ from advisor.analysis.predictions.basis import (
     Predictor,
     bytes_us,
     gain_to,
+    issued,
+    launching_us,
     nothing,
     share,
     trained,
@@ -21,10 +23,9 @@ from advisor.analysis.view import (
     is_groupnorm,
     is_layernorm,
     is_own,
-    launches,
     parent,
 )
-from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
+from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.profile import KernelRow
 from advisor.core.units import percent_text
 
@@ -37,8 +38,8 @@ CUSTOM_OP_EXTRA_US = 34.0
 # Passes that become one, measured on one H200 in bf16: scale, drop path and add took a quarter of their time; squeeze-and-
 # excite blocks took half forward and a quarter backward; a pooling read what the norm before it had at hand.
 BIAS_ACT_MERGED, SQUEEZE_EXCITE_MERGED, POOL_MERGED = 0.75, 0.7, 0.5
-# The 7x7 stem on one H200 in bf16: 7 times as fast forward, 2 to 3 times backward.
-FIRST_CONV_BEST = 0.7
+# The 7x7 stem on one H200 in bf16: 7 times as fast forward, 2 to 3 times backward. The 3x3 one of a ResNet-18 on CIFAR: 25 us for 101.
+FIRST_CONV_BEST = 0.75
 # 3x3 convolutions of 64 channels to 64 on one H200 in bf16: forward and the input's gradient 0.6 to 0.75 of cuDNN's time, the weight's
 # gradient 0.55 to 0.6, of 128 to 32 under half.
 NARROW_BEST = 0.5
@@ -68,14 +69,14 @@ def fused_bn_act(view: View, step: Step, parameters: Mapping[str, str]) -> Chang
         nbytes = _fused_bytes(row, view.profile.environment.l2_bytes)
         best += bytes_us(view, nbytes) / FUSED_BEST
         worst += bytes_us(view, nbytes) / FUSED_WORST
-    merged = launches(row for row in after if row.phase == "forward")
+    merged = launching_us(view, [row for row in after if row.phase == "forward"])
     # The kernels are for NHWC: without it nothing is put in place.
     nhwc = view.profile.model.channels_last or all(row.layout == "nhwc" for row in norms)
-    forward = launches(row for row in norms if row.phase == "forward")
-    slow = merged * OP_LOW_US - forward * CUSTOM_OP_EXTRA_US
+    forward = issued(view, [row for row in norms if row.phase == "forward"])
+    slow = merged - forward * CUSTOM_OP_EXTRA_US
     return Change(
         worst=Saving(device_us=touched - worst, host_us=slow) if nhwc else Saving(),
-        best=Saving(device_us=gain_to(touched, best), host_us=merged * OP_LOW_US),
+        best=Saving(device_us=gain_to(touched, best), host_us=merged),
         basis=(
             f"{share(view, (*norms, *after), step)} normalise, add and activate; in one kernel a pass they move "
             f"{_fused_total(view, norms, after) / 1e9:.3g} GB at {percent_text(FUSED_WORST)} to {percent_text(FUSED_BEST)} of copy bandwidth"
@@ -122,7 +123,7 @@ def fused_bn_concat(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
         worst=Saving(),
         best=Saving(
             device_us=CONCAT_MERGED * sum(row.time_us for row in found) + normalised,
-            host_us=launches(found) * OP_LOW_US,
+            host_us=launching_us(view, found),
         ),
         basis=f"{share(view, found, step)} are concatenations and sums of gradients, which go{told}",
     )
@@ -154,7 +155,7 @@ def _kernel_family(
         )
         return Change(
             worst=Saving(),
-            best=Saving(device_us=best, host_us=launches(rows) * OP_LOW_US),
+            best=Saving(device_us=best, host_us=launching_us(view, rows)),
             basis=f"{share(view, rows, step)} are {what}; at best {told}",
         )
 

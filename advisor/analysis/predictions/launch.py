@@ -9,9 +9,11 @@ from advisor.analysis.idle import CONTRADICTION
 from advisor.analysis.predictions.basis import (
     Predictor,
     gain_to,
+    launching_us,
     limit_us,
     nothing,
     own_dtype,
+    replayable,
     share,
     trained,
 )
@@ -20,15 +22,11 @@ from advisor.analysis.view import (
     View,
     launches,
 )
-from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
+from advisor.analysis.whatif import GRAPH_NODE_US, GRAPH_NODE_WORST_US, OP_LOW_US, Change, Saving, Step
 from advisor.core.units import counted, percent_text
 
 # A compiled batch norm reads at 88 % of DRAM bandwidth (KernelBench's H100 timings, 64x64x512x512 fp32).
 COMPILED_BEST = 0.88
-# A node of a replayed graph costs 1 to 2 us (published replay timings; 3.03 ms for ResNet-18 on one H200), and more where
-# kernels are long and the host runs ahead: of 4.1 us idle at each of ConvNeXt-T's 642 kernels on one H200, graphs left 2.2 to
-# 3.2. There the device itself takes that long from kernel to kernel.
-GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
 # torch.compile made ResNet-18 at 32x32 slower on one H200, where the host was the limit: 10.6 ms became 11.6 ms.
 COMPILE_HOST_LOSS = 0.1
 # Its convolutions and matrix products are laid out anew and may lose what fusing gains: on one H200 ResNet-50 lost 1 to 10 %
@@ -93,7 +91,7 @@ def compiled(graphs: bool) -> Predictor:
             # What one loop has in a CPU's cache the next one reads there, whatever memory's bandwidth is.
             best += row.time_us if merged or not view.on_gpu else gain_to(row.time_us, limit)
         # Fused groups keep about one kernel in three: normalise, add and activate become one.
-        fewer = launches(chosen) * 2 / 3 * OP_LOW_US if view.on_gpu else 0.0
+        fewer = launching_us(view, chosen) * 2 / 3 if view.on_gpu else 0.0
         replayed = graphs and view.on_gpu
         bound = (
             f"at {percent_text(COMPILED_BEST)} of bandwidth at best"
@@ -125,9 +123,7 @@ def cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Change
     if not facts.fixed_shapes:
         return nothing("input shapes change, so no one graph fits")
     # Forward and backward of the model are captured; loss, metrics and optimizer are launched one by one as before.
-    captured = launches(
-        row for row in view.rows if row.phase != "optimizer" and (row.module or row.phase == "backward")
-    )
+    captured = launches(filter(replayable, view.rows))
     every = launches(view.rows)
     if captured <= 0:
         return nothing("no kernel of a module was traced")

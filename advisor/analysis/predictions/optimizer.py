@@ -9,6 +9,7 @@ from advisor.analysis.predictions.basis import (
     POINTWISE_BEST,
     bytes_us,
     gain_to,
+    launching_us,
     nothing,
     share,
 )
@@ -65,10 +66,10 @@ def fused_casts(view: View, step: Step, parameters: Mapping[str, str]) -> Change
         return nothing("no weight is cast by itself")
     time = sum(row.time_us for row in chosen)
     least = sum(bytes_us(view, row.modelled_bytes) for row in chosen)
-    fewer = launches(chosen) * (1 - 1 / TENSORS_A_LAUNCH)  # together they are at least so many launches
+    fewer = launching_us(view, chosen) * (1 - 1 / TENSORS_A_LAUNCH)  # together they are at least so many launches
     return Change(
         worst=Saving(device_us=gain_to(time, least / CASTS_WORST)),
-        best=Saving(device_us=gain_to(time, least / CASTS_BEST), host_us=fewer * OP_LOW_US),
+        best=Saving(device_us=gain_to(time, least / CASTS_BEST), host_us=fewer),
         basis=(
             f"{share(view, chosen, step)} cast weights or their gradients; their bytes take {least:.0f} us, together they "
             f"run at {percent_text(CASTS_WORST)} to {percent_text(CASTS_BEST)} of copy bandwidth"
@@ -90,6 +91,6 @@ def set_to_none(view: View, step: Step, parameters: Mapping[str, str]) -> Change
     time = sum(row.time_us for row in zeroed)
     return Change(
         worst=Saving(device_us=time),
-        best=Saving(device_us=time + min(added, sums), host_us=launches(zeroed) * OP_LOW_US if view.on_gpu else 0.0),
+        best=Saving(device_us=time + min(added, sums), host_us=launching_us(view, zeroed) if view.on_gpu else 0.0),
         basis=f"{share(view, zeroed, step)} zero gradients that backward then adds to",
     )

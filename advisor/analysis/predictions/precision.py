@@ -14,6 +14,7 @@ from advisor.analysis.predictions.basis import (
     bytes_us,
     gain_to,
     is_nhwc,
+    issued,
     limit_us,
     nothing,
     share,
@@ -71,7 +72,7 @@ def autocast(dtype: str) -> Predictor:
             worst -= bytes_us(view, weights * 2)  # GradScaler reads and writes all gradients once more
         if view.on_gpu and not facts.channels_last and view.share(view.conv(lambda g: g.depthwise)) > 0:
             worst -= DEPTHWISE_HALF_NCHW_LOSS * view.device_us
-        casts = 2 * sum(row.calls for row in matrix if row.phase == "forward")
+        casts = 2 * issued(view, [row for row in matrix if row.phase == "forward"])
         host = casts * OP_HIGH_US if view.on_gpu else 0.0
         basis = (
             f"{share(view, matrix, step)} at the measured {dtype} rate of {rates[dtype]:.3g} TFLOP/s; "
