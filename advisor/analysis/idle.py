@@ -20,11 +20,16 @@ CONTRADICTION = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Microseconds of the untraced step: device busy, and idle by cause. `note` tells a contradiction, else ""."""
+    """Microseconds of the untraced step: device busy, and idle by cause. `note` tells a contradiction, else "".
+
+    `longer_us`: by how much longer the device was idle in the traced steps, copies apart, as far as kernels that vary leave it open that
+    it is so in the untraced ones.
+    """
 
     busy_us: float
     by_cause: dict[str, float]
     note: str = ""
+    longer_us: float = 0.0
 
     @property
     def total_us(self) -> float:
@@ -51,7 +56,8 @@ def idle(view: View) -> Idle | None:
     scaled = (
         {cause: rest * (time / total) for cause, time in traced.items()} if total > 0 else {**traced, "other": rest}
     )
-    return Idle(busy, {**scaled, "copy": copies}, note)
+    longer = min(max(0.0, total - rest), (CONTRADICTION - 1.0) * busy)
+    return Idle(busy, {**scaled, "copy": copies}, note, longer)
 
 
 def fill(view: View, table: MetricTable) -> None:

@@ -58,7 +58,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The untraced step's parts, microseconds. `scale` turns a row's traced time into its part of `busy_us`."""
+    """The untraced step's parts, microseconds. `scale` turns a row's traced time into its part of `busy_us`; `longer_us` of that may be
+    idle, as it was in the traced steps."""
 
     step_us: float
     busy_us: float
@@ -69,6 +70,7 @@ class Step:
     host_low_us: float
     host_high_us: float
     scale: float
+    longer_us: float = 0.0
 
     @classmethod
     def of(cls, view: View) -> Step | None:
@@ -102,7 +104,7 @@ class Step:
         return cls(
             step_us=view.step_us, busy_us=found.busy_us, gaps_us=gaps, sync_us=sync, data_us=causes["data"],
             copy_us=causes["copy"], host_low_us=low, host_high_us=high,
-            scale=min(1.0, found.busy_us / view.device_us),
+            scale=min(1.0, found.busy_us / view.device_us), longer_us=found.longer_us,
         )  # fmt: skip
 
     def after(self, saving: Saving, *, optimistic: bool) -> float:

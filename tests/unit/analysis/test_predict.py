@@ -132,7 +132,8 @@ def test_cuda_graphs_remove_launch_gaps() -> None:
     gaps, sync, copy = 8100 * 9.0 / 10.5, 8100 * 1.5 / 10.5, 500.0
     # 134 of 174 kernels are the model's; issuing one takes the host 9.3 us at least, replaying it 2: half of that, with the host in the way.
     worst = copy + 5000 + gaps - 134 * (9.3 - 2.0) / 2 + sync
-    between(found, 1 - worst / 13600, (gaps + sync) / 13600)
+    # The traced steps were idle for 2.4 ms more, of which kernels that vary explain 5 %.
+    between(found, 1 - worst / 13600, (gaps + sync + 0.05 * 5000) / 13600)
     assert gain(profiles.starved(), "cuda_graphs").high < 0.02
     moving = replace(profiles.cifar(), model=replace(profiles.cifar().model, fixed_shapes=False))
     between(gain(moving, "cuda_graphs"), 0.0, 0.0)
@@ -170,8 +171,22 @@ def test_gaps_that_clocks_may_explain_promise_nothing() -> None:
         return gain(profile, "cuda_graphs")
 
     assert predicted(23400).low == 0.0
-    assert predicted(23400).high == pytest.approx(1028 / 23400)
+    assert predicted(23400).high == pytest.approx(1364 / 23400)  # as in the traced steps
     assert predicted(26000).low > 0.01  # as much as that they do not
+
+
+def test_graphs_may_save_what_the_traced_steps_were_idle_for() -> None:
+    """UNet in fp32 on an H200: 1.3 ms of a step were not of kernels, 3.4 of the traced ones; graphs saved 2.6 % or more behind bf16."""
+    rows = [
+        profiles.row(name="conv", kind="conv", op="aten::convolution", module="Net.conv", phase="forward",
+                     calls=410, time_us=86850, dtype="fp32", modelled_bytes=1e9),
+    ]  # fmt: skip
+    profile = profiles.profile(
+        rows, step_us=88128, environment=profiles.H200, busy_us=86850, launches=420, launch_us=2847,
+        idle=tuple(IdleCause(cause=cause, time_us=us) for cause, us in (("copy", 614.0), ("sync", 2125.0), ("other", 676.0))),
+        model=ModelFacts(fixed_shapes=True),
+    )  # fmt: skip
+    assert gain(profile, "cuda_graphs").high == pytest.approx((2125 + 676) / 88128)
 
 
 def test_norms_over_a_growing_concatenation_gain_what_the_bundled_kernels_do() -> None:
@@ -600,7 +615,12 @@ def test_no_prediction_exceeds_the_share_of_what_it_touches(
         if found is None or step is None:
             continue
         device = sum(row.time_us for row in rows if wanted(row)) * step.scale
-        parts = {"launch": step.gaps_us, "sync": step.sync_us, "data": step.data_us, "copy": step.copy_us}
+        parts = {
+            "launch": step.gaps_us + step.longer_us,
+            "sync": step.sync_us,
+            "data": step.data_us,
+            "copy": step.copy_us,
+        }
         bound = (device + sum(parts.get(cause, 0.0) for cause in causes)) / step_us
         assert found.low <= found.high <= min(1.0, bound) + 1e-6, (transform, found, bound)
 
