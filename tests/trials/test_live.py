@@ -1,7 +1,10 @@
 import faulthandler
 import json
 import re
+import sys
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,11 +27,9 @@ from advisor.trials.numerics.gate import Gate, GateResult
 from advisor.trials.statistics import Decision
 
 
-def session(tmp_path, *names, **more):
+def session(tmp_path, *names, make=candidates, **more):
     more.setdefault("max_pairs", 12)
-    return Session(
-        mode="search", run_dir=str(tmp_path), script="train.py", warmup=3, candidates=candidates(*names), **more
-    )
+    return Session(mode="search", run_dir=str(tmp_path), script="train.py", warmup=3, candidates=make(*names), **more)
 
 
 def search(tmp_path, *names, **more):
@@ -173,6 +174,31 @@ def decided(monkeypatch, **decisions):
 
 
 OPEN = Decision("inconclusive", Interval(low=-0.02, high=0.05), 0.015, "noise hides it")
+
+
+@pytest.mark.usefixtures("bundled")
+def test_noise_that_hides_several_as_one_is_not_asked_about_the_least_of_them(tmp_path, monkeypatch):
+    promised = {"faster": 0.02, "quicker": 0.6, "nothing": 0.03}
+
+    def promising(*names):
+        return tuple(replace(c, predicted=Interval(low=0.0, high=promised[c.transform])) for c in candidates(*names))
+
+    monkeypatch.setattr(sys.modules[__name__], "session", partial(session, make=promising))
+    decided(monkeypatch, **{"faster+quicker+nothing": OPEN})
+    verdicts, reason = search(tmp_path, "faster", "quicker", "nothing")
+    assert reason == "search done"
+    # By themselves two promise less than 1 % and the noise, 3.5 %; the third is for most of the step.
+    assert {name: v.status for name, v in verdicts.items()} == {
+        "faster + quicker + nothing": "inconclusive",
+        "faster": "inconclusive",
+        "nothing": "inconclusive",
+        "quicker": "kept",
+    }
+    told_of = verdicts["faster"]
+    assert "together with another change of the tests" in told_of.reason
+    assert told_of.reason.endswith("alone it promises less than the noise")
+    assert (told_of.together, told_of.gain, told_of.predicted.high) == ((), None, 0.02)
+    assert ("trial", "faster", 0) not in told(tmp_path, "trial")
 
 
 def test_what_noise_leaves_open_is_tried_as_one_behind_the_others(tmp_path, monkeypatch):

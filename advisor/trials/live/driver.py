@@ -20,7 +20,7 @@ import torch
 
 from advisor.core import storage
 from advisor.core.findings import Recommendation
-from advisor.core.verdict import Blocks, Verdict
+from advisor.core.verdict import Blocks, Check, Verdict
 from advisor.profiling.attach import attach_training
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
@@ -185,6 +185,9 @@ class SearchDriver:
                 self._conclude_members(members, verdict)
             else:
                 self._conclude(verdict)
+                hidden = [m for m in planner.hidden_alone(members, verdict, session.min_gain) if m in waiting]
+                waiting = [c for c in waiting if c not in hidden]
+                self._conclude_hidden(hidden, members, verdict)
         else:
             self._write(restart, complete=True)
             return
@@ -313,6 +316,29 @@ class SearchDriver:
             if transform not in with_effect[:1]:  # paid once, and so told once
                 own = dataclasses.replace(own, first_step_us=0.0, break_even_steps=None, memory_delta_bytes=0)
             self._conclude(own)
+
+    def _conclude_hidden(
+        self, hidden: Sequence[Recommendation], members: Sequence[Recommendation], verdict: Verdict
+    ) -> None:
+        """What noise has left open as one is left open one by one, where a trial of its own could tell no more."""
+        for member in hidden:
+            transform = self.loop.find(member.transform)
+            others = " and ".join(self.loop.find(m.transform).title for m in members if m is not member)
+            reason = f"{verdict.reason}, together with {others}; alone it promises less than the noise"
+            self._conclude(
+                dataclasses.replace(
+                    verdict,
+                    transform=member.transform,
+                    title=transform.title,
+                    round=member.round,
+                    semantics=transform.semantics,
+                    predicted=member.predicted,
+                    reason=reason,
+                    gain=None,
+                    timing=Check(passed=False, detail=reason),
+                    seconds=verdict.seconds / len(members),
+                )
+            )
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
