@@ -77,20 +77,21 @@ def test_who_looks_on_as_pytorch_dispatches_sees_the_cast(emulated) -> None:
     assert torch.equal(found, weight.bfloat16())
 
 
-def test_many_weights_wait_for_a_capture_with_the_kernel_loaded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_weights_wait_for_a_capture_with_the_kernel_loaded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA loads no kernel while a graph is captured."""
+    monkeypatch.setattr(spec, "LEAST_OUTSIDE", 100)
     loaded = []
     function = emulated.function
     monkeypatch.setattr(
         nvrtc, "function", lambda *given, **named: loaded.append(given[:2]) or function(*given, **named)
     )
     with only_what_wins():
-        for tensors in (spec.MOST_OUTSIDE + 1, spec.MOST_OUTSIDE):
-            weights = [torch.randn(3) for _ in range(tensors)]
+        for size in (99, 101):
+            weights = [torch.randn(size), torch.randn(99), torch.randn(100)]
             assert torch.equal(api.copies(torch.bfloat16, weights)[-1], weights[-1].bfloat16())
             assert loaded == [(spec.CAST, "cast_tensors")]
-            assert emulated.launches["cast_tensors"] == (tensors == spec.MOST_OUTSIDE)
-    assert spec.wins(1000, captured=True) == ""
+            assert emulated.launches["cast_tensors"] == (size == 101)
+    assert spec.wins(1000, 1, captured=True) == ""
 
 
 def shifted(n: int) -> torch.Tensor:

@@ -66,14 +66,14 @@ def _refusal(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> str:
     ours, theirs = storage.name(tensors[0].dtype), storage.name(dtype)
     half, other = (theirs, ours) if ours == "float32" else (ours, theirs)
     arch = nvrtc.arch(tensors[0].device.index or 0)
-    elements = max(map(torch.Tensor.numel, tensors))
-    reason = spec.unsupported(half=half, other=other, elements=elements, arch=arch)
+    elements = [*map(torch.Tensor.numel, tensors)]
+    reason = spec.unsupported(half=half, other=other, elements=max(elements), arch=arch)
     if reason:
         return reason
     captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if not captured:
         cuda.load(dtype, tensors[0])  # a capture that takes the kernel later could not
-    return dispatch.refusal("", spec.wins(len(tensors), captured=captured))
+    return dispatch.refusal("", spec.wins(len(tensors), sum(elements), captured=captured))
 
 
 class _Cast(Function):

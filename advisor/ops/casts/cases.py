@@ -39,7 +39,7 @@ def _case(name: str, sizes: Sizes, dtype: str = "bfloat16") -> Case:
         ours=partial(api.cast, kind),
         eager=partial(api.cast, kind, by=api.copies_by_torch),
         reference=reference.cast,
-        wins=partial(spec.wins, len(sizes), captured=False),
+        wins=partial(spec.wins, len(sizes), elements, captured=False),
         layout="nhwc",
     )
 
