@@ -200,9 +200,10 @@ def trainings(document: Row) -> str:
 
 def with_trainings(readme: str, document: Row) -> str:
     """The README with its table of trainings made anew."""
-    begin = readme.index(trainings(document).partition("as written")[0])
+    table = trainings(document)
+    begin = readme.index(table.partition("as written")[0])
     end = readme.index("\n\n", begin) + 1
-    return readme[:begin] + trainings(document) + readme[end:]
+    return readme[:begin] + table + readme[end:]
 
 
 def _models(document: Row, plot: str) -> str:

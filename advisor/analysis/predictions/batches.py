@@ -26,13 +26,12 @@ def prefetch(view: View, step: Step, parameters: Mapping[str, str]) -> Change | 
     if not view.profile.input.moved_unchanged:
         return nothing("batches are changed before they are copied, so they cannot be copied ahead")
     alone = sum(copy.time_us * (1 - copy.overlapped_frac) for copy in copies)
-    best = min(step.copy_us, max(alone, step.copy_us))
     # A pageable batch must be copied into pinned memory by the host first, which may take as long as it saves. Others wait for the end
     # of what uses the memory that they are given, and share the device's with its kernels.
     worst = 0.0 if any(copy.pageable for copy in copies) else PREFETCH_WORST * min(alone, step.copy_us)
     return Change(
         worst=Saving(copy_us=worst),
-        best=Saving(copy_us=best),
+        best=Saving(copy_us=step.copy_us),
         basis=f"copies to the device run {alone:.0f} us a step beside no kernel; {step.copy_us:.0f} us of idle are theirs",
     )
 

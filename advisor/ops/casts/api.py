@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops.alignment import is_aligned, is_nhwc
 from advisor.ops.casts import cuda, spec
 from advisor.ops.function import Function
 
@@ -34,8 +35,9 @@ def copies(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     if reason:
         fell_back[reason] += 1
         return copies_by_torch(dtype, tensors)
-    if not cuda.readable(tensors):
-        return _apart(dtype, tensors)
+    readable = [*map(_readable, tensors)]
+    if not all(readable):
+        return _apart(dtype, tensors, readable)
     engaged[f"to {storage.name(dtype)}"] += 1
     found = tuple([torch.empty_like(tensor, dtype=dtype) for tensor in tensors])
     # What looks on as PyTorch dispatches operations (transforms/beside.py) is shown who reads the tensors, and may launch it elsewhere.
@@ -43,9 +45,13 @@ def copies(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     return found
 
 
-def _apart(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether it is dense, in an order that `empty_like` keeps, and not empty, and begins at a multiple of 16 bytes."""
+    return (is_aligned(tensor) or is_nhwc(tensor)) and tensor.numel() > 0
+
+
+def _apart(dtype: torch.dtype, tensors: Sequence[torch.Tensor], readable: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """As `copies`, where the kernel cannot read some of the tensors."""
-    readable = [cuda.readable((tensor,)) for tensor in tensors]
     ours = [tensor for tensor, is_ours in zip(tensors, readable, strict=True) if is_ours]
     theirs = [tensor for tensor, is_ours in zip(tensors, readable, strict=True) if not is_ours]
     fell_back["no dense memory in vectors"] += 1

@@ -60,24 +60,11 @@ def _plan(elements: tuple[int, ...], kernel: Any) -> tuple[_Launch, ...]:
     return tuple(found)
 
 
-def readable(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all of them are dense, in an order that `empty_like` keeps, and not empty, and begin at a multiple of 16 bytes."""
-    return (
-        all(map(_dense, tensors))
-        and all(map(torch.Tensor.numel, tensors))
-        and not any(address % 16 for address in map(torch.Tensor.data_ptr, tensors))
-    )
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-
-
 def cast(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Write each source's values into its copy.
 
     Args:
-        sources: as `readable` wants them, of one dtype on one CUDA device, fewer than 2^31 values each.
+        sources: none of them empty, of one dtype on one CUDA device, fewer than 2^31 values each; dense, beginning at a multiple of 16 bytes.
         copies: what `empty_like` makes of them in another dtype. One of the dtypes is fp32, the other fp16 or bf16.
     """
     device = sources[0].device.index or 0

@@ -289,16 +289,7 @@ class SearchDriver:
         for member, transform, effect in zip(members, transforms, effects, strict=True):
             sites = transform.sites(self.training) or ((), ())
             own = dataclasses.replace(
-                verdict,
-                transform=member.transform,
-                title=transform.title,
-                round=member.round,
-                semantics=transform.semantics,
-                predicted=member.predicted,
-                effect=effect,
-                seconds=verdict.seconds / len(members),
-                matched=sites[0],
-                unmatched=sites[1],
+                self._own(verdict, member, members), effect=effect, matched=sites[0], unmatched=sites[1]
             )
             if transform not in with_effect:
                 # It is on with the others, and nothing of it is in the graph.
@@ -322,23 +313,24 @@ class SearchDriver:
     ) -> None:
         """What noise has left open as one is left open one by one, where a trial of its own could tell no more."""
         for member in hidden:
-            transform = self.loop.find(member.transform)
             others = " and ".join(self.loop.find(m.transform).title for m in members if m is not member)
             reason = f"{verdict.reason}, together with {others}; alone it promises less than the noise"
-            self._conclude(
-                dataclasses.replace(
-                    verdict,
-                    transform=member.transform,
-                    title=transform.title,
-                    round=member.round,
-                    semantics=transform.semantics,
-                    predicted=member.predicted,
-                    reason=reason,
-                    gain=None,
-                    timing=Check(passed=False, detail=reason),
-                    seconds=verdict.seconds / len(members),
-                )
-            )
+            timing = Check(passed=False, detail=reason)
+            own = self._own(verdict, member, members)
+            self._conclude(dataclasses.replace(own, reason=reason, gain=None, timing=timing))
+
+    def _own(self, verdict: Verdict, member: Recommendation, members: Sequence[Recommendation]) -> Verdict:
+        """The verdict on all members as one, as that on one of them."""
+        transform = self.loop.find(member.transform)
+        return dataclasses.replace(
+            verdict,
+            transform=member.transform,
+            title=transform.title,
+            round=member.round,
+            semantics=transform.semantics,
+            predicted=member.predicted,
+            seconds=verdict.seconds / len(members),
+        )
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
