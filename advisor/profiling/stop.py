@@ -16,6 +16,9 @@ from advisor.profiling.records import PROGRESS_FILE
 from advisor.profiling.session import LEAVING, Session, tell
 
 MAX_RAISES = 3
+# PyTorch's data loader waits up to five seconds for one worker after the other before it ends them by force: a minute for twelve
+# that do not come, in each of a search's processes.
+WORKER_S = 0.2
 
 
 class StopTraining(SystemExit):
@@ -59,10 +62,18 @@ def stop(session: Session, reason: str) -> None:
     """
     if not _Request.reason:
         tell(session, "stopped", reason=reason, pid=os.getpid())
+        _hurry_workers()
         with suppress(OSError):
             sys._advisor_leaving = _Leaving(session)  # type: ignore[attr-defined]
     _Request.reason = reason or "done"
     insist()
+
+
+def _hurry_workers() -> None:
+    """Data loaders wait for each of their workers no longer than `WORKER_S`: what these still load is for nobody."""
+    loader = sys.modules.get("torch.utils.data._utils")
+    if loader is not None:
+        loader.MP_STATUS_CHECK_INTERVAL = WORKER_S
 
 
 def requested() -> bool:

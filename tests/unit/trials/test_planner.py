@@ -44,6 +44,13 @@ def test_what_bounds_the_step_comes_first():
     assert names(planner.order([item("tf32"), item("defer_sync")], profile(sync=300.0)))[0] == "defer_sync"
 
 
+def test_waiting_for_launches_that_only_a_trace_shows_bounds_nothing():
+    found = [item("cuda_graphs"), item("channels_last")]
+    for busy, expected in ((700.0, ["cuda_graphs", "channels_last"]), (950.0, ["channels_last", "cuda_graphs"])):
+        measured = dataclasses.replace(profile(launch=600.0), busy_us=busy, environment=Environment(device="cuda"))
+        assert names(planner.order(found, measured)) == expected
+
+
 def test_casts_are_put_together_once_kernels_are_settled_and_both_on_graphs():
     found = [item("cuda_graphs"), item("fused_casts", after=("amp_bf16",)), item("first_conv"), item("amp_bf16")]
     assert names(planner.order(found, profile(launch=50.0))) == ["amp_bf16", "cuda_graphs", "first_conv", "fused_casts"]
