@@ -1,11 +1,18 @@
-"""Fair GPU timing of several contenders: interleaved, CUDA events, inputs rotated past L2, medians with their spread."""
+"""Fair GPU timing of several contenders: interleaved, CUDA events, inputs rotated past L2, medians with their spread.
+
+A contender is timed in a row of its own calls, as a training runs one kernel behind the other: the device never waits for the host
+between them, and a call in front of the row leaves the L2 cache as each of them does. One call between two events, behind memory that
+something else has written, takes 2 to 9 us more of the H200 (docs/decisions/0038).
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -17,15 +24,62 @@ Inputs = TypeVar("Inputs")
 ROUNDS = 25
 WARMUP_ROUNDS = 3
 LEAST_ROUNDS = 7  # a median with quartiles of a sort, where the time budget ends earlier
-PAD_BYTES = (
-    4 << 30
-)  # about a millisecond of writes; a forward or backward of one operation is launched in a third of that
+# Calls between two events: as many as take this long together, so that the events' own microseconds do not count.
+ROW_MS = 0.3
+MOST_CALLS = 8
+PAD_BYTES = 4 << 30  # about a millisecond of writes
+# Of the host's time for a row of calls, when first measured: the device is kept busy for as much as that ahead of the row.
+HEADROOM = 2.0
+MOST_PADS = 32
+MOST_SETS = 64
 
 
 def rotation(nbytes: int) -> int:
-    """How many input sets keep a repeated run from finding its inputs in L2 (four times the L2 in all, 2 to 16 sets)."""
+    """How many input sets keep a repeated run from finding its inputs in L2 (four times the L2 in all, 2 to 64 sets)."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(2, min(16, -(-4 * l2 // max(nbytes, 1))))
+    return max(2, min(MOST_SETS, -(-4 * l2 // max(nbytes, 1))))
+
+
+@dataclass(slots=True)
+class _Row(Generic[Inputs]):
+    """One contender's calls, and what it takes to time them."""
+
+    run: Callable[[Inputs], object]
+    sets: Sequence[Inputs]
+    calls: int = 1
+    pads: int = 1  # of PAD_BYTES, ahead of the row
+    begun: int = 0  # calls until now
+
+    def call(self) -> None:
+        self.run(self.sets[self.begun % len(self.sets)])
+        self.begun += 1
+
+    def time(self, pad: torch.Tensor) -> tuple[float, float, bool]:
+        """Milliseconds of device and of host time a call, and whether the device had work all the while."""
+        begin, end = _event(), _event()
+        for _ in range(self.pads):
+            pad.zero_()  # the launches below queue up behind it
+        started = time.perf_counter()
+        self.call()
+        begin.record()
+        for _ in range(self.calls):
+            self.call()
+        hidden = not begin.query()  # type: ignore[no-untyped-call]
+        end.record()
+        host_ms = (time.perf_counter() - started) * 1e3
+        end.synchronize()
+        return begin.elapsed_time(end) / self.calls, host_ms / (self.calls + 1), hidden
+
+    def settle(self, pad: torch.Tensor) -> None:
+        """Choose the row's length and its pads, by calls that have been made before."""
+        _, host_ms, _ = self.time(pad)
+        self._hide(host_ms)
+        device_ms, host_ms, _ = self.time(pad)
+        self.calls = max(1, min(MOST_CALLS, math.ceil(ROW_MS / max(device_ms, 1e-6))))
+        self._hide(host_ms)
+
+    def _hide(self, host_ms: float) -> None:
+        self.pads = max(1, min(MOST_PADS, math.ceil(HEADROOM * host_ms * (self.calls + 1))))
 
 
 def interleaved(
@@ -35,29 +89,29 @@ def interleaved(
     rounds: int = ROUNDS,
     budget_s: float = float("inf"),
 ) -> dict[str, Spread]:
-    """Time each contender `rounds` times in milliseconds, one after the other within a round.
+    """Time each contender `rounds` times in milliseconds a call, one contender after the other within a round.
 
     Past `budget_s` seconds it ends with the round, though not before `LEAST_ROUNDS`.
 
-    The GPU is kept busy ahead of each timed call for longer than the host needs to launch it, so that this is device time.
-    What the launches cost the host is a second number: `host`.
+    The GPU is kept busy ahead of each timed row for longer than the host needs to launch it, so that this is device time; a row for
+    which that was not so is timed again behind a longer pad. What the launches cost the host is a second number: `host`.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    rows = {name: _Row(run, sets) for name, run in contenders.items()}
     pad = torch.empty(PAD_BYTES, dtype=torch.uint8, device="cuda")
     started = time.monotonic()
     for number in range(WARMUP_ROUNDS + rounds):
         if number >= WARMUP_ROUNDS + LEAST_ROUNDS and time.monotonic() - started > budget_s:
             break
-        for name, run in contenders.items():
-            inputs = sets[number % len(sets)]
-            begin, end = _event(), _event()
-            pad.zero_()  # the launches below queue up behind it, and it drives everything out of L2
-            begin.record()
-            run(inputs)
-            end.record()
-            end.synchronize()
+        for name, row in rows.items():
+            if number == 1:  # the first call of all has compiled
+                row.settle(pad)
+            device_ms, _, hidden = row.time(pad)
+            while not hidden and number and row.pads < MOST_PADS:
+                row.pads *= 2
+                device_ms, _, hidden = row.time(pad)
             if number >= WARMUP_ROUNDS:
-                times[name].append(begin.elapsed_time(end))
+                times[name].append(device_ms)
     return {name: spread(values) for name, values in times.items()}
 
 

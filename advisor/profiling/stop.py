@@ -73,7 +73,7 @@ def _hurry_workers() -> None:
     """Data loaders wait for each of their workers no longer than `WORKER_S`: what these still load is for nobody."""
     loader = sys.modules.get("torch.utils.data._utils")
     if loader is not None:
-        loader.MP_STATUS_CHECK_INTERVAL = WORKER_S
+        loader.MP_STATUS_CHECK_INTERVAL = WORKER_S  # type: ignore[attr-defined]
 
 
 def requested() -> bool:

@@ -213,6 +213,7 @@ def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: 
 
 
 _MEASURED = (("relu", False), ("relu", True), ("none", False), ("hardswish", False))
+_OTHER_ACTIVATIONS = ("leaky_relu", "silu", "gelu")
 
 _RELU = (("relu", False), ("relu", True))
 _LARGE = (256, 256, 56, 56)
@@ -223,6 +224,12 @@ BENCHMARK = (
         for dtype in ("bfloat16", "float16", "float32")
         for activation, residual in _MEASURED
         for shape in (_TRAINED if dtype == "bfloat16" else _TRAINED[:3])
+    ),
+    *(_case(shape, "bfloat16", activation, False) for activation in _OTHER_ACTIVATIONS for shape in _TRAINED[::3]),
+    *(
+        _case(_TRAINED[0], dtype, activation, False)
+        for activation in _OTHER_ACTIVATIONS
+        for dtype in ("float16", "float32")
     ),
     # One launch beside two, which the cases above have for the shapes that stand there too.
     *(_case(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
@@ -247,7 +254,11 @@ BENCHMARK = (
     *(_case(_LARGE, "bfloat16", "relu", False, without=what) for what in (spec.NO_AFFINE, spec.NO_STATISTICS)),
     *(_case(shape, "bfloat16", "relu", True, forked=True) for shape in (*_BLOCK_ENDS, *_SMALL_BLOCK_ENDS)),
     *(_case(_BLOCK_ENDS[0], dtype, "relu", True, forked=True) for dtype in ("float16", "float32")),
-    *(_case(shape, "bfloat16", "relu", False, forked=True) for shape in _BLOCK_ENDS[1:3]),
+    *(
+        _case(shape, "bfloat16", activation, False, forked=True)
+        for activation in ("relu", "leaky_relu", "silu")
+        for shape in _BLOCK_ENDS[1:3]
+    ),
     *(
         _case(shape, "bfloat16", "none", residual, forked=forked)
         for shape in _BOTTLENECKS
