@@ -98,9 +98,11 @@ TUNABLE = {
 }
 
 # Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
-_MEASURED = frozenset({"none", "relu", "relu6", "silu", "hardswish"})
+_MEASURED = frozenset({"none", "relu", "relu6", "leaky_relu", "silu", "hardswish", "gelu"})
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
-_MEASURED_FORKED = frozenset({("relu", True), ("none", True), ("relu", False), ("none", False)})
+_MEASURED_FORKED = frozenset(
+    {("relu", True), ("none", True), *((activation, False) for activation in ("none", "relu", "leaky_relu", "silu"))}
+)
 
 
 def name(activation: str, residual: bool) -> str:
@@ -114,8 +116,8 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN and FORKED, or empty for the batch norm that most networks train.
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
-    128x512x4x4, and bn+relu frozen, without affine parameters and without running statistics. ReLU6 and SiLU are taken to do as
-    Hardswish, whose arithmetic lies between theirs. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
+    128x512x4x4, bn with LeakyReLU, SiLU and GELU, and bn+relu frozen, without affine parameters and without running statistics. ReLU6
+    is taken to do as ReLU and Hardswish. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
     if activation not in _MEASURED or (variant == FORKED and (activation, residual) not in _MEASURED_FORKED):
