@@ -26,6 +26,7 @@ class Blocks:
     parts: int = 1  # of a block: they alternate with the other arm's, and the block is the mean of their medians
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks taken again, for what the machine did meanwhile
+    exponent: float = 0.0  # inputs differ in size, and times are those at one size: they grow as its elements to this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

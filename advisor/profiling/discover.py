@@ -378,6 +378,7 @@ class Discovery:
         self.watcher.last_root = id(module)
         if not infers:
             self.watcher.current.shapes.extend(_shapes(args, kwargs))
+            self.watcher.current.elements += _elements(args, kwargs)
         self._trains[id(module)] = module.training
         self._calls.append(_Call(module, args, kwargs, output, threading.get_ident()))
         if self.training.keep_gradients:
@@ -484,6 +485,7 @@ class Discovery:
         self._root_calls += 1
         watcher.last_root = id(module)
         watcher.current.shapes.extend(_shapes(args, kwargs))
+        watcher.current.elements += _elements(args, kwargs)
         if self.training.keep_gradients:
             self._record(root, args, kwargs, output)
 
@@ -624,6 +626,17 @@ def _is_channels_last(value: torch.Tensor) -> bool:
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     found = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor)]
     found.extend(tuple(value.shape) for value in kwargs.values() if isinstance(value, torch.Tensor))
+    return found
+
+
+def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the tensors that a call is given, in lists, tuples and dicts too, as a detector takes its images."""
+    found = 0
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found += value.numel()
+        elif isinstance(value, (list, tuple, dict)):
+            found += sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return found
 
 

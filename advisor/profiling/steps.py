@@ -65,6 +65,7 @@ class Interval:
     samples: int = 0  # from the loaders' batches; 0 when no loader was used
     marks: set[str] = field(default_factory=set)
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the inputs of the roots' training calls
+    elements: int = 0  # of those inputs, and of what lists, tuples and dicts among them hold
     loader_shapes: list[tuple[int, ...]] = field(default_factory=list)
     closure: bool = False  # an optimizer ran a closure again and again: the number of backward passes is its own affair
     replays: int = 0  # CUDA graphs replayed
@@ -346,7 +347,9 @@ class StepWatcher:
         self.interval = interval
         reason = self._judge(interval)
         loss, self._loss = self._loss, None
-        step = StepEvent(index=self.seen, host_ns=now, event=event, clean=not reason, reason=reason, loss=loss)
+        step = StepEvent(
+            index=self.seen, host_ns=now, event=event, clean=not reason, reason=reason, loss=loss, elements=interval.elements
+        )
         self.seen += 1
         for listener in tuple(training.on_step):
             try:

@@ -34,7 +34,8 @@ class StepEvent:
 
     `event` is a CUDA timing event recorded at the boundary (None on a CPU). `clean` is False when the interval since the
     last boundary holds anything but one training step: an epoch boundary, evaluation, another batch size, a compile;
-    `reason` then says which. `loss` is the detached loss tensor of the step's last backward, or None.
+    `reason` then says which. `loss` is the detached loss tensor of the step's last backward, or None. `elements` is how many
+    the tensors have together that the script gave its models in training mode; 0 where that was not seen.
     """
 
     index: int
@@ -43,6 +44,7 @@ class StepEvent:
     clean: bool
     reason: str = ""
     loss: torch.Tensor | None = None
+    elements: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -272,6 +272,8 @@ def reason(verdict: Verdict) -> str:
         parts.append(f"left out of the whole, {gain(verdict.left_out_gain)} of the step are lost")
     if verdict.blocks.disturbed:
         parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
+    if verdict.blocks.exponent:
+        parts.append("inputs differ in size, and steps were compared at one size")
     if verdict.unmatched:
         parts.append(f"{counted(len(verdict.unmatched), 'place')} left as before")
     return "; ".join(p for p in parts if p)

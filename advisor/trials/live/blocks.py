@@ -14,10 +14,11 @@ from advisor.profiling.timing import lags_us, mark, step_times
 from advisor.profiling.training import StepEvent
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
+from advisor.trials.live.sizes import Part
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, bursty, median, parts, trial
+from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, median, parts, trial
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15
@@ -116,19 +117,18 @@ class TimedBlocks:
             times.disturbed += 1
             return disturbed
         wall = (time.perf_counter() - start) * 1e6
-        measured = step_times(boundaries).step_us
+        found = step_times(boundaries)
         unclean = len(boundaries) - 1 - clean
         times.dropped += unclean
-        times.bursty += bursty(measured)
-        arm.medians.append(median(measured))
-        arm.means.append(math.fsum(measured) / len(measured))
+        elements = tuple(boundaries[position].elements for position in found.positions)
         if loop.on_gpu:
             lags = lags_us(idle, boundaries[1:])
-            if lags and measured:
-                arm.lags.append(median(lags) / max(median(measured), 1.0))
-            # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
-            arm.walls.append(math.nan if unclean else wall / len(boundaries))
+            if lags and found.step_us:
+                arm.lags.append(median(lags) / max(median(found.step_us), 1.0))
             arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device))
+        # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
+        wall_us = math.nan if unclean or not loop.on_gpu else wall / len(boundaries)
+        times.add(arm, Part(found.step_us, elements, wall_us))
         return ""
 
 

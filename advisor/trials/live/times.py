@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from advisor.core.verdict import Blocks
 from advisor.profiling.timing import spread
+from advisor.trials.live import sizes
+from advisor.trials.live.sizes import Part
 from advisor.trials.records import InTrial
 from advisor.trials.statistics import (
     INCONCLUSIVE,
     KEPT,
     Decision,
+    bursty,
     decide,
     gain_interval,
     median,
@@ -35,6 +39,15 @@ class Arm:
     walls: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    seen: list[Part] = field(default_factory=list)  # the latest of them; those before an earlier process noted
+
+    def put(self, position: int, steps: Sequence[float]) -> None:
+        """What the part `position` of `seen` says, with these times for its steps."""
+        part, at = self.seen[position], len(self.medians) - len(self.seen) + position
+        mean = math.fsum(steps) / len(steps)
+        self.medians[at], self.means[at] = median(steps), mean
+        if not math.isnan(part.wall_us):  # and on a GPU
+            self.walls[at] = part.wall_us * mean * len(steps) / math.fsum(part.step_us)
 
     @property
     def host_bound(self) -> bool:
@@ -57,6 +70,7 @@ class Times:
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks that did not count, for what the machine did meanwhile
     bursty: int = 0  # parts whose steps come in bursts
+    exponent: float = 0.0  # a step's time grows as its input's elements to this, and is told for inputs of one size
 
     @classmethod
     def resumed(cls, found: InTrial) -> Times:
@@ -70,6 +84,24 @@ class Times:
         self.off = Arm(peak_bytes=self.off.peak_bytes)
         self.on = Arm(peak_bytes=self.on.peak_bytes)
         self.parts, self.steps, self.bursty = parts, steps, 0
+
+    def add(self, arm: Arm, part: Part) -> None:
+        """One more part of this arm; with it all are put at one size anew, where inputs differ in size."""
+        arm.seen.append(part)
+        arm.medians.append(0.0)
+        arm.means.append(0.0)
+        arm.walls.append(part.wall_us)
+        arm.put(len(arm.seen) - 1, part.step_us)
+        arms = (self.off, self.on)
+        before, self.exponent = self.exponent, sizes.exponent([each.seen for each in arms])
+        latest = part.step_us
+        if before or self.exponent:
+            usual = sizes.usual([each.seen for each in arms])
+            for each in arms:
+                for position, one in enumerate(each.seen):
+                    each.put(position, sizes.at_size(one, self.exponent, usual))
+            latest = sizes.at_size(part, self.exponent, usual)
+        self.bursty += bursty(latest)
 
     def noted(self, current: InTrial) -> InTrial:
         """`current` with every whole pair."""
@@ -117,6 +149,7 @@ class Times:
             parts=self.parts,
             dropped=self.dropped,
             disturbed=self.disturbed,
+            exponent=self.exponent,
         )
 
     @property

@@ -91,6 +91,45 @@ def test_facts_of_a_model_in_training(found: Found) -> None:
     assert second.groups == 2
 
 
+class Detector(nn.Module):
+    """Takes a list of images and a dict a image, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        return sum(
+            (
+                self.conv(image[None]).mean() - target["box"].mean()
+                for image, target in zip(images, targets, strict=True)
+            ),
+            torch.zeros(()),
+        )
+
+
+def test_a_steps_elements_are_those_of_all_that_its_models_are_given(found: Found) -> None:
+    """Over the close look at the first steps and behind it, lists and micro-batches too, evaluation apart."""
+    training, _, discovery = found
+    model, seen = Detector(), []
+    training.on_step.append(lambda event: seen.append(event.elements))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = []
+    for step in range(8):
+        optimizer.zero_grad()
+        given.append(0)
+        for micro in range(2):
+            images = [torch.randn(3, 8 + step, 8), torch.randn(3, 8, 8 + micro)]
+            targets = [{"box": torch.rand(4)}, {"box": torch.rand(2 + step, 4)}]
+            model(images, targets).backward()
+            given[-1] += sum(t.numel() for t in (*images, *(target["box"] for target in targets)))
+        optimizer.step()
+    assert discovery.finished
+    assert seen[-1] == given[-1]
+    # The first calls come before gradients have told what trains.
+    assert seen[2:] == given[2:]
+
+
 def test_gradients_that_are_zeroed_in_place_are_told(found: Found) -> None:
     training, watcher, discovery = found
     model = Net()
