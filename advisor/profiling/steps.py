@@ -348,7 +348,13 @@ class StepWatcher:
         reason = self._judge(interval)
         loss, self._loss = self._loss, None
         step = StepEvent(
-            index=self.seen, host_ns=now, event=event, clean=not reason, reason=reason, loss=loss, elements=interval.elements
+            index=self.seen,
+            host_ns=now,
+            event=event,
+            clean=not reason,
+            reason=reason,
+            loss=loss,
+            elements=interval.elements,
         )
         self.seen += 1
         for listener in tuple(training.on_step):
