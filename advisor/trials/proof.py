@@ -47,15 +47,16 @@ class Ratio:
         return Interval(low=1.0 - 1.0 / self.bounds[0], high=1.0 - 1.0 / self.bounds[2], basis=basis)
 
 
-def ratio(slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: bool) -> Ratio:
+def ratio(slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: bool, alike: bool = False) -> Ratio:
     """Compare step times; `flow`: by the whole flow of steps, as must be where the loader was changed.
 
-    Where batches come in bursts, too, only the flow tells the rate.
+    Where batches come in bursts, too, only the flow tells the rate. `alike`: one change lies between the two, not all of them
+    (`statistics.process_speedup`).
     """
     flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
     slow_steps, fast_steps = ([m.every_us if flow else m.step_us for m in runs] for runs in (slow, fast))
     centre = fmean if flow else median
-    bounds = process_speedup(slow_steps, fast_steps, means=flow)
+    bounds = process_speedup(slow_steps, fast_steps, means=flow, alike=alike)
     return Ratio(bounds, tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps)))
 
 

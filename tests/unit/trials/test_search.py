@@ -175,10 +175,12 @@ def test_an_item_that_the_stack_is_as_fast_without_is_dropped(script):
     assert [i.transform for i in plan.items if i.status == "kept"] == ["tf32", "compile"]
 
 
-@pytest.mark.parametrize(("alone_us", "kept"), [(500.0 * 1.006, True), (500.0, False)])
-def test_what_was_kept_with_others_stays_where_the_stack_is_certainly_slower_without(script, alone_us, kept):
-    """A gain below the least that is kept alone: 0.6 % of the step, and none."""
-    script.noise = 0.001
+@pytest.mark.parametrize(
+    ("alone_us", "noise", "kept"), [(500.0 * 1.006, 0.001, True), (500.0, 0.001, False), (500.0 * 1.006, 0.004, True)]
+)
+def test_what_was_kept_with_others_stays_where_the_stack_seems_slower_without(script, alone_us, noise, kept):
+    """A gain below the least that is kept alone: 0.6 % of the step, certain or hidden by noise; and none."""
+    script.noise = noise
     script.verdicts = {"first_conv": "kept", "fused_optimizer": "kept"}
     script.step_us.update(
         {("first_conv", "fused_optimizer"): 500.0, ("first_conv",): alone_us, ("fused_optimizer",): 900.0}
@@ -187,7 +189,7 @@ def test_what_was_kept_with_others_stays_where_the_stack_is_certainly_slower_wit
     *_, verdicts = apply(script, *script.verdicts)
     assert verdicts["first_conv"].status == "kept"
     assert verdicts["fused_optimizer"].status == ("kept" if kept else "reverted")
-    assert verdicts["fused_optimizer"].left_out_gain.high < 0.01
+    assert verdicts["fused_optimizer"].left_out_gain.high < 0.01 or noise > 0.001
 
 
 def test_by_itself_no_change_stays_for_that_little(script):

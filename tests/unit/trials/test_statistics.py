@@ -290,3 +290,46 @@ def test_parts_that_alternate_tell_a_gain_that_blocks_as_long_do_not(parts, step
         except StopIteration as done:
             kept += done.value.status == st.KEPT
     assert found[0] <= kept / 40 <= found[1]
+
+
+class Heating:
+    """Runs of steps that grow by 4 % over thirty, as under the power cap; noise within and between processes."""
+
+    def __init__(self, seed, within=0.006, between=0.002):
+        self.random, self.within, self.between = random.Random(seed), within, between
+
+    def run(self, steps, factor):
+        level = self.random.gauss(0, self.between)
+        return [
+            26.0 * factor * math.exp(level + 0.04 * min(i / 30, 1.0) + self.random.gauss(0, self.within))
+            for i in range(steps)
+        ]
+
+
+# One short run decides only that a change stays; how far apart processes are, two others tell.
+@pytest.mark.parametrize(("runs", "steps", "least"), [(2, 30, 0.97), (1, 15, 0.95)])
+def test_runs_that_slow_down_alike_are_compared_place_by_place(runs, steps, least):
+    held, widths, offs, plain_widths = 0, [], [], []
+    for seed in range(400):
+        machine = Heating(seed)
+        without = [machine.run(steps, 1.02) for _ in range(runs)]
+        stack = [machine.run(30, 1.0) for _ in range(2)]
+        low, point, high = st.process_speedup(without, stack, alike=True)
+        held += low <= 1.02 <= high
+        widths.append(high - low)
+        offs.append(point - 1.02)
+        low, _, high = st.process_speedup(without, stack)
+        plain_widths.append(high - low)
+    assert held >= least * 400
+    assert abs(st.median(offs)) < 0.001  # a short run has seen the fast steps only
+    assert st.median(widths) < 0.025
+    assert st.median(plain_widths) > 1.3 * st.median(widths)
+
+
+def test_one_process_is_as_uncertain_as_the_others_are_apart():
+    near, far = Heating(1, between=0.0), Heating(1, between=0.05)
+    narrow, wide = (
+        st.process_speedup([m.run(30, 1.0)], [m.run(30, 1.0), m.run(30, 1.0)], alike=True) for m in (near, far)
+    )
+    assert wide[2] - wide[0] > 3 * (narrow[2] - narrow[0])
+    assert st.process_speedup([[1.0] * 30], [[]], alike=True) is None
