@@ -166,8 +166,8 @@ class StackTrial:
                 unasked.append(title)
                 continue
             script.say(f"the stack without {title}, in fresh processes")
-            least = 0.0 if item.transform in together else self.min_gain
-            runs = self._without(rest, proved, kept, least)
+            stays = self._stays_with_others if item.transform in together else self._stays_alone
+            runs = self._without(rest, proved, kept, stays)
             if script.over:
                 break
             # Where another one does not apply without it, it is needed, whatever the runs took.
@@ -177,8 +177,7 @@ class StackTrial:
             if gain is None:
                 continue
             records.revise_kept(script.run_dir, item.transform, left_out_gain=gain)
-            looks_faster = item.transform in together and 0.5 * (gain.low + gain.high) > LOOKS_FASTER * self.min_gain
-            if gain.high >= self.min_gain or gain.low >= least or looks_faster:
+            if gain.high >= self.min_gain or stays(gain):
                 continue
             whole = self._judge(proved.plain, runs, rest)
             if whole.passed is True:
@@ -232,16 +231,22 @@ class StackTrial:
         return found
 
     def _without(
-        self, rest: Sequence[PlanItem], proved: Proof, kept: Sequence[PlanItem], least: float
+        self, rest: Sequence[PlanItem], proved: Proof, kept: Sequence[PlanItem], stays: Callable[[Interval], bool]
     ) -> list[Measurement]:
-        """Runs with what is left of `kept`: a short one where that says already that more is needed, `least` at least of the step,
-        else whole ones, whose losses can be held against the others'."""
+        """Runs with what is left of `kept`: a short one where that says already that more `stays`, else whole ones, whose losses can
+        be held against the others'."""
         few = self.runs.measure(spent.LEFT_OUT, rest, turn=TURNS[0], steps=fresh.FEW_STEPS)
         if few is None or self.script.over:
             return []
-        if self._is_needed(proved, kept, least, [few]):
+        if self._is_needed(proved, kept, stays, [few]):
             return [few]
-        return self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept, least))
+        return self._seeded(spent.LEFT_OUT, rest, partial(self._is_needed, proved, kept, stays))
+
+    def _stays_alone(self, gain: Interval) -> bool:
+        return gain.low >= self.min_gain
+
+    def _stays_with_others(self, gain: Interval) -> bool:
+        return gain.low >= 0.0 or 0.5 * (gain.low + gain.high) > LOOKS_FASTER * self.min_gain
 
     def _gains_nothing(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> bool:
         """Whether these runs with the last of `kept` on top of the others already say that it is not to be kept.
@@ -257,10 +262,16 @@ class StackTrial:
         gain = self._on_top_gain(proved, kept, runs)
         return gain is not None and gain.low <= self.min_gain and gain.high >= planner.LARGE_GAIN
 
-    def _is_needed(self, proved: Proof, kept: Sequence[PlanItem], least: float, runs: Sequence[Measurement]) -> bool:
-        """Whether these runs without one of `kept` already say that it stays: what it saves is certainly `least` or more."""
+    def _is_needed(
+        self,
+        proved: Proof,
+        kept: Sequence[PlanItem],
+        stays: Callable[[Interval], bool],
+        runs: Sequence[Measurement],
+    ) -> bool:
+        """Whether these runs without one of `kept` already say that it stays."""
         gain = self._left_out_gain(proved, kept, runs)
-        return bool(runs[-1].left_out) or (gain is not None and gain.low >= least)
+        return bool(runs[-1].left_out) or (gain is not None and stays(gain))
 
     def _on_top_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
         return proof.ratio(proved.stack, runs, flow=self._flow(kept), alike=True).saved("on top, fresh processes")

@@ -190,6 +190,9 @@ def test_what_was_kept_with_others_stays_where_the_stack_seems_slower_without(sc
     assert verdicts["first_conv"].status == "kept"
     assert verdicts["fused_optimizer"].status == ("kept" if kept else "reverted")
     assert verdicts["fused_optimizer"].left_out_gain.high < 0.01 or noise > 0.001
+    # What stays is settled by the short run: no certainty is worth two whole ones where nothing would be dropped.
+    rest = [s for s in script.launches if s.mode == "measure" and [i.transform for i in s.kept] == ["first_conv"]]
+    assert [s.steps for s in rest] == ([15] if kept else [15, 30, 30])
 
 
 def test_by_itself_no_change_stays_for_that_little(script):
