@@ -30,6 +30,8 @@ RUNS = {
     "unet.py": ("", "--epochs 1 --train-size 640 --val-size 64", ""),
     "mobilenet.py": ("", "--epochs 1 --train-size 5120", "mobilenet.pth"),
     "gan.py": ("", "--niter 1 --train-size 2560", "netG.pth"),
+    "detector.py": ("", "--epochs 1 --train-size 1280", "detector.pt"),
+    "distill.py": ("", "--epochs 1 --train-size 2560", "distilled.pt"),
 }
 
 

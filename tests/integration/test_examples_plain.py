@@ -45,6 +45,16 @@ RUNS = {
         r"Loss_D: ([\d.]+)",
         ("netG.pth", "netD.pth"),
     ),
+    "detector.py": (
+        "--epochs 2 --train-size 16 --batch-size 4 --image-size 96 --width 0.125 --workers 0",
+        r"loss ([\d.]+)",
+        ("detector.pt",),
+    ),
+    "distill.py": (
+        "--epochs 2 --train-size 16 --batch-size 4 --image-size 64 --num-classes 10 --workers 0",
+        r"loss ([\d.]+)",
+        ("distilled.pt",),
+    ),
 }
 
 

@@ -97,8 +97,6 @@ TUNABLE = {
     "GRID_BYTES": (GRID_BYTES, (1 << 40, 0)),
 }
 
-# Activations behind the norm whose gain a benchmark or a whole training has shown (docs/benchmarks).
-_MEASURED = frozenset({"none", "relu", "relu6", "leaky_relu", "silu", "hardswish", "gelu"})
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
 _MEASURED_FORKED = frozenset(
     {("relu", True), ("none", True), *((activation, False) for activation in ("none", "relu", "leaky_relu", "silu"))}
@@ -120,7 +118,7 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     is taken to do as ReLU and Hardswish. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
-    if activation not in _MEASURED or (variant == FORKED and (activation, residual) not in _MEASURED_FORKED):
+    if variant == FORKED and (activation, residual) not in _MEASURED_FORKED:
         return UNMEASURED
     if activation == "none" and not residual and dtype == "float32":
         return f"nothing to fuse, and cuDNN's own batch norm is as fast in {dtype}"
