@@ -25,7 +25,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(flag, "the script's backend flags were not read")
     names = ("tensor_eligible_frac", "fp32_conv_frac", "half_frac", "unaligned_channel_frac")
     if view.device_us <= 0:
-        for name in (*names, "amp_capable_loss", "half_rate_ratio"):
+        for name in (*names, "guides_frac", "guides_fp32_frac", "amp_capable_loss", "half_rate_ratio"):
             table.miss(name, NO_ROWS)
         return
     # autocast raises on binary_cross_entropy of probabilities; every other operator has a rule or runs as it is.
@@ -33,6 +33,12 @@ def fill(view: View, table: MetricTable) -> None:
     matrix = view.time_us(lambda row: row.kind in MATRIX)
     table.set("tensor_eligible_frac", matrix / view.device_us)
     known = any(row.dtype for row in view.rows)
+    table.set("guides_frac", view.share(view.guided))
+    if known:
+        fp32 = view.share(lambda row: view.guided(row) and row.kind in MATRIX and row.dtype in SINGLE)
+        table.set("guides_fp32_frac", fp32)
+    else:
+        table.miss("guides_fp32_frac", "the trace holds no dtypes")
     if known:
         table.set("fp32_conv_frac", view.share(lambda row: row.kind in MATRIX and row.dtype in SINGLE))
     else:

@@ -33,7 +33,7 @@ def predict(profile: StepProfile, transform_id: str, parameters: Mapping[str, st
         return None
     if not view.on_gpu and transform_id in _NEEDS_GPU:
         return Interval(low=0.0, high=0.0, basis=_GPU_ONLY)
-    change = predictor(view, step, parameters)
+    change = predictor(view if transform_id in _EVERYWHERE else view.without_guides(), step, parameters)
     return step.gain(change) if change is not None else None
 
 
@@ -60,6 +60,8 @@ _PREDICTORS: dict[str, Predictor] = {
     "cuda_graphs": launch.cuda_graphs,
     "gradient_stream": launch.gradient_stream,
 }
+# What reaches models that run without gradients, too: flags of the process.
+_EVERYWHERE = frozenset(("tf32", "cudnn_benchmark"))
 _NEEDS_GPU = frozenset(
     (
         *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
 from advisor.resources import kernel_entries
@@ -167,6 +167,14 @@ class View:
     def time_us(self, wanted: Callable[[KernelRow], bool]) -> float:
         """Microseconds per step in the rows wanted."""
         return sum(row.time_us for row in self.rows if wanted(row))
+
+    def guided(self, row: KernelRow) -> bool:
+        """The row is a model's that runs without gradients: no change of the models that train reaches it."""
+        return row.module.partition(".")[0] in self.profile.model.guides
+
+    def without_guides(self) -> View:
+        """The same step, without the rows of models that run without gradients."""
+        return replace(self, rows=tuple(row for row in self.rows if not self.guided(row)))
 
     def share(self, wanted: Callable[[KernelRow], bool]) -> float:
         """Share of device time (operator time on a CPU) in the rows wanted, 0 to 1; 0.0 without rows."""

@@ -159,6 +159,8 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("tensor_core_frac", "frac", "share of conv and gemm time in tensor-core kernels", _GPU),
     _n("tensor_eligible_frac", "frac", "share of device time in conv and gemm"),
     _n("fp32_conv_frac", "frac", "share of device time in fp32 convolutions and products"),
+    _n("guides_frac", "frac", "share of device time in models that run without gradients, such as a teacher"),
+    _n("guides_fp32_frac", "frac", "share of device time in these models' fp32 convolutions and products"),
     _n("fp64_frac", "frac", "share of device time in fp64 kernels"),
     _n("half_frac", "frac", "share of conv and gemm time in fp16 or bf16"),
     _n("half_rate_ratio", "count", "measured bf16 (else fp16) matrix rate over that of the precision now in use"),

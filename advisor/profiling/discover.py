@@ -120,6 +120,8 @@ class Discovery:
         self._looking: list[Patch] = []
         self._watching: list[Patch] = []
         self._calls: list[_Call] = []
+        self._silent: dict[int, torch.nn.Module] = {}  # called without gradients since the last boundary
+        self._guides: dict[int, torch.nn.Module] | None = None  # so called in each of the looked-at steps but the first
         self._roots: dict[int, RootModule] = {}
         self._trains: dict[int, bool] = {}
         self._root_calls = 0
@@ -138,6 +140,7 @@ class Discovery:
         interval = self.watcher.interval
         if self._looking:
             self._adopt_calls()
+            self._sift_guides()
             self._steps_looked += 1
             if self._steps_looked >= LOOK_STEPS:
                 self.stop_looking()
@@ -181,9 +184,26 @@ class Discovery:
             if parameter is not None:
                 self.training.device = parameter.device
 
+    def _sift_guides(self) -> None:
+        """Keep what runs without gradients in every step; the first interval may hold what comes before training."""
+        silent, self._silent = self._silent, {}
+        if self._steps_looked == 0:
+            return
+        known = silent if self._guides is None else self._guides
+        self._guides = {key: module for key, module in known.items() if key in silent}
+
+    def _adopt_guides(self) -> None:
+        training, found = self.training, self._guides or {}
+        self._silent, self._guides = {}, None
+        within = {id(module) for root in training.roots for module in root.module.modules()}
+        training.guides.clear()
+        for key, module in found.items():
+            if key not in within:
+                training.guides.append(RootModule(module=module, name=self._name(module)))
+
     def _name(self, module: torch.nn.Module) -> str:
         name = type(inner(module)).__name__
-        taken = {root.name for root in self.training.roots}
+        taken = {root.name for root in (*self.training.roots, *self.training.guides)}
         numbered, count = name, 1
         while numbered in taken:
             count += 1
@@ -280,6 +300,7 @@ class Discovery:
             self.patches.restore(patch)
         self._looking = []
         self._calls, self._last_conv = [], None
+        self._adopt_guides()
         for root in self.training.roots:
             root.output = None  # a reference to it would keep the step's graph nodes
             if not self._keep_inputs:
@@ -372,6 +393,8 @@ class Discovery:
         if not torch.is_grad_enabled() and not infers:
             if not module.training:
                 self.watcher.note(EVALUATION)
+            if self._in_training_thread() and next(module.parameters(), None) is not None:
+                self._silent[id(module)] = module
             return
         if next(module.parameters(), None) is None:
             return  # a loss, or a preprocessing module

@@ -260,7 +260,14 @@ class ProfileDriver:
     def _let_go(self) -> None:
         """Drop every reference into the script: what it frees from now on is to be freed."""
         training = self.training
-        for found in (training.roots, training.optimizers, training.scalers, training.loaders, training.on_step):
+        for found in (
+            training.roots,
+            training.guides,
+            training.optimizers,
+            training.scalers,
+            training.loaders,
+            training.on_step,
+        ):
             found.clear()
         self._warm_boundaries, self._timed_boundaries, self._bounds = [], [], []
 

@@ -95,6 +95,7 @@ def model_facts(
     world = _world()
     return ModelFacts(
         roots=tuple(type(inner(module)).__name__ for module in modules),
+        guides=tuple(guide.name for guide in training.guides),
         parameters=sum(p.numel() for p in parameters),
         module_counts=dict(Counter(type(m).__name__ for m in everything)),
         convs=convs,

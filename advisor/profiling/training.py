@@ -53,6 +53,8 @@ class Training:
 
     device: torch.device
     roots: list[RootModule] = field(default_factory=list)
+    # Modules called in every step without gradients: a teacher, a momentum encoder. Of these only `module` and `name` are filled.
+    guides: list[RootModule] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scalers: list[Any] = field(default_factory=list)  # torch.amp.GradScaler
     loaders: list[torch.utils.data.DataLoader[Any]] = field(default_factory=list)  # iterated in training mode

@@ -298,6 +298,34 @@ def test_half_precision_may_lose_on_depthwise_nets_in_nchw() -> None:
     assert gain(depthwise, "amp_bf16").low < gain(base, "amp_bf16").low - 0.1
 
 
+@pytest.mark.parametrize("transform", ["amp_bf16", "channels_last", "fused_bn_act"])
+def test_what_runs_without_gradients_is_no_part_of_what_changes_of_the_model_save(transform: str) -> None:
+    """The same ResNet twice, once as a teacher."""
+    base = profiles.resnet50()
+    teacher = tuple(
+        replace(row, module=row.module.replace("ResNet", "Teacher", 1)) for row in base.kernels if row.module
+    )
+    assert teacher
+    assert base.step_us is not None
+    longer = sum(row.time_us for row in teacher)
+    both = replace(
+        base,
+        kernels=(*base.kernels, *teacher),
+        busy_us=base.busy_us + longer,
+        step_us=profiles.spread(base.step_us.median + longer),
+    )
+    unaware = gain(both, transform)
+    aware = gain(replace(both, model=replace(both.model, guides=("Teacher",))), transform)
+    share = base.step_us.median / (base.step_us.median + longer)
+    assert aware.high == pytest.approx(gain(base, transform).high * share, rel=0.1)
+    assert aware.high < unaware.high
+
+
+def test_flags_of_the_process_reach_what_runs_without_gradients() -> None:
+    base = profiles.starved()
+    assert gain(replace(base, model=replace(base.model, guides=("ResNet",))), "tf32") == gain(base, "tf32")
+
+
 def test_half_precision_where_it_is_already_or_makes_no_sense() -> None:
     base = profiles.resnet50()
     assert "already" in gain(replace(base, model=replace(base.model, autocast="bf16")), "amp_bf16").basis

@@ -130,6 +130,39 @@ def test_a_steps_elements_are_those_of_all_that_its_models_are_given(found: Foun
     assert seen[2:] == given[2:]
 
 
+def test_what_runs_without_gradients_in_every_step_is_a_guide(found: Found) -> None:
+    """A teacher; not the model itself in evaluation, a part of it, what runs once, or a metric without parameters."""
+    training, watcher, discovery = found
+    model, teacher, once = Net(), Net().eval(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        x = torch.randn(4, 3, 8, 8)
+        with torch.no_grad():
+            guide = teacher(x)
+            model.conv1(x)
+            nn.Softmax(1)(guide)
+            if step in (0, 2):
+                once(torch.randn(2, 2))
+                model.eval()(x)
+                model.train()
+        optimizer.zero_grad()
+        (model(x) - guide).square().mean().backward()
+        optimizer.step()
+    assert [root.module for root in training.roots] == [model]
+    assert [(guide.module, guide.name) for guide in training.guides] == [(teacher, "Net#2")]
+    told = facts.model_facts(training, discovery, watcher)
+    assert (told.roots, told.guides) == (("Net",), ("Net#2",))
+    assert told.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_script_without_such_a_model_has_no_guides(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 6)
+    assert training.guides == []
+    assert facts.model_facts(training, discovery, watcher).guides == ()
+
+
 def test_gradients_that_are_zeroed_in_place_are_told(found: Found) -> None:
     training, watcher, discovery = found
     model = Net()
