@@ -33,9 +33,9 @@ def fill(view: View, table: MetricTable) -> None:
     matrix = view.time_us(lambda row: row.kind in MATRIX)
     table.set("tensor_eligible_frac", matrix / view.device_us)
     known = any(row.dtype for row in view.rows)
-    table.set("guides_frac", view.share(view.guided))
+    table.set("guides_frac", view.share(view.profile.guided))
     if known:
-        fp32 = view.share(lambda row: view.guided(row) and row.kind in MATRIX and row.dtype in SINGLE)
+        fp32 = view.share(lambda row: view.profile.guided(row) and row.kind in MATRIX and row.dtype in SINGLE)
         table.set("guides_fp32_frac", fp32)
     else:
         table.miss("guides_fp32_frac", "the trace holds no dtypes")

@@ -168,13 +168,9 @@ class View:
         """Microseconds per step in the rows wanted."""
         return sum(row.time_us for row in self.rows if wanted(row))
 
-    def guided(self, row: KernelRow) -> bool:
-        """The row is a model's that runs without gradients: no change of the models that train reaches it."""
-        return row.module.partition(".")[0] in self.profile.model.guides
-
     def without_guides(self) -> View:
         """The same step, without the rows of models that run without gradients."""
-        return replace(self, rows=tuple(row for row in self.rows if not self.guided(row)))
+        return replace(self, rows=tuple(row for row in self.rows if not self.profile.guided(row)))
 
     def share(self, wanted: Callable[[KernelRow], bool]) -> float:
         """Share of device time (operator time on a CPU) in the rows wanted, 0 to 1; 0.0 without rows."""

@@ -241,3 +241,7 @@ class StepProfile:
     exit_code: int | None = None
     complete: bool = True
     notes: tuple[str, ...] = ()
+
+    def guided(self, row: KernelRow) -> bool:
+        """The row is of a model that runs without gradients: no change of the models that train reaches it."""
+        return row.module.partition(".")[0] in self.model.guides

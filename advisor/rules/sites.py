@@ -43,14 +43,9 @@ def _kinds(*kinds: str) -> Callable[[StepProfile], list[Place]]:
 def _matrix(dtypes: tuple[str, ...]) -> Callable[[StepProfile], list[Place]]:
     return lambda profile: _rows(
         profile,
-        lambda row: row.kind in ("conv", "gemm") and row.dtype in dtypes and not _guided(profile, row),
+        lambda row: row.kind in ("conv", "gemm") and row.dtype in dtypes and not profile.guided(row),
         lambda row: row.time_us,
     )
-
-
-def _guided(profile: StepProfile, row: KernelRow) -> bool:
-    """A model's that runs without gradients, which no change of the models that train reaches."""
-    return row.module.partition(".")[0] in profile.model.guides
 
 
 def _idle(*causes: str) -> Callable[[StepProfile], list[Place]]:
@@ -153,7 +148,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "matrix_products": _kinds("conv", "gemm"),
     "fp32_products": _matrix(("fp32", "tf32")),
     "half_products": _matrix(("fp16", "bf16")),
-    "guides": lambda p: _rows(p, lambda row: _guided(p, row), lambda row: row.time_us),
+    "guides": lambda p: _rows(p, p.guided, lambda row: row.time_us),
     "norms": _kinds("norm"),
     "norms_and_activations": _kinds("norm", "activation"),
     "elementwise": _kinds("elementwise", "activation"),
