@@ -40,6 +40,7 @@ def predict(profile: StepProfile, transform_id: str, parameters: Mapping[str, st
 _PREDICTORS: dict[str, Predictor] = {
     "amp_bf16": precision.autocast("bf16"),
     "amp_fp16": precision.autocast("fp16"),
+    "guides_bf16": precision.guides,
     "tf32": precision.tf32,
     "channels_last": convolution.channels_last,
     "cudnn_benchmark": convolution.cudnn_benchmark,
@@ -61,7 +62,7 @@ _PREDICTORS: dict[str, Predictor] = {
     "gradient_stream": launch.gradient_stream,
 }
 # What reaches models that run without gradients, too: flags of the process.
-_EVERYWHERE = frozenset(("tf32", "cudnn_benchmark"))
+_EVERYWHERE = frozenset(("tf32", "cudnn_benchmark", "guides_bf16"))
 _NEEDS_GPU = frozenset(
     (
         *(

@@ -168,6 +168,10 @@ class View:
         """Microseconds per step in the rows wanted."""
         return sum(row.time_us for row in self.rows if wanted(row))
 
+    def of_guides(self) -> View:
+        """The same step with these rows alone."""
+        return replace(self, rows=tuple(row for row in self.rows if self.profile.guided(row)))
+
     def without_guides(self) -> View:
         """The same step, without the rows of models that run without gradients."""
         return replace(self, rows=tuple(row for row in self.rows if not self.profile.guided(row)))

@@ -37,7 +37,7 @@ class _Autocast(Transform):
     semantics = Semantics.PRECISION
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
-        reason = self._device_refuses(training.device, parameters) or _training_refuses(training)
+        reason = self.device_refuses(training.device, parameters) or _training_refuses(training)
         if reason:
             return Match(applies=False, reason=reason)
         sites, unmatched = [], []
@@ -94,7 +94,8 @@ class _Autocast(Transform):
     def _layer_for(self, training: Training, parameters: Mapping[str, str]) -> Layer:
         return _layer(self.dtype, training.device.type, parameters.get("cache", "true") != "false")
 
-    def _device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
+    def device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
+        """Why this device is not for the dtype; empty where it is."""
         raise NotImplementedError
 
     def _scale(self, training: Training, undo: Undo) -> None:
@@ -109,7 +110,7 @@ class AutocastBf16(_Autocast):
     conflicts = ("amp_fp16",)
     order = 10
 
-    def _device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
+    def device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
         if device.type == "cuda":
             native = torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere has the first bf16 matrix units
             return "" if native else "this GPU has no bf16 matrix units (compute capability below 8.0)"
@@ -131,7 +132,7 @@ class AutocastFp16(_Autocast):
         reason = _scaling_refuses(training)
         return Match(applies=False, reason=reason) if reason else super().match(training, parameters)
 
-    def _device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
+    def device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
         if device.type == "cuda":
             native = torch.cuda.get_device_capability(device) >= (7, 0)  # Volta has the first fp16 matrix units
             return "" if native else "this GPU has no fp16 matrix units (compute capability below 7.0)"

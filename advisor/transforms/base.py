@@ -65,6 +65,7 @@ class Transform(ABC):
     live: ClassVar[bool] = True  # can be switched between two steps of a running loop
     # Its effect is told by traces before and after; False where live state alone proves it (what ran is counted).
     traced: ClassVar[bool] = True
+    guides: ClassVar[bool] = False  # it changes what models that run without gradients give out
     conflicts: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()  # transforms to be settled first
     # Beside these in a plan it goes on right behind the last of them that fits, and not before: they decide what it acts on.

@@ -24,6 +24,7 @@ class Bundle(Transform):
         self.semantics = max((m.semantics for m in members), key=_BY_LICENCE.index)  # type: ignore[misc]
         self.live = all(m.live for m in members)  # type: ignore[misc]
         self.traced = any(m.traced for m in members)  # type: ignore[misc]
+        self.guides = any(m.guides for m in members)  # type: ignore[misc]
         self.conflicts = tuple(name for m in members for name in m.conflicts)  # type: ignore[misc]
 
     @property

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TRANSFORMS: dict[str, tuple[str, str]] = {
     "amp_bf16": ("autocast:AutocastBf16", "bf16 mixed precision"),
     "amp_fp16": ("autocast:AutocastFp16", "fp16 mixed precision with loss scaling"),
+    "guides_bf16": ("guides:GuidesBf16", "bf16 and NHWC for models without gradients"),
     "tf32": ("tf32:Tf32", "TF32 for fp32 convolutions and matrix products"),
     "channels_last": ("channels_last:ChannelsLast", "channels_last (NHWC) memory layout"),
     "cudnn_benchmark": ("cudnn_benchmark:CudnnBenchmark", "cuDNN algorithm choice by timing"),

@@ -33,6 +33,7 @@ STAGES: tuple[frozenset[str], ...] = (
     # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
     frozenset({*NORMS, "conv_bias"}),
     HALF,
+    frozenset({"guides_bf16"}),
     # Graphs before what gains a few per cent: a short step that the host launches is the noisiest (ResNet-50 in bf16 on an H200: a
     # kernel's gain between −4 and 6 % of the eager step, another's between 5.7 and 7.2 % of the replayed one, six pairs each).
     frozenset({GRAPHS}),

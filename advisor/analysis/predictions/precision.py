@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from advisor.analysis.memory import BYTES
 from advisor.analysis.predictions.basis import (
@@ -85,6 +86,15 @@ def autocast(dtype: str) -> Predictor:
         )
 
     return predictor
+
+
+def guides(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """As `autocast` in NHWC, of the models that run without gradients."""
+    facts = replace(view.profile.model, autocast="", channels_last=True, parameters=0)
+    rows = (replace(row, layout="nhwc") if row.kind == "conv" else row for row in view.of_guides().rows)
+    silent = replace(view, profile=replace(view.profile, model=facts), rows=tuple(rows))
+    change = autocast("bf16")(silent, step, parameters)
+    return None if change is None else replace(change, basis=change.basis.partition("; casts")[0])
 
 
 def _half_matrix(view: View, row: KernelRow, dtype: str, ratio: float) -> tuple[float, float]:

@@ -125,7 +125,7 @@ class Trial:
         loop = self.loop
         transform = self.transform = loop.transform(self.candidate.transform)
         self._batches.start()
-        captured = yield from self._capture()
+        captured = yield from self._capture(transform)
         fed = None if self._proved else self._batches.fed()
         self._batches.stop()
         refused = self._match(transform)
@@ -140,7 +140,7 @@ class Trial:
             loop.spent.enter(spent.TRACE)
             loop.traced = yield from traced_step(loop)
             loop.spent.enter(spent.LOOK)
-            captured = yield from self._capture()
+            captured = yield from self._capture(transform)
         if not self._proved:
             refused = self._judge(transform, switch, captured)
             if refused is not None:
@@ -192,9 +192,9 @@ class Trial:
 
     # -- numeric gate -----------------------------------------------------------------------------------------------
 
-    def _capture(self) -> Generator[None, StepEvent, bool]:
+    def _capture(self, transform: Transform) -> Generator[None, StepEvent, bool]:
         for _ in range(CAPTURE_TRIES):
-            self._gate.arm()
+            self._gate.arm(guides=transform.guides)
             event = yield
             if self._gate.captured() and event.reason not in (SHAPES, BACKWARDS):
                 return True
@@ -223,7 +223,7 @@ class Trial:
         discovery = Attached.discovery
         if discovery is not None and discovery.seen.autocast is not None:
             return "half"
-        standing = (s.transform for s in self.loop.kept.standing)
+        standing = (s.transform for s in self.loop.kept.standing if not s.transform.guides)
         kept = {_precision(transform) for transform in standing if transform.semantics is Semantics.PRECISION}
         return "half" if "half" in kept else "tf32" if kept else "fp64"
 

@@ -24,12 +24,12 @@ from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
 from advisor.profiling.discover import capture_next_step
 from advisor.profiling.steps import StepWatcher
-from advisor.profiling.training import Training
+from advisor.profiling.training import RootModule, Training
 from advisor.trials.numerics.appeal import close_by, yardstick
 from advisor.trials.numerics.bounds import joined, judged
 from advisor.trials.numerics.distance import distance
 from advisor.trials.numerics.plain import PlainStep, observe
-from advisor.trials.numerics.replay import Call, detached, finite, random_like
+from advisor.trials.numerics.replay import Call, copied, detached, finite, random_like
 from advisor.trials.numerics.state import SavedState
 from advisor.trials.numerics.updates import compare_update, state_of
 
@@ -59,9 +59,10 @@ class Gate:
         self._autocast: dict[int, tuple[bool, torch.dtype]] = {}
         self._hooks: list[Any] = []
         self._calls: list[Call] = []
+        self._silent: dict[int, tuple[RootModule, Any, Any]] = {}  # the step's latest calls of models without gradients
 
-    def arm(self) -> None:
-        """Record the coming step's root calls."""
+    def arm(self, *, guides: bool = False) -> None:
+        """Record the coming step's root calls, and with `guides` those of models that run without gradients."""
         self.release()
         kind = self.training.device.type
         for root in self.training.roots:
@@ -70,6 +71,15 @@ class Gate:
                 self._autocast[id(module)] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
             self._hooks.append(root.module.register_forward_pre_hook(note, with_kwargs=True))
+        for guide in self.training.guides if guides else ():
+
+            def keep(module: Any, args: Any, kwargs: Any, guide: RootModule = guide) -> None:
+                if not torch.is_grad_enabled():
+                    self._autocast[id(module)] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                    # Copies: the script may go on to change its batch in place.
+                    self._silent[id(module)] = guide, *pytree.tree_map(copied, (args, kwargs))
+
+            self._hooks.append(guide.module.register_forward_pre_hook(keep, with_kwargs=True))
         capture_next_step(self.training)
 
     def captured(self) -> bool:
@@ -83,12 +93,14 @@ class Gate:
             args, kwargs = pytree.tree_map(detached, (root.args, root.kwargs))
             autocast = self._autocast.get(id(root.module), default)
             self._calls.append(Call(root, args, kwargs, list(root.output_grads), autocast))
+        for key, (guide, args, kwargs) in self._silent.items():
+            self._calls.append(Call(guide, args, kwargs, [], self._autocast.get(key, default), learns=False))
         return bool(self._calls)
 
     def release(self) -> None:
         """Let go of inputs, outputs and gradients."""
         self._unhook()
-        self._calls, self._autocast = [], {}
+        self._calls, self._autocast, self._silent = [], {}, {}
         self._let_go()
 
     def _let_go(self) -> None:

@@ -25,6 +25,7 @@ class Call:
     kwargs: dict[str, Any]
     grads: list[torch.Tensor | None]
     autocast: tuple[bool, torch.dtype]
+    learns: bool = True  # it ran with gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +72,10 @@ def replay(
     start = time.perf_counter()
     args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
     try:
-        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled if autocast is None else autocast):
+        with (
+            torch.set_grad_enabled(call.learns),
+            torch.autocast(kind, dtype=dtype, enabled=enabled if autocast is None else autocast),
+        ):
             output = module(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         # Read as the script reads them, on its stream and at once: what is filled in later, by another stream or in
@@ -142,6 +146,11 @@ def _grouped(
 def detached(leaf: Any) -> Any:
     """A tensor's values as a leaf of its own; other things as they are."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def copied(leaf: Any) -> Any:
+    """A tensor's values in memory of its own; other things as they are."""
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _fresh(leaf: Any) -> Any:

@@ -1,0 +1,79 @@
+"""bf16 autocast and NHWC weights for models that a step calls without gradients: a teacher, a momentum encoder.
+
+Nothing is learned through such a model, so all of it may round: what it gives out comes back in fp32. Its parameters stay fp32, the
+same objects with the same values, so that a script that averages weights into them goes on as before. Loses what `channels_last` and
+`amp_bf16` lose by: grouped convolutions on some GPUs, and casts where the step is bound by launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from advisor.core.findings import Semantics
+from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text
+from advisor.core.verdict import Check
+from advisor.profiling.training import Training
+from advisor.transforms.autocast import AutocastBf16
+from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.channels_last import ChannelsLast
+from advisor.transforms.forward import AUTOCAST, ForwardStack
+from advisor.transforms.patch import all_or_nothing, parameters_of
+from advisor.transforms.targets import targets
+
+
+class GuidesBf16(Transform):
+    """What `channels_last` and `amp_bf16` do to the models that train, for those that do not."""
+
+    id = "guides_bf16"
+    semantics = Semantics.PRECISION
+    guides = True
+    order = 11
+
+    def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        """Parameters: `cpu` as `amp_bf16` has it."""
+        reason = AutocastBf16().device_refuses(training.device, parameters)
+        if reason:
+            return Match(applies=False, reason=reason)
+        sites, unmatched = [], []
+        for guide in training.guides:
+            alone = dataclasses.replace(training, roots=[guide])
+            floating = {p.dtype for p in parameters_of(alone) if p.is_floating_point()}
+            if floating != {torch.float32}:
+                unmatched.append(f"{guide.name}: its parameters are not all fp32")
+            else:
+                sites.append(guide.name)
+        reason = "" if sites else "; ".join(unmatched) or "no model runs without gradients in every step"
+        return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
+
+    def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        names = self.match(training, parameters).sites
+        silent = dataclasses.replace(training, roots=[g for g in training.guides if g.name in names])
+        with all_or_nothing() as undo:
+            undo.push(ChannelsLast().apply(silent, {}).run)
+            undo.push(AutocastBf16().apply(silent, {}).run)
+        return undo
+
+    def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        silent = dataclasses.replace(training, roots=training.guides)
+        on = [module for module in targets(silent) if ForwardStack.of(module).get(AUTOCAST) is not None]
+        if not on:
+            return Check(passed=False, detail="no model without gradients runs under autocast")
+        names = ", ".join(guide.name for guide in training.guides)
+        rows = [
+            row
+            for row in (after.kernels if after is not None else ())
+            if row.kind in ("conv", "gemm") and row.module.partition(".")[0] in {g.name for g in training.guides}
+        ]
+        total = sum(row.time_us for row in rows)
+        if not total:
+            return Check(passed=True, detail=f"{names} under bf16 autocast")
+        share = sum(row.time_us for row in rows if row.dtype == "bf16") / total
+        return Check(
+            passed=share > 0.5,
+            detail=f"{percent_text(share)} of convolution and product time of {names} is bf16",
+            numbers={"half_frac": share},
+        )
