@@ -648,7 +648,9 @@ def test_no_prediction_exceeds_the_share_of_what_it_touches(
         syncs=(Site(source="", what="cudaStreamSynchronize from aten::item", calls=1.0, time_us=100.0),),
         copies=(CopyRow(kind="h2d", bytes=1e6, time_us=100.0, calls=1.0),),
         input=replace(profiles.starved().input, next_us=100.0),
-        model=ModelFacts(convs=(fact,), guides=("Teacher",), optimizers=("SGD",), parameters=10_000_000, zero_grad_to_none=False),
+        model=ModelFacts(
+            convs=(fact,), guides=("Teacher",), optimizers=("SGD",), parameters=10_000_000, zero_grad_to_none=False
+        ),
         cost=ProfilerCost(traced_steps=1),
     )
     step = Step.of(View.of(profile))
