@@ -198,7 +198,8 @@ class Discovery:
         within = {id(module) for root in training.roots for module in root.module.modules()}
         training.guides.clear()
         for key, module in found.items():
-            if key not in within:
+            # What has the trained model in it, or is in it, is no other model.
+            if key not in within and within.isdisjoint(map(id, module.modules())):
                 training.guides.append(RootModule(module=module, name=self._name(module)))
 
     def _name(self, module: torch.nn.Module) -> str:

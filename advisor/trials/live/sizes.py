@@ -55,5 +55,7 @@ def usual(arms: Sequence[Sequence[Part]]) -> float:
 
 
 def at_size(part: Part, exponent: float, elements: float) -> tuple[float, ...]:
-    """The part's steps, µs, as they would be with inputs of so many elements."""
+    """The part's steps, µs, as they would be with inputs of so many elements; as they are where sizes say nothing."""
+    if not exponent:
+        return part.step_us
     return tuple(us * (elements / own) ** exponent for us, own in zip(part.step_us, part.elements, strict=True))

@@ -94,14 +94,12 @@ class Times:
         arm.put(len(arm.seen) - 1, part.step_us)
         arms = (self.off, self.on)
         before, self.exponent = self.exponent, sizes.exponent([each.seen for each in arms])
-        latest = part.step_us
+        usual = sizes.usual([each.seen for each in arms]) if self.exponent else 0.0
         if before or self.exponent:
-            usual = sizes.usual([each.seen for each in arms])
             for each in arms:
                 for position, one in enumerate(each.seen):
                     each.put(position, sizes.at_size(one, self.exponent, usual))
-            latest = sizes.at_size(part, self.exponent, usual)
-        self.bursty += bursty(latest)
+        self.bursty += bursty(sizes.at_size(part, self.exponent, usual))
 
     def noted(self, current: InTrial) -> InTrial:
         """`current` with every whole pair."""

@@ -134,12 +134,14 @@ def test_what_runs_without_gradients_in_every_step_is_a_guide(found: Found) -> N
     """A teacher; not the model itself in evaluation, a part of it, what runs once, or a metric without parameters."""
     training, watcher, discovery = found
     model, teacher, once = Net(), Net().eval(), nn.Linear(2, 2)
+    around = nn.Sequential(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
         x = torch.randn(4, 3, 8, 8)
         with torch.no_grad():
             guide = teacher(x)
             model.conv1(x)
+            around(x)
             nn.Softmax(1)(guide)
             if step in (0, 2):
                 once(torch.randn(2, 2))

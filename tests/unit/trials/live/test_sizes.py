@@ -16,7 +16,7 @@ from advisor.trials.live.limit import Limit
 from advisor.trials.live.sizes import Part
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import KEPT, Decision
+from advisor.trials.statistics import KEPT, Decision, median
 
 
 class Detector:
@@ -105,6 +105,18 @@ def test_what_an_earlier_process_noted_stays():
     assert times.exponent > 0.8
     assert (times.off.medians[0], times.on.medians[0]) == (7.0, 6.0)
     assert len(times.pairs) == 3
+
+
+def test_a_step_of_unknown_size_leaves_all_times_as_they_were():
+    times, detector = Times(), Detector(4, run=1)
+    parts = [detector.steps(30, 1.0) for _ in range(3)]
+    times.add(times.off, parts[0])
+    times.add(times.on, parts[1])
+    assert times.exponent > 0.8
+    times.add(times.on, dataclasses.replace(parts[2], elements=(0,) * 30))
+    assert times.exponent == 0.0
+    assert times.off.medians == [median(parts[0].step_us)]
+    assert times.on.medians == [median(part.step_us) for part in parts[1:]]
 
 
 def test_sizes_that_tell_nothing_are_left_alone():
