@@ -35,14 +35,12 @@ def fill(view: View, table: MetricTable) -> None:
     known = any(row.dtype for row in view.rows)
     table.set("guides_frac", view.share(view.profile.guided))
     if known:
-        fp32 = view.share(lambda row: view.profile.guided(row) and row.kind in MATRIX and row.dtype in SINGLE)
-        table.set("guides_fp32_frac", fp32)
+        fp32 = [row for row in view.rows if row.kind in MATRIX and row.dtype in SINGLE]
+        table.set("fp32_conv_frac", sum(row.time_us for row in fp32) / view.device_us)
+        table.set("guides_fp32_frac", sum(row.time_us for row in fp32 if view.profile.guided(row)) / view.device_us)
     else:
-        table.miss("guides_fp32_frac", "the trace holds no dtypes")
-    if known:
-        table.set("fp32_conv_frac", view.share(lambda row: row.kind in MATRIX and row.dtype in SINGLE))
-    else:
-        table.miss("fp32_conv_frac", "the trace holds no dtypes")
+        for name in ("fp32_conv_frac", "guides_fp32_frac"):
+            table.miss(name, "the trace holds no dtypes")
     if view.on_gpu and known:
         table.set("fp64_frac", view.share(lambda row: row.dtype == "fp64"))
     if matrix <= 0:

@@ -61,7 +61,7 @@ _PREDICTORS: dict[str, Predictor] = {
     "cuda_graphs": launch.cuda_graphs,
     "gradient_stream": launch.gradient_stream,
 }
-# What reaches models that run without gradients, too: flags of the process.
+# What reaches models that run without gradients: flags of the process, and what is for them.
 _EVERYWHERE = frozenset(("tf32", "cudnn_benchmark", "guides_bf16"))
 _NEEDS_GPU = frozenset(
     (

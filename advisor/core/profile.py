@@ -154,9 +154,8 @@ class ModelFacts:
     """What the script trains and how, read from live objects without changing them."""
 
     roots: tuple[str, ...] = ()  # class names of the modules the script calls itself and that own parameters
-    guides: tuple[
-        str, ...
-    ] = ()  # names of modules called in every step without gradients, as their rows' modules begin
+    # Names of modules called in every step without gradients, as their rows' modules begin.
+    guides: tuple[str, ...] = ()
     parameters: int = 0
     module_counts: dict[str, int] = field(default_factory=dict)  # class name → how many
     convs: tuple[ConvFact, ...] = ()

@@ -112,7 +112,7 @@ class TraceCollector:
         self.notes: list[str] = []
         self._compiled, self._lasting = compiled, lasting
         self._cuda = _cuda_usable(device)
-        self._annotator = Annotator((*training.roots, *training.guides) if training is not None else ())
+        self._annotator = Annotator(training.models if training is not None else ())
         self._profile: autograd_profiler.profile | None = None
         self._anchors: list[tuple[int, int]] = []  # (CLOCK_REALTIME, perf_counter) at the mark of `start`, in ns
         self._dram: Any = None

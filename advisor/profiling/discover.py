@@ -204,7 +204,7 @@ class Discovery:
 
     def _name(self, module: torch.nn.Module) -> str:
         name = type(inner(module)).__name__
-        taken = {root.name for root in (*self.training.roots, *self.training.guides)}
+        taken = {root.name for root in self.training.models}
         numbered, count = name, 1
         while numbered in taken:
             count += 1
@@ -401,8 +401,7 @@ class Discovery:
             return  # a loss, or a preprocessing module
         self.watcher.last_root = id(module)
         if not infers:
-            self.watcher.current.shapes.extend(_shapes(args, kwargs))
-            self.watcher.current.elements += _elements(args, kwargs)
+            self._note_inputs(args, kwargs)
         self._trains[id(module)] = module.training
         self._calls.append(_Call(module, args, kwargs, output, threading.get_ident()))
         if self.training.keep_gradients:
@@ -508,10 +507,14 @@ class Discovery:
             return
         self._root_calls += 1
         watcher.last_root = id(module)
-        watcher.current.shapes.extend(_shapes(args, kwargs))
-        watcher.current.elements += _elements(args, kwargs)
+        self._note_inputs(args, kwargs)
         if self.training.keep_gradients:
             self._record(root, args, kwargs, output)
+
+    def _note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        interval = self.watcher.current
+        interval.shapes.extend(_shapes(args, kwargs))
+        interval.elements += _elements(args, kwargs)
 
     def _record(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         root.args, root.kwargs, root.output = args, kwargs, output

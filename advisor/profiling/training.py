@@ -63,3 +63,8 @@ class Training:
     keep_gradients: bool = False
     # The boundary handlers run inside the user's last `Optimizer.step()` of a step, in order of registration.
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
+
+    @property
+    def models(self) -> tuple[RootModule, ...]:
+        """Roots and guides: all that has a name."""
+        return (*self.roots, *self.guides)

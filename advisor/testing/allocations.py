@@ -65,7 +65,7 @@ def watch(live: LiveStep) -> Allocations | None:
     was seen. The profiler is off and the annotations are gone afterwards, also when the step raises."""
     if _profiler_enabled():
         return None
-    annotator = Annotator((*live.training.roots, *live.training.guides))
+    annotator = Annotator(live.training.models)
     profile = autograd_profiler.profile(use_kineto=True, profile_memory=True)
     device = live.training.device
     on_gpu = device.type == "cuda"

@@ -23,6 +23,7 @@ class LiveStep:
         copy = Training(
             device=training.device,
             roots=list(training.roots),
+            guides=list(training.guides),
             optimizers=list(training.optimizers),
             scalers=list(training.scalers),
             loaders=list(training.loaders),

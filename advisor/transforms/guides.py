@@ -16,7 +16,7 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.profiling.training import RootModule, Training
 from advisor.transforms.autocast import AutocastBf16
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.channels_last import ChannelsLast
@@ -38,36 +38,30 @@ class GuidesBf16(Transform):
         reason = AutocastBf16().device_refuses(training.device, parameters)
         if reason:
             return Match(applies=False, reason=reason)
-        sites, unmatched = [], []
-        for guide in training.guides:
-            alone = dataclasses.replace(training, roots=[guide])
-            floating = {p.dtype for p in parameters_of(alone) if p.is_floating_point()}
-            if floating != {torch.float32}:
-                unmatched.append(f"{guide.name}: its parameters are not all fp32")
-            else:
-                sites.append(guide.name)
+        sites = tuple(guide.name for guide in training.guides if _is_fp32(training, guide))
+        unmatched = tuple(
+            f"{guide.name}: its parameters are not all fp32" for guide in training.guides if guide.name not in sites
+        )
         reason = "" if sites else "; ".join(unmatched) or "no model runs without gradients in every step"
-        return Match(applies=bool(sites), reason=reason, sites=tuple(sites), unmatched=tuple(unmatched))
+        return Match(applies=bool(sites), reason=reason, sites=sites, unmatched=unmatched)
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        names = self.match(training, parameters).sites
-        silent = dataclasses.replace(training, roots=[g for g in training.guides if g.name in names])
+        silent = _with_roots(training, [guide for guide in training.guides if _is_fp32(training, guide)])
         with all_or_nothing() as undo:
             undo.push(ChannelsLast().apply(silent, {}).run)
             undo.push(AutocastBf16().apply(silent, {}).run)
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        silent = dataclasses.replace(training, roots=training.guides)
-        on = [module for module in targets(silent) if ForwardStack.of(module).get(AUTOCAST) is not None]
-        if not on:
+        modules = targets(_with_roots(training, training.guides))
+        if not any(ForwardStack.of(module).get(AUTOCAST) for module in modules):
             return Check(passed=False, detail="no model without gradients runs under autocast")
         names = ", ".join(guide.name for guide in training.guides)
-        rows = [
-            row
-            for row in (after.kernels if after is not None else ())
-            if row.kind in ("conv", "gemm") and row.module.partition(".")[0] in {g.name for g in training.guides}
-        ]
+        rows = (
+            [row for row in after.kernels if row.kind in ("conv", "gemm") and after.guided(row)]
+            if after is not None
+            else []
+        )
         total = sum(row.time_us for row in rows)
         if not total:
             return Check(passed=True, detail=f"{names} under bf16 autocast")
@@ -77,3 +71,13 @@ class GuidesBf16(Transform):
             detail=f"{percent_text(share)} of convolution and product time of {names} is bf16",
             numbers={"half_frac": share},
         )
+
+
+def _with_roots(training: Training, roots: list[RootModule]) -> Training:
+    """The same training as changes of the model see it, with these for its models."""
+    return dataclasses.replace(training, roots=roots)
+
+
+def _is_fp32(training: Training, guide: RootModule) -> bool:
+    parameters = parameters_of(_with_roots(training, [guide]))
+    return {p.dtype for p in parameters if p.is_floating_point()} == {torch.float32}

@@ -36,7 +36,7 @@ MORE_TURNS = (2, 3)
 # A change that was chosen for its prediction is hardly ever slower by as much: with cuDNN's algorithms chosen by timing a step took 2.51 ms
 # in a run beside other programs, 2.16 without; a minute later 2.00 and 2.21.
 MUCH_SLOWER = 0.05
-# Of what was kept with others, for one of them to stay where fresh runs leave open whether the whole is slower without it.
+# The share of `min_gain` that one of several changes kept together has to seem to save, to stay where fresh runs leave it open.
 LOOKS_FASTER = 0.25
 
 

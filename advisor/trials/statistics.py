@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from statistics import variance
 
 from advisor.core.findings import Interval
 from advisor.core.student import t_quantile
@@ -295,11 +296,9 @@ def process_speedup(
     logs = [[[math.log(m) for m in block_centres(steps, means=means)] for steps in arm if steps] for arm in arms]
     if any(sum(map(len, arm)) < 2 for arm in logs):
         return None
-    lost = 1.0
-    if alike:
-        lost = _without_course([process for arm in logs for process in arm])
+    lost = _without_course([process for arm in logs for process in arm]) if alike else 1.0
     centres = [[math.fsum(p) / len(p) for p in arm] for arm in logs]
-    apart = [_variance(arm) for arm in centres]
+    apart = [variance(arm) if len(arm) > 1 else None for arm in centres]
     known = [v for v in apart if v is not None]
     differences, errors, counts = [], [], []
     for arm, middles, between in zip(logs, centres, apart, strict=True):
@@ -330,14 +329,6 @@ def _without_course(processes: Sequence[list[float]]) -> float:
     for process in processes:
         process[:] = [m - c for m, c in zip(process, course, strict=True)]
     return count / (count - 1)
-
-
-def _variance(values: Sequence[float]) -> float | None:
-    """None for fewer than two."""
-    if len(values) < 2:
-        return None
-    mean = math.fsum(values) / len(values)
-    return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
 
 
 def block_centres(steps: Sequence[float], *, means: bool = False, blocks: int = 6) -> list[float]:

@@ -77,8 +77,10 @@ def autocast(dtype: str) -> Predictor:
         host = casts * OP_HIGH_US if view.on_gpu else 0.0
         basis = (
             f"{share(view, matrix, step)} at the measured {dtype} rate of {rates[dtype]:.3g} TFLOP/s; "
-            f"half the bytes for {share(view, streamed, step)}; casts of {facts.parameters / 1e6:.1f} M parameters added"
+            f"half the bytes for {share(view, streamed, step)}"
         )
+        if weights:
+            basis += f"; casts of {facts.parameters / 1e6:.1f} M parameters added"
         return Change(
             worst=Saving(device_us=worst - cast, host_us=-host),
             best=Saving(device_us=best - cast),
@@ -93,8 +95,7 @@ def guides(view: View, step: Step, parameters: Mapping[str, str]) -> Change | No
     facts = replace(view.profile.model, autocast="", channels_last=True, parameters=0)
     rows = (replace(row, layout="nhwc") if row.kind == "conv" else row for row in view.of_guides().rows)
     silent = replace(view, profile=replace(view.profile, model=facts), rows=tuple(rows))
-    change = autocast("bf16")(silent, step, parameters)
-    return None if change is None else replace(change, basis=change.basis.partition("; casts")[0])
+    return autocast("bf16")(silent, step, parameters)
 
 
 def _half_matrix(view: View, row: KernelRow, dtype: str, ratio: float) -> tuple[float, float]:

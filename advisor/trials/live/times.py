@@ -92,11 +92,11 @@ class Times:
         arm.means.append(0.0)
         arm.walls.append(part.wall_us)
         arm.put(len(arm.seen) - 1, part.step_us)
-        arms = (self.off, self.on)
-        before, self.exponent = self.exponent, sizes.exponent([each.seen for each in arms])
-        usual = sizes.usual([each.seen for each in arms]) if self.exponent else 0.0
+        seen = [self.off.seen, self.on.seen]
+        before, self.exponent = self.exponent, sizes.exponent(seen)
+        usual = sizes.usual(seen) if self.exponent else 0.0
         if before or self.exponent:
-            for each in arms:
+            for each in (self.off, self.on):
                 for position, one in enumerate(each.seen):
                     each.put(position, sizes.at_size(one, self.exponent, usual))
         self.bursty += bursty(sizes.at_size(part, self.exponent, usual))

@@ -65,17 +65,18 @@ class Gate:
         """Record the coming step's root calls, and with `guides` those of models that run without gradients."""
         self.release()
         kind = self.training.device.type
-        for root in self.training.roots:
-            # How autocast stands is known only at the call itself.
-            def note(module: Any, args: Any, kwargs: Any) -> None:
-                self._autocast[id(module)] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
+        # How autocast stands is known only at the call itself.
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            self._autocast[id(module)] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+        for root in self.training.roots:
             self._hooks.append(root.module.register_forward_pre_hook(note, with_kwargs=True))
         for guide in self.training.guides if guides else ():
 
             def keep(module: Any, args: Any, kwargs: Any, guide: RootModule = guide) -> None:
                 if not torch.is_grad_enabled():
-                    self._autocast[id(module)] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                    note(module, args, kwargs)
                     # Copies: the script may go on to change its batch in place.
                     self._silent[id(module)] = guide, *pytree.tree_map(copied, (args, kwargs))
 

@@ -11,7 +11,7 @@ from loops import ConvNet, make_loop
 from torch import nn
 
 from advisor.core.findings import Semantics
-from advisor.core.profile import KernelRow, StepProfile
+from advisor.core.profile import KernelRow, ModelFacts, StepProfile
 from advisor.profiling.training import RootModule
 from advisor.transforms import registry
 from advisor.transforms.channels_last import ChannelsLast
@@ -109,7 +109,7 @@ def profile_of(*dtypes: str) -> StepProfile:
             zip(("ConvNet#2.conv1", "ConvNet#2.conv2", "ConvNet.conv1"), dtypes, strict=True)
         )
     )
-    return dataclasses.replace(blank(), kernels=rows)
+    return dataclasses.replace(blank(), kernels=rows, model=ModelFacts(guides=("ConvNet#2",)))
 
 
 def blank() -> StepProfile:
