@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import statistics
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
+from advisor.profiling import heap
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import graph_breaks
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
@@ -289,9 +289,8 @@ def _graphed(modules: list[nn.Module]) -> bool:
 
 def _has_average() -> bool:
     """Whether an averaged copy of the weights is kept; by class name, as most people write their own."""
-    everything = gc.get_objects()
-    named = {kind for kind in {type(found) for found in everything} if _AVERAGED.search(kind.__name__)}
-    return bool(named) and any(type(found) in named and _holds_tensors(found) for found in everything)
+    named = [kind for kind in heap.classes() if _AVERAGED.search(kind.__name__)]
+    return any(_holds_tensors(found) for found in heap.living(named))
 
 
 def _holds_tensors(found: Any) -> bool:

@@ -14,7 +14,6 @@ of the script's step (a `next(iter(loader))` each time) and does not count.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections import Counter, deque
@@ -27,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from advisor.profiling import annotate, stop
+from advisor.profiling import annotate, heap, stop
 from advisor.profiling.compiles import compiled_graphs
 from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
@@ -543,14 +542,10 @@ def living_optimizers() -> list[torch.optim.Optimizer]:
 
     Torch's hooks do not reach a wrapper that never ran `Optimizer.__init__` (Accelerate's): the one inside is told.
     """
-    base = torch.optim.Optimizer
-    # type(), not isinstance(): asking an object for its __class__ may run the user's code.
     return [
         found
-        for found in gc.get_objects()
-        if base in type(found).__mro__
-        and getattr(type(found).step, "hooked", False)
-        and getattr(found, "param_groups", None)
+        for found in heap.living(heap.classes(torch.optim.Optimizer))
+        if getattr(type(found).step, "hooked", False) and getattr(found, "param_groups", None)
     ]
 
 

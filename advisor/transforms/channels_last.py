@@ -52,8 +52,12 @@ class ChannelsLast(Transform):
         if not sites:
             reason = "; ".join(unmatched[:3]) or "no 2-D convolution modules"
             return Match(applies=False, reason=reason, unmatched=tuple(unmatched))
-        if not any(_is_image(tensor) for root in training.roots for tensor in tensors_in((root.args, root.kwargs))):
-            return Match(applies=False, reason="no 4-D floating input was seen", unmatched=tuple(unmatched))
+        # Of three dimensions: images of a detector, which stacks them itself; NHWC weights then make its first convolution's output so.
+        seen = (tensor for root in training.roots for tensor in tensors_in((root.args, root.kwargs)))
+        if not any(tensor.dim() in (3, 4) and tensor.is_floating_point() for tensor in seen):
+            return Match(
+                applies=False, reason="no floating input of 3 or 4 dimensions was seen", unmatched=tuple(unmatched)
+            )
         return Match(applies=True, sites=tuple(sites), unmatched=tuple(unmatched))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:

@@ -24,25 +24,29 @@ _SEEDS = (101, 202, 303, 404)
 
 @dataclass(slots=True, eq=False)
 class PlainStep:
-    """One root's call without the change: its result as captured, and with the rows in another order; and its noise."""
+    """One root's call without the change: its result as captured, and with the samples in another order; and its noise."""
 
     call: Call
     saved: SavedState
     base: Result
-    rolled: Result
+    rolled: Result | None  # None: the model refuses them in another order
     target_class: str  # that a change of it may compute in
     repeats: list[Distance] = field(default_factory=list)
     noise: list[Distance] = field(default_factory=list)
     seeds: list[Distance] = field(default_factory=list)  # other random seeds, when they matter
     unusable: str = ""
 
-    def again(self, **options: Any) -> Result:
+    def again(self, *, rolled: bool = False, **options: Any) -> Result:
         """The call once more, with what is on now; options as `replay` has them."""
-        return replay(self.call, self.saved, **options)
+        return replay(self.call, self.saved, rolled=rolled and self.rolled is not None, **options)
 
-    def moved(self, **options: Any) -> Distance:
-        """How far the call is from `base` with these options; with `rolled`, from the call in that order."""
-        return distance(self.again(**options), self.rolled if options.get("rolled") else self.base)
+    def off(self, result: Result, *, rolled: bool = False) -> Distance:
+        """How far a result of `again` is from the plain call in that order."""
+        return distance(result, self.rolled if rolled and self.rolled is not None else self.base)
+
+    def moved(self, *, rolled: bool = False, **options: Any) -> Distance:
+        """How far the call is, with these options, from the plain one in that order."""
+        return self.off(self.again(rolled=rolled, **options), rolled=rolled)
 
 
 def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str, computes_in: str) -> PlainStep:
@@ -50,7 +54,7 @@ def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str,
     script_class = coarser(compute_class(saved.device, call), computes_in)
     # What the candidate's own rounding would do is the yardstick for a change of precision.
     target_class = coarser(precision, script_class) if semantics is Semantics.PRECISION else script_class
-    plain = PlainStep(call, saved, replay(call, saved), replay(call, saved, rolled=True), target_class)
+    plain = PlainStep(call, saved, replay(call, saved), _in_another_order(call, saved), target_class)
     if not finite(plain.base):
         plain.unusable = "the plain step has NaN or infinite gradients itself"
         return plain
@@ -67,3 +71,10 @@ def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str,
         with contextlib.suppress(RuntimeError):  # a model with half-precision casts of its own cannot run without
             plain.noise.append(distance(plain.base, plain.again(autocast=False)))
     return plain
+
+
+def _in_another_order(call: Call, saved: SavedState) -> Result | None:
+    try:
+        return replay(call, saved, rolled=True)
+    except Exception:  # the model's own: what it asks of its inputs, another order does not have
+        return None

@@ -50,7 +50,7 @@ def replay(
 ) -> Result:
     """Run one root forward and backward from the saved state.
 
-    jitter: move weights and inputs by this relative amount. rolled: the batch's rows in another order. lift: output
+    jitter: move weights and inputs by this relative amount. rolled: the batch's samples in another order. lift: output
     gradients times this power of two, parameter gradients back down. reseed: another random state.
     """
     saved.restore(buffers_only=not jitter)
@@ -59,7 +59,7 @@ def replay(
     module = call.root.module
     args, kwargs, grads = call.args, call.kwargs, call.grads
     if rolled:
-        args, kwargs = pytree.tree_map(_rolled, (args, kwargs))
+        args, kwargs = _reordered(args, kwargs)
     if jitter:
         generator = torch.Generator().manual_seed(seed)
         args, kwargs = pytree.tree_map(lambda leaf: _jittered(leaf, jitter, generator), (args, kwargs))
@@ -160,11 +160,39 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
+def _reordered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The samples in another order: those of lists, as detectors take images and boxes, or the rows of all tensors."""
+    inputs = (list(args), kwargs)
+    counts: set[int] = set()
+    pytree.tree_map(lambda node: counts.add(len(node)) if _samples(node) else None, inputs, is_leaf=_samples)
+    if not counts:
+        moved = pytree.tree_map(_rolled, inputs)
+    else:
+        moved = pytree.tree_map(lambda node: _turned(node, counts), inputs, is_leaf=_samples)
+    return tuple(moved[0]), moved[1]
+
+
+def _samples(node: Any) -> bool:
+    """A list with an image, or a dict of what is known of one, for each sample."""
+    if (type(node) is not tuple and type(node) is not list) or len(node) < 2:
+        return False
+    if all(type(part) is dict for part in node):
+        return len({frozenset(part) for part in node}) == 1
+    return all(isinstance(part, torch.Tensor) and part.dim() == 3 and part.size(0) == node[0].size(0) for part in node)
+
+
+def _turned(node: Any, counts: set[int]) -> Any:
+    if isinstance(node, (list, tuple)):
+        return type(node)([node[-1], *node[:-1]])
+    return _rolled(node) if isinstance(node, torch.Tensor) and node.dim() and node.size(0) in counts else node
+
+
 def _rolled(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return leaf
     with torch.no_grad():
-        other = torch.roll(leaf, 1, 0) if leaf.size(0) > 1 else leaf.flip(-1)
+        # An image alone is mirrored. What is no image is as it was: a box's corners have an order.
+        other = torch.roll(leaf, 1, 0) if leaf.size(0) > 1 else leaf.flip(-1) if leaf.dim() > 2 else leaf
         return torch.empty_like(leaf).copy_(other).requires_grad_(leaf.requires_grad)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from advisor.profiling import graphs
+from advisor.profiling import graphs, heap
 
 
 class Graph:
@@ -33,5 +33,5 @@ def test_a_captured_graph_is_seen_while_it_lives_whoever_holds_it():
 
 def test_without_cuda_nothing_is_looked_through(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(graphs.gc, "get_objects", lambda: pytest.fail("looked through all objects"))
+    monkeypatch.setattr(heap, "living", lambda kinds: pytest.fail("looked through all objects"))
     assert not graphs.alive()

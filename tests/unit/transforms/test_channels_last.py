@@ -98,6 +98,28 @@ def test_it_says_where_it_does_not_apply() -> None:
     assert loop.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+class Stacking(ConvNet):
+    """Takes its images one by one, as detectors do."""
+
+    def forward(self, images):
+        return super().forward(torch.stack(list(images)))
+
+
+def test_a_model_that_stacks_its_images_itself_computes_in_nhwc() -> None:
+    loop = make_loop(model=Stacking)
+    root = loop.training.roots[0]
+    root.args = (list(root.args[0]),)
+    transform = ChannelsLast()
+    assert transform.match(loop.training, {}).applies
+    transform.apply(loop.training, {})
+    seen = []
+    loop.model.conv2.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    loop.step()
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    root.args = (torch.zeros(4, dtype=torch.long),)
+    assert "3 or 4 dimensions" in transform.match(loop.training, {}).reason
+
+
 def test_no_effect_is_seen_as_such(profile) -> None:
     loop = make_loop()
     transform = ChannelsLast()
