@@ -148,6 +148,7 @@ def launch(
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
+    ahead: Callable[[], subprocess.Popen[Any] | None] | None = None,
 ) -> Exit:
     """Write the session's orders, run the command to its end, and pass on what it tells.
 
@@ -156,6 +157,7 @@ def launch(
         timeout_s: end the child and all its descendants after this time.
         environment: variables to set beside the inherited ones.
         output: append the child's stdout and stderr to this file; None leaves both untouched.
+        ahead: gives, once the orders lie ready, a process of the command that was started ahead of them (relay.py), if there is one.
 
     Returns:
         How the child ended. On an exception, of `on_progress` too, the child's tree is ended first.
@@ -164,16 +166,16 @@ def launch(
         AdvisorError: when the run folder cannot be written or the command cannot be started.
     """
     folder = session.folder
+    progress = _Progress(folder / PROGRESS_FILE)
+    started = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         storage.save(folder / SESSION_FILE, session)
         stream = open(output, "ab") if output is not None else None  # noqa: SIM115
     except OSError as error:
         raise AdvisorError(f"cannot write to {folder} ({error.strerror})", fix="Name another folder with -o.") from None
-    progress = _Progress(folder / PROGRESS_FILE)
-    started = time.monotonic()
     try:
-        child = subprocess.Popen(
+        child = (ahead() if ahead is not None else None) or subprocess.Popen(
             command.argv,
             env=child_environment(command, session, environment or {}),
             stdout=stream,

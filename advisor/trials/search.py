@@ -19,8 +19,8 @@ from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import TrialLog
-from advisor.profiling import launcher
 from advisor.profiling.launcher import ScriptCommand
+from advisor.profiling.relay import Relay
 from advisor.trials import planfile, planner, records, spent
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.files import owners, restore
@@ -46,7 +46,7 @@ def apply_search(
     profiled_s: float = 0.0,
     run_dir: Path,
     say: Say,
-    launch: Launch = launcher.launch,
+    launch: Launch | None = None,
 ) -> tuple[TrialLog, Plan, int]:
     """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
 
@@ -67,7 +67,8 @@ def apply_search(
     started = time.time()
     owners.hold(run_dir)
     budget = Budget.from_now(max_time_s, profile)
-    script = Script(command, run_dir, launch, say)
+    relay = Relay()
+    script = Script(command, run_dir, launch or relay, say)
     runs = FreshRuns(script, budget.trial_s)
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
     skipped: dict[object, str] = {}
@@ -105,6 +106,8 @@ def apply_search(
     except Exception as raised:
         script.failed, error = True, raised
         script.notes.append(f"the search ended with an error: {raised}")
+    finally:
+        relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
     for candidate in records.untried(run_dir, rounds.known):
         reason = skipped.get(records.attempt(candidate)) or _why_open(script)

@@ -19,6 +19,9 @@ _HELPERS = ("multiprocessing.spawn", "multiprocessing.forkserver", "multiprocess
 # Programs that start training processes and do not train themselves.
 _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "pip", "uv")
 
+_standby = os.environ.pop("ADVISOR_STANDBY", "")  # what relay.py has set: a handle, and modules
+_guard: Any = None  # of the script's files, in a search
+
 
 def _say(text: str) -> None:
     try:  # noqa: SIM105
@@ -130,8 +133,32 @@ def _await_group(attached: int = 0) -> None:
 
 
 def _attach_here() -> None:
+    if _standby:
+        _wait_for_orders(*_standby.split(","))
     _attach()
     _await_group(os.getpid())
+
+
+def _wait_for_orders(handle: str, *modules: str) -> None:
+    """Started ahead of its orders (relay.py), this process imports what it will need, and waits until they lie ready."""
+    from importlib import import_module
+
+    try:
+        _make_importable()
+        for name in modules:
+            import_module(name)
+    except Exception:
+        pass  # whoever needs it will say so
+    orders = b""
+    while not orders.endswith(b"\n"):
+        part = os.read(int(handle), 4096)
+        if not part:
+            os._exit(0)  # whoever would have given them is gone
+        orders += part
+    os.close(int(handle))
+    os.environ["ADVISOR_SESSION"] = os.fsdecode(orders[:-1])
+    if _guard is not None:
+        _guard.begin()
 
 
 def _attach(*, rank: bool = False) -> None:
@@ -151,6 +178,7 @@ def _attach(*, rank: bool = False) -> None:
 
 def _guard_files() -> None:
     """In a search: from here on, before torch or anything else of the script's is imported, its files are set aside."""
+    global _guard
     folder = os.environ.get("ADVISOR_FILES")
     if not folder or _disabled():
         return
@@ -166,7 +194,8 @@ def _guard_files() -> None:
     from importlib import import_module
     from pathlib import Path
 
-    import_module("advisor.trials.files.guard").Guard.of(Path(folder))
+    _guard = import_module("advisor.trials.files.guard").Guard.of(Path(folder))
+    _guard.waits = bool(_standby)
 
 
 def _make_importable() -> None:
@@ -205,6 +234,8 @@ try:
 finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
     try:
         _trains = _wanted()
+        if _standby and not _trains:
+            os._exit(75)  # it would not wait
         try:
             _guard_files()
         except Exception as _error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.profiling.patches import say
+from advisor.profiling.session import UNFIT
 from advisor.trials.files import journal, owners, programs
 from advisor.trials.files.journal import KEPT, SEEN
 
@@ -31,16 +32,22 @@ _CACHE_VARIABLES = (
     "XDG_CACHE_HOME",
 )
 
+# What starts a program, which may change anything.
+_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"})
+
 _inside = threading.local()  # .yes: this thread is doing advisor's own file work, for whichever guard
 
 
 class Guard:
-    """Sets files aside for one run folder, from construction until `stop`."""
+    """Sets files aside for one run folder, from construction until `stop`.
+
+    Attributes:
+        waits: until `begin` this process waits for another of the search to end, and leaves everything as it is.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.root = journal.root_of(run_dir)
-        for name in (KEPT, SEEN):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
+        self.begin()
         self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
         self._settled: set[str] = set()
         self._program_bytes = 0
@@ -57,6 +64,12 @@ class Guard:
         if folder not in _guards:
             _guards[folder] = cls(folder)
         return _guards[folder]
+
+    def begin(self) -> None:
+        """From now on the script may change files; what the process before this one has set aside is put back."""
+        self.waits = False
+        for name in (KEPT, SEEN):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
 
     def stop(self) -> None:
         """Later writes are the script's own business."""
@@ -123,6 +136,9 @@ class Guard:
             return
         _inside.yes = True
         try:
+            # What torch itself does while it is imported is no work of the script's.
+            if self.waits and "torch" not in sys.modules and self._changes(event, *args):
+                os._exit(UNFIT)
             _EVENTS[event](self, *args)
         except Exception as error:
             # Without a copy the script must not go on to destroy the file: its own open or remove fails instead.
@@ -131,6 +147,14 @@ class Guard:
             ) from error
         finally:
             _inside.yes = False
+
+    def _changes(self, event: str, *args: Any) -> bool:
+        """Whether this is more than reading, outside of caches."""
+        if event in _PROGRAMS:
+            return True
+        if event == "open" and not (isinstance(args[-1], int) and args[-1] & _WRITE):
+            return False
+        return self._absolute(args[0]) is not None
 
     def _program(self, executable: object, arguments: object, cwd: object = None, environment: object = None) -> None:
         for path in programs.named(executable, arguments, cwd, environment):
