@@ -3,7 +3,8 @@
 A process imports torch, and what every training of torch imports, before it has done anything of its own: 3 to 6 s, about half of what it
 takes to its first timed step, and a search starts some twenty. Started ahead of its orders it does that in the meantime and waits
 behind it for its turn (bootstrap/sitecustomize.py). What the script does before it imports torch is done ahead as well; where that is more
-than reading, the process ends before it does it, and the search starts its processes one by one (trials/files/guard.py).
+than reading, the process ends before it does it, and the search starts its processes one by one (trials/files/guard.py). While a short
+process times its steps nothing is imported beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from advisor.profiling import hostload
 from advisor.profiling.launcher import Exit, ScriptCommand, child_environment, end_tree, launch
 from advisor.profiling.records import SESSION_FILE
-from advisor.profiling.session import STANDBY_VARIABLE, UNFIT, Session, disabled
+from advisor.profiling.session import STANDBY_VARIABLE, TIMING_FILE, UNFIT, Session, disabled
 
 # What is imported ahead of orders. An optimizer's first call imports dynamo, half of all that is, in any case.
 AHEAD = ("torch._dynamo", "advisor.pipeline")
@@ -32,6 +33,7 @@ class Standby:
         self, command: ScriptCommand, session: Session, environment: Mapping[str, str], output: Path | None
     ) -> None:
         orders, self._orders = os.pipe()
+        self._waits = True
         variables = child_environment(command, session, environment)
         variables[STANDBY_VARIABLE] = ",".join((str(orders), *AHEAD))
         try:
@@ -40,7 +42,7 @@ class Standby:
                     command.argv, env=variables, stdout=stream, stderr=subprocess.STDOUT, pass_fds=(orders,)
                 )
         except BaseException:
-            os.close(self._orders)
+            self._close()
             raise
         finally:
             os.close(orders)
@@ -52,13 +54,18 @@ class Standby:
         except BrokenPipeError:
             pass
         finally:
-            os.close(self._orders)
+            self._close()
         return self.child if self.child.poll() is None else None
 
     def end(self) -> None:
-        """It is not wanted any more."""
+        """It is not wanted any more, if it was not taken."""
+        if self._waits:
+            self._close()
+            end_tree(self.child)
+
+    def _close(self) -> None:
+        self._waits = False
         os.close(self._orders)
-        end_tree(self.child)
 
 
 class Relay:
@@ -84,17 +91,19 @@ class Relay:
             self._next = Standby(command, session, variables, output)
 
         options = {"environment": variables, "output": output, **options}
-        if waiting is None:
-            return launch(command, session, **options)
-        ended = launch(
-            command, session, ahead=functools.partial(waiting.take, session.folder / SESSION_FILE), **options
-        )
-        if waiting.child.returncode == UNFIT:
-            self._fit = False
-            self.close()
-        if ended.code == UNFIT:
-            ended = launch(command, session, **options)
-        return ended
+        try:
+            if waiting is None:
+                return launch(command, session, **options)
+            ready = functools.partial(waiting.take, session.folder / SESSION_FILE)
+            ended = launch(command, session, ahead=ready, **options)
+            if waiting.child.returncode == UNFIT:
+                self._fit = False
+                self.close()
+            return launch(command, session, **options) if ended.code == UNFIT else ended
+        finally:
+            if waiting is not None:
+                waiting.end()
+            (session.protecting / TIMING_FILE).unlink(missing_ok=True)  # of a process that ended amid its steps
 
     def close(self) -> None:
         """The process that waits, if there is one, is ended."""

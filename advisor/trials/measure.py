@@ -15,7 +15,7 @@ import torch
 from advisor.core import storage
 from advisor.ops import nvrtc
 from advisor.profiling.attach import attach_training
-from advisor.profiling.session import Session, tell
+from advisor.profiling.session import TIMING_FILE, Session, tell
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.stop import stop
 from advisor.profiling.timing import step_times
@@ -58,6 +58,7 @@ class MeasureDriver:
         self._boundaries: list[StepEvent] = []
         self._clean = self._seen = 0
         self._written = False
+        self._timing = session.protecting / TIMING_FILE
         self._process = os.getpid()
         if watcher is not None:
             watcher.patches.on_fault.append(lambda error: stop(session, "advisor switched itself off"))
@@ -79,6 +80,9 @@ class MeasureDriver:
             return
         if self._seen <= self.session.warmup:
             return
+        if not self._boundaries:
+            with contextlib.suppress(OSError):
+                self._timing.touch()
         self._clean += bool(self._boundaries) and event.clean
         self._boundaries.append(event)
         timed_s = (event.host_ns - self._boundaries[0].host_ns) / 1e9
@@ -94,6 +98,8 @@ class MeasureDriver:
 
     def _write(self, *, complete: bool) -> None:
         self._written = complete
+        with contextlib.suppress(OSError):
+            self._timing.unlink()
         times = step_times(self._boundaries)
         on_gpu = self.training.device.type == "cuda"
         losses = [float("nan") if loss is None else float(loss) for loss in self._losses]

@@ -15,7 +15,7 @@ from advisor.core.findings import Interval
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
 from advisor.ops import nvrtc
-from advisor.profiling.session import Session
+from advisor.profiling.session import TIMING_FILE, Session
 from advisor.profiling.training import RootModule, Training
 from advisor.trials import planner, records
 from advisor.trials.kept import KeptChanges
@@ -500,6 +500,25 @@ def test_short_steps_are_timed_for_long_and_their_losses_stay_as_many(tmp_path):
     assert len(most.step_us) == 12 * MOST_FACTOR
     assert few.losses == more.losses == most.losses
     assert len(few.losses) == 8 + 12 + 1
+
+
+def test_what_is_started_ahead_can_see_when_steps_are_timed(tmp_path):
+    noted = tmp_path / "noted"
+
+    class Watched(MeasureDriver):
+        def on_step(self, event):
+            try:
+                super().on_step(event)
+            finally:
+                with open(noted, "a") as stream:
+                    stream.write("timing " if (tmp_path / TIMING_FILE).exists() else "other ")
+
+    train(Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=4, seed=7), Watched, find)
+    seen = noted.read_text().split()
+    assert seen[:8] == ["other"] * 8
+    assert seen[9:-1] == ["timing"] * (len(seen) - 10)
+    assert len(seen) > 11
+    assert seen[-1] == "other"
 
 
 def test_a_script_that_ends_before_its_steps_are_taken_leaves_what_was_timed(tmp_path):

@@ -134,12 +134,14 @@ def _await_group(attached: int = 0) -> None:
 
 def _attach_here() -> None:
     if _standby:
-        _wait_for_orders(*_standby.split(","))
+        handle, *modules = _standby.split(",")
+        _wait_for_orders(int(handle), modules)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Quiet)]
     _attach()
     _await_group(os.getpid())
 
 
-def _wait_for_orders(handle: str, *modules: str) -> None:
+def _wait_for_orders(handle: int, modules: list[str]) -> None:
     """Started ahead of its orders (relay.py), this process imports what it will need, and waits until they lie ready."""
     from importlib import import_module
 
@@ -149,16 +151,43 @@ def _wait_for_orders(handle: str, *modules: str) -> None:
             import_module(name)
     except Exception:
         pass  # whoever needs it will say so
+    if _holds_gpu():
+        os._exit(75)  # a choice that the script has yet to make, of the GPU, would come too late
     orders = b""
     while not orders.endswith(b"\n"):
-        part = os.read(int(handle), 4096)
+        part = os.read(handle, 4096)
         if not part:
             os._exit(0)  # whoever would have given them is gone
         orders += part
-    os.close(int(handle))
+    os.close(handle)
     os.environ["ADVISOR_SESSION"] = os.fsdecode(orders[:-1])
     if _guard is not None:
         _guard.begin()
+
+
+def _holds_gpu() -> bool:
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith("/dev/nvidia"):
+                return True
+        except OSError:  # the handle that the list was read from
+            pass
+    return False
+
+
+class _Quiet:
+    """A finder that finds nothing: while another process times its steps, no further module is imported."""
+
+    def __init__(self, handle: int) -> None:
+        from select import select
+
+        self._select, self._handle = select, handle
+        self._timing = os.path.join(os.environ.get("ADVISOR_FILES", ""), "timing")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        # Until orders come, or whoever would give them is gone.
+        while os.path.exists(self._timing) and not self._select([self._handle], [], [], 0.02)[0]:
+            pass
 
 
 def _attach(*, rank: bool = False) -> None:
@@ -245,6 +274,8 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
             _say(f"files are not set aside in process {os.getpid()}: {type(_error).__name__}: {_error}")
         if _trains:
             os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
+            if _standby:
+                sys.meta_path.insert(0, _Quiet(int(_standby.split(",")[0])))
             if "torch" in sys.modules:
                 _attach_here()
             else:

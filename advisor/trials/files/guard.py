@@ -136,10 +136,11 @@ class Guard:
             return
         _inside.yes = True
         try:
-            # What torch itself does while it is imported is no work of the script's.
-            if self.waits and "torch" not in sys.modules and self._changes(event, *args):
+            if not self.waits:
+                _EVENTS[event](self, *args)
+            elif "torch" not in sys.modules and self._changes(event, *args):
                 os._exit(UNFIT)
-            _EVENTS[event](self, *args)
+            # Else reading; or a temporary file of torch's, which is imported, and of which another process's search knows nothing.
         except Exception as error:
             # Without a copy the script must not go on to destroy the file: its own open or remove fails instead.
             raise OSError(

@@ -11,7 +11,7 @@ import pytest
 
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay, Standby
-from advisor.profiling.session import UNFIT, Session
+from advisor.profiling.session import TIMING_FILE, UNFIT, Session
 from advisor.trials.files import journal
 from advisor.trials.files.restore import restore
 
@@ -89,6 +89,39 @@ def test_what_changes_something_before_its_turn_does_not_come_to_it(here: Path, 
         assert relay(train, session(run_dir), output=output).code == 0
         assert len(told(output)) == 1
         assert relay._next is None, "one that is not fit to be started ahead was started ahead again"
+    finally:
+        relay.close()
+
+
+def test_nothing_is_imported_beside_steps_that_are_timed(here: Path) -> None:
+    train, run_dir, output = command(), here / "run", here / "output.log"
+    run_dir.mkdir()
+    (run_dir / TIMING_FILE).touch()
+    ahead = Standby(train, session(run_dir), {}, output)
+    maps = Path(f"/proc/{ahead.child.pid}/maps")
+    try:
+        deadline = time.monotonic() + 30
+        while "begun by" not in output.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        assert "libtorch" not in maps.read_text()
+        (run_dir / TIMING_FILE).unlink()
+        while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "libtorch" in maps.read_text()
+    finally:
+        ahead.end()
+
+
+def test_a_file_that_a_killed_process_left_holds_nobody_up(here: Path) -> None:
+    relay, run_dir, output = Relay(cores=8), here / "run", here / "output.log"
+    left = run_dir / TIMING_FILE
+    train = command(before=f"open({str(left)!r}, 'w'); os._exit(9)")
+    try:
+        assert relay(train, session(run_dir), output=output).code == 9
+        assert not left.exists()
+        left.touch()
+        assert relay(train, session(run_dir), output=output).code == 9  # orders have come: it goes on
     finally:
         relay.close()
 
