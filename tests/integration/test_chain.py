@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -70,10 +73,21 @@ def train(steps):
 """
 
 
-def advisor(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+# With cores to spare a search starts each process while the one before it runs; with two, as in CI, it does not.
+MANY_CORES = """
+from advisor.cli.main import main
+from advisor.profiling import hostload
+hostload.cpu_count = lambda: 8
+main()
+"""
+
+
+def advisor(
+    folder: Path, *words: str, start: tuple[str, str] = ("-m", "advisor"), **variables: str
+) -> subprocess.CompletedProcess[str]:
     """`advisor words` in `folder`."""
     return subprocess.run(
-        [sys.executable, "-m", "advisor", *words],
+        [sys.executable, *start, *words],
         cwd=folder,
         env=environment(**variables),
         capture_output=True,
@@ -125,7 +139,7 @@ def proved(
     (folder / "advisor-runs").mkdir()
     (folder / "first").rename(folder / "advisor-runs" / "first")
     (folder / "net.pt").write_text("weeks of training")
-    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-pairs", "3",
+    applied = advisor(folder, "apply", "--auto", "--only", "fused_optimizer", "--max-pairs", "3", start=("-c", MANY_CORES),
                       ADVISOR_LEDGER=str(folder.with_name(f"{folder.name}-ledger.jsonl")))  # fmt: skip
     return folder, applied, (before, tree(folder))
 
@@ -178,6 +192,40 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     (told,) = (json.loads(line) for line in (folder.with_name(f"{folder.name}-ledger.jsonl")).read_text().splitlines())
     assert (told["transform"], told["status"]) == ("fused_optimizer", "kept")
     assert told["predicted"]["high"] == pytest.approx(verdict["predicted"]["high"])
+
+
+@pytest.mark.long
+def test_a_search_that_is_killed_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    """At random moments of a search with a process waiting for its turn: the supervisor alone, as the system kills it."""
+    write(tmp_path, SCRIPT)
+    (tmp_path / "net.pt").write_text("weeks of training")
+    before, chance = tree(tmp_path), random.Random(146)
+    for _ in range(6):
+        words = ("apply", "--auto", "--only", "fused_optimizer", "train.py", "500")
+        supervisor = subprocess.Popen(
+            [sys.executable, "-c", MANY_CORES, *words], cwd=tmp_path, env=environment(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(chance.uniform(6, 30))
+        supervisor.kill()
+        supervisor.wait()
+        deadline = time.monotonic() + 60
+        while (left := processes_in(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+        recovered = advisor(tmp_path, "doctor", "--recover")
+        assert recovered.returncode == 0, recovered.stderr
+        assert tree(tmp_path) == before
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of the processes whose working directory this is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink() == folder:
+                found.append((process / "cmdline").read_text())
+    return found
 
 
 def test_run_trains_to_the_end_and_the_checkpoint_is_the_plain_scripts(proved) -> None:
