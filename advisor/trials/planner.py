@@ -21,6 +21,7 @@ from advisor.transforms import registry
 
 NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
 HALF = frozenset({"amp_bf16", "amp_fp16"})
+LAYOUT = "channels_last"
 GRAPHS = "cuda_graphs"
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
@@ -28,8 +29,8 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"defer_sync", "set_to_none"}),
     frozenset({"tf32"}),
     # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
-    # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms), and what loses is not tried again.
-    frozenset({"channels_last"}),
+    # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms).
+    frozenset({LAYOUT}),
     # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
     frozenset({*NORMS, "conv_bias"}),
     HALF,
@@ -171,6 +172,26 @@ def hidden_alone(members: Sequence[Recommendation], verdict: Verdict, min_gain: 
     return tuple(m for m in members if m.predicted is not None and m.predicted.high < min_gain + noise)
 
 
+def layout_with_half(verdicts: Sequence[Verdict], candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+    """NHWC and half precision, where neither was kept by itself though right and in effect: to be tried as one.
+
+    In fp32 some convolutions are slower in NHWC, and in 16 bits PyTorch's norms and cuDNN's turning of tensors take in NCHW what the products gain:
+    each may cost what both together gain.
+    """
+    seen = {(identity(v), v.round): v for v in verdicts}
+    pair: list[Recommendation] = []
+    for names in ({LAYOUT}, HALF):
+        if any(v.status == "kept" and v.transform in names for v in verdicts):
+            return ()
+        tried = ((c, seen.get((identity(c), c.round))) for c in candidates if c.transform in names and not c.parameters)
+        lost = [c for c, v in tried if v is not None and _right_but_slow(v)]
+        if not lost:
+            return ()
+        pair.append(lost[0])
+    kept = {v.transform for v in verdicts if v.status == "kept"}
+    return () if any(kept & set(c.conflicts) for c in pair) else tuple(pair)
+
+
 def left_open(
     verdicts: Sequence[Verdict], candidates: Sequence[Recommendation], min_gain: float
 ) -> tuple[Recommendation, ...]:
@@ -236,8 +257,8 @@ def second_look(
     """Candidates whose time may have come, in the candidates' order. The latest verdict on each counts.
 
     What was right and in effect, but not faster, before CUDA graphs were kept: half precision gains nothing while the host's
-    launches bound the step, and all it has once a graph is kept. And bundled kernels that were left out or did not win before
-    half precision was kept: they are dispatched by dtype. And what may have gained a little of a step that was much longer
+    launches bound the step, and all it has once a graph is kept. And NHWC, and bundled kernels, that were left out or did not win
+    before half precision was kept: other convolutions run then, and kernels are dispatched by dtype. And what may have gained a little of a step that was much longer
     than `step_us`, the step with all that is kept: the same time saved is a larger share of it. And, once, what may have
     gained much and was hidden by noise, as another process may be a better place; and what should gain much more of the step as it
     is profiled anew, since something else may have bound it then. What takes longer than `LONG_FIRST_STEP_US` to switch on is
@@ -255,7 +276,10 @@ def second_look(
         verdict, once = verdicts[place], turns[identity(candidate)] == 1
         return (
             (place < graphs and _right_but_slow(verdict))
-            or (place < half and _of_another_dtype(verdict))
+            or (
+                place < half
+                and (_of_another_dtype(verdict) or (verdict.transform == LAYOUT and _right_but_slow(verdict)))
+            )
             or _of_a_longer_step(verdict, step_us)
             or (once and (_hidden(verdict) or _promises_more(candidate, verdict)))
         )

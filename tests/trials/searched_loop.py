@@ -216,6 +216,16 @@ class Device(Balanced):
     id, title = "device", "another change of the tests"
 
 
+class Layout(Balanced):
+    """Costs a little alone, as does half precision, and both together save much."""
+
+    id, of_the_wait = "channels_last", (1.0, 1.1, 0.4)
+
+
+class HalfInLayout(Layout):
+    id, title = "amp_bf16", "another change of the tests"
+
+
 class FasterStill(Waits):
     id, factor, conflicts = "faster_still", 0.1, ("faster",)
 

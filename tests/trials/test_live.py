@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from searched_loop import CHANGES, DoesNotApply, Net, Waits, candidates, find, train
+from searched_loop import CHANGES, DoesNotApply, HalfInLayout, Layout, Net, Waits, candidates, find, train
 
 from advisor.core import storage
 from advisor.core.findings import Interval
@@ -210,6 +210,20 @@ def test_what_noise_leaves_open_is_tried_as_one_behind_the_others(tmp_path, monk
     assert (host.together, device.together) == (("device",), ("host",))
     assert host.timing.numbers["gain"] == pytest.approx(0.4 * 50 / 52, abs=0.05)
     assert list(verdicts) == ["host", "device", "slower"]  # those of their own trials have gone
+
+
+def test_layout_and_half_precision_that_lose_apart_are_tried_as_one(tmp_path, monkeypatch):
+    monkeypatch.setitem(CHANGES, "channels_last", Layout)
+    monkeypatch.setitem(CHANGES, "amp_bf16", HalfInLayout)
+    verdicts, reason = search(tmp_path, "channels_last", "amp_bf16", "slower")
+    assert reason == "search done"
+    layout, half = verdicts["channels_last"], verdicts["amp_bf16"]
+    assert (layout.status, half.status, verdicts["slower"].status) == ("kept", "kept", "reverted")
+    assert (layout.together, half.together) == (("amp_bf16",), ("channels_last",))
+    assert layout.timing.numbers["gain"] == pytest.approx(0.6 * 50 / 52, abs=0.05)
+    assert [name for _, name, _ in told(tmp_path, "trial")] == [
+        "channels_last", "amp_bf16", "channels_last + amp_bf16", "slower",
+    ]  # fmt: skip
 
 
 @pytest.mark.long

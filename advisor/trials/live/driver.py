@@ -135,7 +135,7 @@ class SearchDriver:
             if waiting and self._out_of_time():
                 late = True
                 break
-            members = self._bundle(waiting) if waiting else left_open
+            members = self._pair() or (self._bundle(waiting) if waiting else left_open)
             candidate = planner.as_one(members) if members else waiting.pop(0)
             if self.loop.host_bound and self._graphs_may_tell(candidate, waiting):
                 self._postpone(candidate, "the host's launches bound the step", 0.0, waiting)
@@ -263,14 +263,22 @@ class SearchDriver:
         return members if len(members) > 1 and planner.as_one(members).transform not in known else ()
 
     def _left_open(self) -> tuple[Recommendation, ...]:
-        """What noise has left open, each by itself, to be tried as one, once, behind everything else."""
+        """What is to be tried as one, once, behind everything else: what noise has left open, each by itself."""
         if self._out_of_time():
             return ()
         verdicts = self.loop.verdicts()
-        members = planner.left_open(verdicts, self.session.candidates, self.session.min_gain)
-        live = all(self.loop.find(m.transform).live for m in members)
-        tried = bool(members) and planner.as_one(members).transform in {v.transform for v in verdicts}
-        return () if tried or not live else members
+        return self._pair() or self._once(planner.left_open(verdicts, self.session.candidates, self.session.min_gain))
+
+    def _pair(self) -> tuple[Recommendation, ...]:
+        """Layout and half precision, once, where neither was kept alone."""
+        return self._once(planner.layout_with_half(self.loop.verdicts(), self.session.candidates))
+
+    def _once(self, members: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+        """These, if they can be switched in the loop and were not tried as one before."""
+        if not members or not all(self.loop.find(m.transform).live for m in members):
+            return ()
+        tried = {v.transform for v in self.loop.verdicts()}
+        return () if planner.as_one(members).transform in tried else tuple(members)
 
     def _out_of_time(self) -> bool:
         return 0 < self.session.deadline_unix_s <= time.time()

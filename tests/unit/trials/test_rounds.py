@@ -120,13 +120,13 @@ def forget(script: Script) -> None:
 
 
 def test_a_second_round_finds_what_the_first_could_not(script) -> None:
-    script.status = {"amp_bf16": "kept", "channels_last": "reverted", "fused_layer_norm": "kept"}
+    script.status = {"amp_bf16": "kept", "prefetch": "reverted", "fused_layer_norm": "kept"}
     # Again among the recommendations: what is kept, what was reverted. Neither is tried once more for that.
-    script.anew = [[candidate("fused_layer_norm", 0.4), candidate("amp_bf16"), candidate("channels_last")], []]
-    log, verdicts = apply(script, candidate("amp_bf16"), candidate("channels_last"))
+    script.anew = [[candidate("fused_layer_norm", 0.4), candidate("amp_bf16"), candidate("prefetch")], []]
+    log, verdicts = apply(script, candidate("amp_bf16"), candidate("prefetch"))
     assert {key: v.status for key, v in verdicts.items()} == {
         ("amp_bf16", 1): "kept",
-        ("channels_last", 1): "reverted",
+        ("prefetch", 1): "reverted",
         ("fused_layer_norm", 2): "kept",
     }
     assert script.modes() == ["search", "profile", "search"]
@@ -135,7 +135,7 @@ def test_a_second_round_finds_what_the_first_could_not(script) -> None:
     assert not second.counters
     assert (second.folder.parent, second.deadline_unix_s > 0) == (script.run_dir, True)
     assert log.rounds == (
-        Round(number=1, step_us=1000.0, tried=("channels_last", "amp_bf16")),
+        Round(number=1, step_us=1000.0, tried=("prefetch", "amp_bf16")),
         Round(number=2, step_us=250.0, kept=("amp_bf16",), tried=("fused_layer_norm",), folder="round-2"),
     )
     assert any("round 2" in text and planner.title("amp_bf16") in text for text in script.said)

@@ -86,6 +86,39 @@ def test_kernels_are_not_tried_again_without_a_new_dtype_or_when_wrong() -> None
     assert kernels_again(LEFT_OUT, HALF, kept_later) == []
 
 
+def test_nhwc_that_fp32_was_slower_in_is_tried_again_in_half_precision() -> None:
+    nhwc = dataclasses.replace(SLOW, transform="channels_last", status="reverted")
+    candidates = [*CANDIDATES, Recommendation(transform="channels_last")]
+
+    def again(*verdicts: Verdict) -> list[str]:
+        return [c.transform for c in planner.second_look(verdicts, candidates)]
+
+    assert again(nhwc, HALF) == ["channels_last"]
+    assert again(HALF, nhwc) == again(nhwc, dataclasses.replace(GRAPHS, transform="tf32")) == []
+    assert again(dataclasses.replace(nhwc, numerics=BAD), HALF) == []
+    assert again(nhwc, HALF, dataclasses.replace(nhwc, status="kept")) == []
+
+
+def test_nhwc_and_half_precision_that_lose_apart_are_tried_as_one() -> None:
+    nhwc = dataclasses.replace(SLOW, transform="channels_last", status="reverted")
+    half = dataclasses.replace(SLOW, status="reverted")
+    both = [Recommendation(transform=name) for name in ("channels_last", "tf32", "amp_bf16", "amp_fp16")]
+
+    def pair(*verdicts: Verdict) -> list[str]:
+        return [c.transform for c in planner.layout_with_half(verdicts, both)]
+
+    assert pair(nhwc, half) == ["channels_last", "amp_bf16"]
+    assert pair(nhwc) == pair(half) == []
+    assert pair(dataclasses.replace(nhwc, status="kept"), half) == pair(nhwc, HALF) == []
+    assert pair(nhwc, dataclasses.replace(half, numerics=BAD)) == []
+    assert pair(nhwc, dataclasses.replace(half, numerics=BAD), dataclasses.replace(half, transform="amp_fp16")) == [
+        "channels_last",
+        "amp_fp16",
+    ]
+    assert pair(dataclasses.replace(nhwc, status="not applicable"), half) == []
+    assert pair(dataclasses.replace(nhwc, round=2), half) == []
+
+
 def open_verdict(transform: str, gain: float = 0.02, high: float = 0.05, **changes: object) -> Verdict:
     timing = Check(passed=False, detail="noise", numbers={"gain": gain})
     interval = Interval(low=-0.02, high=high, basis="6 pairs")
