@@ -47,7 +47,7 @@ class Arm:
         mean = math.fsum(steps) / len(steps)
         self.medians[at], self.means[at] = median(steps), mean
         if not math.isnan(part.wall_us):  # and on a GPU
-            self.walls[at] = part.wall_us * mean * len(steps) / math.fsum(part.step_us)
+            self.walls[at] = part.wall_us * mean * len(part.step_us) / math.fsum(part.step_us)
 
     @property
     def host_bound(self) -> bool:
@@ -92,14 +92,13 @@ class Times:
         arm.means.append(0.0)
         arm.walls.append(part.wall_us)
         arm.put(len(arm.seen) - 1, part.step_us)
-        seen = [self.off.seen, self.on.seen]
-        before, self.exponent = self.exponent, sizes.exponent(seen)
-        usual = sizes.usual(seen) if self.exponent else 0.0
+        before = self.exponent
+        self.exponent, (off, on) = sizes.levelled([self.off.seen, self.on.seen])
         if before or self.exponent:
-            for each in (self.off, self.on):
-                for position, one in enumerate(each.seen):
-                    each.put(position, sizes.at_size(one, self.exponent, usual))
-        self.bursty += bursty(sizes.at_size(part, self.exponent, usual))
+            for each, levelled in ((self.off, off), (self.on, on)):
+                for position, steps in enumerate(levelled):
+                    each.put(position, steps)
+        self.bursty += bursty((on if arm is self.on else off)[-1])
 
     def noted(self, current: InTrial) -> InTrial:
         """`current` with every whole pair."""

@@ -20,10 +20,26 @@ from advisor.trials.statistics import KEPT, Decision, median
 
 
 class Detector:
-    """A step every size of whose images is drawn for `run` steps; noise of a per cent."""
+    """A step every size of whose images is drawn for `run` steps; noise of a per cent.
 
-    def __init__(self, seed: int, run: int = 10, grows: float = 0.9, told: bool = True) -> None:
+    uneven: how far each size is off the power that steps grow by. floor: of the usual step, what the host needs for any. bursts: share of
+    steps that take three times as long.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        run: int = 10,
+        grows: float = 0.9,
+        told: bool = True,
+        uneven: float = 0.0,
+        floor: float = 0.0,
+        bursts: float = 0.0,
+    ) -> None:
         self.chance, self.run, self.grows, self.told = random.Random(seed), run, grows, told
+        self.floor, self.bursts = floor, bursts
+        off = random.Random(1000 + seed)
+        self.own = {320 + 32 * i: math.exp(off.gauss(0, uneven)) for i in range(-2, 3)}
         self.step = 0
         self.side = 320
 
@@ -34,7 +50,9 @@ class Detector:
                 self.side = 320 + 32 * self.chance.randint(-2, 2)
             self.step += 1
             pixels = self.side**2
-            times.append(1e5 * (pixels / 320**2) ** self.grows * factor * math.exp(self.chance.gauss(0, 0.01)))
+            device = (pixels / 320**2) ** self.grows * self.own[self.side] * factor
+            burst = 3.0 if self.bursts and self.chance.random() < self.bursts else 1.0
+            times.append(1e5 * max(device, self.floor) * burst * math.exp(self.chance.gauss(0, 0.01)))
             elements.append(pixels * 96 if self.told else 0)
         return Part(tuple(times), tuple(elements), math.fsum(times) / count)
 
@@ -71,8 +89,18 @@ def test_a_gain_is_found_beneath_what_sizes_hide(monkeypatch, run):
 
 
 @pytest.mark.parametrize("run", [1, 10])
-def test_nothing_is_kept_for_sizes_alone(monkeypatch, run):
-    assert kept(0.0, monkeypatch, 200, run=run) <= 2
+@pytest.mark.parametrize("odd", [{}, {"uneven": 0.06, "floor": 0.8}, {"uneven": 0.06, "bursts": 0.05}])
+def test_nothing_is_kept_for_sizes_alone(monkeypatch, run, odd):
+    assert kept(0.0, monkeypatch, 200, run=run, **odd) <= 2
+
+
+def test_a_change_that_leaves_small_images_to_the_host_is_found(monkeypatch):
+    """With it steps grow otherwise with size than without it, and no power of the size puts both at one."""
+    odd = {"uneven": 0.06, "floor": 0.8, "run": 3}
+    assert kept(0.3, monkeypatch, 40, **odd) >= 38
+    by_size = kept(0.05, monkeypatch, 40, **odd)
+    monkeypatch.setattr(sizes, "_by_size", lambda arms, scaled: scaled)
+    assert kept(0.05, monkeypatch, 40, **odd) <= by_size - 10
 
 
 def test_times_are_those_at_one_size_and_say_so(monkeypatch):
