@@ -119,7 +119,7 @@ def _cells(arm: Sequence[Part]) -> dict[int, _Cell]:
 
 
 def _middle(cell: _Cell, but: int = -1) -> float:
-    """The median, without part `but`. A mean has the host's bursts in it: 6 to 12 % of useless changes were kept for them (simulated)."""
+    """The median, without part `but`. A mean has the host's bursts in it (docs/decisions/0006)."""
     return median([us for position, part in cell.items() if position != but for us in part])
 
 
