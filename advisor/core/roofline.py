@@ -26,8 +26,3 @@ def memory_bound(environment: Environment, *, nbytes: float, flops: float, dtype
     if environment.copy_gbps <= 0 or rate <= 0:
         return True
     return nbytes / environment.copy_gbps / 1e3 >= flops / rate / 1e6
-
-
-def amdahl(share: float, factor: float) -> float:
-    """Share of the whole saved when `share` of it becomes `factor` times faster."""
-    return share * (1.0 - 1.0 / factor) if factor > 0 else 0.0

@@ -14,7 +14,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, time_text, unbroken
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
-from advisor.reporting.compare import Comparison, Delta, compare_profiles
+from advisor.reporting.compare import Comparison, Delta
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "94", "cyan": "36"}
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -404,11 +404,6 @@ def recommendations_text(
     if profile is not None:
         lines += ["", page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
     return "\n".join(lines)
-
-
-def compare_text(a: StepProfile, b: StepProfile, width: int = 100, color: bool = False) -> str:
-    """Run `b` beside run `a`: step time with an interval where it can be had, then counts, bytes and kinds."""
-    return comparison_text(compare_profiles(a, b), width, color)
 
 
 def comparison_text(comparison: Comparison, width: int = 100, color: bool = False) -> str:

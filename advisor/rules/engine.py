@@ -163,10 +163,3 @@ def _ordered(merged: dict[str, Recommendation], stages: dict[str, int]) -> tuple
         waiting.remove(chosen)
         placed.append(chosen)
     return tuple(merged[name] for name in placed)
-
-
-def gain_text(gain: Interval | None) -> str:
-    """ "10 % to 20 % of the step", or "not predicted"."""
-    if gain is None:
-        return "not predicted"
-    return f"{percent_text(gain.low)} to {percent_text(gain.high)} of the step"

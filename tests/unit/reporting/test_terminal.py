@@ -9,6 +9,7 @@ import samples
 from advisor.core.findings import Interval, Outcome
 from advisor.core.profile import StepProfile
 from advisor.reporting import terminal
+from advisor.reporting.compare import compare_profiles
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")
 
@@ -18,7 +19,7 @@ def _texts(width: int, color: bool) -> list[str]:
     return [
         terminal.profile_text(profile, findings, width, color, explain=True),
         terminal.trials_text(trials, width, color),
-        terminal.compare_text(profile, samples.cpu_run(), width, color),
+        terminal.comparison_text(compare_profiles(profile, samples.cpu_run()), width, color),
         terminal.recommendations_text(None, findings, width, color),
         terminal.profile_text(samples.cpu_run(), None, width, color),
     ]
@@ -98,7 +99,7 @@ def test_names_cannot_drive_the_terminal():
     for text in (
         terminal.profile_text(profile, findings, 80, explain=True),
         terminal.trials_text(log, 80),
-        terminal.compare_text(profile, profile, 80),
+        terminal.comparison_text(compare_profiles(profile, profile), 80),
         terminal.recommendations_text(profile, findings, 80),
     ):
         assert "\x1b" not in text
