@@ -16,6 +16,8 @@ from torch.autograd import forward_ad
 from advisor.core.errors import AdvisorError
 from advisor.ops import sources
 
+NVRTC_OF_TWO_TARGETS = (12, 9)  # the first that was seen to compile with two -arch options; 12.6 and 12.8 refuse
+
 
 @lru_cache(maxsize=1)
 def unavailable() -> str:
@@ -56,6 +58,21 @@ def transformed() -> str:
 def alone() -> bool:
     """Whether this process trains by itself: no collectives of a process group take SMs beside its kernels for long."""
     return not (distributed.is_available() and distributed.is_initialized())
+
+
+@cache
+def refused(name: str) -> str:
+    """Why the compiler here cannot take `kernels/<name>` for this GPU; empty when it can.
+
+    A source for one architecture alone names that (`sources.target`), CuPy names the GPU's behind it, and before 12.9 NVRTC takes no two.
+    """
+    if not sources.target(name):
+        return ""
+    import cupy
+
+    version: tuple[int, int] = cupy.cuda.nvrtc.getVersion()
+    found = ".".join(map(str, version))
+    return "" if version >= NVRTC_OF_TWO_TARGETS else f"compiled by NVRTC 12.9 or newer only, CuPy finds {found}"
 
 
 @cache

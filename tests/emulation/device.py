@@ -355,6 +355,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "refused", lambda name: "")
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
     for name in ("function", "sm_count", "arch", "tickets"):
         monkeypatch.setattr(nvrtc, name, getattr(device, name))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -58,3 +60,22 @@ def test_without_such_a_driver_pytorchs_own_runs(monkeypatch: pytest.MonkeyPatch
     x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
     assert api.unsupported(x, torch.zeros(64, 64, 3, 3, device="meta")) == "weight and input are on different devices"
     assert api.unsupported(x, torch.zeros(64, 64, 3, 3)) == "the driver makes no tensor maps (CUDA 12.0 and newer does)"
+
+
+@pytest.mark.parametrize("version", [(12, 8), (12, 9), (13, 0)])
+def test_a_compiler_that_takes_no_two_architectures_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    cuda = types.SimpleNamespace(nvrtc=types.SimpleNamespace(getVersion=lambda: version))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(tensor_map, "_encode", lambda: object())
+    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
+    nvrtc.refused.cache_clear()
+    try:
+        x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+        reason = api.unsupported(x, torch.zeros(64, 64, 3, 3))
+        assert reason == ("" if version > (12, 8) else "compiled by NVRTC 12.9 or newer only, CuPy finds 12.8")
+        assert nvrtc.refused("casts/cast_tensors.cu") == ""
+    finally:
+        nvrtc.refused.cache_clear()

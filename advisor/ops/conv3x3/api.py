@@ -53,7 +53,9 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
         return reason
     if weight.device != x.device:
         return "weight and input are on different devices"
-    return tensor_map.unavailable() if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+    if not alignment.is_nhwc(x):
+        return "input is not channels_last and aligned"
+    return tensor_map.unavailable() or nvrtc.refused(spec.CONV)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
