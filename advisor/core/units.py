@@ -63,6 +63,12 @@ def unbroken(text: str) -> str:
     return text.replace("n = ", "n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
+def samples_text(per_second: float) -> str:
+    """Samples a second → `0.41`, `3.2`, `9,784`: two digits at least, as a volume or a detector's batch takes seconds."""
+    digits = 2 if per_second < 0.995 else 1 if per_second < 9.95 else 0
+    return f"{per_second:,.{digits}f}"
+
+
 def count_text(value: float) -> str:
     """`1234567` → `1,234,567`; fractions keep one digit."""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"

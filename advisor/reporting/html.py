@@ -177,8 +177,8 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
             note = f"{stack.speedup_low:.2f} to {stack.speedup_high:.2f}"
         tiles.append(("Speed-up", wording.factor(stack.speedup), note))
     if stack is not None and stack.samples_per_s_plain and stack.samples_per_s_stack:
-        note = f"samples/s, {stack.samples_per_s_plain:,.0f} plain"
-        tiles.append(("Rate with the plan", f"{stack.samples_per_s_stack:,.0f}", note))
+        note = f"samples/s, {units.samples_text(stack.samples_per_s_plain)} plain"
+        tiles.append(("Rate with the plan", units.samples_text(stack.samples_per_s_stack), note))
     plain = " as written" if trials is not None else ""
     if profile.step_us is not None:
         tiles.append(
@@ -188,7 +188,7 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
     if frac is not None:
         tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {wording.duration(profile.limit_us)}"))
     if (rate := breakdown.samples_per_s(profile)) is not None and stack is None:
-        tiles.append(("Rate", f"{rate:,.0f}", "samples/s"))
+        tiles.append(("Rate", units.samples_text(rate), "samples/s"))
     nbytes, provenance = breakdown.dram_bytes(profile)
     if nbytes:
         tiles.append(("Memory traffic", units.bytes_text(nbytes), f"a step, {provenance.value}"))

@@ -7,7 +7,7 @@ from typing import Any
 from advisor.core.findings import Findings, Outcome
 from advisor.core.profile import StepProfile
 from advisor.core.storage import to_plain
-from advisor.core.units import bytes_text, count_text, counted, percent_text, time_text
+from advisor.core.units import bytes_text, counted, percent_text, samples_text, time_text
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
 
@@ -73,7 +73,7 @@ def markdown(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     lines += [f"**{cell(wording.headline(profile, findings, trials))}**", ""]
     lines += [f"- Machine: {cell(wording.machine(profile))}", f"- Step: {wording.step_sentence(profile)}"]
     if rate := breakdown.samples_per_s(profile):
-        lines.append(f"- Rate: {count_text(round(rate))} samples/s")
+        lines.append(f"- Rate: {samples_text(rate)} samples/s")
     if profile.memory.peak_allocated_bytes:
         lines.append(f"- Peak memory: {bytes_text(profile.memory.peak_allocated_bytes)}")
     if not profile.complete:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
-from advisor.core.units import bytes_text, count_text, counted, percent_text, time_text, unbroken
+from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text, unbroken
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta
@@ -126,7 +126,7 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
     s = profile.step_us
     rate = breakdown.samples_per_s(profile)
     step = f"  Step   {page.paint(wording.duration(s.median), 'bold')}"
-    lines.append(f"{step}   {wording.spread(s)}" + (f"   {count_text(round(rate))} samples/s" if rate else ""))
+    lines.append(f"{step}   {wording.spread(s)}" + (f"   {samples_text(rate)} samples/s" if rate else ""))
     frac = breakdown.limit_frac(profile)
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"
@@ -341,7 +341,7 @@ def _stack(page: _Page, log: TrialLog) -> list[str]:
             text += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
         lines.append(f"  Speed-up {page.paint(text, 'bold', style)}")
     if stack.samples_per_s_plain and stack.samples_per_s_stack:
-        rates = (count_text(round(r)) for r in (stack.samples_per_s_plain, stack.samples_per_s_stack))
+        rates = (samples_text(r) for r in (stack.samples_per_s_plain, stack.samples_per_s_stack))
         lines.append("  Rate     {} → {} samples/s".format(*rates))
     word = {True: "passed", False: "FAILED", None: "undecided"}[stack.passed]
     lines += page.wrap(f"Checks   {word}: {stack.detail}", 11, style, first=2)

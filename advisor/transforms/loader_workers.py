@@ -110,10 +110,13 @@ def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]
         item = probe(loader)
         if item.on_device:
             return "its items are on a device, which worker processes cannot share"
-        if not _forks(loader):
-            pickle.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))
     except Exception as error:  # the dataset is the script's own code
         return f"{type(error).__name__}: {error}".splitlines()[0]
+    if not _forks(loader):
+        try:
+            pickle.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))
+        except Exception as error:  # of Python's, or of the script's own __getstate__
+            return f"workers are not forked, and it cannot be pickled for them: {error}".splitlines()[0]
     ahead = wanted * int(parameters.get("prefetch_factor", _PREFETCH))
     needed = item.bytes * (loader.batch_size or 1) * ahead
     free = _shared_memory_bytes()

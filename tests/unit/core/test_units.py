@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.core.units import counted, percent_text, unbroken
+from advisor.core.units import counted, percent_text, samples_text, unbroken
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,10 @@ def test_words_after_a_number_may_go_to_the_next_line() -> None:
 
 def test_one_is_singular() -> None:
     assert (counted(0, "rule"), counted(1, "rule"), counted(1234, "rule")) == ("0 rules", "1 rule", "1,234 rules")
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(0.0412, "0.04"), (0.41, "0.41"), (0.997, "1.0"), (3.21, "3.2"), (9.97, "10"), (9783.6, "9,784")]
+)
+def test_few_samples_a_second_keep_their_digits(rate, text):
+    assert samples_text(rate) == text
