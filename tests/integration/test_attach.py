@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -520,6 +521,59 @@ def test_a_command_whose_descendant_trains(tmp_path: Path) -> None:
     assert output.endswith("after\n")
     assert "not stopped" not in output
     assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "starts",
+    [
+        "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))",
+    ],
+)
+def test_a_program_of_pythons_that_starts_the_script_is_not_taken_for_it(tmp_path: Path, starts: str) -> None:
+    write(tmp_path, LOOP + "train(1000)")
+    write(tmp_path, starts, "environment.py")
+    ended, _, run_dir = run(tmp_path, sys.executable, "environment.py", "train.py")
+    assert ended.code == 0
+    assert ended.stopped_by_advisor
+    assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
+
+
+def test_a_script_that_replaces_itself_is_still_the_script(tmp_path: Path) -> None:
+    again = "import os, sys\nif os.environ.setdefault('AGAIN', '0') == '0':\n"
+    again += "    os.environ['AGAIN'] = '1'\n    os.execv(sys.executable, [sys.executable, *sys.argv])\n"
+    write(tmp_path, again + LOOP + "train(1000)")
+    ended, _, run_dir = run(tmp_path, "train.py")
+    assert ended.code == 0
+    assert ended.stopped_by_advisor
+    assert storage.load(run_dir / STEPS_FILE, StepsRecord).complete
+
+
+def test_an_argument_that_is_the_name_of_a_launcher_is_the_scripts_own(tmp_path: Path) -> None:
+    write(tmp_path, LOOP + "train(1000)")
+    ended, _, _ = run(tmp_path, "train.py", "--backend", "deepspeed")
+    assert ended.code == 0
+    assert ended.stopped_by_advisor
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["python", "train.py", "torchrun"], "train.py"),
+        (["python", "-u", "-X", "dev", "/bin/torchrun", "train.py"], "torchrun"),
+        (["python", "-um", "accelerate.commands.launch", "train.py"], "accelerate.commands.launch"),
+        (["python", "-c", "import train", "pip"], ""),
+        (["python", "--check-hash-based-pycs=always", "train.py"], "train.py"),
+        (["python"], ""),
+    ],
+)
+def test_the_program_that_python_runs(words: list[str], program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is wanted of the bootstrap here, and so it can be run.
+    monkeypatch.delenv("ADVISOR_SESSION", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    bootstrap = runpy.run_path(str(launcher.BOOTSTRAP / "sitecustomize.py"))
+    assert bootstrap["_program"](words) == program
 
 
 @pytest.mark.long

@@ -16,9 +16,13 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE))  # the folder of the advisor package
 # What a multiprocessing helper runs with `-c`: it is a worker of a process that is attached already.
 _HELPERS = ("multiprocessing.spawn", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
-# Programs that start training processes and do not train themselves.
-_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "pip", "uv")
+# Programs, and modules run with `-m`, that start training processes and do not train themselves.
+_AGENTS = (
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch"),
+    *("deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "pip", "uv"),
+)
 
+_ME = str(os.getpid())  # kept by a script that replaces itself (`os.execv`), which then is still the one that trains
 _standby = os.environ.pop("ADVISOR_STANDBY", "")  # what relay.py has set: a handle, and modules
 _guard: Any = None  # of the script's files, in a search
 
@@ -49,7 +53,7 @@ def _wanted() -> bool:
     """Whether this process is the one that trains, or one of its ranks."""
     if not os.environ.get("ADVISOR_SESSION") or _disabled():
         return False
-    if "ADVISOR_ATTACHED" in os.environ:
+    if os.environ.get("ADVISOR_ATTACHED", _ME) != _ME:
         return False  # a subprocess of the script: a compile worker, a tool; or a rank, which shows later
     words = sys.orig_argv
     code = words[words.index("-c") + 1] if "-c" in words[:-1] else ""
@@ -57,10 +61,29 @@ def _wanted() -> bool:
         return False
     if "LOCAL_RANK" in os.environ:
         return True
-    if any(os.path.basename(word) in _AGENTS for word in words[:4]):
+    if _program(words) in _AGENTS:
+        os.environ["ADVISOR_SUPERVISOR"] = "0"  # what trains is below it
         return False
     supervisor = os.environ.get("ADVISOR_SUPERVISOR", "")
     return supervisor == "0" or supervisor == str(os.getppid())
+
+
+def _program(words: list[str]) -> str:
+    """The name of the script, or the module's; what stands behind it are the script's own words, whatever they say."""
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-X", "-W"):
+            next(rest, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word)
+        elif word[1:2] != "-" and word[-1] in "mc":
+            return next(rest, "") if word[-1] == "m" else ""
+    return ""
+
+
+def _mark() -> None:
+    """What this process starts from here on is part of its training."""
+    os.environ["ADVISOR_ATTACHED"] = _ME
 
 
 def _may_be_rank() -> bool:
@@ -133,6 +156,7 @@ def _await_group(attached: int = 0) -> None:
 
 
 def _attach_here() -> None:
+    _mark()
     if _standby:
         handle, *modules = _standby.split(",")
         _wait_for_orders(int(handle), modules)
@@ -273,7 +297,9 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
                 os._exit(3)  # an exception would be shown as a fault of Python's start
             _say(f"files are not set aside in process {os.getpid()}: {type(_error).__name__}: {_error}")
         if _trains:
-            os.environ["ADVISOR_ATTACHED"] = str(os.getpid())
+            # Of a command (`conda run`, `pipenv run`) any descendant may train: the one that imports torch.
+            if os.environ.get("ADVISOR_SUPERVISOR") != "0" or "LOCAL_RANK" in os.environ:
+                _mark()
             if _standby:
                 sys.meta_path.insert(0, _Quiet(int(_standby.split(",")[0])))
             if "torch" in sys.modules:
