@@ -385,8 +385,7 @@ class Discovery:
                 seen.convs[key].followed_by_bn = True
         if seen.autocast is None:
             kind = output.device.type if isinstance(output, torch.Tensor) else self.training.device.type
-            if torch.is_autocast_enabled(kind):
-                seen.autocast = torch.get_autocast_dtype(kind)
+            seen.autocast = _autocast(kind)
         if not outermost:
             return
         self._last_conv = None
@@ -635,8 +634,13 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_dtype(module: torch.nn.Module, value: torch.Tensor) -> torch.dtype:
-    kind = value.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return _autocast(value.device.type) or value.dtype
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """What autocast computes in on this kind of device; None where it is off, or not known at all (`meta`)."""
+    known = torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
 
 def _is_channels_last(value: torch.Tensor) -> bool:

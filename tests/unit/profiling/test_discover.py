@@ -189,6 +189,17 @@ def test_the_scripts_own_autocast_and_layout_are_told(found: Found) -> None:
     assert {conv.layout for conv in told.convs} == {"nhwc"}
 
 
+def test_a_model_called_on_the_meta_device_is_no_fault(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    copy.deepcopy(model).to("meta")(torch.empty(1, 3, 8, 8, device="meta"))  # as counters of operations do
+    train(model, optimizer, 4)
+    assert watcher.patches.fault is None
+    assert facts.model_facts(training, discovery, watcher).autocast == ""
+
+
 def test_convolutions_that_were_not_seen_go_by_registration(found: Found) -> None:
     training, watcher, _ = found
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten())
