@@ -290,6 +290,9 @@ class Discovery:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             clip = self._clip(getattr(torch.nn.utils, name))
             self._looking += [replace(torch.nn.utils, name, clip), replace(torch.nn.utils.clip_grad, name, clip)]
+        # What a `clip_grad_norm_` that the script has imported by its name calls.
+        within = self._clip(torch.nn.utils.clip_grad._clip_grads_with_norm_)
+        self._looking.append(replace(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", within))
         if torch.version.cuda is not None:
             self._looking += [
                 replace(torch.Tensor, name, self._move(getattr(torch.Tensor, name))) for name in ("to", "cuda")

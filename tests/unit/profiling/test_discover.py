@@ -11,6 +11,7 @@ import pytest
 import torch
 from pipelines import Compose, Images, Normalize, RandomHorizontalFlip, ToTensor
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -187,6 +188,18 @@ def test_the_scripts_own_autocast_and_layout_are_told(found: Found) -> None:
     assert told.channels_last
     assert {conv.dtype for conv in told.convs} == {"bf16"}
     assert {conv.layout for conv in told.convs} == {"nhwc"}
+
+
+def test_clipping_by_a_function_imported_by_its_name_is_told(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert facts.model_facts(training, discovery, watcher).grad_clipping
 
 
 def test_a_model_called_on_the_meta_device_is_no_fault(found: Found) -> None:
