@@ -674,18 +674,27 @@ def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return found
 
 
-def _first_shape(batch: Any) -> tuple[int, ...]:
-    """The shape of the first tensor with a batch dimension in nested lists, tuples and dicts; () when there is none."""
+def _first_shape(batch: Any, *, within: bool = False) -> tuple[int, ...]:
+    """The shape of the first tensor with a batch dimension in nested lists, tuples and dicts; () when there is none.
+
+    Images of many sizes come as a list of them beside their targets: that has as many samples as images.
+    """
     if isinstance(batch, torch.Tensor):
         return tuple(batch.shape)
     if isinstance(batch, dict):
         batch = tuple(batch.values())
     if isinstance(batch, (list, tuple)):
+        if within and batch and all(map(_is_image, batch)):
+            return (len(batch), *batch[0].shape)
         for part in batch[:8]:
-            shape = _first_shape(part)
+            shape = _first_shape(part, within=True)
             if shape:
                 return shape
     return ()
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] in (1, 3, 4)
 
 
 def _with_gradient(owner: Any) -> list[torch.Tensor]:
