@@ -44,7 +44,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("arch", "count", "compute capability times ten (90 for sm_90)", _GPU),
     _n("gpu_count", "count", "GPUs visible to the script"),
     _n("cpu_count", "count", "CPU cores available"),
-    _f("bf16_supported", "this device computes bf16 products faster than fp32 ones (measured)"),
+    _f("bf16_supported", "this device computes bf16 products faster than fp32 ones (measured; no GPU before Ampere)"),
     _f("torch_compile_available", "a backend compiler for torch.compile is present"),
     _f("cupy_available", "CuPy is installed, so bundled kernels can run"),
     _n("copy_gbps", "gbps", "measured copy bandwidth, read plus written"),

@@ -10,10 +10,12 @@ from dataclasses import replace
 import profiles
 import pytest
 
+from advisor import rules
 from advisor.analysis import metrics
 from advisor.analysis.launch import extent
 from advisor.analysis.predict import predict
 from advisor.analysis.view import View
+from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, StepProfile
 from advisor.core.provenance import Provenance
@@ -283,6 +285,18 @@ def test_narrow_3x3_convolutions_of_a_captured_forward_are_known_by_their_size()
     numbers(metrics(found), narrow_3x3_frac=1 / 3)
     mixed = replace(found, model=ModelFacts(convs=(*facts, profiles.conv("Net.strided", 3, (64, 64), stride=2))))
     numbers(metrics(mixed), narrow_3x3_frac=0.0)  # which of them a row is cannot be told
+
+
+def test_a_gpu_before_ampere_has_no_fast_bf16() -> None:
+    # A probe measures fp32 and fp16 there, and nothing else.
+    turing = replace(profiles.H200, gpu_name="Tesla T4", sm_arch=75, matrix_tflops={"fp32": 4.0, "fp16": 25.0})
+    table = metrics(replace(profiles.resnet50(), environment=turing))
+    assert table["bf16_supported"].value is False
+    assert "sm_75" in table["bf16_supported"].reason
+    fired = [found.rule for found in rules.evaluate(rules.load(()), table) if found.outcome is Outcome.FIRED]
+    assert "fp16-only-device" in fired
+    unmeasured = metrics(replace(profiles.resnet50(), environment=replace(profiles.H200, matrix_tflops={})))
+    assert unmeasured["bf16_supported"].value is None
 
 
 def test_strict_fp32_and_unaligned_channels() -> None:
