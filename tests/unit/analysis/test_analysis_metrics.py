@@ -350,6 +350,12 @@ def test_launch_geometry() -> None:
     table = metrics(profiles.with_rows(base, small, odd, tail))
     numbers(table, small_grid_frac=0.4, odd_block_frac=0.1, tail_wave_frac=0.5 * 0.25)
     assert table["tail_wave_frac"].provenance is Provenance.MODELLED
+    # An SM of an RTX 4090 takes 1,536 threads: 6 such blocks, and 792 of them are one whole wave of 132.
+    whole = profiles.with_rows(base, replace(tail, grid="792x1x1"))
+    ada = replace(whole, environment=replace(base.environment, sm_arch=89))
+    numbers(metrics(ada), tail_wave_frac=0.0)
+    over = profiles.with_rows(ada, replace(tail, grid="1056x1x1"))  # a wave and a third of one
+    numbers(metrics(over), tail_wave_frac=1 / 3)
 
 
 def test_communication_is_hidden_only_when_measured() -> None:
