@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from advisor.analysis.conv import FEW_CHANNELS
 from advisor.analysis.time import NO_ROWS
 from advisor.analysis.view import HALF, MATRIX, SINGLE, View, shapes_of
 from advisor.core.metrics import MetricTable
@@ -97,11 +98,17 @@ def _refused(row: KernelRow) -> bool:
 
 
 def _channels(view: View, row: KernelRow) -> tuple[int, ...]:
-    """Channels that must be aligned: of input and output; of a depthwise convolution none, as it uses no tensor cores."""
+    """Channels that must be aligned: of input and output; of a depthwise convolution none, as it uses no tensor cores.
+
+    An image's own channels are as many as they are, and libraries have kernels for them: first-convolution-slow.
+    """
     if row.kind == "conv":
         geometry = view.geometry(row)
         if geometry is None or geometry.depthwise:
             return ()
-        return (geometry.in_channels // geometry.groups, geometry.out_channels // geometry.groups)
+        out_channels = geometry.out_channels // geometry.groups
+        if geometry.in_channels <= FEW_CHANNELS:
+            return (out_channels,)
+        return (geometry.in_channels // geometry.groups, out_channels)
     matrices = [shape for shape in shapes_of(row) if len(shape) >= 2]
     return (matrices[0][-1], matrices[1][-1]) if len(matrices) >= 2 else ()

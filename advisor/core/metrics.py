@@ -165,7 +165,9 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("half_frac", "frac", "share of conv and gemm time in fp16 or bf16"),
     _n("half_rate_ratio", "count", "measured bf16 (else fp16) matrix rate over that of the precision now in use"),
     _n(
-        "unaligned_channel_frac", "frac", "share of half-precision conv and gemm time with channels not a multiple of 8"
+        "unaligned_channel_frac",
+        "frac",
+        "share of half-precision conv and gemm time with channels not a multiple of 8, those of images left out",
     ),
     _n("weight_casts", "count", "kernels a step that cast one weight or one weight's gradient each"),
     _t("autocast", "dtype of the script's own autocast, empty if none"),

@@ -201,7 +201,9 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "first_convolutions": _convs(lambda conv: conv.in_channels <= 4 and conv.groups == 1),
     "biased_convolutions": _convs(lambda conv: conv.bias and conv.followed_by_bn),
     "transposed_convolutions": _convs(lambda conv: conv.transposed),
-    "unaligned_convolutions": _convs(lambda conv: bool(conv.in_channels % 8 or conv.out_channels % 8)),
+    "unaligned_convolutions": _convs(
+        lambda conv: bool((conv.in_channels > 4 and conv.in_channels % 8) or conv.out_channels % 8)
+    ),
     "fp32_3x3_convolutions": _convs(lambda conv: conv.kernel == (3, 3) and conv.stride == (1, 1) and conv.groups == 1),
     "models": lambda p: [(1.0, name) for name in p.model.roots],
     "environment_variables": _environment,
