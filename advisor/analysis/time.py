@@ -13,6 +13,8 @@ from advisor.core.provenance import Provenance
 NO_STEP = "no step was timed"
 NO_ROWS = "no kernel or operator was traced"
 OUTLIER = 1.5  # medians; by the definition of step_outlier_frac
+# Reasons for which profiling/steps.py leaves out a step that an epoch begins with.
+EPOCH_BEGINS = ("new epoch", "evaluation")
 
 _KINDS = ("conv", "gemm", "norm", "activation", "pool", "reduce", "upsample", "concat", "dropout", "loss", "comm")
 _BY_ROW: dict[str, Callable[[KernelRow], bool]] = {
@@ -74,7 +76,10 @@ def _step(view: View, table: MetricTable) -> None:
         table.set("batch_size", batch)
     else:
         table.miss("batch_size", "no batch dimension was seen")
-    names = ("step_us", "step_spread_frac", "steps_measured", "step_outlier_frac", "samples_per_s", "limit_frac")
+    names = (
+        *("step_us", "step_spread_frac", "steps_measured", "step_outlier_frac", "epoch_frac", "samples_per_s"),
+        "limit_frac",
+    )
     table.miss("first_step_ratio", "the first step was not seen from its beginning")
     if profile.limit_us > 0:
         table.set("limit_us", profile.limit_us, Provenance.MODELLED)
@@ -94,6 +99,8 @@ def _step(view: View, table: MetricTable) -> None:
         table.set("step_outlier_frac", sum(t > OUTLIER * spread.median for t in spread.raw) / len(spread.raw))
     else:
         table.miss("step_outlier_frac", "single step times were not kept")
+    begun = sum(profile.excluded.get(reason, 0) for reason in EPOCH_BEGINS)
+    table.set("epoch_frac", begun / (spread.n + sum(profile.excluded.values())))
     if batch:
         table.set("samples_per_s", batch / spread.median * 1e6)
     else:

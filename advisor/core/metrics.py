@@ -62,6 +62,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("step_spread_frac", "frac", "(p90 - p10) / median of step time"),
     _n("steps_measured", "count", "steps that entered the median"),
     _n("step_outlier_frac", "frac", "share of steps longer than 1.5 medians"),
+    _n("epoch_frac", "frac", "share of timed steps left out as the first of an epoch or behind an evaluation"),
     _n("first_step_ratio", "count", "first step over median step"),
     _n("samples_per_s", "count", "samples per second"),
     _n("batch_size", "count", "samples per step on this rank"),

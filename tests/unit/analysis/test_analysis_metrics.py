@@ -14,11 +14,13 @@ from advisor import rules
 from advisor.analysis import metrics
 from advisor.analysis.launch import extent
 from advisor.analysis.predict import predict
+from advisor.analysis.time import EPOCH_BEGINS
 from advisor.analysis.view import View
 from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, StepProfile
 from advisor.core.provenance import Provenance
+from advisor.profiling import steps
 from advisor.resources import kernel_entries
 
 
@@ -90,6 +92,15 @@ def test_resnet50_step_and_memory() -> None:
     assert ranged["optimizer_host_frac"].value == pytest.approx(0.02)
     assert table["limit_us"].provenance is Provenance.MODELLED
     assert table["dram_frac"].reason == "needs hardware counters or NVML GPM"
+
+
+def test_short_epochs_are_told_by_the_steps_left_out() -> None:
+    base = profiles.resnet50()
+    left_out = {"new epoch": 1, "evaluation": 1, "another batch shape": 3}
+    numbers(metrics(base), epoch_frac=0.0)
+    numbers(metrics(replace(base, excluded=left_out)), epoch_frac=2 / (5 + 5))
+    # The reasons are those that the steps are left out for.
+    assert set(EPOCH_BEGINS) == {steps.EPOCH, steps.EVALUATION}
 
 
 def test_shares_and_causes_of_the_step_add_up() -> None:
