@@ -255,7 +255,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("device_allocs", "count", "cudaMalloc calls per step after warm-up", _GPU),
     _n("allocs_per_step", "count", "allocator requests per step"),
     _n("memory_growth_bytes", "bytes", "growth of allocated memory per step"),
-    _n("alloc_retries", "count", "allocator retries (cache flushed to make room)", _GPU),
+    _n("alloc_retries", "count", "allocator retries after warm-up (cache flushed to make room)", _GPU),
     _n("empty_cache_calls", "count", "torch.cuda.empty_cache calls per step", _GPU),
     # many GPUs
     _n("world_size", "count", "processes in the job"),

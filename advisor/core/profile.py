@@ -103,7 +103,7 @@ class MemoryStats:
     allocations: float = 0.0  # allocator requests per step
     device_allocations: float = 0.0  # cudaMalloc calls per step after warm-up
     growth_bytes: float = 0.0  # change of allocated bytes per step after warm-up
-    retries: int = 0
+    retries: int = 0  # in all steps measured, after warm-up
     empty_cache_calls: float | None = None  # torch.cuda.empty_cache calls per step; None: not counted
 
 

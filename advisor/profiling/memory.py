@@ -48,7 +48,7 @@ class MemoryProbe:
             allocations=grown("allocation.all.allocated") / count,
             device_allocations=grown("num_device_alloc") / count,
             growth_bytes=grown("allocated_bytes.all.current") / count,
-            retries=end.get("num_alloc_retries", 0),
+            retries=grown("num_alloc_retries"),
             empty_cache_calls=self._emptied / count if self._emptied is not None and steps else None,
         )
 

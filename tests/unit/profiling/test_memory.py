@@ -44,3 +44,16 @@ def test_emptied_caches_are_counted_per_step_and_passed_on(patches: Patches) -> 
     patches.restore_all()
     torch._C._cuda_emptyCache()
     assert probe.stats(4).empty_cache_calls == 0.5
+
+
+def test_what_the_warm_up_has_asked_for_in_vain_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # cuDNN's search for algorithms tries workspaces that do not fit.
+    stats = {**STATS, "num_alloc_retries": 3}
+    monkeypatch.setattr(MemoryProbe, "_read", lambda self: dict(stats))
+    monkeypatch.setattr(
+        memory.torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 1000})
+    )
+    probe = MemoryProbe(torch.device("cuda"))
+    assert probe.stats(20).retries == 0
+    stats["num_alloc_retries"] = 5
+    assert probe.stats(20).retries == 2
