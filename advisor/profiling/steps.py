@@ -1,8 +1,9 @@
 """What a training step is, found while the script runs, and the boundary at which everything else happens.
 
 A step is one period of the repeating sequence of `Optimizer.step` calls: each call for one optimizer, D and G together
-for a GAN, five D and one G for a WGAN. Gradient accumulation needs no rule of its own: backward passes are counted, not
-taken for steps. A `GradScaler` that skips an update still ends the step. Without any optimizer the period in the
+for a GAN, five D and one G for a WGAN. Where no short period lasts (StyleGAN2's regularisation in every fourth and every
+sixteenth round), each call of the optimizer that is called most ends a step, and those with another number of backward
+passes are not clean. Gradient accumulation needs no rule of its own: backward passes are counted, not taken for steps. A `GradScaler` that skips an update still ends the step. Without any optimizer the period in the
 sequence of backward passes serves (hand-written updates), and in a script that trains nothing at all, once that is past
 doubt, the period in the sequence of its model calls; `advisor.step()` in the script overrides all of them. A loop without
 optimizer, backward, model call or marker has no steps that advisor can see.
@@ -42,6 +43,9 @@ MAX_SIGNATURES = 64  # more distinct input shapes than this: shapes vary, and th
 # Backward passes without any Optimizer.step, while an optimizer exists, before they are taken for steps: accumulation
 # over more micro-batches than this has not been seen in CNN training.
 PATIENCE = 256
+# Optimizer calls that make no period, and periods broken by an optimizer already known before they have lasted for `LASTING`
+# rounds, before a step is what lies between two calls of one optimizer.
+UNSETTLED, BROKEN, LASTING = 4 * MAX_PERIOD, 4, 32
 # Model calls without any backward pass or optimizer before a script is taken to train nothing: an evaluation before the
 # training may take as many. Slow ones are not waited for beyond so many seconds, once there are a few.
 FORWARD_PATIENCE, FORWARD_LEAST, FORWARD_PATIENCE_S = 256, 16, 60.0
@@ -100,6 +104,12 @@ class StepWatcher:
         self._history: deque[Hashable] = deque(maxlen=2 * MAX_PERIOD)
         self._alive: set[Hashable] = set()  # ids of the optimizers that a period has to hold
         self._past: set[Hashable] = set()
+        self._recent: deque[Hashable] = deque(maxlen=UNSETTLED)  # optimizers called
+        self._met: set[Hashable] = set()
+        self._rounds = 0  # of the pattern so far
+        self._broken = 0
+        self._unsettled = 0  # calls since there was a pattern
+        self._loose = False  # the pattern is one optimizer, and the others' calls are passed over
         self._optimizer_calls = 0
         self._backward_calls = 0
         self._replays = 0
@@ -146,7 +156,9 @@ class StepWatcher:
         if self.kind != "optimizer":
             self._start("optimizer")
             self._alive = {id(o) for o in living_optimizers()} | {id(optimizer)}
+        self._recent.append(id(optimizer))
         self._advance(id(optimizer))
+        self._met.add(id(optimizer))
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins: remember its loss, detached and without a synchronisation."""
@@ -264,6 +276,7 @@ class StepWatcher:
         self._changed = self.kind != "none" and self.seen > 0
         self.kind = kind
         self._pattern, self._position = (), 0
+        self._unsettled, self._loose = 0, False
         self._history.clear()
 
     def _without_optimizer(self, key: Hashable) -> None:
@@ -288,11 +301,18 @@ class StepWatcher:
         if self._pattern:
             if key == self._pattern[self._position]:
                 self._position += 1
+                self._unsettled = 0
                 if self._position == len(self._pattern):
                     self._position = 0
+                    self._rounds += 1
                     self._boundary()
                 return
+            if self._loose and self._unsettled < UNSETTLED:
+                self._unsettled += 1
+                return
+            self._broken = self._broken + 1 if key in self._met and self._rounds < LASTING else 0
             self._old_pattern, self._pattern = self._pattern, ()
+            self._unsettled, self._loose = 0, False
             self._changed = True
             self._history.clear()
             if self.kind == "optimizer":
@@ -300,6 +320,10 @@ class StepWatcher:
                 self._past.update(self._old_pattern)
                 self._alive = ({id(o) for o in living_optimizers()} - self._past) | {key}
         self._history.append(key)
+        self._unsettled += 1
+        if self.kind == "optimizer" and (self._broken >= BROKEN or self._unsettled > UNSETTLED):
+            self._loosen(key)
+            return
         period = self._find_period()
         if not period:
             return
@@ -328,11 +352,23 @@ class StepWatcher:
             if starts and starts[0]:
                 shift = starts[0]
                 pattern, self._position = pattern[shift:] + pattern[:shift], len(pattern) - shift
-        self._pattern = pattern
+        self._pattern, self._rounds, self._unsettled = pattern, 0, 0
         if self.kind == "optimizer":
             stepped = set(pattern)
             self.training.optimizers[:] = [o for o in self.training.optimizers if id(o) in stepped]
         self._history.clear()
+
+    def _loosen(self, key: Hashable) -> None:
+        """No period lasts: from here on a step ends with each call of the optimizer that is called most."""
+        calls = Counter(self._recent)
+        anchor = max(calls, key=calls.__getitem__)
+        self._pattern, self._position, self._rounds = (anchor,), 0, 0
+        self._unsettled = self._broken = 0
+        self._loose = True
+        self.training.optimizers[:] = [o for o in self.training.optimizers if id(o) in calls]
+        self._history.clear()
+        if key == anchor:
+            self._boundary()
 
     # -- the boundary -----------------------------------------------------------------------------------------------
 

@@ -137,6 +137,54 @@ def test_a_gan_steps_once_a_round(loop: Loop, critics: int) -> None:
     assert {root.name for root in loop.training.roots} == {"Linear", "Linear#2"}
 
 
+def test_regularisation_in_some_rounds_does_not_keep_steps_from_being_found(loop: Loop) -> None:
+    """StyleGAN2: a further update of G in every fourth round and of D in every sixteenth; the period has 37 calls."""
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+    for_generator, for_critic = sgd(generator), sgd(critic)
+    for number in range(64):
+        for model, optimizer, every in ((generator, for_generator, 4), (critic, for_critic, 16)):
+            for _ in range(2 if number % every == 0 else 1):
+                optimizer.zero_grad()
+                model(torch.randn(4, 2)).sum().backward()
+                optimizer.step()
+    assert loop.reasons.count(steps.PATTERN) <= steps.BROKEN + 1
+    assert steps.PATTERN not in loop.reasons[-40:]
+    assert sum(event.clean or event.reason == steps.OWN for event in loop.events[-40:]) >= 20
+    assert loop.watcher.usual_backwards == 2
+    assert set(loop.training.optimizers) == {for_generator, for_critic}
+
+
+@pytest.mark.parametrize("every", [15, 20, 30])
+def test_an_optimizer_stepped_now_and_then_does_not_end_the_finding_of_steps(loop: Loop, every: int) -> None:
+    model, centres = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, seldom = sgd(model), sgd(centres)
+
+    def train(count: int) -> None:
+        for number in range(count):
+            optimizer.zero_grad()
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+            if number % every == every - 1:
+                seldom.zero_grad()
+                centres(torch.randn(4, 2)).sum().backward()
+                seldom.step()
+
+    train(steps.BROKEN * 2 * every)
+    before = len(loop.events)
+    train(2 * every)
+    assert len(loop.events) - before >= 2 * every - 2
+    assert steps.PATTERN not in loop.reasons[before:]
+    # The next model is followed all the same.
+    model = nn.Linear(2, 2)
+    optimizer, before = sgd(model), len(loop.events)
+    train(every - 1)
+    for _ in range(steps.UNSETTLED + 16):
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    assert len(loop.events) - before >= 8
+    assert optimizer in loop.training.optimizers
+
+
 def test_a_second_optimizer_that_appears_later_changes_the_pattern(loop: Loop) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = sgd(first)
