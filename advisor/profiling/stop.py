@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -85,7 +86,8 @@ def insist() -> None:
     """Raise the stop again when it was swallowed; called at each step boundary.
 
     Raises:
-        StopTraining: when a stop was asked for and the script is still training.
+        StopTraining: when a stop was asked for and the script is still training; outside the main thread a plain SystemExit,
+            because `threading` ends a thread in silence by that very class only, and shows any other as a crash.
     """
     if not _Request.reason:
         return
@@ -95,6 +97,8 @@ def insist() -> None:
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(0)
+    if threading.current_thread() is not threading.main_thread():
+        raise SystemExit(0)
     raise StopTraining(_Request.reason)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,24 @@ def test_a_stop_is_told_once_and_raised_again(tmp_path: Path) -> None:
         with pytest.raises(stop.StopTraining):
             stop.insist()
     assert (tmp_path / "progress.jsonl").read_text().count('"stopped"') == 1
+
+
+def test_a_thread_that_trains_ends_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(mode="profile", run_dir=str(tmp_path), script="x")
+    went_on: list[bool] = []
+
+    def train() -> None:
+        stop.stop(session, "measured")
+        went_on.append(True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's own tells of SystemExit too
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert not went_on
+    assert stop.requested()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_script_that_swallows_it_for_ever_is_ended(tmp_path: Path) -> None:
