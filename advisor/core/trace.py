@@ -58,6 +58,7 @@ class DeviceTable:
     grid: list[str] = field(default_factory=list)  # "132x1x1"; "" if not known
     block: list[str] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)  # copies and memsets; 0 for kernels
+    device: list[int] = field(default_factory=list)  # the GPU's number in the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

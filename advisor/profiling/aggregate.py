@@ -141,7 +141,13 @@ def _device_steps(
     waited = union((a, b) for a, b, _, _ in waits)
     away = clip(union([*waited, *host.loading]), first, last)
     stepping = clip(_stepping(trace, _training_thread(trace)), first, last)
-    moved = dram.spread(device, trace.dram) if trace.dram.start_ns else None
+    gpus = len({device.device[r.index] for r in compute})
+    if gpus > 1:
+        notes.append(
+            f"the step runs on {gpus} GPUs: it is busy while one of them works, and its limit is that of the one with most to do"
+        )
+    # The counters are those of one GPU.
+    moved = dram.spread(device, trace.dram) if trace.dram.start_ns and gpus == 1 else None
     table, limit = rows.rows([_work(device, r, moved) for r in compute], trace, tree, environment, precision, steps)
     return Aggregate(
         steps=steps,
@@ -156,7 +162,7 @@ def _device_steps(
         phase_us=rows.phases(table),
         limit_us=limit,
         overlap_us=overlap_ns(map(span, compute)) / 1e3 / steps,
-        streams=len({device.stream[r.index] for r in compute}),
+        streams=len({(device.device[r.index], device.stream[r.index]) for r in compute}),
         host_us=(last - first - total(away)) / 1e3 / steps,
         optimizer_host_us=total(subtract(stepping, waited)) / 1e3 / steps,
         comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
@@ -188,7 +194,7 @@ def _records(trace: Trace, tree: HostTree) -> list[_Record]:
 def _work(device: DeviceTable, record: _Record, moved: list[float] | None) -> Work:
     i = record.index
     return Work(device.name[i], record.op, device.end_ns[i] - device.start_ns[i], device.stream[i], device.grid[i],
-                 device.block[i], None if moved is None else moved[i])  # fmt: skip
+                 device.block[i], None if moved is None else moved[i], device.device[i])  # fmt: skip
 
 
 def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precision: Precision, events: int) -> Aggregate:

@@ -436,6 +436,7 @@ class _Reader:
         device.grid.append(self._share(grid))
         device.block.append(self._share(block))
         device.nbytes.append(nbytes)
+        device.device.append(event.device_index())
 
 
 def _triple(pattern: re.Pattern[str], text: str) -> str:

@@ -39,12 +39,16 @@ class Work:
     grid: str = ""
     block: str = ""
     dram: float | None = None
+    device: int = 0
 
 
 def rows(
     work: list[Work], trace: Trace, tree: HostTree, environment: Environment, precision: Precision, steps: int
 ) -> tuple[tuple[KernelRow, ...], float]:
-    """Rows with their shares of their operators' modelled cost, longest first; and the limit of the step."""
+    """Rows with their shares of their operators' modelled cost, longest first; and the limit of the step.
+
+    GPUs work side by side: the limit is that of the one with most to do.
+    """
     ops = trace.ops
     time_of: dict[int, int] = defaultdict(int)  # by the operator instance whose model covers the work
     for item in work:
@@ -53,6 +57,7 @@ def rows(
     groups: dict[tuple[str, ...], list[float]] = {}
     longest: dict[tuple[str, ...], tuple[int, Work]] = {}
     costs: dict[int, tuple[float, float, float]] = {}
+    limits: dict[int, float] = defaultdict(float)  # by GPU
     for item in work:
         op, unit = item.op, _unit(tree, item.op)
         owner = tree.owner[op] if op >= 0 and tree.owner[op] >= 0 else op
@@ -76,6 +81,7 @@ def rows(
         sums[2] += flops * share
         sums[3] += nbytes * share
         sums[4] += limit * share
+        limits[item.device] += limit * share / steps
         if item.dram is not None:
             sums[5] += item.dram
             sums[6] += 1
@@ -115,7 +121,7 @@ def rows(
             )
         )
     found.sort(key=lambda row: (-row.time_us, row.name, row.module, row.source))
-    return tuple(found), sum(row.limit_us for row in found)
+    return tuple(found), max(limits.values(), default=0.0)
 
 
 def _kind(trace: Trace, item: Work, op_name: str, name: str, phase: str, in_conv: bool) -> str:

@@ -57,7 +57,7 @@ class Builder:
 
     def record(
         self, name: str, start: float, end: float, *, call: int = 0, op: int = 0, stream: int = 7, grid: str = "",
-        block: str = "", nbytes: int = 0,
+        block: str = "", nbytes: int = 0, device: int = 0,
     ) -> None:  # fmt: skip
         kernels = self.kernels
         kernels.name.append(name)
@@ -69,11 +69,14 @@ class Builder:
         kernels.grid.append(grid)
         kernels.block.append(block)
         kernels.nbytes.append(nbytes)
+        kernels.device.append(device)
 
-    def launch(self, kernel: str, at: float, start: float, end: float, *, thread: int = 1, stream: int = 7) -> int:
+    def launch(
+        self, kernel: str, at: float, start: float, end: float, *, thread: int = 1, stream: int = 7, device: int = 0
+    ) -> int:
         """A launch call of 2 µs at `at`, and the kernel it starts."""
         call = self.call("cudaLaunchKernel", at, at + 2, thread=thread)
-        self.record(kernel, start, end, call=call, stream=stream)
+        self.record(kernel, start, end, call=call, stream=stream, device=device)
         return call
 
     def sample(self, start: float, end: float, read: float, written: float) -> None:

@@ -211,6 +211,28 @@ def test_a_copy_between_layouts_is_a_change_of_layout() -> None:
     assert row(found, "copy_at_40").kind == "copy"
 
 
+def test_gpus_work_side_by_side_and_the_limit_is_that_of_one() -> None:
+    """nn.DataParallel: each GPU takes half of the batch, on a stream of the same number."""
+
+    def step(devices: tuple[int, ...]) -> Aggregate:
+        b = Builder()
+        b.steps(0, 100)
+        b.sample(0, 100, 1e6, 0.0)
+        for number, device in enumerate(devices):
+            at = 40 * number
+            b.op("aten::convolution", at, at + 20, shapes=CONV, dtypes=CONV_TYPES, arguments=CONV_ARGUMENTS)
+            b.launch("conv", at + 1, 50, 80, device=device)
+        return aggregate(b.trace(), MACHINE)
+
+    one, two = step((0,)), step((0, 1))
+    assert one.limit_us > 0
+    assert two.limit_us == pytest.approx(one.limit_us)
+    assert sum(r.limit_us for r in two.kernels) == pytest.approx(2 * one.limit_us)
+    assert (two.busy_us, two.streams) == (30.0, 2)
+    assert any("2 GPUs" in note for note in two.notes)
+    assert (one.dram_bytes, two.dram_bytes) == (1e6, None)  # counted on one GPU
+
+
 def test_means_over_steps() -> None:
     b = Builder()
     b.steps(0, 100, 200)

@@ -265,11 +265,11 @@ class RawEvent:
             "name": name, "activity_type": activity, "start_ns": start, "end_ns": start + duration,
             "start_thread_id": 1, "device_resource_id": 4242, "correlation_id": 0, "linked_correlation_id": 0,
             "sequence_nr": -1, "fwd_thread_id": 0, "metadata_json": "", "structured_input_shapes": [],
-            "structured_input_strides": [], "dtypes": [], "concrete_inputs": [], **fields,
+            "structured_input_strides": [], "dtypes": [], "concrete_inputs": [], "device_index": 0, **fields,
         }  # fmt: skip
 
 
-for _name in ["name", "activity_type", "start_ns", "end_ns", "start_thread_id", "device_resource_id", "correlation_id", "linked_correlation_id", "sequence_nr", "fwd_thread_id", "metadata_json", "structured_input_shapes", "structured_input_strides", "dtypes", "concrete_inputs"]:  # fmt: skip
+for _name in ["name", "activity_type", "start_ns", "end_ns", "start_thread_id", "device_resource_id", "correlation_id", "linked_correlation_id", "sequence_nr", "fwd_thread_id", "metadata_json", "structured_input_shapes", "structured_input_strides", "dtypes", "concrete_inputs", "device_index"]:  # fmt: skip
     setattr(RawEvent, _name, lambda self, _name=_name: self._fields[_name])
 
 
@@ -287,7 +287,7 @@ def test_raw_gpu_events_become_tables() -> None:
             RawEvent("cudaDeviceSynchronize", "cuda_runtime", 300, 5, correlation_id=10, start_thread_id=77),
             RawEvent("vectorized_elementwise_kernel", "kernel", 130, 20, correlation_id=9, linked_correlation_id=3,
                      device_resource_id=7, metadata_json=metadata),
-            RawEvent("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 160, 20, device_resource_id=7,
+            RawEvent("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 160, 20, device_resource_id=7, device_index=1,
                      metadata_json='"bytes": 4096, "memory bandwidth (GB/s)": 1.0'),
             RawEvent("Optimizer.step#SGD.step", "gpu_user_annotation", 120, 90),
             RawEvent("Optimizer.step#SGD.step", "user_annotation", 90, 100),
@@ -298,6 +298,7 @@ def test_raw_gpu_events_become_tables() -> None:
     )  # fmt: skip
     assert trace.ops.name == ["aten::mul", "Optimizer.step#SGD.step"]
     assert trace.ops.annotation == ["", "user:Optimizer.step#SGD.step"]
+    assert trace.kernels.device == [0, 1]
     assert (trace.ops.shapes[0], trace.ops.dtypes[0], trace.ops.strides[0]) == (
         "[[2, 3], []]",
         "float,Scalar",
