@@ -19,7 +19,7 @@ from torch import nn
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
 from advisor.profiling import heap
 from advisor.profiling.annotate import module_names
-from advisor.profiling.compiles import graph_breaks
+from advisor.profiling.compiles import compiled_code_in_use, graph_breaks
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
 from advisor.profiling.normalising import CHANNELS, tails
 from advisor.profiling.steps import StepWatcher
@@ -118,7 +118,9 @@ def model_facts(
         world_size=world[0],
         backend=world[1],
         sync_batchnorm=sum(isinstance(m, nn.SyncBatchNorm) for m in everything),
-        compiled=any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in everything),
+        compiled=any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in everything)
+        # A function of the script's that was compiled whole calls no module that anybody sees.
+        or (not modules and compiled_code_in_use()),
         graphed=bool(discovery is not None and discovery.watcher.interval.replays) or _graphed(modules),
         dropout=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in everything),
         ema=_has_average(),

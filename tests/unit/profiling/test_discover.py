@@ -458,6 +458,24 @@ def test_a_compiled_model_is_traced_without_our_hooks(found: Found) -> None:
     assert counters["stats"]["unique_graphs"] <= 2  # one, and one more when sizes become symbolic: none for our wrapper
 
 
+def test_a_function_that_was_compiled_with_the_model_in_it_is_told_as_compiled(found: Found) -> None:
+    training, watcher, discovery = found
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    for _ in range(6):
+        optimizer.zero_grad()
+        forward(torch.randn(2, 3, 8, 8)).backward()
+        optimizer.step()
+    told = facts.model_facts(training, discovery, watcher)
+    assert told.roots == ()
+    assert told.compiled
+
+
 def test_inner_sees_through_wrappers() -> None:
     model = nn.Linear(1, 1)
     assert inner(nn.DataParallel(model)) is model
