@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -323,13 +322,17 @@ def _flags(everything: list[nn.Module]) -> dict[str, bool]:
     wrappers = [m for m in everything if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrappers:
         flags["find_unused_parameters"] = any(m.find_unused_parameters for m in wrappers)
-    # The two ways of asking refuse to be mixed: a script that has used one makes the other raise.
-    with suppress(RuntimeError, AttributeError):
-        flags["tf32_matmul"] = bool(torch.backends.cuda.matmul.allow_tf32)
-    with suppress(RuntimeError, AttributeError):
-        flags["tf32_conv"] = bool(torch.backends.cudnn.allow_tf32)
-    with suppress(RuntimeError, AttributeError):
-        flags.setdefault("tf32_matmul", torch.backends.cuda.matmul.fp32_precision == "tf32")
-    with suppress(RuntimeError, AttributeError):
-        flags.setdefault("tf32_conv", torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+    flags.update(_tf32())
     return flags
+
+
+def _tf32() -> dict[str, bool]:
+    """By operation where torch has such a setting (2.9): kernels go by it, and asking for the one before it warns there, or raises
+    in a script that has used both.
+    """
+    backends: Any = torch.backends
+    try:
+        conv, matmul = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
+    except AttributeError:
+        return {"tf32_conv": backends.cudnn.allow_tf32, "tf32_matmul": backends.cuda.matmul.allow_tf32}
+    return {"tf32_conv": conv == "tf32", "tf32_matmul": matmul == "tf32"}

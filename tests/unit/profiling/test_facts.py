@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -46,3 +48,24 @@ def test_the_walk_of_a_data_parallel_over_one_device_is_timed() -> None:
     walked = walk_us([0])
     assert walked is not None
     assert 5.0 < walked < 1e5  # a hundred tensors, some microseconds each
+
+
+@pytest.fixture
+def old_setting_warns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As torch 2.9 does, whose warning is an exception in a script that runs under `-W error`."""
+
+    def warn() -> bool:
+        raise UserWarning("Please use the new API settings to control TF32 behavior")
+
+    monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", warn)
+    matmul = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = matmul
+
+
+@pytest.mark.usefixtures("old_setting_warns")
+def test_tf32_is_asked_for_without_a_warning() -> None:
+    flags = model_facts(Training(device=torch.device("cpu"))).flags
+    assert (flags["tf32_matmul"], flags["tf32_conv"]) == (False, True)  # torch's defaults
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert model_facts(Training(device=torch.device("cpu"))).flags["tf32_matmul"]
