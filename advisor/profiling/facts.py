@@ -91,7 +91,7 @@ def model_facts(
     convs = tuple(_convs(training, seen))
     backwards = (watcher.usual_backwards if watcher is not None else 0) or 1
     called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.closure_steps)
-    world = _world()
+    world = _world(training.device)
     return ModelFacts(
         roots=tuple(type(inner(module)).__name__ for module in modules),
         guides=tuple(guide.name for guide in training.guides),
@@ -276,11 +276,16 @@ def _distributed(everything: list[nn.Module]) -> str:
     return "ddp" if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in everything) else ""
 
 
-def _world() -> tuple[int, str]:
+def _world(device: torch.device) -> tuple[int, str]:
+    """How many ranks there are, and the backend that carries tensors of this device.
+
+    A group may have one for each device ("cpu:gloo,cuda:nccl"), and has where the script names none.
+    """
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size(), str(distributed.get_backend())
-    return 1, ""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1, ""
+    by_device = dict(part.split(":") for part in distributed.get_backend_config().split(","))
+    return distributed.get_world_size(), by_device.get(device.type, str(distributed.get_backend()))
 
 
 def _graphed(modules: list[nn.Module]) -> bool:

@@ -50,6 +50,28 @@ def test_the_walk_of_a_data_parallel_over_one_device_is_timed() -> None:
     assert 5.0 < walked < 1e5  # a hundred tensors, some microseconds each
 
 
+@pytest.mark.parametrize(
+    ("asked", "configured", "device", "told"),
+    [
+        (None, None, "cpu", "gloo"),  # "undefined" is what torch calls it
+        ("gloo", None, "cpu", "gloo"),
+        ("gloo", "cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("gloo", "cpu:gloo", "cuda", "gloo"),
+    ],
+)
+def test_the_backend_is_the_one_of_the_trainings_device(
+    asked: str | None, configured: str | None, device: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = torch.distributed
+    distributed.init_process_group(asked, store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if configured is not None:
+            monkeypatch.setattr(distributed, "get_backend_config", lambda: configured)
+        assert model_facts(Training(device=torch.device(device))).backend == told
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.fixture
 def old_setting_warns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As torch 2.9 does, whose warning is an exception in a script that runs under `-W error`."""
