@@ -188,7 +188,7 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
     if frac is not None:
         tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {wording.duration(profile.limit_us)}"))
     if (rate := breakdown.samples_per_s(profile)) is not None and stack is None:
-        tiles.append(("Rate", units.samples_text(rate), "samples/s"))
+        tiles.append(("Rate", units.samples_text(rate), wording.rate_unit(profile)))
     nbytes, provenance = breakdown.dram_bytes(profile)
     if nbytes:
         tiles.append(("Memory traffic", units.bytes_text(nbytes), f"a step, {provenance.value}"))

@@ -73,7 +73,7 @@ def markdown(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     lines += [f"**{cell(wording.headline(profile, findings, trials))}**", ""]
     lines += [f"- Machine: {cell(wording.machine(profile))}", f"- Step: {wording.step_sentence(profile)}"]
     if rate := breakdown.samples_per_s(profile):
-        lines.append(f"- Rate: {samples_text(rate)} samples/s")
+        lines.append(f"- Rate: {samples_text(rate)} {wording.rate_unit(profile)}")
     if profile.memory.peak_allocated_bytes:
         lines.append(f"- Peak memory: {bytes_text(profile.memory.peak_allocated_bytes)}")
     if not profile.complete:

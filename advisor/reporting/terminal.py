@@ -124,9 +124,14 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
     if profile.step_us is None:
         return [*lines, page.paint("  No step could be timed.", "yellow")]
     s = profile.step_us
-    rate = breakdown.samples_per_s(profile)
-    step = f"  Step   {page.paint(wording.duration(s.median), 'bold')}"
-    lines.append(f"{step}   {wording.spread(s)}" + (f"   {samples_text(rate)} samples/s" if rate else ""))
+    median, spread = wording.duration(s.median), wording.spread(s)
+    lines.append(f"  Step   {page.paint(median, 'bold')}   {spread}")
+    if rate := breakdown.samples_per_s(profile):
+        told = f"{samples_text(rate)} {wording.rate_unit(profile)}"
+        if len(f"  Step   {median}   {spread}   {told}") <= page.width:
+            lines[-1] += f"   {told}"
+        else:
+            lines.append(f"         {told}")
     frac = breakdown.limit_frac(profile)
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"

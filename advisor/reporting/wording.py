@@ -103,6 +103,11 @@ def kernel_name(name: str) -> str:
     return (base or text) + ("<…>" if text[opening : opening + 1] == "<" else "")
 
 
+def rate_unit(profile: StepProfile) -> str:
+    """What a rate counts: the rank that was profiled knows of its own samples."""
+    return "samples/s on one rank" if profile.model.world_size > 1 else "samples/s"
+
+
 def spread(measured: Spread) -> str:
     """`p10–p90 116.5–117.3 ms, n = 20`; a single time has no spread: `n = 1`."""
     if measured.n == 1:

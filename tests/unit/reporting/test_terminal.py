@@ -8,8 +8,9 @@ import samples
 
 from advisor.core.findings import Interval, Outcome
 from advisor.core.profile import StepProfile
-from advisor.reporting import terminal
+from advisor.reporting import machine, terminal
 from advisor.reporting.compare import compare_profiles
+from advisor.reporting.html import report_html
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")
 
@@ -31,6 +32,19 @@ def test_no_line_is_wider_than_the_terminal(width):
         for line in ANSI.sub("", text).splitlines():
             is_command = line.startswith("  advisor ")  # commands are never cut: they are there to be copied
             assert len(line) <= width or is_command, line
+
+
+def test_one_ranks_rate_is_told_as_such_and_keeps_within_the_width():
+    base = samples.resnet50()
+    spread = replace(base.step_us, p10=973.4, p90=184_978.0)  # in units of their own
+    ranks = replace(base, step_us=spread, model=replace(base.model, world_size=8))
+    for width in (72, 100):
+        text = terminal.profile_text(ranks, None, width)
+        assert "2,191 samples/s on one rank" in text
+        assert max(map(len, text.splitlines())) <= width
+        assert "rank" not in terminal.profile_text(base, None, width)
+    assert "2,191 samples/s on one rank" in machine.markdown(ranks, None, None)
+    assert "samples/s on one rank" in report_html(ranks, None, None)
 
 
 def test_colour_changes_nothing_but_colour():
