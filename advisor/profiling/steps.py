@@ -46,6 +46,7 @@ PATIENCE = 256
 # Optimizer calls that make no period, and periods broken by an optimizer already known before they have lasted for `LASTING`
 # rounds, before a step is what lies between two calls of one optimizer.
 UNSETTLED, BROKEN, LASTING = 4 * MAX_PERIOD, 4, 32
+MOST_OPTIMIZERS = 4096  # one a parameter, where each is stepped in backward as soon as its gradient is there
 # Model calls without any backward pass or optimizer before a script is taken to train nothing: an evaluation before the
 # training may take as many. Slow ones are not waited for beyond so many seconds, once there are a few.
 FORWARD_PATIENCE, FORWARD_LEAST, FORWARD_PATIENCE_S = 256, 16, 60.0
@@ -104,12 +105,14 @@ class StepWatcher:
         self._history: deque[Hashable] = deque(maxlen=2 * MAX_PERIOD)
         self._alive: set[Hashable] = set()  # ids of the optimizers that a period has to hold
         self._past: set[Hashable] = set()
-        self._recent: deque[Hashable] = deque(maxlen=UNSETTLED)  # optimizers called
+        self._recent: deque[Hashable] = deque(maxlen=MOST_OPTIMIZERS)  # optimizers called
         self._met: set[Hashable] = set()
         self._rounds = 0  # of the pattern so far
         self._broken = 0
         self._unsettled = 0  # calls since there was a pattern
         self._loose = False  # the pattern is one optimizer, and the others' calls are passed over
+        self._due = False  # a boundary, at the end of the backward pass
+        self._patience = 0  # so many of them, before the one is taken to be done with
         self._optimizer_calls = 0
         self._backward_calls = 0
         self._replays = 0
@@ -144,7 +147,8 @@ class StepWatcher:
         """An `Optimizer.step` has run, or would have run had its GradScaler not skipped it."""
         if _capturing():
             return  # recorded into a CUDA graph, not run
-        self.thread = threading.get_ident()
+        if not self.in_backward:  # a hook of a parameter's runs in a thread of autograd's
+            self.thread = threading.get_ident()
         self._optimizer_calls += 1
         known = self.training.optimizers
         if not any(optimizer is other for other in known):
@@ -181,6 +185,8 @@ class StepWatcher:
         self._backward_calls += 1
         if not self.thread:
             self.thread = threading.get_ident()
+        if self._due:
+            self._boundary()
         if self._optimizer_calls or self.kind == "marker":
             return
         function = tensors.grad_fn if isinstance(tensors, torch.Tensor) else None
@@ -307,7 +313,7 @@ class StepWatcher:
                     self._rounds += 1
                     self._boundary()
                 return
-            if self._loose and self._unsettled < UNSETTLED:
+            if self._loose and self._unsettled < self._patience:
                 self._unsettled += 1
                 return
             self._broken = self._broken + 1 if key in self._met and self._rounds < LASTING else 0
@@ -321,8 +327,7 @@ class StepWatcher:
                 self._alive = ({id(o) for o in living_optimizers()} - self._past) | {key}
         self._history.append(key)
         self._unsettled += 1
-        if self.kind == "optimizer" and (self._broken >= BROKEN or self._unsettled > UNSETTLED):
-            self._loosen(key)
+        if self.kind == "optimizer" and (self._broken >= BROKEN or self._unsettled > UNSETTLED) and self._loosen(key):
             return
         period = self._find_period()
         if not period:
@@ -358,21 +363,29 @@ class StepWatcher:
             self.training.optimizers[:] = [o for o in self.training.optimizers if id(o) in stepped]
         self._history.clear()
 
-    def _loosen(self, key: Hashable) -> None:
-        """No period lasts: from here on a step ends with each call of the optimizer that is called most."""
-        calls = Counter(self._recent)
+    def _loosen(self, key: Hashable) -> bool:
+        """No period lasts: from here on a step ends with each call of the optimizer that is called most; not while none is again."""
+        latest = max(UNSETTLED, self._unsettled)
+        calls = Counter(list(self._recent)[-latest:])
         anchor = max(calls, key=calls.__getitem__)
+        if calls[anchor] < 2:
+            return False
         self._pattern, self._position, self._rounds = (anchor,), 0, 0
         self._unsettled = self._broken = 0
-        self._loose = True
+        self._loose, self._patience = True, UNSETTLED + 2 * len(calls)
         self.training.optimizers[:] = [o for o in self.training.optimizers if id(o) in calls]
         self._history.clear()
         if key == anchor:
             self._boundary()
+        return True
 
     # -- the boundary -----------------------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
+        # In a hook of a parameter's autograd's thread-local state is in place, which a profiler cannot be started or stopped in.
+        self._due = self.in_backward
+        if self._due:
+            return
         stop.insist()
         training = self.training
         if training.device.type == "cpu" and training.optimizers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from importlib.resources import files
 from typing import Any
 
@@ -281,7 +282,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
             [
                 ("Model", ", ".join(model.roots)),
                 ("Parameters", f"{model.parameters:,}" if model.parameters else ""),
-                ("Optimizer", ", ".join(model.optimizers)),
+                ("Optimizer", ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(model.optimizers).items())),
                 ("Batch size", str(model.batch_size or "")),
                 ("Accumulation", f"{model.accumulation} backward passes a step" if model.accumulation > 1 else ""),
                 ("Autocast", model.autocast or "off"),

@@ -185,6 +185,29 @@ def test_an_optimizer_stepped_now_and_then_does_not_end_the_finding_of_steps(loo
     assert optimizer in loop.training.optimizers
 
 
+def test_an_optimizer_for_each_parameter_stepped_in_backward(loop: Loop) -> None:
+    """PyTorch's tutorial on fusing the update into backward, to save the gradients' memory."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    inside: list[bool] = []
+    loop.training.on_step.append(lambda event: inside.append(loop.watcher.in_backward))
+    hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in model.parameters()]
+    for _ in range(12):
+        model(torch.randn(4, 2)).sum().backward()
+    for hook in hooks:
+        hook.remove()  # Python does not collect what a tensor's hooks hold
+    assert len(loop.events) == 11  # one round shows which optimizer comes again
+    assert {event.reason for event in loop.events[2:]} <= {"", steps.OWN}
+    assert inside == [False] * 11
+    assert [root.module for root in loop.training.roots] == [model]
+    assert len(loop.training.optimizers) == 60
+
+
 def test_a_second_optimizer_that_appears_later_changes_the_pattern(loop: Loop) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = sgd(first)
