@@ -17,12 +17,13 @@ def fill(view: View, table: MetricTable) -> None:
         table.miss("data_parallel_frac", "no nn.DataParallel over one device")
     table.set("distributed", facts.distributed)
     table.set("dist_backend", facts.backend)
-    if "find_unused_parameters" in facts.flags:
-        table.set("find_unused_parameters", facts.flags["find_unused_parameters"])
-    elif facts.distributed != "ddp":
-        table.set("find_unused_parameters", False)
-    else:
-        table.miss("find_unused_parameters", "DDP's settings were not read")
+    for name in ("find_unused_parameters", "no_sync"):
+        if name in facts.flags:
+            table.set(name, facts.flags[name])
+        elif facts.distributed != "ddp":
+            table.set(name, False)
+        else:
+            table.miss(name, "DDP's settings were not read")
     if view.on_gpu and view.device_us > 0:
         if view.time_us(lambda row: row.kind == "comm") > 0:
             table.miss("comm_exposed_frac", "the trace did not tell how much communication ran alone")

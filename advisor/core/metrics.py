@@ -273,6 +273,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("state_bytes", "bytes", "parameters, gradients and optimizer state"),
     _n("activation_bytes", "bytes", "peak allocated minus state"),
     _f("find_unused_parameters", "DDP searches for unused parameters"),
+    _f("no_sync", "some backward passes of DDP run inside no_sync()"),
     # CuPy and custom kernels
     _f("uses_cupy", "the script imports CuPy"),
     _n("cupy_kernel_frac", "frac", "share of device time in CuPy kernels", _GPU),

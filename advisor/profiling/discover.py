@@ -89,6 +89,7 @@ class Observations:
     autocast: torch.dtype | None = None
     zero_grad_to_none: bool | None = None
     clipping: bool = False
+    no_sync: bool = False  # DDP was called inside its `no_sync()`
     batch: BatchSeen = field(default_factory=BatchSeen)
     first_ns: int = 0  # perf_counter at the first batch or module call
 
@@ -401,6 +402,8 @@ class Discovery:
             return
         if next(module.parameters(), None) is None:
             return  # a loss, or a preprocessing module
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            seen.no_sync |= not module.require_backward_grad_sync
         self.watcher.last_root = id(module)
         if not infers:
             self._note_inputs(args, kwargs)

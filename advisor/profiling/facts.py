@@ -125,7 +125,7 @@ def model_facts(
         ema=_has_average(),
         graph_breaks=graph_breaks(),
         recompiles=recompiles,
-        flags=_flags(everything),
+        flags=_flags(everything, seen),
         env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )
 
@@ -315,7 +315,7 @@ def _parts(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else []
 
 
-def _flags(everything: list[nn.Module]) -> dict[str, bool]:
+def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
     flags = {
         "cudnn_enabled": torch.backends.cudnn.enabled,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
@@ -327,6 +327,7 @@ def _flags(everything: list[nn.Module]) -> dict[str, bool]:
     wrappers = [m for m in everything if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrappers:
         flags["find_unused_parameters"] = any(m.find_unused_parameters for m in wrappers)
+        flags["no_sync"] = seen.no_sync
     flags.update(_tf32())
     return flags
 

@@ -14,6 +14,7 @@ from advisor.core.provenance import Provenance
 from advisor.profiling import facts
 from advisor.profiling.aggregate import Aggregate
 from advisor.profiling.assemble import _from_steps, _from_trace
+from advisor.profiling.discover import Observations
 from advisor.profiling.records import StepsRecord
 from advisor.profiling.sampler import Recording, summarise
 
@@ -61,7 +62,9 @@ def test_every_metric_has_a_place_that_sets_it() -> None:
 def test_the_profile_alone_gives_what_the_sampler_does_not() -> None:
     """The flags and counts above are fields that the collectors fill, not names that only this test knows."""
     assert {"graph_breaks", "recompiles"} <= {field.name for field in fields(ModelFacts)}
-    assert {"anomaly", "cudnn_deterministic", "deterministic_algorithms", "uses_cupy"} <= set(facts._flags([]))
+    assert {"anomaly", "cudnn_deterministic", "deterministic_algorithms", "uses_cupy"} <= set(
+        facts._flags([], Observations())
+    )
     assert "empty_cache_calls" in {field.name for field in fields(MemoryStats)}
     assert "torch_compile" in {field.name for field in fields(Environment)}
 
