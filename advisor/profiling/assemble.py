@@ -51,12 +51,16 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     notes: list[str] = []
     steps = _read(folder / STEPS_FILE, StepsRecord, gaps) or StepsRecord(kind="none")
     facts = _read(folder / FACTS_FILE, FactsRecord, gaps) or FactsRecord()
+    if environment.device == "cuda" and steps.steps_seen and steps.device == "cpu" and facts.model.parameters:
+        environment = _beside_its_gpu(environment)
     flags = facts.model.flags
     precision = Precision(tf32_conv=flags.get("tf32_conv", False), tf32_matmul=flags.get("tf32_matmul", False))
     found = _aggregate(folder / TRACE_FILE, environment, precision, gaps)
     utilization = {**_from_steps(steps), **_from_trace(found), **_sampled(folder / SAMPLES_FILE, steps)}
     shared = utilization.get("gpu_shared")
-    if shared is not None and shared.value:
+    if environment.device == "cpu":
+        utilization.pop("gpu_shared", None)  # by whoever else
+    elif shared is not None and shared.value:
         environment = replace(environment, shared_gpu=True)
     if not steps.complete:
         gaps.append(f"the run ended in phase '{steps.phase}', before the measurement was complete")
@@ -103,6 +107,13 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         exit_code=exit_code,
         complete=not gaps,
         notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *notes, *gaps))),
+    )
+
+
+def _beside_its_gpu(environment: Environment) -> Environment:
+    """The machine as a step sees it that runs on its CPU, whose rates were not asked for."""
+    return replace(
+        environment, device="cpu", copy_gbps=0.0, matrix_tflops={}, vector_tflops=0.0, rates_provenance="unavailable"
     )
 
 

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from synthetic_trace import Builder
 
+from advisor import rules
+from advisor.analysis import metrics
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
+from advisor.core.findings import Outcome
 from advisor.core.profile import InputStats, ModelFacts, Spread
 from advisor.core.provenance import Provenance
 from advisor.profiling.assemble import assemble
@@ -52,6 +55,23 @@ def test_a_limit_beyond_the_step_is_a_note(run: Path) -> None:
     slow, fast = replace(MACHINE, copy_gbps=1.0), replace(MACHINE, copy_gbps=1e9, matrix_tflops={"tf32": 1e9})
     assert any("rates were measured" in note for note in assemble(run, slow).notes)
     assert not any("rates were measured" in note for note in assemble(run, fast).notes)
+
+
+def test_a_step_on_the_cpu_beside_a_gpu_is_one_on_the_cpu(run: Path) -> None:
+    machine = replace(MACHINE, gpu_name="NVIDIA H200", gpu_count=1, sm_arch=90)
+    steps = storage.load(run / "steps.json", StepsRecord)
+    storage.save(run / "steps.json", replace(steps, device="cpu"))
+    storage.save(run / "facts.json", FactsRecord(model=ModelFacts(roots=("ResNet",), parameters=1000)))
+    profile = assemble(run, machine)
+    assert (profile.environment.device, profile.environment.gpu_count) == ("cpu", 1)
+    assert profile.limit_us == 0.0  # its rates are the GPU's
+    assert not profile.environment.shared_gpu
+    fired = [f.rule for f in rules.evaluate(rules.load(()), metrics(profile)) if f.outcome is Outcome.FIRED]
+    assert "gpu-not-used" in fired
+    assert "gpu-shared" not in fired
+    # Without parameters of torch's (CuPy) nobody can tell where it ran.
+    storage.save(run / "facts.json", FactsRecord())
+    assert assemble(run, machine).environment.device == "cuda"
 
 
 def test_the_first_step_stands_beside_the_others(run: Path) -> None:
