@@ -558,22 +558,25 @@ def test_an_argument_that_is_the_name_of_a_launcher_is_the_scripts_own(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "program"),
+    ("words", "started"),
     [
-        (["python", "train.py", "torchrun"], "train.py"),
-        (["python", "-u", "-X", "dev", "/bin/torchrun", "train.py"], "torchrun"),
-        (["python", "-um", "accelerate.commands.launch", "train.py"], "accelerate.commands.launch"),
-        (["python", "-c", "import train", "pip"], ""),
-        (["python", "--check-hash-based-pycs=always", "train.py"], "train.py"),
-        (["python"], ""),
+        (["train.py", "torchrun"], ("", "train.py")),
+        (["train.py", "-c", "config.yaml", "-m", "resnet50"], ("", "train.py")),
+        (["-u", "-X", "dev", "/bin/torchrun", "train.py"], ("", "/bin/torchrun")),
+        (["-Xtracemalloc", "-Wignore", "train.py"], ("", "train.py")),
+        (["-um", "accelerate.commands.launch", "train.py"], ("m", "accelerate.commands.launch")),
+        (["-c", "import train", "pip"], ("c", "import train")),
+        (["-cimport train"], ("c", "import train")),
+        (["--check-hash-based-pycs=always", "train.py"], ("", "train.py")),
+        ([], ("c", "")),
     ],
 )
-def test_the_program_that_python_runs(words: list[str], program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_python_runs(words: list[str], started: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is wanted of the bootstrap here, and so it can be run.
     monkeypatch.delenv("ADVISOR_SESSION", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     bootstrap = runpy.run_path(str(launcher.BOOTSTRAP / "sitecustomize.py"))
-    assert bootstrap["_program"](words) == program
+    assert bootstrap["_started"](["python", *words]) == started
 
 
 @pytest.mark.long

@@ -55,30 +55,36 @@ def _wanted() -> bool:
         return False
     if os.environ.get("ADVISOR_ATTACHED", _ME) != _ME:
         return False  # a subprocess of the script: a compile worker, a tool; or a rank, which shows later
-    words = sys.orig_argv
-    code = words[words.index("-c") + 1] if "-c" in words[:-1] else ""
-    if "--multiprocessing-fork" in words or any(helper in code for helper in _HELPERS):
+    way, started = _started(sys.orig_argv)
+    if "--multiprocessing-fork" in sys.orig_argv or (way == "c" and any(helper in started for helper in _HELPERS)):
         return False
     if "LOCAL_RANK" in os.environ:
         return True
-    if _program(words) in _AGENTS:
+    if way != "c" and os.path.basename(started) in _AGENTS:
         os.environ["ADVISOR_SUPERVISOR"] = "0"  # what trains is below it
         return False
     supervisor = os.environ.get("ADVISOR_SUPERVISOR", "")
     return supervisor == "0" or supervisor == str(os.getppid())
 
 
-def _program(words: list[str]) -> str:
-    """The name of the script, or the module's; what stands behind it are the script's own words, whatever they say."""
+def _started(words: list[str]) -> tuple[str, str]:
+    """What Python runs: ("", script), ("m", module) or ("c", code; none of a terminal). What stands behind it are its own words, whatever
+    they say.
+    """
     rest = iter(words[1:])
     for word in rest:
-        if word in ("-X", "-W"):
-            next(rest, "")
-        elif not word.startswith("-"):
-            return os.path.basename(word)
-        elif word[1:2] != "-" and word[-1] in "mc":
-            return next(rest, "") if word[-1] == "m" else ""
-    return ""
+        if not word.startswith("-") or word == "-":
+            return "", word
+        for at, letter in enumerate(word[1:], 2):
+            if letter in "mc":
+                return letter, word[at:] or next(rest, "")
+            if letter in "XW":  # the rest of the word is its value, or the next one is
+                if not word[at:]:
+                    next(rest, "")
+                break
+            if letter == "-":
+                break
+    return "c", ""
 
 
 def _mark() -> None:
@@ -236,10 +242,8 @@ def _guard_files() -> None:
     if not folder or _disabled():
         return
     # The script's own folder is not on the path yet: a module named advisor there would be found too late.
-    words = [word for word in sys.orig_argv[1:] if not word.startswith("-")]
-    base = (
-        os.getcwd() if {"-m", "-c"} & set(sys.orig_argv) or not words else os.path.dirname(os.path.realpath(words[0]))
-    )
+    way, started = _started(sys.orig_argv)
+    base = os.getcwd() if way else os.path.dirname(os.path.realpath(started))
     for own in (os.path.join(base, "advisor.py"), os.path.join(base, "advisor", "__init__.py")):
         if os.path.isfile(own) and os.path.dirname(os.path.realpath(own)) != os.path.realpath(_PACKAGE):
             raise ImportError(f"the script has a module named advisor of its own ({own})")
