@@ -334,8 +334,10 @@ def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
 
 def _tf32() -> dict[str, bool]:
     """By operation where torch has such a setting (2.9): kernels go by it, and asking for the one before it warns there, or raises
-    in a script that has used both.
+    in a script that has used both. NVIDIA's libraries go by `NVIDIA_TF32_OVERRIDE=0` before either.
     """
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return {"tf32_conv": False, "tf32_matmul": False}
     backends: Any = torch.backends
     try:
         conv, matmul = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision

@@ -10,6 +10,7 @@ Sources: https://pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -39,6 +40,8 @@ class Tf32(Transform):
             return Match(applies=False, reason="TF32 needs a CUDA GPU")
         if torch.cuda.get_device_capability(training.device) < _TF32_CAPABILITY:
             return Match(applies=False, reason="this GPU has no TF32 tensor cores (compute capability below 8.0)")
+        if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+            return Match(applies=False, reason="NVIDIA_TF32_OVERRIDE=0 in the environment rules it out")
         if not any(parameter.dtype == torch.float32 for parameter in parameters_of(training)):
             return Match(applies=False, reason="no parameter is fp32")
         off = _switched_off()

@@ -91,3 +91,9 @@ def test_tf32_is_asked_for_without_a_warning() -> None:
     assert (flags["tf32_matmul"], flags["tf32_conv"]) == (False, True)  # torch's defaults
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert model_facts(Training(device=torch.device("cpu"))).flags["tf32_matmul"]
+
+
+def test_nvidias_own_switch_rules_tf32_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    flags = model_facts(Training(device=torch.device("cpu"))).flags
+    assert (flags["tf32_matmul"], flags["tf32_conv"]) == (False, False)

@@ -61,3 +61,11 @@ def test_a_cpu_has_no_tf32() -> None:
     match = Tf32().match(make_loop(steps=0).training, {})
     assert not match.applies
     assert "CUDA" in match.reason
+
+
+def test_nvidias_own_switch_rules_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_loop(steps=0).training
+    training.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert Tf32().match(training, {}).reason == "NVIDIA_TF32_OVERRIDE=0 in the environment rules it out"
