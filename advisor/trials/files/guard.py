@@ -213,9 +213,7 @@ class Guard:
             yield None
             return
         marker = journal.mark(self.root, target)
-        lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._alone():
             if marker.exists():
                 yield None
             else:
@@ -228,7 +226,17 @@ class Guard:
                     marker.unlink(missing_ok=True)
                     raise
             self._settled.add(target)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process of the search is inside such a block."""
+        lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
         finally:
+            # Not by closing it alone: a process that another thread forks meanwhile has it open for as long as it lives.
+            fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
     def _not_held_by_another(self, marker: str) -> None:

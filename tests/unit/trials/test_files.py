@@ -157,6 +157,25 @@ def test_a_script_that(name, work):
     assert tree(work) == before
 
 
+def test_a_process_that_is_forked_amid_it_holds_nobody_up(work):
+    # A loader's worker, while another thread writes its first log line: it has the lock's descriptor for as long as it lives.
+    run(
+        work,
+        """
+        import time
+        with guard.own_work(), guard._first("log.csv"):
+            worker = os.fork()
+            if not worker:
+                time.sleep(10)
+                os._exit(0)
+        began = time.monotonic()
+        open("notes.txt", "a").write("x")
+        assert time.monotonic() - began < 5
+        os.kill(worker, signal.SIGKILL)
+        """,
+    )
+
+
 def test_what_the_script_made_is_kept_in_the_run_folder(work):
     run_dir, _ = run(work, 'open("out/result.txt", "w").write("from the search")')
     restore.restore(run_dir)
