@@ -83,6 +83,7 @@ class Guard:
         with self._first(path) as target:
             if target is not None:
                 self._keep_content(target, truncates)
+        self._unshare(path, truncates)
 
     def losing(self, path: object) -> None:
         """`path` is about to be removed, or replaced by another file: keep its content under a second name."""
@@ -130,6 +131,34 @@ class Guard:
             os.link(target, aside, follow_symlinks=False)
         except OSError:  # another file system, or one without links
             journal.copy(target, aside)
+
+    def _unshare(self, path: object, truncates: bool) -> None:
+        """What was removed, renamed or linked lies aside as a second name of the same file. Where the script goes on to change it under
+        a name that it still has, it gets a file of its own.
+        """
+        target = self._absolute(path)
+        if target is None or not self._lies_aside(target):
+            return
+        with self._alone():
+            if not self._lies_aside(target):
+                return  # another process was first
+            if truncates:
+                os.unlink(target)
+            else:
+                journal.copy(target, target)
+
+    def _lies_aside(self, target: str) -> bool:
+        try:
+            found = os.lstat(target)
+        except OSError:
+            return False
+        if found.st_nlink < 2 or not stat.S_ISREG(found.st_mode):
+            return False
+        with os.scandir(self.root / KEPT) as kept:
+            return any(
+                entry.inode() == found.st_ino and os.path.samestat(entry.stat(follow_symlinks=False), found)
+                for entry in kept
+            )
 
     def _about_to(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.active or getattr(_inside, "yes", False):
@@ -286,8 +315,15 @@ class Guard:
         if target is not None and os.path.isdir(target):
             journal.note(self.root, action="unmade", path=target)
 
-    def _linked(self, _source: object, target: object, *_rest: object) -> None:
-        self.losing(target)
+    def _linked(self, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
+        source = _below(source, source_fd)
+        if isinstance(source, (str, bytes, os.PathLike)):  # what is written under the new name is in this file too
+            for place in dict.fromkeys((source, os.path.realpath(source))):
+                self.losing(place)
+        self.losing(_below(target, target_fd))
+
+    def _symlinked(self, _source: object, target: object, dir_fd: int = -1) -> None:
+        self.losing(_below(target, dir_fd))
 
     def _rmtree(self, path: object, dir_fd: object = None) -> None:
         # Its own removals carry names relative to open folders; walking first works on every platform.
@@ -310,7 +346,7 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "os.mkdir": Guard._made,
     "os.rmdir": Guard._unmade,
     "os.link": Guard._linked,
-    "os.symlink": Guard._linked,
+    "os.symlink": Guard._symlinked,
     "os.truncate": lambda guard, path, *_: guard.touch(path),
     "shutil.rmtree": Guard._rmtree,
     "sqlite3.connect": lambda guard, path, *_: guard.touch(path),

@@ -109,6 +109,22 @@ SCRIPTS = {
         open("out.old/best.pt", "a").write("tail")
         os.rmdir("empty")
     """,
+    "renames files and goes on with them": """
+        os.rename("log.csv", "older.csv")
+        open("older.csv", "a").write("2,0.4\\n")
+        os.rename("out/best.pt", "out/previous.pt")
+        open("out/previous.pt", "w").write("worse")
+        os.rename("notes.txt", "aside.txt")
+        os.rename("aside.txt", "notes.txt")
+        os.truncate("notes.txt", 3)
+        assert open("older.csv").read() == "epoch,loss\\n1,0.5\\n2,0.4\\n"
+    """,
+    "gives a file a second name and writes there": """
+        os.link("log.csv", "copy.csv")
+        open("copy.csv", "a").write("2,0.4\\n")
+        os.link("out/best.pt", "out/newest.pt")
+        open("out/newest.pt", "w").write("worse")
+    """,
     "moves and copies trees": """
         shutil.copytree("out", "backup")
         shutil.move("notes.txt", "backup/notes.txt")
