@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from advisor.profiling.patches import say
 from advisor.profiling.session import UNFIT
@@ -325,6 +326,24 @@ class Guard:
     def _symlinked(self, _source: object, target: object, dir_fd: int = -1) -> None:
         self.losing(_below(target, dir_fd))
 
+    def _truncated(self, path: object, *_rest: object) -> None:
+        if isinstance(path, (str, bytes, os.PathLike)):
+            self.written_at(path, truncates=False)
+
+    def _database(self, database: object) -> None:
+        # SQLite writes natively, and beside the file that a link or a URI names: part of the database is in its logs.
+        if not isinstance(database, (str, bytes, os.PathLike)):
+            return
+        name = os.fsdecode(database)
+        if name.startswith("file:"):
+            address = urlsplit(name)
+            name = unquote(address.path)
+            if {"mode=ro", "mode=memory", "immutable=1"} & set(address.query.split("&")):
+                return
+        if name and name != ":memory:":
+            for ending in ("", "-journal", "-wal", "-shm"):
+                self.touch(os.path.realpath(name) + ending)
+
     def _rmtree(self, path: object, dir_fd: object = None) -> None:
         # Its own removals carry names relative to open folders; walking first works on every platform.
         top = self._absolute(_below(path, dir_fd if isinstance(dir_fd, int) else -1))
@@ -347,9 +366,9 @@ _EVENTS: dict[str, Callable[..., None]] = {
     "os.rmdir": Guard._unmade,
     "os.link": Guard._linked,
     "os.symlink": Guard._symlinked,
-    "os.truncate": lambda guard, path, *_: guard.touch(path),
+    "os.truncate": Guard._truncated,
     "shutil.rmtree": Guard._rmtree,
-    "sqlite3.connect": lambda guard, path, *_: guard.touch(path),
+    "sqlite3.connect": Guard._database,
     "subprocess.Popen": Guard._program,
     "os.system": lambda guard, line: guard._program("sh", line),
     "os.posix_spawn": lambda guard, path, words, environment: guard._program(path, words, None, environment),

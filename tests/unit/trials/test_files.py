@@ -1,8 +1,10 @@
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -98,6 +100,9 @@ SCRIPTS = {
         open("current", "w").write("new best")
         assert open("out/best.pt").read() == "new best"
     """,
+    "truncates through a symbolic link": """
+        os.truncate("current", 3)
+    """,
     "replaces a symbolic link": """
         os.remove("current")
         os.symlink("out/deep/last.pt", "current")
@@ -190,6 +195,35 @@ def test_a_process_that_is_forked_amid_it_holds_nobody_up(work):
         os.kill(worker, signal.SIGKILL)
         """,
     )
+
+
+@pytest.mark.parametrize("name", ["study.db", "linked.db", "file:study.db?cache=shared"])
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_a_database_is_as_it_was(work, mode, name):
+    def rows():
+        with contextlib.closing(sqlite3.connect(work / "study.db")) as study:
+            return study.execute("select * from trials").fetchall()
+
+    with contextlib.closing(sqlite3.connect(work / "study.db")) as study:
+        study.execute(f"pragma journal_mode = {mode}")
+        study.execute("create table trials (value)")
+        study.execute("insert into trials values (1)")
+        study.commit()
+    (work / "linked.db").symlink_to("study.db")
+    before = tree(work)
+    run_dir, _ = run(
+        work,
+        f"""
+        import sqlite3
+        study = sqlite3.connect({name!r}, uri={name.startswith("file:")})
+        study.execute("insert into trials values (2)")
+        study.commit()
+        os._exit(0)  # as a search process that is killed: the log is not yet in the database
+        """,
+    )
+    assert restore.restore(run_dir) == ()
+    assert tree(work) == before
+    assert rows() == [(1,)]
 
 
 def test_what_the_script_made_is_kept_in_the_run_folder(work):
