@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,52 +32,74 @@ class LossScale:
         self.scale = torch.full((), _INITIAL_SCALE, dtype=torch.float32, device=device)
         self.inverse = self.scale.reciprocal()  # of the scale at the last backward
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        self.found_inf: dict[int, torch.Tensor] = {}  # id(optimizer) → above 0 when its gradients overflowed
+        # Neither is held alive. A script may make a new optimizer over the same parameters in every epoch, and read their gradients before
+        # its first step: so parameters are looked after beyond the optimizer that brought them.
+        self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self.parameters: dict[int, ref[torch.Tensor]] = {}
+        # Optimizer → above 0 when its gradients overflowed.
+        self.found_inf: WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = WeakKeyDictionary()
         self.undo = undo
         self.active = True
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after this optimizer's gradients from now on."""
-        if id(optimizer) not in self.optimizers:
-            self.optimizers[id(optimizer)] = optimizer
+        if optimizer not in self.optimizers:
+            self.optimizers.add(optimizer)
+            for group in optimizer.param_groups:
+                self.parameters.update((id(parameter), ref(parameter)) for parameter in group["params"])
             skip_step_hooks(self.undo, optimizer, self.overflowed)
             self.undo.push(optimizer.register_step_post_hook(_drop_flag).remove)
 
     def adopt_late(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before any optimizer's step: one that nobody knew of yet still holds scaled gradients."""
-        if self.active and id(optimizer) not in self.optimizers:
+        """Hook before any optimizer's step: one that nobody knew of yet still holds scaled gradients, but of parameters known before."""
+        if self.active and optimizer not in self.optimizers:
+            unscaled = {id(parameter) for parameter in self._with_gradient()}
             self.adopt(optimizer)
-            self._unscale(optimizer)
+            self._unscale(optimizer, unscaled)
 
     @torch.no_grad()
     def rescale(self) -> None:
         """Bring gradients of earlier backward passes up to the scale of the one that is about to add to them."""
-        for optimizer in self.optimizers.values():
-            gradients = _gradients(optimizer)
-            if gradients:
-                torch._foreach_mul_(gradients, self.scale)
-
-    def unscale(self) -> None:
-        """Divide all gradients by the scale and note overflow for each optimizer."""
-        self.inverse = self.scale.double().reciprocal().float()
-        for optimizer in self.optimizers.values():
-            self._unscale(optimizer)
+        gradients = [parameter.grad for parameter in self._with_gradient() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, self.scale)
 
     @torch.no_grad()
-    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale(self) -> None:
+        """Divide all gradients by the scale, those that several optimizers share once, and note overflow for each optimizer."""
+        self.inverse = self.scale.double().reciprocal().float()
+        unscaled: set[int] = set()
+        for optimizer in self.optimizers:
+            self._unscale(optimizer, unscaled)
+        others = [p.grad for p in self._with_gradient() if p.grad is not None and id(p) not in unscaled]
+        if others:
+            torch._foreach_mul_(others, self.inverse)
+
+    @torch.no_grad()
+    def _unscale(self, optimizer: torch.optim.Optimizer, unscaled: set[int]) -> None:
         # Gradients hold what earlier backward passes left, overflow included, so the latest check is the whole answer.
-        found = self.found_inf[id(optimizer)] = torch.zeros((), device=self.scale.device)
-        gradients = _gradients(optimizer)
-        if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.inverse)
+        found = self.found_inf[optimizer] = torch.zeros((), device=self.scale.device)
+        scaled: list[torch.Tensor] = []
+        true: list[torch.Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    (true if id(parameter) in unscaled else scaled).append(parameter.grad)
+                    unscaled.add(id(parameter))
+        for gradients, factor in ((scaled, self.inverse), (true, torch.ones_like(self.inverse))):
+            if gradients:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
+
+    def _with_gradient(self) -> list[torch.Tensor]:
+        alive = (reference() for reference in self.parameters.values())
+        return [parameter for parameter in alive if parameter is not None and parameter.grad is not None]
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer's step must be skipped from outside. Moves the scale on.
 
         A fused optimizer is given the device's own flag and skips without the host; any other makes the host wait for it.
         """
-        found = self.found_inf.pop(id(optimizer), None)
+        found = self.found_inf.pop(optimizer, None)
         if found is None:  # no backward since its last step
             return False
         torch._amp_update_scale_(self.scale, self.growth_tracker, found, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
@@ -119,10 +142,6 @@ def scale_losses(training: Training, undo: Undo) -> None:
         state.adopt(optimizer)
     undo.push(register_optimizer_step_pre_hook(state.adopt_late).remove)
     replace_attribute(undo, torch.autograd, "backward", backward)
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _drop_flag(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

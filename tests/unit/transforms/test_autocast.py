@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from loops import ConvNet, assert_equal, check_undo_is_exact, make_loop, twins, values
@@ -226,6 +229,45 @@ def test_two_optimizers_and_explicit_start_gradients(monkeypatch, late) -> None:
         loop.training.roots[1].module.parameters(), plain.training.roots[1].module.parameters(), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+def test_optimizers_that_share_parameters_see_true_gradients(monkeypatch) -> None:
+    # Two heads over one trunk, each with an optimizer of its own.
+    loop, plain = twins()
+    for each in (plain, loop):
+        second = torch.optim.SGD(each.model.parameters(), lr=0.05)
+        each.training.optimizers.append(second)
+        if each is loop:
+            scaled_only(monkeypatch).apply(loop.training, {})
+        for _ in range(2):
+            each.step()
+            second.step()
+    assert_equal(values(loop), values(plain))
+
+
+def test_an_optimizer_made_anew_over_the_same_parameters_sees_true_gradients(monkeypatch) -> None:
+    loop, plain = twins()
+    gone, seen = [], {id(loop): [], id(plain): []}
+    for each in (plain, loop):
+        if each is loop:
+            scaled_only(monkeypatch).apply(loop.training, {})
+        for epoch in range(4):
+            each.training.optimizers.clear()
+            gone.append(weakref.ref(each.optimizer))
+            kept = each.optimizer if epoch % 2 else None  # gone before the first step of the new one, or after it
+            each.optimizer = torch.optim.SGD(each.model.parameters(), lr=0.05, momentum=0.9)
+            gc.collect()
+            for _ in range(2):
+                x, y = next(each.batches)
+                each.optimizer.zero_grad()
+                nn.functional.cross_entropy(each.model(x), y).backward()
+                seen[id(each)].append(nn.utils.clip_grad_norm_(each.model.parameters(), 1.0))
+                each.optimizer.step()
+            del kept
+    assert seen[id(loop)] == seen[id(plain)]
+    assert_equal(values(loop), values(plain))
+    gc.collect()
+    assert not any(optimizer() for optimizer in gone)
 
 
 def test_scaling_refuses_gradient_hooks_foreign_parameters_and_input_gradients() -> None:
