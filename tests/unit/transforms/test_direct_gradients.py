@@ -335,7 +335,21 @@ def _added(net: Net) -> None:
     net.extra = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("change", [_replaced, _data, _buffer, _parameter, _added])
+def _frozen_norm(net: Net) -> None:
+    net.norm.eval()
+
+
+def _scheduled_momentum(net: Net) -> None:
+    net.norm.momentum *= 0.5
+
+
+def _no_number_any_more(net: Net) -> None:
+    net.norm.eps = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "change", [_replaced, _data, _buffer, _parameter, _added, _frozen_norm, _scheduled_momentum, _no_number_any_more]
+)
 def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
     net = Net()
     layout = cuda_graphs._Layout(net)
@@ -344,6 +358,38 @@ def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
     assert not layout.changed()
     change(net)
     assert layout.changed()
+
+
+@pytest.mark.parametrize("change", ["thaw", "evaluate"])
+def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+
+    class Captured(Replayed):
+        def __init__(self, inner: object, module: nn.Module, args: tuple[torch.Tensor, ...], *, beside: bool) -> None:
+            super().__init__(module, *args)
+            self.parameters = [p for p in module.parameters() if p.requires_grad]
+            self.layout = cuda_graphs._Layout(module)
+            self.structure = torch.utils._pytree.tree_structure(torch.zeros(1))
+            captures.append(self)
+
+    monkeypatch.setattr(cuda_graphs, "_Captured", Captured)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    net = Net()
+    net.body.requires_grad_(change != "thaw")
+    forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
+    for _ in range(cuda_graphs._WARM_CALLS + 2):
+        forward(torch.randn(5, 6))
+    assert [captured.replays for captured in captures] == [2]
+    net.body.requires_grad_(True)
+    net.norm.train(change != "evaluate")
+    statistics = net.norm.running_mean.clone()
+    for _ in range(cuda_graphs._WARM_CALLS):
+        forward(torch.randn(5, 6)).sum().backward()
+    assert net.body.weight.grad is not None
+    assert torch.equal(net.norm.running_mean, statistics) == (change == "evaluate")
+    forward(torch.randn(5, 6))
+    assert [captured.replays for captured in captures] == [2, 1]
 
 
 def captured_in_place_of(net: Net, forward: Callable[[], object]) -> None:
