@@ -84,6 +84,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give `tensor` these values, of its shape, in its own memory. One that is expanded has each once, and torch refuses to write it whole."""
+    if tensor.layout is torch.strided:
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.size(dim) > 1:
+                tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
 def target_of(training: Training, root: RootModule) -> torch.nn.Module:
     """The module whose forward transforms work on for this root (see `targets`)."""
     return targets(replace(training, roots=[root]))[0]

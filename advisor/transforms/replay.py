@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from advisor.profiling.training import RootModule
+from advisor.transforms.patch import write
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -71,7 +72,7 @@ def _kept(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for buffer, value in buffers:
-            buffer.copy_(value)
+            write(buffer, value)
         for attributes, values in numbers:
             attributes.update(values)
         random.setstate(drawn[0])

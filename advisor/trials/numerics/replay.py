@@ -137,7 +137,9 @@ def _grouped(
             )
     for name, buffer in module.named_buffers():
         before = saved.buffers.get(id(buffer))
-        if before is not None and buffer.is_floating_point() and buffer.shape == before[1].shape:
+        if before is None or buffer.layout is not torch.strided:
+            continue
+        if buffer.is_floating_point() and buffer.shape == before[1].shape:
             owner = name.rpartition(".")[0] or type(module).__name__
             groups.setdefault(f"buffer updates of {owner}", []).append(buffer.detach() - before[1])
     return groups

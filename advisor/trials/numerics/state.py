@@ -8,6 +8,7 @@ import sys
 import torch
 
 from advisor.profiling.training import Training
+from advisor.transforms.patch import write
 
 
 class SavedState:
@@ -44,9 +45,9 @@ class SavedState:
         with torch.no_grad():
             if not buffers_only:
                 for parameter, value in self.parameters.values():
-                    parameter.copy_(value)
+                    write(parameter, value)
             for buffer, value in self.buffers.values():
-                buffer.copy_(value)
+                write(buffer, value)
         for parameter, _ in self.parameters.values():
             parameter.grad = None
         for attributes, values in self.plain:
@@ -73,7 +74,9 @@ class SavedState:
         return "" if self._after == self._bits else "the model's state"
 
     def _fingerprint(self) -> list[int]:
-        tensors = [t.detach() for t, _ in (*self.parameters.values(), *self.buffers.values()) if t.numel()]
+        # A sparse one (a mesh's matrix) has no memory that could be seen as integers, and no forward writes to it.
+        held = (t.detach() for t, _ in (*self.parameters.values(), *self.buffers.values()))
+        tensors = [t for t in held if t.layout is torch.strided and t.numel()]
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = [t.view(whole[t.element_size()]).sum(dtype=torch.int64) for t in tensors if t.element_size() in whole]
         return [int(value) for value in torch.stack([s.cpu() for s in sums])] if sums else []
