@@ -131,6 +131,8 @@ def _grouped(
         small = parameter.numel() < SMALL
         # A small parameter may have no gradient where its true gradient is zero (a bias that a norm cancels).
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter) if small else None
+        if grad is not None and grad.layout is not torch.strided:
+            grad = grad.to_dense()  # of an embedding: which rows it names, and how often, is no part of its values
         if grad is not None:
             groups.setdefault("gradients of small parameters" if small else f"gradient of {name}", []).append(
                 grad.detach() / lift if lift != 1.0 else grad.detach().clone()

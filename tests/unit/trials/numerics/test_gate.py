@@ -44,6 +44,18 @@ class Blurred(Net):
         return super().forward(F.conv2d(x, self.kernel, padding=1, groups=3))
 
 
+class Embedded(Net):
+    """A layer with sparse gradients."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.rows = nn.Embedding(1000, 8, sparse=True)
+
+    def forward(self, x):
+        rows = (10 * x[:, 0, 0, 0].detach().abs()).long()
+        return super().forward(x * (1 + self.rows(rows)).view(-1, 1, 1, 8))
+
+
 class Loop:
     """A training loop of one net, and a change that can be switched on and off in it."""
 
@@ -240,7 +252,7 @@ def reordered(forward):
     return changed
 
 
-@pytest.mark.parametrize("kind", [Blurred])
+@pytest.mark.parametrize("kind", [Blurred, Embedded])
 def test_no_kind_of_tensor_is_in_the_way(kind):
     for semantics in list(Semantics)[:3]:
         assert Loop(kind=kind).judge(same, semantics).passed is True
