@@ -99,7 +99,11 @@ def replay(
             tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
             tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
             tuple(id(p) for p in module.parameters()),
-            tuple(int(b) if b.numel() == 1 else 0 for b in module.buffers() if not b.is_floating_point()),
+            tuple(
+                int(b) if b.numel() == 1 else 0
+                for b in module.buffers()
+                if not (b.is_floating_point() or b.is_complex())
+            ),
         )
         return Result(groups, structure, seconds)
     finally:
@@ -144,7 +148,12 @@ def _grouped(
         if buffer.is_floating_point() and buffer.shape == before[1].shape:
             owner = name.rpartition(".")[0] or type(module).__name__
             groups.setdefault(f"buffer updates of {owner}", []).append(buffer.detach() - before[1])
-    return groups
+    return {group: [_real(tensor) for tensor in tensors] for group, tensors in groups.items()}
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor (a layer in frequency space) as its real and imaginary parts, which are compared like any other values."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def detached(leaf: Any) -> Any:
@@ -202,6 +211,8 @@ def _rolled(leaf: Any) -> Any:
 
 def random_like(gradient: torch.Tensor) -> torch.Tensor:
     """Normal random values of the same root mean square (of a mean loss's, where it is zero), the same ones each time."""
+    if gradient.is_complex():
+        return torch.view_as_complex(random_like(_real(gradient).contiguous()))
     generator = torch.Generator().manual_seed(gradient.numel() % 2**31)
     row = torch.randn(8191, generator=generator).to(gradient.device)
     values = row.repeat(-(-gradient.numel() // row.numel()))[: gradient.numel()].view(gradient.shape)
@@ -211,6 +222,10 @@ def random_like(gradient: torch.Tensor) -> torch.Tensor:
 
 def _jittered(leaf: Any, amount: float, generator: torch.Generator) -> Any:
     """Each value times (1 ± amount), the sign drawn from `generator` on the CPU so that it is the same everywhere."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+        with torch.no_grad():
+            moved = torch.view_as_complex(_jittered(_real(leaf).contiguous(), amount, generator))
+        return moved.requires_grad_(leaf.requires_grad and leaf.is_leaf)
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.numel() == 0:
         return leaf
     with torch.no_grad():

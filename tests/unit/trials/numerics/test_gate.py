@@ -7,7 +7,7 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.profiling.training import RootModule, Training
-from advisor.trials.numerics import appeal, bounds, plain, precision
+from advisor.trials.numerics import appeal, bounds, plain, precision, replay
 from advisor.trials.numerics.distance import Distance
 from advisor.trials.numerics.gate import Gate
 
@@ -54,6 +54,18 @@ class Embedded(Net):
     def forward(self, x):
         rows = (10 * x[:, 0, 0, 0].detach().abs()).long()
         return super().forward(x * (1 + self.rows(rows)).view(-1, 1, 1, 8))
+
+
+class InFrequencySpace(Net):
+    """A layer with complex weights."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.spectrum = nn.Parameter(1 + 0.1 * torch.randn(3, 8, 5, dtype=torch.cfloat))
+        self.register_buffer("phase", torch.tensor(1j))
+
+    def forward(self, x):
+        return super().forward(torch.fft.irfft2(torch.fft.rfft2(x) * self.spectrum, s=x.shape[-2:]))
 
 
 class Loop:
@@ -252,7 +264,42 @@ def reordered(forward):
     return changed
 
 
-@pytest.mark.parametrize("kind", [Blurred, Embedded])
+class ConjugateGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.conj()
+
+
+def wrong_phase(forward):
+    net = forward.__self__
+
+    def changed(x):  # the same values, and of the complex weights the conjugate gradient
+        spectrum = torch.fft.rfft2(x) * ConjugateGradient.apply(net.spectrum)
+        return Net.forward(net, torch.fft.irfft2(spectrum, s=x.shape[-2:]))
+
+    return changed
+
+
+def test_complex_gradients_are_compared_in_both_parts():
+    check = Loop(kind=InFrequencySpace).judge(wrong_phase)
+    assert check.passed is False, check
+
+
+def test_complex_outputs_are_replayed():
+    gradient = torch.randn(4, 3, dtype=torch.cfloat)
+    like = replay.random_like(gradient)
+    assert like.dtype == gradient.dtype
+    assert float(like.real.std()) > 0
+    assert float(like.imag.std()) > 0
+    moved = replay._jittered(gradient.conj(), 2.0**-9, torch.Generator().manual_seed(1))
+    assert 0 < float((moved - gradient.conj()).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("kind", [Blurred, Embedded, InFrequencySpace])
 def test_no_kind_of_tensor_is_in_the_way(kind):
     for semantics in list(Semantics)[:3]:
         assert Loop(kind=kind).judge(same, semantics).passed is True
