@@ -1,4 +1,7 @@
-"""What a replay may move, saved and put back: parameters, buffers, gradients, random states, plain attributes."""
+"""What a replay may move, saved and put back: parameters, buffers, gradients, random states, plain attributes.
+
+Plain attributes are numbers, and tensors that are no buffers: a mean that a forward goes on with, features that it leaves for the loss.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import torch
 from advisor.profiling.training import Training
 from advisor.transforms.patch import write
 
+# Of tensors in attributes, those with at most so many values: a mean, no batch of features. In place only such are written.
+_FEW = 1 << 16
+
 
 class SavedState:
     """Parameters, buffers, gradients, random states and plain attributes of some modules; put back on leaving."""
@@ -20,10 +26,13 @@ class SavedState:
         self.buffers = {id(b): (b, b.detach().clone()) for m in modules for b in m.buffers()}
         self.grads = [(p, p.grad) for p, _ in self.parameters.values()]
         self.plain = [
-            (child.__dict__, {k: v for k, v in child.__dict__.items() if type(v) in (bool, int, float)})
+            (child.__dict__, {k: v for k, v in child.__dict__.items() if type(v) in (bool, int, float, torch.Tensor)})
             for module in modules
             for child in module.modules()
         ]
+        held = {id(v): v for _, values in self.plain for v in values.values() if isinstance(v, torch.Tensor)}
+        few = (t for t in held.values() if t.numel() <= _FEW and not (t.requires_grad or t.is_inference()))
+        self.held = [(t, t.detach().clone()) for t in few]
         self.random = torch.get_rng_state()
         self.cuda_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self.python_random = random.getstate()
@@ -48,6 +57,8 @@ class SavedState:
                     write(parameter, value)
             for buffer, value in self.buffers.values():
                 write(buffer, value)
+            for tensor, value in self.held:
+                write(tensor, value)
         for parameter, _ in self.parameters.values():
             parameter.grad = None
         for attributes, values in self.plain:
