@@ -222,7 +222,7 @@ def _profile(
         if protect_files:
             owners.hold(run_dir)
         ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
-        shorter = _shorter(session, ended.code)
+        shorter = None if ended.interrupted else _shorter(session, ended.code)
         if shorter is not None and not _restored(run_dir, say):
             shorter = None
         if shorter is not None:
@@ -237,6 +237,8 @@ def _profile(
             f"files that were set aside in {_shown(run_dir)} could not be put back",
             fix=f"Make room for them, and run `advisor doctor --recover {_shown(run_dir)}`.",
         )
+    if protect_files and ended.interrupted:
+        raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
     say("reading the trace")
     measured = assemble(run_dir, machine, exit_code=ended.code)
     if ended.code and not ended.stopped_by_advisor:
@@ -427,6 +429,7 @@ def apply(
 
     Raises:
         AdvisorError: for a script that cannot be started, an unknown transform id, or no run to start from.
+        KeyboardInterrupt: when the user ends the script that is profiled.
     """
     from advisor.profiling.launcher import ScriptCommand
     from advisor.profiling.session import DISABLE_VARIABLE, disabled

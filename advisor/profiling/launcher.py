@@ -135,6 +135,7 @@ class Exit:
     signal: int = 0
     stopped_by_advisor: bool = False
     timed_out: bool = False
+    interrupted: bool = False  # the user has asked for an end, by a signal, whatever the script made of it
     hung: bool = False  # it was stopped by advisor and did all it had to do, but native code kept it from ending
     seconds: float = 0.0
     files_written: tuple[str, ...] = ()  # told by the child in `file` events
@@ -202,7 +203,7 @@ def launch(
                 on_progress(event)
 
     try:
-        with _forwarding(child):
+        with _forwarding(child) as asked:
             while True:
                 try:
                     code = child.wait(timeout=POLL_S)
@@ -228,6 +229,7 @@ def launch(
         signal=number,
         stopped_by_advisor=stopped,
         timed_out=timed_out,
+        interrupted=bool(asked),
         hung=hung,
         seconds=time.monotonic() - started,
         files_written=tuple(dict.fromkeys(files)),
@@ -298,22 +300,22 @@ class _Progress:
 
 
 @contextmanager
-def _forwarding(child: subprocess.Popen[Any]) -> Iterator[None]:
-    """Signals that are meant for the script reach it once. A second Ctrl-C kills it."""
+def _forwarding(child: subprocess.Popen[Any]) -> Iterator[list[int]]:
+    """Signals that are meant for the script reach it once, and are in the list. A second Ctrl-C kills it."""
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
+        yield asked  # Python delivers signals to the main thread only
         return
-    interrupts = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts > 1:
+        asked.append(number)
+        if asked.count(number) > 1:
             child.kill()
         elif not _terminal_sends_to_group():
             child.send_signal(number)
 
     def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         child.send_signal(number)
 
     handlers: dict[int, Any] = {signal.SIGINT: interrupt, signal.SIGTERM: forward}
@@ -321,7 +323,7 @@ def _forwarding(child: subprocess.Popen[Any]) -> Iterator[None]:
         handlers[signal.SIGHUP] = forward
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

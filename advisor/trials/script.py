@@ -84,7 +84,7 @@ class Script:
     def start(self, mode: str, *, timeout_s: float, phase: str = "", **orders: Any) -> Ended:
         """Run the script in this mode to its end; its time counts as `phase`, or as the phases that a search tells of.
 
-        Afterwards the user's files are as they were, or `displaced` is set. Ctrl-C sets `interrupted`.
+        Afterwards the user's files are as they were, or `displaced` is set. Ctrl-C, and a request to end, set `interrupted`.
         """
         began, self._fault = time.monotonic(), ""
         (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
@@ -113,7 +113,7 @@ class Script:
         self._account(time.monotonic() - began, phase)
         if ended.hung and _HUNG not in self.notes:
             self.notes.append(_HUNG)
-        if ended.code == 130 or ended.signal == signal.SIGINT:
+        if ended.interrupted or ended.code == 130 or ended.signal == signal.SIGINT:
             self.interrupted = True
         return Ended(ended, self._fault)
 

@@ -483,6 +483,21 @@ def test_signals_reach_the_script_once(tmp_path: Path, number: signal.Signals) -
     assert process.returncode == 9
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_ends_well_when_it_is_asked_to_was_asked_to(tmp_path: Path, number: signal.Signals) -> None:
+    write(
+        tmp_path,
+        f"""
+        import os, signal, time
+        signal.signal({int(number)}, lambda number, frame: None)
+        os.kill(os.getppid(), {int(number)})
+        time.sleep(0.5)
+        """,
+    )
+    ended, _, _ = run(tmp_path, "train.py")
+    assert (ended.code, ended.signal, ended.interrupted) == (0, 0, True)
+
+
 def test_a_second_interrupt_kills_a_script_that_does_not_react(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -40,3 +40,20 @@ def test_a_script_whose_files_could_not_be_put_back_is_not_started_again(tmp_pat
         profile()
     assert len(launches) == 1
     assert any("best.pt: Permission denied" in text for text in said)
+
+
+def test_a_script_that_makes_a_good_end_of_an_interrupt_is_not_started_again(tmp_path, monkeypatch) -> None:
+    launches = []
+
+    def launch(command, session, **more):
+        launches.append(session)
+        return Exit(code=0, interrupted=True)
+
+    monkeypatch.setattr(environment, "probe", lambda: Environment(device="cpu"))
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(pipeline, "_shorter", lambda session, code: dataclasses.replace(session, steps=1))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.apply(["train.py"], auto=True, say=print)
+    assert [session.mode for session in launches] == ["profile"]

@@ -820,8 +820,16 @@ def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
     assert first - second == pytest.approx(20.0 - budget.START_S, abs=1.0)
 
 
-def test_ctrl_c_writes_what_is_proved_so_far(script):
-    script.verdicts = {"tf32": "kept", "compile": lambda session: Exit(code=130, signal=int(signal.SIGINT))}
+@pytest.mark.parametrize(
+    "ended",
+    [
+        Exit(code=130, signal=int(signal.SIGINT)),
+        Exit(code=0, interrupted=True),  # the script catches it, saves, and ends well
+        Exit(code=143, signal=int(signal.SIGTERM), interrupted=True),
+    ],
+)
+def test_ctrl_c_writes_what_is_proved_so_far(script, ended):
+    script.verdicts = {"tf32": "kept", "compile": lambda session: ended}
     log, plan, code, verdicts = apply(script, "tf32", "compile")
     assert verdicts["tf32"].status == "kept"
     assert (verdicts["compile"].status, verdicts["compile"].reason) == ("skipped", "interrupted")
