@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from advisor.transforms.patch import tensors_in
 
@@ -25,14 +26,20 @@ class Item:
     random: bool
 
 
-def probe(loader: DataLoader[Any]) -> Item:
+def probe(loader: DataLoader[Any], *, collated: bool = False) -> Item:
     """Read item 0 once. The host's random-number generators are as before afterwards.
 
+    Args:
+        collated: make a batch of it too, where the script does that by itself (mixing images, drawing a size).
+
     Raises:
-        Whatever the dataset raises.
+        Whatever the dataset, or the script's `collate_fn`, raises.
     """
     with _generators_kept() as moved:
-        tensors = tensors_in(loader.dataset[0])
+        first = loader.dataset[0]
+        tensors = tensors_in(first)
+        if collated and loader.batch_sampler is not None and loader.collate_fn is not default_collate:
+            loader.collate_fn(copy.deepcopy([first, first]))
     return Item(
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         on_device=any(tensor.device.type != "cpu" for tensor in tensors),

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
@@ -274,17 +274,26 @@ def _why_not(loader: DataLoader[Any]) -> str:
         return "" if loader.num_workers else "taking a batch ahead from a stream would lose it at an early end"
     if loader.num_workers:
         return ""
-    if loader.sampler is not None and not isinstance(loader.sampler, _SAMPLERS):
-        return f"{type(loader.sampler).__name__} may keep state that a batch ahead would change"
+    sampler = _sampler_of(loader)
+    if sampler is not None and not isinstance(sampler, _SAMPLERS):
+        return f"{type(sampler).__name__} may keep state that a batch ahead would change"
     try:
-        item = probe(loader)
+        item = probe(loader, collated=True)
     except Exception as error:  # the dataset is the script's own code
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if item.on_device:
         return "its items are on a device already"
     if item.random:
-        return "its items draw random numbers in this process, and a batch ahead would change their order"
+        return "its items or batches draw random numbers in this process, and a batch ahead would change their order"
     return ""
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What chooses the items: a script's own batch sampler stands for both, and torch's then leaves `loader.sampler` unused."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
 
 
 def _running_iterators(loaders: list[DataLoader[Any]]) -> list[_BaseDataLoaderIter]:

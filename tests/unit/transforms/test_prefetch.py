@@ -215,6 +215,16 @@ class OddSampler(torch.utils.data.Sampler):
         return iter([0])
 
 
+class OddBatches(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter([torch.randint(10, (2,)).tolist()])
+
+
+def mixed(batch):
+    weight = torch.rand(())
+    return weight * torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])
+
+
 def test_what_it_refuses(loop) -> None:
     def reason(loader) -> str:
         loop.training.device = torch.device("cuda", 0)
@@ -227,6 +237,15 @@ def test_what_it_refuses(loop) -> None:
     assert "stream" in reason(DataLoader(Stream()))
     assert "random numbers" in reason(DataLoader(Random()))
     assert "OddSampler" in reason(make_loader(sampler=OddSampler()))
+    data = make_loader().dataset
+    assert "OddBatches" in reason(DataLoader(data, batch_sampler=OddBatches()))
+    batches = torch.utils.data.BatchSampler(OddSampler(), 2, drop_last=False)
+    assert "OddSampler" in reason(DataLoader(data, batch_sampler=batches))
+    batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 2, drop_last=False)
+    assert reason(DataLoader(data, batch_sampler=batches)) == ""
+    assert "random numbers" in reason(make_loader(collate_fn=mixed))
+    assert reason(make_loader(collate_fn=mixed, num_workers=1)) == ""
+    assert reason(make_loader(collate_fn=list)) == ""
     assert "device already" in reason(DataLoader(TensorDataset(torch.zeros(3, device="meta"))))
     loop.training.device = torch.device("cpu")
     assert "host" in DevicePrefetch().match(loop.training, {}).reason
