@@ -172,10 +172,11 @@ class Guard:
                 os._exit(UNFIT)
             # Else reading; or a temporary file of torch's, which is imported, and of which another process's search knows nothing.
         except Exception as error:
-            # Without a copy the script must not go on to destroy the file: its own open or remove fails instead.
-            raise OSError(
-                f"advisor could not set a file aside before a write in a search ({event}: {error})"
-            ) from error
+            # Without a copy the script must not go on to destroy the file: its own open or remove fails instead. By the number, which makes it
+            # the error that the script would have had of the system (PermissionError), and may be ready for.
+            told = f"advisor could not set a file aside before a write in a search ({event}: {error})"
+            number = error.errno if isinstance(error, OSError) else None
+            raise (OSError(told) if number is None else OSError(number, told)) from error
         finally:
             _inside.yes = False
 

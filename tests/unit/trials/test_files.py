@@ -226,6 +226,26 @@ def test_a_database_is_as_it_was(work, mode, name):
     assert rows() == [(1,)]
 
 
+def test_a_write_that_fails_anyway_fails_as_without_advisor(work):
+    run(
+        work,
+        """
+        def forbidden(path, *more, plain=os.lstat):  # of a folder that is not this user's
+            if "private" in str(path):
+                raise PermissionError(13, "Permission denied", path)
+            return plain(path, *more)
+
+        os.lstat = forbidden
+        for path, expected in (("notes.txt/below", NotADirectoryError), ("private/x", PermissionError)):
+            try:
+                open(path, "w")
+            except expected as error:
+                continue
+            raise AssertionError(path)
+        """,
+    )
+
+
 def test_what_the_script_made_is_kept_in_the_run_folder(work):
     run_dir, _ = run(work, 'open("out/result.txt", "w").write("from the search")')
     restore.restore(run_dir)
