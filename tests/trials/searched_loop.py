@@ -4,6 +4,7 @@ What a step takes is planted: the net says how long it waits, and nobody does. S
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -14,12 +15,14 @@ import torch
 import torch._dynamo  # what the first optimizer imports: here once, not in every fork
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.verdict import Check
 from advisor.profiling import attach, graphs, stop, timing
 from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.patch import replace_attribute
 from advisor.trials import measure
 from advisor.trials.live import blocks, driver, loop, trial
 
@@ -90,7 +93,8 @@ class Undisturbed:
         return ""
 
 
-def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise, fold=0):
+def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise, fold=0, mixed=None):
+    """mixed: batches come from a loader, and in this share of the steps the script mixes its images, which are then no loader's."""
     training, watcher = attach.attach_training(session)
     blocks.step_times = driver.step_times = measure.step_times = planted(training)
     loop.MachineWatch = Undisturbed
@@ -106,10 +110,15 @@ def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.no
 
         net, optimizer = begin()
         data = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
+        chance, loader = random.Random(1), DataLoader(data, batch_size=None)
+        batches = iter(itertools.chain.from_iterable(itertools.repeat(loader))) if mixed is not None else None
         for done in range(1, steps + 1):
             if fold and done % fold == 0:
                 net, optimizer = begin()  # another model from here on
-            x, y = data[done % 4]
+            x, y = data[done % 4] if batches is None else next(batches)
+            x = x.to("cpu")
+            if mixed is not None and chance.random() < mixed:
+                x = 0.7 * x + 0.3 * x.roll(1, 0)
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
@@ -243,6 +252,22 @@ class Wrong(Wrapped):
         return lambda x: F.linear(F.relu(net.bn(net.conv(x))).flatten(1), net.fc.weight)
 
 
+class Torn(Waits):
+    """Fast, and the batch that the model gets is not whole: outside of what a replay of the model sees."""
+
+    id, factor = "torn", 0.5
+
+    def apply(self, training, parameters):
+        undo, plain = super().apply(training, parameters), torch.Tensor.to
+
+        def to(x, *args):
+            moved = plain(x, *args)
+            return torch.cat([moved[:-1], torch.zeros_like(moved[-1:])]) if moved.shape == (8, 3, 8, 8) else moved
+
+        replace_attribute(undo, torch.Tensor, "to", to)
+        return undo
+
+
 class Raises(Wrapped):
     id = "raises"
 
@@ -368,7 +393,7 @@ class FreshOnly(Waits):
 CHANGES = {
     c.id: c
     for c in (
-        Nothing, Faster, Quicker, FasterStill, Slower, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
+        Nothing, Faster, Quicker, FasterStill, Slower, Torn, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
         FreshOnly, Dies, Traced, Counted, Captures, Half, Graphs, Host, Device,
     )
 }  # fmt: skip

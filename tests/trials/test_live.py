@@ -33,7 +33,7 @@ def session(tmp_path, *names, make=candidates, **more):
 
 
 def search(tmp_path, *names, **more):
-    options = {k: more.pop(k) for k in ("steps", "wait_s", "noise", "fold") if k in more}
+    options = {k: more.pop(k) for k in ("steps", "wait_s", "noise", "fold", "mixed") if k in more}
     orders = session(tmp_path, *names, **more)
     _, reason = train(orders, SearchDriver, find, **options)
     return {v.transform: v for v in records.verdicts(tmp_path)}, reason
@@ -72,6 +72,20 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path):
     assert record.complete
     assert record.model_hash
     assert records.load_current(tmp_path) is None
+
+
+@pytest.mark.parametrize("mixed", [0.0, 0.5])
+def test_a_script_that_mixes_its_images_now_and_then_is_not_taken_for_a_torn_copy(tmp_path, mixed):
+    # Half of the steps are: of five changes none may be blamed for what the script does by chance.
+    names = ("faster",) if not mixed else ("nothing", "slower", "faster", "quicker", "faster_still")
+    verdicts, reason = search(tmp_path, *names, "torn", mixed=mixed, steps=4000)
+    assert reason == "search done"
+    torn = verdicts.pop("torn")
+    assert not [v.reason for v in verdicts.values() if "batches" in v.reason]
+    assert verdicts["faster"].numerics.passed
+    if not mixed:
+        assert torn.status == "reverted"
+        assert "does not get the loader's batches" in torn.reason
 
 
 @pytest.fixture
