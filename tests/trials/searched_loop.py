@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -239,10 +240,6 @@ class FasterStill(Waits):
     id, factor, conflicts = "faster_still", 0.1, ("faster",)
 
 
-class Slower(Waits):
-    id, factor = "slower", 1.6
-
-
 class Wrong(Wrapped):
     """Fast, and wrong: it leaves the wait out and the bias too."""
 
@@ -250,6 +247,21 @@ class Wrong(Wrapped):
 
     def wrap(self, forward, net):
         return lambda x: F.linear(F.relu(net.bn(net.conv(x))).flatten(1), net.fc.weight)
+
+
+class Slower(Waits):
+    id, factor = "slower", 1.6
+
+
+class Released(Slower):
+    """Says where it is released."""
+
+    id = "released"
+    note: ClassVar[Path | None] = None
+
+    def release(self, training):
+        with open(self.note, "a") as stream:
+            stream.write("released\n")
 
 
 class Torn(Waits):
@@ -393,7 +405,7 @@ class FreshOnly(Waits):
 CHANGES = {
     c.id: c
     for c in (
-        Nothing, Faster, Quicker, FasterStill, Slower, Torn, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
+        Nothing, Faster, Quicker, FasterStill, Slower, Torn, Released, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
         FreshOnly, Dies, Traced, Counted, Captures, Half, Graphs, Host, Device,
     )
 }  # fmt: skip

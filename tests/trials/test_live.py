@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from searched_loop import CHANGES, DoesNotApply, HalfInLayout, Layout, Net, Waits, candidates, find, train
+from searched_loop import CHANGES, DoesNotApply, HalfInLayout, Layout, Net, Released, Waits, candidates, find, train
 
 from advisor.core import storage
 from advisor.core.findings import Interval
@@ -86,6 +86,14 @@ def test_a_script_that_mixes_its_images_now_and_then_is_not_taken_for_a_torn_cop
     if not mixed:
         assert torn.status == "reverted"
         assert "does not get the loader's batches" in torn.reason
+
+
+@pytest.mark.parametrize("pairs", [5, 6])
+def test_what_is_not_kept_is_released_whether_the_last_block_had_it_on_or_off(tmp_path, monkeypatch, pairs):
+    monkeypatch.setattr(Released, "note", tmp_path / "released")
+    verdicts, _ = search(tmp_path, "released", max_pairs=pairs)
+    assert len(verdicts["released"].blocks.off_us) == pairs
+    assert (tmp_path / "released").read_text() == "released\n"
 
 
 @pytest.fixture

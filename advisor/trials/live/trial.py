@@ -333,10 +333,10 @@ class Trial:
 
     def _take_back(self) -> None:
         """The loop is as it stands, without the candidate unless it is part of it."""
-        if self.switch is None or self.transform is None or not self.switch.is_on:
+        if self.switch is None or self.transform is None:
             return
-        if all(self.switch.standing is not s for s in self.loop.kept.standing):
-            self.switch.off()
+        if not self.switch.is_on or all(self.switch.standing is not s for s in self.loop.kept.standing):
+            self.switch.off()  # its last block may have left it so; what it has compiled or captured is there all the same
             self.transform.release(self.loop.training)
             if self.loop.on_gpu:
                 torch.cuda.empty_cache()
