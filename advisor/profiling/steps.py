@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -159,7 +159,7 @@ class StepWatcher:
             return
         if self.kind != "optimizer":
             self._start("optimizer")
-            self._alive = {id(o) for o in living_optimizers()} | {id(optimizer)}
+            self._alive = ({id(o) for o in living_optimizers()} - self._past) | {id(optimizer)}
         self._recent.append(id(optimizer))
         self._advance(id(optimizer))
         self._met.add(id(optimizer))
@@ -271,6 +271,10 @@ class StepWatcher:
     def pattern_length(self) -> int:
         """Optimizer calls (or backward passes) in a step; 0 while undecided."""
         return len(self._pattern)
+
+    def pass_over(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """These were stepped before; no period is to wait for them."""
+        self._past.update(map(id, optimizers))
 
     def detach(self) -> None:
         """Take all hooks back; the script goes on untouched."""
@@ -468,32 +472,60 @@ class StepWatcher:
         return other and 2 * usual > total
 
 
-def _register(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any], patches: Patches) -> None:
-    """Register a hook of all optimizers, until `patches` are undone.
+class _Hooks:
+    """Hooks of all optimizers, behind one of torch's, which is there while there are any.
 
-    Torch calls hooks as it walks through the dictionary that holds them. Where one of ours ends the measuring, taking it out would end
-    that walk in an error, in the user's step, if another's hook stands behind it: it then stays, and does nothing.
+    Torch calls hooks as it walks through the dictionary that holds them, and one put in or taken out meanwhile ends that walk in an
+    error, in the user's step. Ours come and go inside a step: they are in a list of their own, and torch's hook stays until a
+    moment at which it can go.
     """
-    walking = 0
 
-    def called(*args: Any) -> Any:
-        nonlocal walking
-        if not patches.active:
-            return None
-        walking += 1
+    def __init__(self, register: Callable[[Any], RemovableHandle]) -> None:
+        self._register = register
+        self._hooks: list[tuple[Callable[..., Any], Patches]] = []
+        self._handle: RemovableHandle | None = None
+        self._walking = 0
+
+    def add(self, hook: Callable[..., Any], patches: Patches) -> None:
+        """Call `hook` with what torch gives its own, until `patches` are undone. What it returns is passed on to torch."""
+        ours = hook, patches
+        self._hooks.append(ours)
+        if self._handle is None:
+            self._handle = self._register(self._called)
+
+        def remove() -> None:
+            self._hooks.remove(ours)
+            self._leave()
+
+        patches.undo(remove)
+
+    def _called(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        given = None
+        self._walking += 1
         try:
-            return hook(*args)
+            for hook, patches in tuple(self._hooks):
+                if patches.active:
+                    given = hook(optimizer, args, kwargs) or given
         finally:
-            walking -= 1
+            self._walking -= 1
+        return given
 
-    handle = register(called)
+    def _leave(self) -> None:
+        if self._hooks or self._handle is None:
+            return
+        hooks = self._handle.hooks_dict_ref()
+        if not (self._walking and hooks and next(reversed(hooks)) != self._handle.id):
+            self._handle.remove()
+            self._handle = None
 
-    def remove() -> None:
-        hooks = handle.hooks_dict_ref()
-        if not (walking and hooks and next(reversed(hooks)) != handle.id):
-            handle.remove()
 
-    patches.undo(remove)
+_before_steps, _after_steps = _Hooks(register_optimizer_step_pre_hook), _Hooks(register_optimizer_step_post_hook)
+
+
+def after_optimizer_steps(listener: Callable[[Any], None], patches: Patches) -> None:
+    """Call `listener` with each optimizer that has made a step, until `patches` are undone or it raises."""
+    listen = patches.guard(listener)
+    _after_steps.add(lambda optimizer, args, kwargs: listen(optimizer), patches)
 
 
 def attach(training: Training, session: Session, patches: Patches | None = None) -> StepWatcher:
@@ -521,8 +553,8 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
             closure_ended()
         optimizer_called(optimizer)
 
-    _register(register_optimizer_step_pre_hook, before_step, patches)
-    _register(register_optimizer_step_post_hook, after_step, patches)
+    _before_steps.add(before_step, patches)
+    _after_steps.add(after_step, patches)
 
     # Tensor.backward and everything else ends up in these two.
     for name in ("backward", "grad"):

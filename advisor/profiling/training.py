@@ -64,6 +64,11 @@ class Training:
     # The boundary handlers run inside the user's last `Optimizer.step()` of a step, in order of registration.
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
 
+    def let_go(self) -> None:
+        """Hold nothing of the script's any more: what torch remembers of a hook (`torch.overrides`) may hold this for good."""
+        for found in (self.roots, self.guides, self.optimizers, self.scalers, self.loaders, self.on_step):
+            found.clear()
+
     @property
     def models(self) -> tuple[RootModule, ...]:
         """Roots and guides: all that has a name."""

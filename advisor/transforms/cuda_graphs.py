@@ -8,7 +8,8 @@ backward of the first) runs eagerly.
 What is guarded, because published implementations go wrong there: gradients that alias the graph's static buffers are
 cloned before they would be accumulated into (pytorch#181723), and no forward writes to them; outputs and gradients of
 inputs are cloned, so a kept one never changes later;
-parameters and buffers that moved in memory invalidate the capture; modules with hooks are refused, since replays run no Python.
+parameters and buffers that moved in memory, layers that were thawed or put to evaluation, and numbers that a schedule changes (a
+dropout's, a norm's momentum) invalidate the capture; modules with hooks are refused, since replays run no Python.
 Gradients of parameters go past autograd's accumulation, which would cost the host more than all the rest (direct_gradients.py).
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -42,6 +44,9 @@ from advisor.transforms.targets import targets
 _WARM_CALLS = 3
 # A loop with more input signatures than this gains nothing from graphs and would fill the memory with their pools.
 _MAX_SIGNATURES = 4
+# A graph that a number of its module's outdates (a script that counts its steps there) within so many replays was not worth its capture;
+# after so many such ones no other is made.
+_WORTH_REPLAYS, _MOST_OUTDATED = 20, 3
 
 
 class _InFlight:
@@ -132,11 +137,12 @@ class _Layout:
         return (
             not same
             or list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
-            or not self._same_numbers()
+            or not self.same_numbers()
             or any(p.requires_grad for p in self._frozen)
         )
 
-    def _same_numbers(self) -> bool:
+    def same_numbers(self) -> bool:
+        """Whether modules keep the numbers that they had."""
         try:
             return [read(values) for read, values in self._numbers] == self._frozen_in
         except (KeyError, RuntimeError):  # one is gone, or a tensor by now
@@ -267,6 +273,7 @@ class GraphedForward:
         self.captured: dict[Any, _Captured] = {}
         self.failed: dict[Any, str] = {}
         self.calls: dict[Any, int] = {}
+        self.outdated: Counter[Any] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
@@ -284,8 +291,8 @@ class GraphedForward:
         key = _signature(args)
         captured = self.captured.get(key)
         if captured is not None and captured.layout.changed():
-            del self.captured[key]
-            captured, self.calls[key] = None, 0  # what is new in it is warmed up, too
+            self._drop(key)
+            captured = None
         if captured is None:
             calls = self.calls[key] = self.calls.get(key, 0) + 1
             if key in self.failed or calls <= _WARM_CALLS or len(self.captured) >= _MAX_SIGNATURES:
@@ -301,6 +308,15 @@ class GraphedForward:
         leaves = [captured.gradients.anchor] if direct else captured.parameters
         outputs = _Replay.apply(captured, direct, *args, *leaves)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(outputs), captured.structure)
+
+    def _drop(self, key: Any) -> None:
+        """The captured graph is of a module that is another by now. What is new in it is warmed up like the first."""
+        captured = self.captured.pop(key)
+        self.calls[key] = 0
+        if captured.replays < _WORTH_REPLAYS and not captured.layout.same_numbers():
+            self.outdated[key] += 1
+            if self.outdated[key] >= _MOST_OUTDATED:
+                self.failed[key] = "a number that its module keeps changes every few steps"
 
     def _direct(self, captured: _Captured, device: torch.device) -> bool:
         """Whether gradients may go past autograd.

@@ -116,9 +116,14 @@ _ATTRIBUTES = {"__reduce_ex__": _PlainReduce, "__prepare_scriptable__": _PlainTw
 
 
 class ForwardStack:
-    """The layers around one root module's forward. There is one stack for a module, as long as the module lives."""
+    """The layers around one root module's forward. There is one stack for a module, as long as the module lives.
 
-    _stacks: ClassVar[WeakKeyDictionary[torch.nn.Module, ForwardStack]] = WeakKeyDictionary()
+    What a stack has composed holds its module. So the module's own attributes are all that keeps it while it has layers, and both can go
+    together; one that is left without layers, but may get them back, waits in `_resting` until `let_go`.
+    """
+
+    _stacks: ClassVar[WeakKeyDictionary[torch.nn.Module, ref[ForwardStack]]] = WeakKeyDictionary()
+    _resting: ClassVar[set[ForwardStack]] = set()
     _installed: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -131,10 +136,25 @@ class ForwardStack:
     @classmethod
     def of(cls, module: torch.nn.Module) -> ForwardStack:
         """The stack of this module, made at the first call."""
-        stack = cls._stacks.get(module)
+        stack = cls._known(module)
         if stack is None:
-            stack = cls._stacks[module] = cls(module)
+            stack = cls(module)
+            cls._stacks[module] = ref(stack)
         return stack
+
+    @classmethod
+    def _known(cls, module: torch.nn.Module) -> ForwardStack | None:
+        found = cls._stacks.get(module)
+        return found() if found is not None else None
+
+    @classmethod
+    def let_go(cls, modules: Iterable[torch.nn.Module]) -> None:
+        """Forget what stands ready for these modules where they have no layers, and for those below them."""
+        for module in modules:
+            for child in module.modules():
+                stack = cls._known(child)
+                if stack is not None:
+                    cls._resting.discard(stack)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -179,7 +199,7 @@ class ForwardStack:
     @contextlib.contextmanager
     def without(cls, modules: Iterable[torch.nn.Module], rank: int) -> Iterator[None]:
         """Inside, calls of these modules pass by their layers at `rank` and above."""
-        stacks = [stack for module in modules if (stack := cls._stacks.get(module)) is not None]
+        stacks = [stack for module in modules if (stack := cls._known(module)) is not None]
         installed = [(stack, forward) for stack in stacks if (forward := stack._forward) is not None]
         before = [forward.composed for _, forward in installed]
         try:
@@ -195,6 +215,8 @@ class ForwardStack:
         self._composed = {
             key: value for key, value in self._composed.items() if all(member != layer for _, member in key)
         }
+        if not self._composed:
+            self._resting.discard(self)
 
     def plain_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """`state`, an instance dictionary of the module, as it would be without layers."""
@@ -228,6 +250,7 @@ class ForwardStack:
             module.__dict__["forward"] = self._forward
             module.__dict__.update((name, kind(self)) for name, kind in _ATTRIBUTES.items())
             self._installed.add(module)
+            self._resting.discard(self)
             _watch_replicas(self._installed)
         self._forward.composed = composed
 
@@ -246,6 +269,8 @@ class ForwardStack:
             if isinstance(attributes.get(name), kind):
                 del attributes[name]
         self._forward = self._own = None
+        if self._composed:
+            self._resting.add(self)
         self._installed.discard(module)
         _watch_replicas(self._installed)
 

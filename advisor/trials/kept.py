@@ -7,24 +7,30 @@ fit by then is left out, and the plain script runs there.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import torch
 
 from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.profiling.attach import Attached, attach_training
-from advisor.profiling.patches import say
+from advisor.profiling.patches import Patches, say
 from advisor.profiling.session import Session, tell
-from advisor.profiling.steps import StepWatcher
+from advisor.profiling.steps import StepWatcher, after_optimizer_steps
 from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform, Undo
+from advisor.transforms.forward import ForwardStack
 from advisor.trials import planfile
 
 # Gradients that are zeroed in place, batch shapes that vary: some facts show only after a few steps.
 PATIENCE = 6
+# Optimizers that come within so many steps of a plan that stands, before they are no longer followed: some methods make one a task, and
+# each look again takes a few steps.
+HASTY_STEPS, MOST_HASTY = 50, 3
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +124,12 @@ class KeptChanges:
 
 
 class RunDriver:
-    """The run mode: applies a plan and gets out of the way. A `Training.on_step` listener until everything stands."""
+    """The run mode: applies a plan and gets out of the way. A `Training.on_step` listener until everything stands.
+
+    From then on it is told of each optimizer's steps alone, because a script may go on with another: over the same model (a new phase),
+    over another model of the same make (the next fold), or over something else (a probe, now and then). At the first step of one that
+    it does not know it looks again, while all stands as it is; the plan goes over to the first two, and stays where it is for the third.
+    """
 
     current: RunDriver | None = None  # the one of this process, for `disable`
 
@@ -129,14 +140,20 @@ class RunDriver:
         watcher: StepWatcher,
         find: Callable[[str], Transform] = registry.get,
     ) -> None:
-        self.training, self.session, self.watcher = training, session, watcher
+        self.training, self.session, self.watcher, self.find = training, session, watcher, find
         self.kept = KeptChanges(training, session.kept, find)
         self.kept.settle()
+        self._model = ""  # hash of what the plan stands on
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._patches = Patches()
+        self._steps = self._hasty = 0  # since it stands; optimizers that came soon after another
+        self._second: StepWatcher | None = None  # while it looks again
+        self._told: list[str] = []
         RunDriver.current = self
         training.on_step.append(self.on_step)
 
     def on_step(self, event: StepEvent) -> None:
-        """One boundary; after the last one needed nothing of advisor's watching is left in the process.
+        """One boundary; after the last one needed nothing of advisor's watching is left in the process, but for one hook.
 
         Raises:
             SystemExit: under `strict`, when the plan does not fit.
@@ -145,11 +162,11 @@ class RunDriver:
             return
         settled = self.kept.settle()
         expected = self.session.model_hash
-        if expected and self.training.roots:
-            if planfile.model_hash(root.module for root in self.training.roots) != expected:
+        if not self._model and self.training.roots:
+            self._model = _hash_of(self.training)
+            if expected and self._model != expected:
                 self._give_up("the plan was proved on another model (modules, parameters or dtypes differ)")
                 return
-            self.session = _without_hash(self.session)
         if not settled:
             return
         problems = [f"{name} ({reason})" for name, reason in self.kept.left_out.items()]
@@ -158,10 +175,14 @@ class RunDriver:
             return
         on = [standing.transform.id for standing in self.kept.standing]
         tell(self.session, "applied", transforms=on, left_out=self.kept.left_out)
-        say("training with " + (", ".join(on) or "no change of the plan"))
-        for problem in problems:
-            say(f"without {problem}")
+        told = ["training with " + (", ".join(on) or "no change of the plan"), *(f"without {p}" for p in problems)]
+        if told != self._told:
+            self._told = told
+            for line in told:
+                say(line)
         self._leave()
+        if on:
+            self._wait()
 
     def looking(self) -> bool:
         """Discovery still observes every call. What it has wrapped it takes back first, in the order it went on: a change
@@ -172,10 +193,63 @@ class RunDriver:
 
     def undo(self) -> None:
         """The process is as without the plan."""
+        self._patches.restore_all()
+        if self._second is not None:
+            self._second.detach()
+            self._second.training.let_go()
         try:
             self.kept.undo()
         finally:
             self._leave()
+            self.training.let_go()
+
+    def _wait(self) -> None:
+        self._known.update(self.training.optimizers)
+        self._steps, self._patches = 0, Patches()
+        after_optimizer_steps(self._stepped, self._patches)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._steps += 1
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        self._hasty += self._steps < HASTY_STEPS
+        self._patches.restore_all()
+        if self._hasty > MOST_HASTY:
+            say("optimizers come and go: what the plan changes stays with the first ones")
+            return
+        self._look_again(optimizer)
+
+    def _look_again(self, newcomer: torch.optim.Optimizer) -> None:
+        training, watcher = attach_training(self.session)
+        watcher.pass_over(optimizer for optimizer in self._known if optimizer is not newcomer)
+        self._second = watcher
+
+        def seen(event: StepEvent) -> None:
+            if Attached.discovery is not None and not Attached.discovery.finished:
+                return
+            training.on_step.remove(seen)
+            self._second = None
+            before = [root.module for root in self.training.roots]
+            same = all(any(root.module is module for module in before) for root in training.roots)
+            if not training.roots or not (same or _hash_of(training) == self._model):
+                watcher.detach()  # something else: the plan stays where it is
+                training.let_go()
+                self._wait()
+                return
+            self.kept.undo()
+            if same:  # the optimizers of the phase before may go on later
+                training.optimizers.extend(
+                    o for o in self._known if not any(o is other for other in training.optimizers)
+                )
+            self.training.let_go()
+            self.training, self.watcher = training, watcher
+            self.kept = KeptChanges(training, self.session.kept, self.find)
+            training.on_step.append(self.on_step)
+            self.on_step(event)
+            ForwardStack.let_go(module for module in before if all(module is not r.module for r in training.roots))
+
+        training.on_step.append(seen)
 
     def _give_up(self, reason: str) -> None:
         self.kept.undo()
@@ -192,6 +266,10 @@ class RunDriver:
         if self.on_step in self.training.on_step:
             self.training.on_step.remove(self.on_step)
         self.watcher.detach()
+
+
+def _hash_of(training: Training) -> str:
+    return planfile.model_hash(root.module for root in training.roots)
 
 
 def attach_run(session: Session) -> None:
@@ -216,7 +294,3 @@ def disable() -> None:
     driver, RunDriver.current = RunDriver.current, None
     if driver is not None:
         driver.undo()
-
-
-def _without_hash(session: Session) -> Session:
-    return dataclasses.replace(session, model_hash="")

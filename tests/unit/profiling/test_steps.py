@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
@@ -562,6 +567,9 @@ def test_measuring_ends_inside_a_step_that_calls_anothers_hooks_too(tmp_path: Pa
         stop.forget()
     assert seen == [0]
     assert called == {"before": 3, "after": 3}
+    attach_training(Session(mode="search", run_dir=str(tmp_path), script="x"))[1].detach()
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
 
 
 @pytest.mark.parametrize(

@@ -360,9 +360,10 @@ def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
     assert layout.changed()
 
 
-@pytest.mark.parametrize("change", ["thaw", "evaluate"])
-def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = []
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """What stands for captured graphs, without a GPU."""
+    made: list[Replayed] = []
 
     class Captured(Replayed):
         def __init__(self, inner: object, module: nn.Module, args: tuple[torch.Tensor, ...], *, beside: bool) -> None:
@@ -370,11 +371,27 @@ def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, monkeypatc
             self.parameters = [p for p in module.parameters() if p.requires_grad]
             self.layout = cuda_graphs._Layout(module)
             self.structure = torch.utils._pytree.tree_structure(torch.zeros(1))
-            captures.append(self)
+            made.append(self)
 
     monkeypatch.setattr(cuda_graphs, "_Captured", Captured)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+@pytest.mark.parametrize(("every", "made"), [(1, 3), (cuda_graphs._WORTH_REPLAYS * 2, 5)])
+def test_numbers_that_change_every_few_steps_end_the_captures(captures: list[Replayed], every: int, made: int) -> None:
+    net = Net()
+    forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
+    for step in range(cuda_graphs._WORTH_REPLAYS * 2 * 5):
+        net.done = step // every
+        forward(torch.randn(5, 6))
+    assert len(captures) == made
+    assert bool(forward.failed) == (every == 1)
+
+
+@pytest.mark.parametrize("change", ["thaw", "evaluate"])
+def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, captures: list[Replayed]) -> None:
     net = Net()
     net.body.requires_grad_(change != "thaw")
     forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
