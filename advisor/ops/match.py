@@ -69,7 +69,8 @@ def _module(node: fx.Node) -> str:
         return ""
     found = str(list(stack.values())[-1][0])
     found = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", found)
-    found = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).replace("._modules", "").replace("getattr", "")
+    found = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).replace("getattr", "")
+    found = re.sub(r"(?:^|\.)_modules(?=\.|$)", "", found)  # torch 2.8 has the dictionary in a path at its begin, too
     return found.strip(".").removeprefix("__self__").strip(".")
 
 

@@ -30,8 +30,11 @@ def graph_breaks() -> float | None:
     frames = int(_counters("frames").get("ok", 0))
     if not frames:
         return None
-    resumed = sum(_counters("resumes").values())
-    return sum(_counters("graph_break").values()) / max(frames - resumed, 1)
+    broken = sum(_counters("graph_break").values())
+    resumed = (
+        sum(_counters("resumes").values()) or broken
+    )  # torch 2.8 does not count them: behind each break there is one
+    return broken / max(frames - resumed, 1)
 
 
 def _counters(group: str) -> Mapping[str, int]:

@@ -46,7 +46,8 @@ class InstalledForward:
         self.composed = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        # Not by `is_exporting()`: before torch 2.12 Dynamo takes that for true in whatever it traces, and layers inside a capture were lost.
+        if torch.compiler._is_exporting_flag or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return self.original(*args, **kwargs)
         return self.composed(*args, **kwargs)
 

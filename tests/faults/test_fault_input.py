@@ -20,7 +20,7 @@ CASES = {
     "a program that is not there": (("profile", "--", "nosuchprogram", "train.py"), 2, "neither a script nor a command"),
     "a syntax error": (("profile", "broken.py"), 1, "SyntaxError"),
     "a syntax error in a search": (("apply", "--auto", "broken.py"), 1, "SyntaxError"),
-    "bytes as script": (("profile", "bytes.py"), 1, "bytes.py: SyntaxError: source code string cannot contain null bytes"),
+    "bytes as script": (("profile", "bytes.py"), 1, "Error: source code string cannot contain null bytes"),
     "an option of nobody's": (("profile", "--nosuch", "train.py"), 2, "No such option '--nosuch'"),
     "a negative number": (("profile", "--steps", "-3", "train.py"), 2, "-3 is not in the range"),
     "no steps": (("profile", "--steps", "0", "train.py"), 2, "0 is not in the range"),

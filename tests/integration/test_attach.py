@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -126,6 +127,8 @@ def test_a_script_sees_the_same_world_and_draws_the_same_numbers(tmp_path: Path)
     told = [line for line in output.splitlines() if line.startswith("{")]
     expected, seen = json.loads(plainly), json.loads(told[-1])
     expected["modules"] = seen["modules"]  # Python leaves the module in place that ran at its start
+    for view in (expected, seen):  # torch 2.8 puts a folder there that it has made for itself
+        view["path"] = [place for place in view["path"] if not re.search(r"/tmp\w{8}$", place)]
     assert seen == expected
     assert seen["spawned"] == [["__main__", 6, False], ["__main__", 22, False]]
     assert not ended.stopped_by_advisor

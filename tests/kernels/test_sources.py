@@ -35,7 +35,7 @@ class Nvrtc:
             for root in (found.submodule_search_locations if found else ())
             for p in glob.glob(f"{root}/**/libnvrtc.so.*", recursive=True)
         ]
-        libraries = sorted(p for p in places if "alt" not in Path(p).name)
+        libraries = sorted((p for p in places if "alt" not in Path(p).name), key=lambda p: int(p.rpartition(".")[2]))
         if not libraries:
             pytest.skip("the nvidia-cuda-nvrtc wheel is not installed")
         self.lib = ctypes.CDLL(libraries[-1])

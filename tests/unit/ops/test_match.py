@@ -82,7 +82,7 @@ def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> list[fx.Nod
     ],
 )
 def test_activations_are_told(function: Callable[..., Any], expected: tuple[str, float] | None) -> None:
-    (node,) = graph_of(function, torch.randn(2, 3))
+    (node,) = graph_of(lambda x: function(x), torch.randn(2, 3))
     assert match.activation(node) == expected
 
 

@@ -176,6 +176,7 @@ def test_older_versions_of_torch_give_the_same_trace(monkeypatch: pytest.MonkeyP
     assert {"forward", "backward", "optimizer"} <= set(found.phase_us)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 records no range that is open where the window ends")
 def test_a_window_that_ends_inside_the_optimizers_step_has_its_phase() -> None:
     model = modular()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
