@@ -8,6 +8,7 @@ turns it into plain data.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import Counter
@@ -523,7 +524,7 @@ class Discovery:
 
     def _record(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         root.args, root.kwargs, root.output = args, kwargs, output
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        tensors = output_tensors(output)
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         self._grads[id(root)] = grads
         for position, tensor in enumerate(tensors):
@@ -663,6 +664,17 @@ def _is_channels_last(value: torch.Tensor) -> bool:
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     found = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor)]
     found.extend(tuple(value.shape) for value in kwargs.values() if isinstance(value, torch.Tensor))
+    return found
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returned, in order: in tuples, lists and dictionaries, and in dataclasses, which are leaves to torch."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += output_tensors([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
     return found
 
 

@@ -86,17 +86,30 @@ _Settings = tuple[frozenset[str], "str | None"]
 _Change = Callable[[frozenset[str], "str | None"], _Settings]
 
 
+_limits: list[int] = []  # the script's own recompile limit, once for each change that is on, in whatever order they go
+
+
+def _raise_limit() -> None:
+    own = torch._dynamo.config.recompile_limit
+    _limits.append(_limits[0] if _limits else own)
+    torch._dynamo.config.recompile_limit = max(own, _RECOMPILE_LIMIT)
+
+
+def _lower_limit() -> None:
+    own = _limits.pop()
+    if not _limits:
+        torch._dynamo.config.recompile_limit = own
+
+
 def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
-    import torch._dynamo
 
     def change(module: torch.nn.Module, how: _Change) -> None:
         layer = current(module)
         _install(module, *how(*((layer.families, layer.mode) if layer else (frozenset(), None))))
 
     with all_or_nothing() as undo:
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
-        undo.push(lambda: setattr(torch._dynamo.config, "recompile_limit", limit))
+        _raise_limit()
+        undo.push(_lower_limit)
         for module in modules:
             change(module, on)
             undo.push(lambda module=module: change(module, off))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def replace_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `function` applied to each tensor in it. Tuples, named tuples, lists and dictionaries are searched.
+    """`value` with `function` applied to each tensor in it. Tuples, named tuples, lists, dictionaries and dataclasses are searched.
 
     Containers in which nothing changed are returned as they are.
     """
@@ -65,9 +66,18 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
             return value
         if type(value) is dict:
             return changed
-        twin = value.copy()
+        other = value.copy()
         for key, item in changed.items():
-            twin[key] = item
+            other[key] = item
+        return other
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        changed = {name: map_tensors(item, function) for name, item in fields.items()}
+        if all(changed[name] is item for name, item in fields.items()):
+            return value
+        twin = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(twin, name, item)  # it may be frozen
         return twin
     return value
 
@@ -95,7 +105,7 @@ def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def target_of(training: Training, root: RootModule) -> torch.nn.Module:
     """The module whose forward transforms work on for this root (see `targets`)."""
-    return targets(replace(training, roots=[root]))[0]
+    return targets(dataclasses.replace(training, roots=[root]))[0]
 
 
 def parameters_of(training: Training) -> list[torch.nn.Parameter]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from advisor.profiling.discover import output_tensors
 from advisor.profiling.training import RootModule
 from advisor.trials.numerics.state import SavedState
 
@@ -77,7 +78,7 @@ def replay(
             torch.autocast(kind, dtype=dtype, enabled=enabled if autocast is None else autocast),
         ):
             output = module(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        tensors = output_tensors(output)
         # Read as the script reads them, on its stream and at once: what is filled in later, by another stream or in
         # backward, is too late for the loss.
         outputs = [t.detach().clone() for t in tensors]

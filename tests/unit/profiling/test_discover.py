@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -407,6 +408,39 @@ def test_a_captured_output_used_twice_has_the_whole_gradient(found: Found) -> No
         (out.sum() + 2 * out.sum()).backward()
         optimizer.step()
     assert torch.equal(grads[0], torch.full((4, 2), 3.0))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    boxes: torch.Tensor
+    scores: list[torch.Tensor]
+    name: str = "head"
+
+
+class Predicting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Prediction:
+        y = super().forward(x)
+        return Prediction(2 * y, [3 * y])
+
+
+def test_a_dataclass_that_a_model_returns_is_captured(found: Found) -> None:
+    training, _, _ = found
+    model = Predicting(3, 2)
+    grads: list[tuple[torch.Tensor | None, ...]] = []
+
+    def listener(event: StepEvent) -> None:
+        if event.index == 4:
+            capture_next_step(training)
+        if event.index == 5:
+            grads.append(training.roots[0].output_grads)
+
+    training.on_step.append(listener)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        found_here = model(torch.randn(4, 3))
+        (found_here.boxes.sum() + 5 * found_here.scores[0].sum()).backward()
+        optimizer.step()
+    assert [None if g is None else float(g.mean()) for g in grads[0]] == [1.0, 5.0]
 
 
 def test_looking_changes_no_number_and_no_state(found: Found) -> None:

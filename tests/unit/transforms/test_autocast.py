@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -33,6 +34,21 @@ def test_training_is_close_and_outputs_stay_fp32(transform) -> None:
     assert losses != expected
     assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in loop.model.parameters())
     assert transform.effect(loop.training, None, None).passed
+
+
+@dataclass(frozen=True)
+class Logits:
+    values: torch.Tensor
+    names: tuple[str, ...] = ("a", "b")
+
+
+def test_outputs_in_a_dataclass_stay_fp32() -> None:
+    loop = make_loop(steps=0)
+    plain = type(loop.model).forward
+    loop.model.__class__ = type("Named", (type(loop.model),), {"forward": lambda self, x: Logits(plain(self, x))})
+    AutocastBf16().apply(loop.training, ANYWAY)
+    found = loop.model(next(loop.batches)[0])
+    assert (type(found), found.values.dtype, found.names) == (Logits, torch.float32, ("a", "b"))
 
 
 @BOTH
