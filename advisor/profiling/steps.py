@@ -24,6 +24,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -491,7 +492,9 @@ class _Hooks:
         ours = hook, patches
         self._hooks.append(ours)
         if self._handle is None:
-            self._handle = self._register(self._called)
+            # Dynamo stays out: of a script that compiles its optimizer's step it would trace all of a boundary, and tell of what it does
+            # not know there.
+            self._handle = self._register(_disable_dynamo(lambda *given: self._called(*given)))
 
         def remove() -> None:
             self._hooks.remove(ours)

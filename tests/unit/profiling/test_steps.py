@@ -586,3 +586,25 @@ def test_measuring_ends_inside_a_step_that_calls_anothers_hooks_too(tmp_path: Pa
 )
 def test_smallest_period(sequence: str, covering: str, period: int) -> None:
     assert smallest_period(sequence, covering=frozenset(covering)) == period
+
+
+def test_nothing_of_a_boundary_is_compiled_with_an_optimizers_step(
+    loop: Loop, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = sgd(model)
+    torch._dynamo.reset()
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiled.append(str(graph.code))
+        return graph.forward
+
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(4):
+        model(torch.randn(4, 2)).sum().backward()
+        step()
+    assert len(loop.events) == 4
+    assert len(compiled) == 1
+    assert not [str(w.message) for w in recwarn if "does not know how to trace" in str(w.message)]
+    torch._dynamo.reset()
