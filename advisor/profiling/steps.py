@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._compile import _disable_dynamo
@@ -107,7 +108,9 @@ class StepWatcher:
         self._alive: set[Hashable] = set()  # ids of the optimizers that a period has to hold
         self._past: set[Hashable] = set()
         self._recent: deque[Hashable] = deque(maxlen=MOST_OPTIMIZERS)  # optimizers called
-        self._met: set[Hashable] = set()
+        self._met: WeakValueDictionary[Hashable, torch.optim.Optimizer] = (
+            WeakValueDictionary()
+        )  # by id, as long as they live
         self._rounds = 0  # of the pattern so far
         self._broken = 0
         self._unsettled = 0  # calls since there was a pattern
@@ -163,7 +166,7 @@ class StepWatcher:
             self._alive = ({id(o) for o in living_optimizers()} - self._past) | {id(optimizer)}
         self._recent.append(id(optimizer))
         self._advance(id(optimizer))
-        self._met.add(id(optimizer))
+        self._met[id(optimizer)] = optimizer
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins: remember its loss, detached and without a synchronisation."""

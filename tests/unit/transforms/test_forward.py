@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from advisor.transforms import forward
 from advisor.transforms.forward import AUTOCAST, CAPTURE, GRAPH, INPUT_LAYOUT, ForwardStack, KeptLayers
 
 
@@ -64,7 +65,6 @@ def layer(tag: str, log: list[str]):
 def test_ranks_nest_and_the_module_is_as_before_at_the_end() -> None:
     net, log = Net(), []
     before = dict(net.__dict__)
-    replicate = nn.Module._replicate_for_data_parallel
     stack = ForwardStack.of(net)
     assert ForwardStack.of(net) is stack
     stack.set(GRAPH, layer("graph", log))
@@ -82,7 +82,7 @@ def test_ranks_nest_and_the_module_is_as_before_at_the_end() -> None:
     stack.clear(INPUT_LAYOUT)
     assert net.__dict__ == before
     assert list(net.__dict__) == list(before)
-    assert nn.Module._replicate_for_data_parallel is replicate
+    assert nn.Module._replicate_for_data_parallel is forward._replicate
 
 
 def test_switching_off_and_on_composes_nothing_again() -> None:
