@@ -159,7 +159,7 @@ class ModelFacts:
     parameters: int = 0
     module_counts: dict[str, int] = field(default_factory=dict)  # class name → how many
     convs: tuple[ConvFact, ...] = ()
-    optimizers: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()  # class names, the one with most parameters first; the next two are of that one
     optimizer_foreach: bool | None = None
     optimizer_fused: bool = False
     zero_grad_to_none: bool = True

@@ -91,6 +91,7 @@ def model_facts(
     convs = tuple(_convs(training, seen))
     backwards = (watcher.usual_backwards if watcher is not None else 0) or 1
     called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.closure_steps)
+    optimizers = sorted(training.optimizers, key=_values, reverse=True)
     world = _world(training.device)
     return ModelFacts(
         roots=tuple(type(inner(module)).__name__ for module in modules),
@@ -98,9 +99,9 @@ def model_facts(
         parameters=sum(p.numel() for p in parameters),
         module_counts=dict(Counter(type(m).__name__ for m in everything)),
         convs=convs,
-        optimizers=tuple(type(o).__name__ for o in training.optimizers),
-        optimizer_foreach=_option(training, "foreach"),
-        optimizer_fused=bool(_option(training, "fused")),
+        optimizers=tuple(type(o).__name__ for o in optimizers),
+        optimizer_foreach=_option(optimizers, "foreach"),
+        optimizer_fused=bool(_option(optimizers, "fused")),
         zero_grad_to_none=seen.zero_grad_to_none is not False,
         autocast=dtype_name(seen.autocast),
         grad_scaler=any(scaler.is_enabled() for scaler in training.scalers),
@@ -231,8 +232,14 @@ def _padding(module: Any) -> tuple[int, ...]:
     return tuple(module.padding)
 
 
-def _option(training: Training, name: str) -> bool | None:
-    values = [group.get(name) for optimizer in training.optimizers for group in optimizer.param_groups]
+def _values(optimizer: torch.optim.Optimizer) -> int:
+    """How many values it updates."""
+    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _option(optimizers: list[torch.optim.Optimizer], name: str) -> bool | None:
+    """Whether the first, with all of its groups, was told to; None where it is left to torch."""
+    values = [group.get(name) for optimizer in optimizers[:1] for group in optimizer.param_groups]
     known = [bool(value) for value in values if value is not None]
     return all(known) if known and len(known) == len(values) else None
 

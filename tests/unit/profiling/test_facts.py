@@ -97,3 +97,14 @@ def test_nvidias_own_switch_rules_tf32_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     flags = model_facts(Training(device=torch.device("cpu"))).flags
     assert (flags["tf32_matmul"], flags["tf32_conv"]) == (False, False)
+
+
+def test_the_optimizer_is_the_one_with_most_parameters() -> None:
+    small, large = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 9))
+    first, second = torch.optim.SGD([small], lr=0.1, fused=True), torch.optim.AdamW([large], fused=False)
+    found = model_facts(Training(device=torch.device("cpu"), optimizers=[first, second]))
+    assert (found.optimizers, found.optimizer_fused) == (("AdamW", "SGD"), False)
+    found = model_facts(
+        Training(device=torch.device("cpu"), optimizers=[second, torch.optim.SGD([small, large], fused=True)])
+    )
+    assert (found.optimizers, found.optimizer_fused) == (("SGD", "AdamW"), True)
