@@ -689,23 +689,31 @@ def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return found
 
 
-def _first_shape(batch: Any, *, within: bool = False) -> tuple[int, ...]:
-    """The shape of the first tensor with a batch dimension in nested lists, tuples and dicts; () when there is none.
+def _first_shape(batch: Any) -> tuple[int, ...]:
+    """The shape of the first images [N, C, H, W] in nested lists, tuples and dicts, else of the first tensor; () when there is none.
 
-    Images of many sizes come as a list of them beside their targets: that has as many samples as images.
+    What stands before the images may have another number of rows than there are samples: a detector's boxes. Images of many sizes come as
+    a list of them beside their targets: that has as many samples as images.
     """
+    first: tuple[int, ...] = ()
+    for shape in _batch_shapes(batch):
+        if len(shape) >= 4:
+            return shape
+        first = first or shape
+    return first
+
+
+def _batch_shapes(batch: Any, *, within: bool = False) -> Iterator[tuple[int, ...]]:
     if isinstance(batch, torch.Tensor):
-        return tuple(batch.shape)
+        yield tuple(batch.shape)
     if isinstance(batch, dict):
         batch = tuple(batch.values())
     if isinstance(batch, (list, tuple)):
         if within and batch and all(map(_is_image, batch)):
-            return (len(batch), *batch[0].shape)
+            yield (len(batch), *batch[0].shape)
+            return
         for part in batch[:8]:
-            shape = _first_shape(part, within=True)
-            if shape:
-                return shape
-    return ()
+            yield from _batch_shapes(part, within=True)
 
 
 def _is_image(value: Any) -> bool:

@@ -548,6 +548,7 @@ def test_inner_sees_through_wrappers() -> None:
         (((torch.zeros(3, 8, 9), torch.zeros(3, 9, 8)), ({"boxes": torch.zeros(5, 4)}, {})), (2, 3, 8, 9)),
         ([[torch.zeros(6, 3, 8, 8), torch.zeros(6, 3, 8, 8)], torch.zeros(6)], (6, 3, 8, 8)),
         ([torch.zeros(4, 1, 8), torch.zeros(4, 1, 8)], (4, 1, 8)),
+        ({"cls": torch.zeros(12, 1), "bboxes": torch.zeros(12, 4), "img": torch.zeros(4, 3, 8, 8)}, (4, 3, 8, 8)),
         ("text", ()),
         (torch.tensor(1.0), ()),
     ],
