@@ -238,9 +238,12 @@ class RunDriver:
                 self._wait()
                 return
             self.kept.undo()
-            if same:  # the optimizers of the phase before may go on later
+            if same:  # what was trained in the phase before may be again, by its own optimizer
+                training.roots.extend(
+                    r for r in self.training.roots if all(r.module is not o.module for o in training.roots)
+                )
                 training.optimizers.extend(
-                    o for o in self._known if not any(o is other for other in training.optimizers)
+                    o for o in self._known if all(o is not other for other in training.optimizers)
                 )
             self.training.let_go()
             self.training, self.watcher = training, watcher

@@ -82,6 +82,18 @@ def test_another_optimizer_of_the_same_model_gets_what_the_first_had() -> None:
 
 
 @pytest.mark.usefixtures("enabled")
+def test_a_phase_that_trains_one_of_two_models_leaves_the_other_as_it_was() -> None:
+    both = Net(), Net()
+    optimizers = [sgd(model) for model in both]
+    for _ in range(8):
+        for model, optimizer in zip(both, optimizers, strict=True):
+            train(model, optimizer, steps=1)
+    assert all(map(is_on, both))
+    train(both[1], sgd(both[1]))
+    assert all(map(is_on, both))
+
+
+@pytest.mark.usefixtures("enabled")
 def test_a_probe_now_and_then_takes_the_plan_from_nobody() -> None:
     model = Net()
     optimizer = sgd(model)
