@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 
@@ -133,6 +133,7 @@ class ForwardStack:
         self._composed: dict[_Key, Callable[..., Any]] = {}
         self._forward: InstalledForward | None = None
         self._own: Callable[..., Any] | None = None  # a forward that the user had set on the instance
+        finalize(module, _watch_replicas, self._installed).atexit = False  # it may go with its layers on
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ForwardStack:
@@ -289,9 +290,10 @@ def _plain_replica(module: torch.nn.Module) -> torch.nn.Module:
 
 def _watch_replicas(installed: WeakSet[torch.nn.Module]) -> None:
     current = torch.nn.Module._replicate_for_data_parallel
-    if installed and current is _replicate:
+    any_left = any(True for _ in installed)  # not by its length, which a module that is just going counts for
+    if any_left and current is _replicate:
         torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign]
-    elif not installed and current is _plain_replica:
+    elif not any_left and current is _plain_replica:
         torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]
 
 

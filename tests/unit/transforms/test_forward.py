@@ -85,6 +85,21 @@ def test_ranks_nest_and_the_module_is_as_before_at_the_end() -> None:
     assert nn.Module._replicate_for_data_parallel is forward._replicate
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_module_that_goes_with_its_layers_leaves_nothing_behind(cleared: bool) -> None:
+    net, log = Net(), []
+    ForwardStack.of(net).set(GRAPH, layer("graph", log))
+    net(torch.ones(3))
+    gone = weakref.ref(net)
+    if cleared:
+        ForwardStack.of(net).clear(GRAPH)
+        ForwardStack.let_go([net])
+    del net
+    gc.collect()
+    assert gone() is None
+    assert nn.Module._replicate_for_data_parallel is forward._replicate
+
+
 def test_switching_off_and_on_composes_nothing_again() -> None:
     net, log = Net(), []
     stack = ForwardStack.of(net)
