@@ -126,6 +126,7 @@ class ForwardStack:
     _stacks: ClassVar[WeakKeyDictionary[torch.nn.Module, ref[ForwardStack]]] = WeakKeyDictionary()
     _resting: ClassVar[set[ForwardStack]] = set()
     _installed: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
+    _finalized: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = ref(module)
@@ -133,7 +134,6 @@ class ForwardStack:
         self._composed: dict[_Key, Callable[..., Any]] = {}
         self._forward: InstalledForward | None = None
         self._own: Callable[..., Any] | None = None  # a forward that the user had set on the instance
-        finalize(module, _watch_replicas, self._installed).atexit = False  # it may go with its layers on
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ForwardStack:
@@ -252,6 +252,9 @@ class ForwardStack:
             module.__dict__["forward"] = self._forward
             module.__dict__.update((name, kind(self)) for name, kind in _ATTRIBUTES.items())
             self._installed.add(module)
+            if module not in self._finalized:
+                self._finalized.add(module)
+                finalize(module, _watch_replicas, self._installed).atexit = False  # it may go with its layers on
             self._resting.discard(self)
             _watch_replicas(self._installed)
         self._forward.composed = composed
