@@ -99,12 +99,13 @@ def test_looks_hidden_twice_come_back_when_the_outer_call_ends(attached: Trainin
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_recompile_limit_is_raised_while_anything_is_captured(first: int) -> None:
-    own = torch._dynamo.config.recompile_limit
-    undos = [capture.set_mode([nn.Linear(2, 2)], "default"), capture.set_family([nn.Linear(2, 2)], "pooling")]
-    raised = torch._dynamo.config.recompile_limit
-    assert raised > own
-    undos[first].run()
-    assert torch._dynamo.config.recompile_limit == raised
-    undos[1 - first].run()
-    assert torch._dynamo.config.recompile_limit == own
+def test_the_recompile_limit_is_raised_while_anything_is_captured(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_limits", [])  # other tests leave captured models to the garbage collector
+    with torch._dynamo.config.patch(recompile_limit=8):
+        undos = [capture.set_mode([nn.Linear(2, 2)], "default"), capture.set_family([nn.Linear(2, 2)], "pooling")]
+        raised = torch._dynamo.config.recompile_limit
+        assert raised > 8
+        undos[first].run()
+        assert torch._dynamo.config.recompile_limit == raised
+        undos[1 - first].run()
+        assert torch._dynamo.config.recompile_limit == 8
