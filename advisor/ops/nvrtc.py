@@ -71,8 +71,10 @@ def refused(name: str) -> str:
     import cupy
 
     version: tuple[int, int] = cupy.cuda.nvrtc.getVersion()
-    found = ".".join(map(str, version))
-    return "" if version >= NVRTC_OF_TWO_TARGETS else f"compiled by NVRTC 12.9 or newer only, CuPy finds {found}"
+    if version >= NVRTC_OF_TWO_TARGETS:
+        return ""
+    least, found = (".".join(map(str, v)) for v in (NVRTC_OF_TWO_TARGETS, version))
+    return f"compiled by NVRTC {least} or newer only, CuPy finds {found}"
 
 
 @cache

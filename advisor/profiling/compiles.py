@@ -31,9 +31,8 @@ def graph_breaks() -> float | None:
     if not frames:
         return None
     broken = sum(_counters("graph_break").values())
-    resumed = (
-        sum(_counters("resumes").values()) or broken
-    )  # torch 2.8 does not count them: behind each break there is one
+    # torch 2.8 does not count what is resumed: behind each break there is one.
+    resumed = sum(_counters("resumes").values()) or broken
     return broken / max(frames - resumed, 1)
 
 

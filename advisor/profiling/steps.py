@@ -1,12 +1,13 @@
 """What a training step is, found while the script runs, and the boundary at which everything else happens.
 
-A step is one period of the repeating sequence of `Optimizer.step` calls: each call for one optimizer, D and G together
-for a GAN, five D and one G for a WGAN. Where no short period lasts (StyleGAN2's regularisation in every fourth and every
-sixteenth round), each call of the optimizer that is called most ends a step, and those with another number of backward
-passes are not clean. Gradient accumulation needs no rule of its own: backward passes are counted, not taken for steps. A `GradScaler` that skips an update still ends the step. Without any optimizer the period in the
-sequence of backward passes serves (hand-written updates), and in a script that trains nothing at all, once that is past
-doubt, the period in the sequence of its model calls; `advisor.step()` in the script overrides all of them. A loop without
-optimizer, backward, model call or marker has no steps that advisor can see.
+A step is one period of the repeating sequence of `Optimizer.step` calls: each call for one optimizer, D and G together for a
+GAN, five D and one G for a WGAN. Where no short period lasts (StyleGAN2's regularisation in every fourth and every sixteenth
+round), each call of the optimizer that is called most ends a step, and those with another number of backward passes are not
+clean. Gradient accumulation needs no rule of its own: backward passes are counted, not taken for steps. A `GradScaler` that
+skips an update still ends the step. Without any optimizer the period in the sequence of backward passes serves (hand-written
+updates), and in a script that trains nothing at all, once that is past doubt, the period in the sequence of its model calls;
+`advisor.step()` in the script overrides all of them. A loop without optimizer, backward, model call or marker has no steps that
+advisor can see.
 
 An interval between two boundaries is `clean` when it holds one training step and nothing else. What else it may hold is
 noted as marks (a new epoch's iterator, evaluation, a compile, a skipped update); a mark that most intervals bear is part
@@ -84,9 +85,9 @@ class Interval:
 class StepWatcher:
     """Finds the steps and calls `training.on_step` at each boundary, from inside the user's own call.
 
-    `kind` is "optimizer", "period" (of backward passes), "forward" (period of model calls), "marker" or "none"; `interval` is the last finished one and
-    `current` the one being filled. With nothing else listening a boundary costs about 10 µs of host time. A listener's exception switches advisor off; StopTraining, SystemExit and
-    KeyboardInterrupt pass.
+    `kind` is "optimizer", "period" (of backward passes), "forward" (period of model calls), "marker" or "none"; `interval` is
+    the last finished one and `current` the one being filled. With nothing else listening a boundary costs about 10 µs of host
+    time. A listener's exception switches advisor off; StopTraining, SystemExit and KeyboardInterrupt pass.
     """
 
     def __init__(self, training: Training, session: Session, patches: Patches) -> None:
@@ -108,9 +109,8 @@ class StepWatcher:
         self._alive: set[Hashable] = set()  # ids of the optimizers that a period has to hold
         self._past: set[Hashable] = set()
         self._recent: deque[Hashable] = deque(maxlen=MOST_OPTIMIZERS)  # optimizers called
-        self._met: WeakValueDictionary[Hashable, torch.optim.Optimizer] = (
-            WeakValueDictionary()
-        )  # by id, as long as they live
+        # Optimizers seen before, by id, as long as they live.
+        self._met: WeakValueDictionary[Hashable, torch.optim.Optimizer] = WeakValueDictionary()
         self._rounds = 0  # of the pattern so far
         self._broken = 0
         self._unsettled = 0  # calls since there was a pattern

@@ -90,6 +90,8 @@ _limits: list[int] = []  # the script's own recompile limit, once for each chang
 
 
 def _raise_limit() -> None:
+    import torch._dynamo
+
     own = torch._dynamo.config.recompile_limit
     _limits.append(_limits[0] if _limits else own)
     torch._dynamo.config.recompile_limit = max(own, _RECOMPILE_LIMIT)
@@ -102,7 +104,6 @@ def _lower_limit() -> None:
 
 
 def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
-
     def change(module: torch.nn.Module, how: _Change) -> None:
         layer = current(module)
         _install(module, *how(*((layer.families, layer.mode) if layer else (frozenset(), None))))

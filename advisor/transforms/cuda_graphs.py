@@ -127,8 +127,8 @@ class _Layout:
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         numbers = [(vars(m), [n for n, v in vars(m).items() if type(v) in (bool, int, float)]) for m in modules]
         self._numbers = [(operator.itemgetter(*names), values) for values, names in numbers if names]
-        self._frozen_in = [read(values) for read, values in self._numbers]
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._values = [read(values) for read, values in self._numbers]
+        self._not_learning = [p for p in module.parameters() if not p.requires_grad]
 
     def changed(self) -> bool:
         """Whether something was put in, taken out, moved or thawed since, or a number is another."""
@@ -138,13 +138,13 @@ class _Layout:
             not same
             or list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
             or not self.same_numbers()
-            or any(p.requires_grad for p in self._frozen)
+            or any(p.requires_grad for p in self._not_learning)
         )
 
     def same_numbers(self) -> bool:
         """Whether modules keep the numbers that they had."""
         try:
-            return [read(values) for read, values in self._numbers] == self._frozen_in
+            return [read(values) for read, values in self._numbers] == self._values
         except (KeyError, RuntimeError):  # one is gone, or a tensor by now
             return False
 

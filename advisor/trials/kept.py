@@ -188,8 +188,7 @@ class RunDriver:
         """Discovery still observes every call. What it has wrapped it takes back first, in the order it went on: a change
         made on top of it now (another `zero_grad`) would keep it there for good.
         """
-        discovery = Attached.discovery
-        return discovery is not None and discovery.watcher is self.watcher and not discovery.finished
+        return _looks(self.watcher)
 
     def undo(self) -> None:
         """The process is as without the plan."""
@@ -221,38 +220,41 @@ class RunDriver:
         self._look_again(optimizer)
 
     def _look_again(self, newcomer: torch.optim.Optimizer) -> None:
-        training, watcher = attach_training(self.session)
-        watcher.pass_over(optimizer for optimizer in self._known if optimizer is not newcomer)
-        self._second = watcher
+        training, self._second = attach_training(self.session)
+        self._second.pass_over(optimizer for optimizer in self._known if optimizer is not newcomer)
+        training.on_step.append(self._seen)
 
-        def seen(event: StepEvent) -> None:
-            if Attached.discovery is not None and not Attached.discovery.finished:
-                return
-            training.on_step.remove(seen)
-            self._second = None
-            before = [root.module for root in self.training.roots]
-            same = all(any(root.module is module for module in before) for root in training.roots)
-            if not training.roots or not (same or _hash_of(training) == self._model):
-                watcher.detach()  # something else: the plan stays where it is
-                training.let_go()
-                self._wait()
-                return
-            self.kept.undo()
-            if same:  # what was trained in the phase before may be again, by its own optimizer
-                training.roots.extend(
-                    r for r in self.training.roots if all(r.module is not o.module for o in training.roots)
-                )
-                training.optimizers.extend(
-                    o for o in self._known if all(o is not other for other in training.optimizers)
-                )
-            self.training.let_go()
-            self.training, self.watcher = training, watcher
-            self.kept = KeptChanges(training, self.session.kept, self.find)
-            training.on_step.append(self.on_step)
+    def _seen(self, event: StepEvent) -> None:
+        """A boundary while it looks again."""
+        watcher = self._second
+        if watcher is None or _looks(watcher):
+            return
+        self._second, training = None, watcher.training
+        training.on_step.remove(self._seen)
+        stood_on = {id(root.module) for root in self.training.roots}
+        same = all(id(root.module) in stood_on for root in training.roots)
+        if training.roots and (same or _hash_of(training) == self._model):
+            self._go_over(training, watcher, same=same)
             self.on_step(event)
-            ForwardStack.let_go(module for module in before if all(module is not r.module for r in training.roots))
+        else:  # something else: the plan stays where it is
+            watcher.detach()
+            training.let_go()
+            self._wait()
 
-        training.on_step.append(seen)
+    def _go_over(self, training: Training, watcher: StepWatcher, *, same: bool) -> None:
+        """The plan is taken off, and is put on what trains now at its next boundaries."""
+        self.kept.undo()
+        trains = set(map(id, training.optimizers))
+        before = [root for root in self.training.roots if all(root.module is not r.module for r in training.roots)]
+        if same:  # what was trained in the phase before may be again, by its own optimizer
+            training.roots.extend(before)
+            training.optimizers.extend(optimizer for optimizer in self._known if id(optimizer) not in trains)
+        else:
+            ForwardStack.let_go(root.module for root in before)
+        self.training.let_go()
+        self.training, self.watcher = training, watcher
+        self.kept = KeptChanges(training, self.session.kept, self.find)
+        training.on_step.append(self.on_step)
 
     def _give_up(self, reason: str) -> None:
         self.kept.undo()
@@ -269,6 +271,11 @@ class RunDriver:
         if self.on_step in self.training.on_step:
             self.training.on_step.remove(self.on_step)
         self.watcher.detach()
+
+
+def _looks(watcher: StepWatcher) -> bool:
+    discovery = Attached.discovery
+    return discovery is not None and discovery.watcher is watcher and not discovery.finished
 
 
 def _hash_of(training: Training) -> str:
