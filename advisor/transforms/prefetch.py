@@ -1,6 +1,7 @@
 """Copy the next batch to the GPU while the current one trains.
 
-One batch ahead, tensors of the next batch go through pinned memory to the GPU on a stream of their own. The script still gets its
+One batch ahead, tensors of the next batch go through pinned memory to the GPU on a stream of their own, and a thread of their own
+where the loader does not pin them. The script still gets its
 batch on the host; when it then calls `.to(device)` or `.cuda()` on one of those very tensors, unchanged, it gets the copy that is
 there already. A tensor that it changed, sliced or converted first is copied as ever.
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -32,6 +34,8 @@ from advisor.transforms.loader import is_stream, leave_workers_no_garbage, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute, tensors_in
 
 _SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
+# Below this many bytes, pinning takes less than handing over to a thread.
+_WORTH_A_THREAD = 1 << 20
 _counts = {"ahead": 0, "on demand": 0}
 
 # Loader → why it cannot be looked ahead in, "" when it can: asking reads an item of its dataset.
@@ -109,27 +113,54 @@ class DevicePrefetch(Transform):
 
 
 class CudaCopies:
-    """Copies to one CUDA device on a stream of their own."""
+    """Copies to one CUDA device on a stream of their own.
+
+    What is not pinned is pinned by a thread, as a loader with `pin_memory` does it: 80 MB take longer than many a step.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="advisor-pins")
 
     def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the copy; the callable returns it, ready for the stream that is current then."""
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        """Begin the copy; the callable returns it, ready for the stream that is current then.
+
+        Raises:
+            RuntimeError: no memory for it; also from the callable.
+        """
+        pinned = tensor.is_pinned()
+        if pinned or type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.nbytes < _WORTH_A_THREAD:
+            self._wait()
+            with torch.cuda.stream(self.stream):
+                copy = (tensor if pinned else tensor.pin_memory()).to(self.device, non_blocking=True)
+                done = self.stream.record_event()
+            return lambda: self._ready(copy, done)
+        # Given out here: in the thread it could be memory that this one frees, behind kernels that `_wait` knows nothing of.
+        with torch.cuda.stream(self.stream):
+            place = torch.empty_like(tensor, device=self.device)
+        self._wait()
+        coming = self._thread.submit(self._pin_and_copy, tensor, place)
+        return lambda: self._ready(place, coming.result())
+
+    def stop(self) -> None:
+        """The thread ends with what it has been given."""
+        self._thread.shutdown(wait=False)
+
+    def _wait(self) -> None:
         # The new copy may lie where an earlier one was that queued kernels still read. (record_stream would say so as well, but
         # then the tensor's end needs CUDA, and a forked loader's worker that inherits it has none.)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            copy = pinned.to(self.device, non_blocking=True)
-            done = self.stream.record_event()
 
-        def finish() -> torch.Tensor:
-            torch.cuda.current_stream(self.device).wait_event(done)
-            return copy
+    def _pin_and_copy(self, tensor: torch.Tensor, place: torch.Tensor) -> torch.cuda.Event:
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            place.copy_(tensor.pin_memory(), non_blocking=True)
+            done: torch.cuda.Event = self.stream.record_event()
+        return done
 
-        return finish
+    def _ready(self, copy: torch.Tensor, done: torch.cuda.Event) -> torch.Tensor:
+        torch.cuda.current_stream(self.device).wait_event(done)
+        return copy
 
 
 @dataclass(slots=True)
@@ -161,6 +192,7 @@ class _Ahead:
         """No further look ahead. A batch that was taken already is still delivered."""
         self.active = False
         self.current = {}
+        self.copies.stop()
 
     def look_ahead(self, iterator: _BaseDataLoaderIter) -> None:
         """Replace the iterator's `_next_data`, on the instance, by one that holds the next batch."""
@@ -202,11 +234,14 @@ class _Ahead:
                     if _can_move(tensor):
                         following.copies[id(tensor)] = _Copy(ref(tensor), tensor._version, self.copies.start(tensor))
             except Exception as error:  # no memory for one batch more: train on without, as the script would have
-                self.stop()
-                say(f"no further batches are copied ahead: {type(error).__name__}: {error}")
+                self._no_more(error)
             return now.batch
 
         iterator._next_data = next_data  # type: ignore[method-assign]
+
+    def _no_more(self, error: Exception) -> None:
+        self.stop()
+        say(f"no further batches are copied ahead: {type(error).__name__}: {error}")
 
     def _claim(self, tensor: torch.Tensor, target: torch.device | None) -> torch.Tensor | None:
         """The copy of this tensor, once, if it is still a copy of it and was wanted there."""
@@ -216,8 +251,13 @@ class _Ahead:
         if copy is None or copy.tensor() is not tensor or copy.version != tensor._version:
             _counts["on demand"] += 1
             return None
+        try:
+            ready = copy.finish()
+        except RuntimeError as error:  # of the thread that copies
+            self._no_more(error)
+            return None
         _counts["ahead"] += 1
-        return copy.finish()
+        return ready
 
     def replacing_to(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(plain)

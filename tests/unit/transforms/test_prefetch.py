@@ -28,6 +28,9 @@ class Copies:
         copies.append(copy)
         return lambda: copy
 
+    def stop(self) -> None:
+        pass
+
 
 made: list[Copies] = []
 copies: list[torch.Tensor] = []
@@ -153,6 +156,21 @@ def test_a_copy_that_fails_ends_looking_ahead_and_nothing_else(loop, monkeypatch
     monkeypatch.setattr(Copies, "start", broken)
     DevicePrefetch().apply(loop.training, {})
     assert [batch[0][0].item() for batch in loop.training.loaders[0]] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert capsys.readouterr().err.count("no memory") == 1
+
+
+def test_a_copy_that_fails_in_its_thread_is_made_as_ever(loop, monkeypatch, capsys) -> None:
+    def comes_to_nothing():
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Copies, "start", lambda self, tensor: comes_to_nothing)
+    DevicePrefetch().apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    next(iterator)
+    x, y = next(iterator)
+    assert x.to("meta").shape == y.to("meta").shape == (2,)
+    assert [batch[0][0].item() for batch in iterator] == [4.0, 6.0, 8.0]
+    assert prefetch._counts["ahead"] == 0
     assert capsys.readouterr().err.count("no memory") == 1
 
 

@@ -199,6 +199,9 @@ def test_prefetch_sends_the_bytes_ahead(loop, monkeypatch) -> None:
             copy = tensor.to("meta")
             return lambda: copy
 
+        def stop(self) -> None:
+            pass
+
     monkeypatch.setattr(prefetch, "CudaCopies", Copies)
     Uint8Batches().apply(loop.training, {})
     loop.training.device = torch.device("meta", 0)
