@@ -39,6 +39,7 @@ REPORT_FILE = "report.html"
 LEAST_WARMUP = 4
 BRIEF_WARMUP = 1  # of scripts that make fewer steps than a warm-up and a trace need
 FORWARD_LOST = 1  # the first round of model calls only shows what a round is
+USUAL_TIME_S = 600.0  # of a search; a shorter one profiles slow steps for as much less
 
 
 # What a search cannot undo, said before it starts (trials/files says why).
@@ -187,6 +188,7 @@ def _profile(
     rules_dirs: Sequence[Path],
     say: Say,
     protect_files: bool,
+    pace: float = 1.0,
 ) -> ProfileResult:
     from advisor.profiling import counters as hardware
     from advisor.profiling import environment, launcher
@@ -209,6 +211,7 @@ def _profile(
         warmup=warmup,
         steps=steps,
         detail_steps=detail_steps,
+        pace=pace,
         keep_running=keep_running,
         counters=counters and machine.device == "cuda",
         protect_files=protect_files,
@@ -414,7 +417,7 @@ def apply(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     min_gain: float = 0.01,
-    max_time_s: float = 600.0,
+    max_time_s: float = USUAL_TIME_S,
     max_pairs: int = 20,
     out: Path | None = None,
     rules_dirs: Sequence[Path] = (),
@@ -466,6 +469,7 @@ def apply(
             rules_dirs=rules_dirs,
             say=say,
             protect_files=True,
+            pace=min(1.0, max_time_s / USUAL_TIME_S),
         )
         if result.profile is None or result.findings is None or result.exit_code:
             if result.exit_code:

@@ -153,7 +153,7 @@ class View:
             profile,
             rows,
             sum(row.time_us for row in rows),
-            spread.median if (spread := profile.step_us or profile.wall_us) is not None else 0.0,
+            profile.typical_us,
             by_module,
             by_size,
             frozenset(_weight_shape(fact) for fact in profile.model.convs),

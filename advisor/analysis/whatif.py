@@ -81,7 +81,9 @@ class Step:
 
     @classmethod
     def _on_cpu(cls, view: View) -> Step:
-        data = min(view.step_us, sum(row.time_us for row in view.profile.idle if row.cause == "data"))
+        stats = view.profile.input  # of untraced steps, where it is known: tracing lets the workers catch up
+        traced = sum(row.time_us for row in view.profile.idle if row.cause == "data")
+        data = min(view.step_us, stats.next_us if stats.loader and stats.next_us > 0 else traced)
         busy = view.step_us - data
         return cls(
             step_us=view.step_us, busy_us=busy, gaps_us=0.0, sync_us=0.0, data_us=data, copy_us=0.0,

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from advisor.core.environment import Environment
 from advisor.core.provenance import Provenance
 
+# Of the median step: from here on the mean wait for the loader and the median one tell of bursts.
+BURSTS_FRAC = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -109,10 +112,15 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputStats:
-    """The input pipeline. `next_us` is the time the training thread spends in the loader's `next()` per step."""
+    """The input pipeline. `next_us` is the time the training thread spends in the loader's `next()` per step, on average.
+
+    Workers that start together deliver together: one step waits long and the next ones not at all. `burst_us` is by how much that
+    average is above the median, or below it where most steps wait.
+    """
 
     loader: str = ""  # class name; "" when no DataLoader was used
     next_us: float = 0.0
+    burst_us: float = 0.0
     workers: int = 0
     batch_size: int = 0
     pin_memory: bool = False
@@ -197,6 +205,7 @@ class ProfilerCost:
     """What measuring cost."""
 
     traced_step_us: float = 0.0
+    traced_next_us: float = 0.0  # of it, in the loader's `next()`
     overhead_frac: float = 0.0  # traced step over untraced step, minus one
     coverage_frac: float = 1.0  # launches that have a device record
     traced_steps: int = 0
@@ -240,6 +249,15 @@ class StepProfile:
     exit_code: int | None = None
     complete: bool = True
     notes: tuple[str, ...] = ()
+
+    @property
+    def typical_us(self) -> float:
+        """What a step takes: the median, or where batches come in bursts the mean, as no step is like another then. 0.0: not known."""
+        spread = self.step_us or self.wall_us
+        if spread is None:
+            return 0.0
+        bursts = spread.raw and abs(self.input.burst_us) > BURSTS_FRAC * spread.median
+        return sum(spread.raw) / len(spread.raw) if bursts else spread.median
 
     def guided(self, row: KernelRow) -> bool:
         """The row is of a model that runs without gradients: no change of the models that train reaches it."""

@@ -46,6 +46,7 @@ class Aggregate:
     overlap_us: float = 0.0  # two or more kernels at once
     streams: int = 0
     host_us: float = 0.0
+    next_us: float = 0.0  # the training thread in a loader's `next()`
     optimizer_host_us: float = 0.0  # of these, inside Optimizer.step
     comm_exposed_us: float = 0.0
     dram_bytes: float | None = None  # all of it, kernels' and copies'
@@ -164,6 +165,7 @@ def _device_steps(
         overlap_us=overlap_ns(map(span, compute)) / 1e3 / steps,
         streams=len({(device.device[r.index], device.stream[r.index]) for r in compute}),
         host_us=(last - first - total(away)) / 1e3 / steps,
+        next_us=total(clip(host.loading, first, last)) / 1e3 / steps,
         optimizer_host_us=total(subtract(stepping, waited)) / 1e3 / steps,
         comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
         dram_bytes=dram.within(trace.dram, start, end) / steps if moved is not None else None,
@@ -223,15 +225,17 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
             work.append(Work(ops.name[i], i, own[i]))
     table, limit = rows.rows(work, trace, tree, environment, precision, steps)
     merged = clip(union(busy), start, end)
+    loading = _loading(trace, tree, training)
     return Aggregate(
         steps=steps,
         step_us=(end - start) / 1e3 / steps,
         kernels=table,
         busy_us=total(merged) / 1e3 / steps,
-        idle=host_idle(_loading(trace, tree, training), merged, start, end, steps),
+        idle=host_idle(loading, merged, start, end, steps),
         phase_us=rows.phases(table),
         limit_us=limit,
-        host_us=(end - start - total(clip(_loading(trace, tree, training), start, end))) / 1e3 / steps,
+        host_us=(end - start - total(clip(loading, start, end))) / 1e3 / steps,
+        next_us=total(clip(loading, start, end)) / 1e3 / steps,
         events=events,
         notes=tuple(trace.notes),
     )

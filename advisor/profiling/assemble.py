@@ -13,6 +13,7 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import IdleCause, ProfilerCost, Quantity, StepProfile
 from advisor.core.provenance import Provenance
+from advisor.core.units import time_text
 from advisor.profiling import sampler
 from advisor.profiling.aggregate import Aggregate, aggregate
 from advisor.profiling.records import (
@@ -29,6 +30,8 @@ from advisor.profiling.rows import Precision
 from advisor.profiling.session import Session
 
 T = TypeVar("T")
+
+CAUGHT_UP_FRAC = 0.1  # of the step, that its loader took less while it was traced: told
 
 
 def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | None = None) -> StepProfile:
@@ -56,7 +59,9 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     flags = facts.model.flags
     precision = Precision(tf32_conv=flags.get("tf32_conv", False), tf32_matmul=flags.get("tf32_matmul", False))
     found = _aggregate(folder / TRACE_FILE, environment, precision, gaps)
-    utilization = {**_from_steps(steps), **_from_trace(found), **_sampled(folder / SAMPLES_FILE, steps)}
+    step = steps.step_us or steps.wall_us
+    loading_frac = facts.input.next_us / step.median if step is not None and step.median > 0 else 0.0
+    utilization = {**_from_steps(steps), **_from_trace(found, loading_frac), **_sampled(folder / SAMPLES_FILE, steps)}
     shared = utilization.get("gpu_shared")
     if environment.device == "cpu":
         utilization.pop("gpu_shared", None)  # by whoever else
@@ -64,11 +69,15 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         environment = replace(environment, shared_gpu=True)
     if not steps.complete:
         gaps.append(f"the run ended in phase '{steps.phase}', before the measurement was complete")
-    step = steps.step_us or steps.wall_us
     if step is not None and 0 < step.median < found.limit_us:
         notes.append(
             f"the limit of {found.limit_us:.0f} us is longer than the step of {step.median:.0f} us: this machine's rates were "
             "measured while it was busy, or the step's data stay in a cache; no share of the limit means anything"
+        )
+    if step is not None and found.steps and facts.input.next_us - found.next_us > CAUGHT_UP_FRAC * step.median:
+        notes.append(
+            f"a step spends {time_text(facts.input.next_us)} in the loader's next(), a traced one {time_text(found.next_us)}: tracing "
+            "slows the host, and the loader catches up; the findings go by the former, shares of a traced step by the latter"
         )
     overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
     return StepProfile(
@@ -98,6 +107,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         losses=steps.losses,
         cost=ProfilerCost(
             traced_step_us=found.step_us,
+            traced_next_us=found.next_us,
             overhead_frac=overhead,
             coverage_frac=1.0 if found.coverage_frac is None else found.coverage_frac,
             traced_steps=found.steps,
@@ -160,8 +170,8 @@ def _from_steps(steps: StepsRecord) -> dict[str, Quantity]:
     return {"first_step_ratio": Quantity(value=ratio, provenance=Provenance.MEASURED, reason="by wall clock")}
 
 
-def _from_trace(found: Aggregate) -> dict[str, Quantity]:
-    """Metrics that only the trace can tell and that StepProfile has no field for."""
+def _from_trace(found: Aggregate, loading_frac: float) -> dict[str, Quantity]:
+    """Metrics that only the trace can tell and that StepProfile has no field for. `loading_frac`: of an untraced step, in the loader."""
     if not found.kernels or found.coverage_frac is None:
         return {}
     traced = f"over {found.steps} traced steps"
@@ -169,7 +179,7 @@ def _from_trace(found: Aggregate) -> dict[str, Quantity]:
     values = {
         "kernel_overlap_frac": found.overlap_us / device_us if device_us > 0 else None,
         "streams": float(found.streams),
-        "host_frac": found.host_us / found.step_us if found.step_us > 0 else None,
+        "host_frac": min(found.host_us / found.step_us, max(0.0, 1 - loading_frac)) if found.step_us > 0 else None,
         "comm_exposed_frac": found.comm_exposed_us / found.step_us if found.step_us > 0 else None,
         "dram_gb_per_step": found.dram_bytes,
     }

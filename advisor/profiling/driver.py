@@ -42,7 +42,7 @@ from advisor.profiling.timing import StepTimes, spread, step_times
 from advisor.profiling.training import StepEvent, Training
 
 # Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
-WARMUP_S, TIMED_S = 20.0, 60.0
+WARMUP_S, TIMED_S, TRACED_S = 20.0, 60.0, 30.0
 MIN_WARMUP, MIN_TIMED = LOOK_STEPS + 1, 3
 # Of this many times the wanted steps none need be clean before the search for clean ones is given up.
 PATIENCE = 4
@@ -125,7 +125,11 @@ class ProfileDriver:
         if self._warm == LOOK_STEPS and not self.handful:
             self._read_facts()
         wanted = self.session.warmup if self.handful else max(self.session.warmup, MIN_WARMUP)
-        slow = not self.in_step and self._warm > MIN_WARMUP and step.host_ns - self._warm_since_ns > WARMUP_S * 1e9
+        slow = (
+            not self.in_step
+            and self._warm > MIN_WARMUP
+            and step.host_ns - self._warm_since_ns > self.session.pace * WARMUP_S * 1e9
+        )
         if self._over() or self._warm >= wanted or slow:
             self._begin_timed(step)
             return
@@ -160,7 +164,11 @@ class ProfileDriver:
             done = total >= wanted
         else:
             seconds = (step.host_ns - self._timed_boundaries[0].host_ns) / 1e9
-            done = clean >= wanted or total >= PATIENCE * wanted or (clean >= MIN_TIMED and seconds > TIMED_S)
+            done = (
+                clean >= wanted
+                or total >= PATIENCE * wanted
+                or (clean >= MIN_TIMED and seconds > self.session.pace * TIMED_S)
+            )
         if done or self._over():
             self._begin_trace(step)
             return
@@ -182,10 +190,14 @@ class ProfileDriver:
             return
         self.discovery.rest()
         try:
-            from advisor.profiling.collector import TraceCollector
+            from advisor.profiling.collector import TRACED_SLOWDOWN, TraceCollector
 
             wall = spread(self._times.wall_us) if self._times else None
             step_s = wall.median / 1e6 if wall else 0.0
+            window_s = TRACED_SLOWDOWN * (1 + self._detail) * step_s
+            if self.session.pace < 1.0 and not self.in_step and window_s > self.session.pace * TRACED_S:
+                self._detail = 1
+                self._notes.append("the search is short, and its steps are long: one step traced")
             self._collector = TraceCollector(
                 self.training.device,
                 self.session,
@@ -228,9 +240,9 @@ class ProfileDriver:
         from advisor.profiling.collector import DETAIL_LIMIT
 
         a_step = self._collector.expected_events()
-        if a_step * (1 + self._detail) > DETAIL_LIMIT:
-            self._detail = min(self._detail, max(1, DETAIL_LIMIT // a_step - 1))
-        if self._detail < self.session.detail_steps:
+        fits = max(1, DETAIL_LIMIT // a_step - 1) if a_step else self._detail
+        if fits < self._detail:
+            self._detail = fits
             self._notes.append(
                 f"a step is about {a_step:,} events of the profiler: only {self._detail} of the wanted "
                 f"{self.session.detail_steps} steps traced"
@@ -326,10 +338,9 @@ class ProfileDriver:
     def _read_facts(self) -> None:
         if not self.records:
             return
-        loader = sorted(self._loader_us)
         self._facts = FactsRecord(
             model=model_facts(self.training, self.discovery, self.watcher, self._recompiles),
-            input=input_stats(self.training, self.discovery, loader[len(loader) // 2] if loader else 0.0),
+            input=input_stats(self.training, self.discovery, self._loader_us),
             memory=self._memory,
         )
         storage.save(self.session.folder / FACTS_FILE, self._facts)

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -131,18 +131,24 @@ def model_facts(
     )
 
 
-def input_stats(training: Training, discovery: Discovery | None = None, next_us: float = 0.0) -> InputStats:
-    """The first training loader's settings and what its batches are; `next_us` is measured by the caller."""
+def input_stats(training: Training, discovery: Discovery | None = None, waits_us: Sequence[float] = ()) -> InputStats:
+    """The first training loader's settings and what its batches are.
+
+    Args:
+        waits_us: time in its `next()`, a value for each clean timed step.
+    """
+    next_us, burst_us = _waits(waits_us)
     batch = (discovery.seen if discovery is not None else Observations()).batch
     if not training.loaders:
         if batch.iterator is None:
             return InputStats(batch_size=training.batch_size)
-        return _of_iterator(batch, batch.iterator, training.batch_size, next_us)
+        return _of_iterator(batch, batch.iterator, training.batch_size, next_us, burst_us)
     loader = training.loaders[0]
     normalise, normalise_us = _normalising(loader.dataset, batch)
     return InputStats(
         loader=type(loader).__name__,
         next_us=next_us,
+        burst_us=burst_us,
         workers=loader.num_workers,
         batch_size=loader.batch_size or training.batch_size,
         pin_memory=bool(loader.pin_memory),
@@ -158,11 +164,25 @@ def input_stats(training: Training, discovery: Discovery | None = None, next_us:
     )
 
 
-def _of_iterator(batch: BatchSeen, iterator: IteratorSeen, batch_size: int, next_us: float) -> InputStats:
+def _waits(waits_us: Sequence[float]) -> tuple[float, float]:
+    """Their mean, and how far it is above their median. One wait longer than all others together is no pattern, and left out."""
+    if not waits_us:
+        return 0.0, 0.0
+    ordered = sorted(waits_us)
+    if len(ordered) > 2 and ordered[-1] > sum(ordered[:-1]):
+        ordered.pop()
+    mean = statistics.fmean(ordered)
+    return mean, mean - statistics.median(ordered)
+
+
+def _of_iterator(
+    batch: BatchSeen, iterator: IteratorSeen, batch_size: int, next_us: float, burst_us: float
+) -> InputStats:
     """What is known of a loader of another class (fastai's) by the iterators of torch's that it goes through."""
     return InputStats(
         loader="of another class",
         next_us=next_us,
+        burst_us=burst_us,
         workers=iterator.workers,
         batch_size=batch_size,
         pin_memory=iterator.pin_memory,

@@ -44,6 +44,7 @@ class Session:
     steps: int = 20
     timed_s: float = 0.0  # measure: go on behind `steps` until so many seconds were timed
     detail_steps: int = 3
+    pace: float = 1.0  # profile: of the usual time for slow steps, in a search that is short
     keep_running: bool = False
     brief: bool = False  # the script makes just the steps ordered: none can be waited for that is fit to be timed
     infers: bool = False  # the script is known to train nothing: rounds of its model calls are its steps

@@ -292,14 +292,14 @@ def dram_bytes(profile: StepProfile) -> tuple[float, Provenance]:
 
 def limit_frac(profile: StepProfile) -> float | None:
     """How near the step is to this machine's limit, 1 being there; None where either time is unknown."""
-    if profile.step_us is None or not profile.step_us.median > 0 or not profile.limit_us > 0:
+    if profile.step_us is None or not profile.typical_us > 0 or not profile.limit_us > 0:
         return None
-    return profile.limit_us / profile.step_us.median
+    return profile.limit_us / profile.typical_us
 
 
 def samples_per_s(profile: StepProfile) -> float | None:
-    """Samples a second from batch size and median step time; None where either is unknown."""
+    """Samples a second from batch size and what a step takes; None where either is unknown."""
     batch = profile.model.batch_size or profile.input.batch_size
-    if not batch or profile.step_us is None or not profile.step_us.median > 0:
+    if not batch or profile.step_us is None or not profile.typical_us > 0:
         return None
-    return batch / profile.step_us.median * 1e6
+    return batch / profile.typical_us * 1e6

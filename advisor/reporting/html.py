@@ -183,7 +183,7 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
     plain = " as written" if trials is not None else ""
     if profile.step_us is not None:
         tiles.append(
-            (f"Step{plain}", wording.duration(profile.step_us.median), units.unbroken(wording.spread(profile.step_us)))
+            (f"Step{plain}", wording.duration(profile.step_us.median), units.unbroken(wording.step_spread(profile)))
         )
     frac = breakdown.limit_frac(profile)
     if frac is not None:

@@ -124,7 +124,7 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
     if profile.step_us is None:
         return [*lines, page.paint("  No step could be timed.", "yellow")]
     s = profile.step_us
-    median, spread = wording.duration(s.median), wording.spread(s)
+    median, spread = wording.duration(s.median), wording.step_spread(profile)
     lines.append(f"  Step   {page.paint(median, 'bold')}   {spread}")
     if rate := breakdown.samples_per_s(profile):
         told = f"{samples_text(rate)} {wording.rate_unit(profile)}"
@@ -356,7 +356,7 @@ def _stack(page: _Page, log: TrialLog) -> list[str]:
 def _written(page: _Page, log: TrialLog) -> list[str]:
     lines = []
     if log.files_written:
-        lines = [page.heading("Files the script wrote during the search")]
+        lines = [page.heading("Files the script wrote during the search, put back since")]
         for name in log.files_written[:8]:
             lines += page.wrap(name, 4, "dim", first=2)
         if len(log.files_written) > 8:

@@ -105,7 +105,7 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
 
 
 def _bounding(profile: StepProfile | None) -> str:
-    if profile is None or profile.step_us is None or not profile.step_us.median > 0:
+    if profile is None or not profile.typical_us > 0:
         return ""
     # Of the untraced step: a trace makes the host slower. A distillation on an H200 waited 22 ms for launches in a traced step of 57;
     # untraced it took 34 and its kernels 33, and graphs, tried before layout and precision, gained 2 %.
@@ -115,7 +115,7 @@ def _bounding(profile: StepProfile | None) -> str:
     if not causes:
         return ""
     worst = max(causes, key=lambda name: causes[name])
-    return _BOUND_BY[worst] if causes[worst] / profile.step_us.median >= BOUND_FRAC else ""
+    return _BOUND_BY[worst] if causes[worst] / profile.typical_us >= BOUND_FRAC else ""
 
 
 def crowded(profile: StepProfile | None) -> bool:

@@ -18,7 +18,7 @@ from advisor.analysis.time import EPOCH_BEGINS
 from advisor.analysis.view import View
 from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
-from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, StepProfile
+from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.profiling import steps
 from advisor.resources import kernel_entries
@@ -131,6 +131,49 @@ def test_a_copy_is_no_shorter_where_tracing_made_most_of_the_gaps() -> None:
     numbers(metrics(replace(base, step_us=step)), idle_copy_frac=615 / 18431, idle_frac=1264 / 18431)
     nearly = replace(base, step_us=replace(step, median=17400.0))  # less is idle than the copies took
     numbers(metrics(nearly), idle_copy_frac=233 / 17400, idle_launch_frac=0.0)
+
+
+def starving(**changes: float) -> dict[str, float]:
+    """Idle causes, us, of a ResNet-18 behind two workers on an H200: 9.1 ms in `next()` a step, 1.7 of that while it was traced."""
+    causes = (("data", 1680.0), ("launch", 15168.0), ("copy", 119.0))
+    given = {"step": 19054.0, "next": 9100.0, "traced_next": 1680.0, **changes}
+    base = profiles.cifar()
+    spread = Spread(median=given["step"], p10=given["step"], p90=given["step"], n=20)
+    found = replace(
+        base,
+        busy_us=6676.0,
+        step_us=spread,
+        idle=tuple(IdleCause(cause=c, time_us=t) for c, t in causes),
+        input=replace(base.input, next_us=given["next"]),
+        cost=replace(base.cost, traced_next_us=given["traced_next"]),
+    )
+    table = metrics(found)
+    assert table.number("idle_frac") == pytest.approx(1 - 6676 / given["step"])
+    return {c: (table.number(f"idle_{c}_frac") or 0.0) * given["step"] for c in ("data", "launch", "copy")}
+
+
+def test_waits_for_data_are_those_of_untraced_steps() -> None:
+    assert starving() == pytest.approx({"data": 9100, "copy": 119, "launch": 19054 - 6676 - 119 - 9100})
+    # Half of the time in next() something was left in the queue.
+    assert starving(traced_next=2 * 1680.0)["data"] == pytest.approx(4550)
+    # In the traced steps nobody waited: at most all of the step's work is hidden behind next().
+    assert starving(traced_next=0.0)["data"] == pytest.approx(9100 - 6676)
+    # No longer than the device is idle, and no longer than next() takes.
+    assert starving(next=16000.0)["data"] == pytest.approx(19054 - 6676 - 119)
+    assert starving(next=100.0)["data"] == pytest.approx(100)
+
+
+def test_a_step_behind_a_loader_that_delivers_in_bursts_takes_its_mean() -> None:
+    base = profiles.cifar()
+    times = (40e3, 10e3, 10e3, 10e3)
+    spread = Spread(median=10e3, p10=10e3, p90=40e3, n=4, raw=times)
+    bursts = replace(base, step_us=spread, input=replace(base.input, next_us=7600.0, burst_us=7500.0))
+    assert bursts.typical_us == 17.5e3
+    numbers(metrics(bursts), loader_frac=7600 / 17500)
+    steady = replace(bursts, input=replace(base.input, next_us=100.0, burst_us=10.0))
+    assert steady.typical_us == 10e3
+    assert replace(bursts, step_us=replace(spread, raw=())).typical_us == 10e3
+    assert replace(bursts, step_us=None, wall_us=None).typical_us == 0.0
 
 
 def test_a_trace_busier_than_the_step_is_clamped_and_told() -> None:

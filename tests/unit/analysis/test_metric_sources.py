@@ -51,7 +51,7 @@ def sources() -> set[str]:
         *known,
         *summarise(Recording()),
         *_from_steps(StepsRecord(kind="", wall_us=spread, first_step_us=2.0)),
-        *_from_trace(traced),
+        *_from_trace(traced, 0.0),
     }
 
 

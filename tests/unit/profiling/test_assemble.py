@@ -115,6 +115,21 @@ def test_waiting_for_data_is_told_at_the_line_that_iterates_the_loader(run: Path
     assert data.sites[0].source == "train.py:30"
 
 
+def test_a_loader_that_catches_up_while_steps_are_traced_is_told(run: Path) -> None:
+    b = traced()
+    b.op("next", 71, 75, annotation="user:enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
+    save_trace(run / "trace.json", b.trace())
+    storage.save(run / "facts.json", FactsRecord(input=InputStats(loader="DataLoader", next_us=40.0)))
+    profile = assemble(run, MACHINE)
+    assert profile.cost.traced_next_us == 4.0
+    assert any("the loader catches up" in note for note in profile.notes)
+    assert (
+        profile.utilization["host_frac"].value == 0.5
+    )  # of a step of 80 us; in the trace the host is away for 4 of 100
+    storage.save(run / "facts.json", FactsRecord(input=InputStats(loader="DataLoader", next_us=6.0)))
+    assert not any("the loader catches up" in note for note in assemble(run, MACHINE).notes)
+
+
 def test_the_scripts_tf32_setting_decides_the_rate(run: Path) -> None:
     allowed = assemble(run, MACHINE).limit_us
     storage.save(run / "facts.json", FactsRecord())

@@ -257,7 +257,7 @@ def test_the_input_pipeline_is_told(found: Found) -> None:
     for x, _ in loader:
         model(x).sum().backward()
         optimizer.step()
-    told = facts.input_stats(training, discovery, 12.0)
+    told = facts.input_stats(training, discovery, [12.0])
     assert (told.loader, told.batch_size, told.workers, told.next_us) == ("DataLoader", 6, 0, 12.0)
     assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4 + 6 * 4, "fp32")
     assert "test_discover.py:" in told.source
@@ -274,6 +274,23 @@ class LibrarysLoader:
         yield from _SingleProcessDataLoaderIter(self._made)
 
 
+@pytest.mark.parametrize(
+    ("waits", "mean", "above_the_median"),
+    [
+        ([], 0.0, 0.0),
+        ([4.0], 4.0, 0.0),
+        ([1.0] * 20, 1.0, 0.0),
+        ([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 9.0], 3.0, 2.0),
+        ([9.0, 1.0, 9.0, 9.0], 7.0, -2.0),
+        ([1.0, 1.0, 1.0, 500.0, 1.0], 1.0, 0.0),  # one stall is no pattern
+    ],
+)
+def test_waits_for_batches_are_told_by_their_mean_and_bursts(
+    waits: list[float], mean: float, above_the_median: float
+) -> None:
+    assert facts._waits(waits) == (mean, above_the_median)
+
+
 def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
     training, _, discovery = found
     model = nn.Linear(3, 1)
@@ -281,7 +298,7 @@ def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
     for x in LibrarysLoader([torch.randn(6, 3)] * 5):
         model(x).sum().backward()
         optimizer.step()
-    told = facts.input_stats(training, discovery, 12.0)
+    told = facts.input_stats(training, discovery, [12.0])
     assert training.loaders == []
     assert (told.loader, told.next_us, told.workers, told.batch_size) == ("of another class", 12.0, 0, 6)
     assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4, "fp32")

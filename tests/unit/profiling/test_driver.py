@@ -66,7 +66,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     torch.set_num_threads(1)
     gc.collect()
     fake = types.ModuleType("advisor.profiling.collector")
-    fake.DETAIL_LIMIT = 1000  # type: ignore[attr-defined]
+    fake.DETAIL_LIMIT, fake.TRACED_SLOWDOWN = 1000, 2.0  # type: ignore[attr-defined]
     fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "advisor.profiling.collector", fake)
     # Writing takes longer than these tiny steps: what it disturbs is another test's matter.
@@ -254,6 +254,15 @@ def test_slow_steps_need_fewer(start: Start, tmp_path: Path, monkeypatch: pytest
     assert record.complete
     assert record.step_us is not None
     assert record.step_us.n >= module.MIN_TIMED
+
+
+def test_in_a_short_search_slow_steps_get_less_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WARMUP_S", "TIMED_S", "TRACED_S"):
+        monkeypatch.setattr(module, name, 1e3)  # which no step here takes
+    start(warmup=20, steps=20)
+    whole = train(200)
+    start(warmup=20, steps=20, pace=1e-9)
+    assert train(200) < whole - 2 * (20 - module.LOOK_STEPS - 1 - module.MIN_TIMED)
 
 
 def test_a_deadline_ends_the_measurement(start: Start, tmp_path: Path) -> None:

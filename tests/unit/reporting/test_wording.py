@@ -8,7 +8,7 @@ import samples
 from advisor.core.findings import Findings, Interval
 from advisor.core.profile import Spread
 from advisor.core.verdict import Round, TrialLog
-from advisor.reporting import wording
+from advisor.reporting import breakdown, wording
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,16 @@ def test_what_tracing_cost_is_told_in_words_that_fit():
 def test_one_time_has_no_spread():
     only = Spread(median=410_200.0, p10=410_200.0, p90=410_200.0, n=1)
     assert wording.spread(only) == "n = 1"
+
+
+def test_bursts_of_batches_show_in_what_a_step_takes():
+    steady = samples.resnet50()
+    assert "bursts" not in wording.step_sentence(steady)
+    spread = Spread(median=10_000.0, p10=10_000.0, p90=40_000.0, n=4, raw=(40_000.0, 10_000.0, 10_000.0, 10_000.0))
+    bursts = replace(steady, step_us=spread, input=replace(steady.input, burst_us=7_500.0))
+    assert wording.step_sentence(bursts).endswith("n = 4, mean 17.50 ms: batches come in bursts")
+    rate, plain = breakdown.samples_per_s(bursts), breakdown.samples_per_s(replace(bursts, input=steady.input))
+    assert rate == pytest.approx(plain * 10 / 17.5)
 
 
 def test_notes_are_sentences_and_names_stay_as_they_are():
