@@ -25,8 +25,9 @@ Made from the JSON files in this folder by `python -m advisor.bench.page`; the J
 
 How it is measured: all contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
 behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
-2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)): rows of that time stand here but for
-depthwise and grouped convolutions and for norms with LeakyReLU, SiLU and GELU. *Limit* is the time for the
+2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)): rows of that time stand here for
+norms before max-pooling, over concatenations, or whose result is used twice, for squeeze-and-excite, bias and activation, first, 3x3
+and 1x1 convolutions, casts and inputs, and where compiled code was measured beside. *Limit* is the time for the
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
