@@ -36,7 +36,17 @@ def fill(view: View, table: MetricTable) -> None:
     else:
         table.miss("traced_overhead_frac", "no step was traced")
 
-    names = ("forward", "backward", "optimizer", *_KINDS, *_BY_ROW, "se", "bn_act", "unnormed_elementwise")
+    names = (
+        "forward",
+        "backward",
+        "optimizer",
+        *_KINDS,
+        *_BY_ROW,
+        "se",
+        "bn_act",
+        "unnormed_elementwise",
+        "written_norm",
+    )
     if view.device_us <= 0:
         for name in names:
             table.miss(f"{name}_frac", NO_ROWS)
@@ -67,6 +77,7 @@ def fill(view: View, table: MetricTable) -> None:
         Provenance.MODELLED,
         "counted where no batch norm stands in the same module",
     )
+    table.set("written_norm_frac", view.share(view.written_norm()), Provenance.MODELLED, "by class names")
 
 
 def _step(view: View, table: MetricTable) -> None:
@@ -89,7 +100,8 @@ def _step(view: View, table: MetricTable) -> None:
         for name in names:
             table.miss(name, NO_STEP)
         return
-    table.set("step_us", spread.median)
+    step = profile.typical_us
+    table.set("step_us", step)
     table.set("steps_measured", spread.n)
     if spread.n > 1:
         table.set("step_spread_frac", (spread.p90 - spread.p10) / spread.median)
@@ -102,10 +114,10 @@ def _step(view: View, table: MetricTable) -> None:
     begun = sum(profile.excluded.get(reason, 0) for reason in EPOCH_BEGINS)
     table.set("epoch_frac", begun / (spread.n + sum(profile.excluded.values())))
     if batch:
-        table.set("samples_per_s", batch / spread.median * 1e6)
+        table.set("samples_per_s", batch / step * 1e6)
     else:
         table.miss("samples_per_s", "no batch dimension was seen")
     if profile.limit_us > 0:
-        table.set("limit_frac", profile.limit_us / spread.median, Provenance.MODELLED)
+        table.set("limit_frac", profile.limit_us / step, Provenance.MODELLED)
     else:
         table.miss("limit_frac", "needs the machine's measured rates and the operators' shapes")

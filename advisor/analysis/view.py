@@ -251,35 +251,43 @@ class View:
         return predicate
 
     def is_weight_cast(self, row: KernelRow) -> bool:
-        """A cast of a parameter, or of its gradient, by shape: a convolution's weight, or whatever has no batch dimension.
+        """A cast of a parameter, or of its gradient, by shape: a convolution's weight, or whatever has no batch dimension, that of a whole
+        step or of one of its backward passes.
 
         Not seen where an operator of one module casts an activation with the same kernel: the longest names the row's shape.
         """
         if row.phase not in ("forward", "backward") or not is_cast(row):
             return False
         shape = next(iter(shapes_of(row)), [])
-        batch = self.profile.model.batch_size or self.profile.input.batch_size
+        model = self.profile.model
+        batch = model.batch_size or self.profile.input.batch_size
         if not shape:
             return False
-        return tuple(shape) in self._weight_shapes or (batch > 0 and shape[0] != batch)
+        batches = (batch, batch // max(1, model.backwards))
+        return tuple(shape) in self._weight_shapes or (batch > 0 and shape[0] not in batches)
 
     def normalised_containers(self) -> set[str]:
         """Paths of modules with a batch norm directly inside: where an add or activation follows one."""
         return {parent(row.module) for row in self.rows if is_batchnorm(row) and row.module}
 
+    def written_norm(self) -> Callable[[KernelRow], bool]:
+        """A row predicate: work of norms that are written out in single operations."""
+        classes = self.profile.written_norms()
+        return lambda row: row.module_type in classes and row.phase in ("forward", "backward")
+
     def unnormed(self) -> Callable[[KernelRow], bool]:
-        """A row predicate: elementwise work of the model beside no batch norm and in no squeeze-and-excite block: biases, activations,
-        layer scale, drop path, residual additions.
+        """A row predicate: elementwise work of the model beside no batch norm, in no norm that is written out and in no squeeze-and-excite
+        block: biases, activations, layer scale, drop path, residual additions.
 
         An addition in backward sums the gradients of a fork, and stays.
         """
-        containers, in_block = self.normalised_containers(), self.squeeze_excite()
+        containers, in_block, in_norm = self.normalised_containers(), self.squeeze_excite(), self.written_norm()
 
         def predicate(row: KernelRow) -> bool:
             if row.kind not in ("activation", "elementwise") or row.phase not in ("forward", "backward") or is_own(row):
                 return False
             summed = row.phase == "backward" and row.kind == "elementwise" and row.op.startswith("aten::add")
-            return not (summed or is_cast(row) or self.is_after_norm(row, containers) or in_block(row))
+            return not (summed or is_cast(row) or self.is_after_norm(row, containers) or in_block(row) or in_norm(row))
 
         return predicate
 

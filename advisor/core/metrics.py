@@ -117,8 +117,9 @@ SPECS: tuple[MetricSpec, ...] = (
             ("bias_act", "convolution bias with the activation that follows it"),
             (
                 "unnormed_elementwise",
-                "activations, additions and products behind no batch norm, outside squeeze-and-excite",
+                "activations, additions and products behind no batch norm, outside norms and squeeze-and-excite",
             ),
+            ("written_norm", "normalisation written out in single operations"),
             ("index", "indexing, gather and scatter"),
         )
     ),

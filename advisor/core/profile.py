@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from advisor.core.environment import Environment
@@ -9,6 +10,7 @@ from advisor.core.provenance import Provenance
 
 # Of the median step: from here on the mean wait for the loader and the median one tell of bursts.
 BURSTS_FRAC = 0.05
+_NORM_CLASS = re.compile(r"(?!.*(Frozen|Spectral|Weight))\w*Norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +260,14 @@ class StepProfile:
             return 0.0
         bursts = spread.raw and abs(self.input.burst_us) > BURSTS_FRAC * spread.median
         return sum(spread.raw) / len(spread.raw) if bursts else spread.median
+
+    def written_norms(self) -> frozenset[str]:
+        """Classes of modules that are named like norms and run no norm's kernel: they are written out in single operations.
+
+        Norms of weights are something else, and frozen ones are a scale and a shift.
+        """
+        named = {row.module_type for row in self.kernels if _NORM_CLASS.match(row.module_type)}
+        return frozenset(named - {row.module_type for row in self.kernels if row.kind == "norm"})
 
     def guided(self, row: KernelRow) -> bool:
         """The row is of a model that runs without gradients: no change of the models that train reaches it."""

@@ -32,8 +32,7 @@ _TABLE: dict[str, str] = {
         sigmoid_backward tanh tanh_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward leaky_relu
         leaky_relu_backward elu elu_backward selu celu softplus softplus_backward mish mish_backward prelu
         _prelu_kernel _prelu_kernel_backward hardtanh hardtanh_backward glu glu_backward log_sigmoid
-        log_sigmoid_forward log_sigmoid_backward softshrink hardshrink softmax _softmax _softmax_backward_data
-        rrelu rrelu_with_noise""",
+        log_sigmoid_forward log_sigmoid_backward softshrink hardshrink rrelu rrelu_with_noise""",
     "pool": """max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool2d_with_indices_backward
         max_pool3d_with_indices max_pool3d_with_indices_backward mkldnn_max_pool2d mkldnn_max_pool2d_backward avg_pool1d
         avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward adaptive_avg_pool2d _adaptive_avg_pool2d
@@ -42,7 +41,7 @@ _TABLE: dict[str, str] = {
         max_unpool2d lp_pool2d max_pool2d_backward""",
     "reduce": """sum mean max min amax amin aminmax argmax argmin norm linalg_vector_norm linalg_norm var std var_mean
         std_mean prod all any cumsum cumprod sort topk logsumexp count_nonzero median mode nansum unique unique2
-        _unique2 histc bincount _foreach_norm _foreach_max""",
+        _unique2 histc bincount _foreach_norm _foreach_max softmax _softmax _softmax_backward_data""",
     "upsample": """upsample_nearest1d upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d
         upsample_nearest3d_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d
         upsample_bicubic2d_backward upsample_trilinear3d upsample_trilinear3d_backward _upsample_nearest_exact2d

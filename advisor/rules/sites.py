@@ -36,6 +36,10 @@ def _rows(profile: StepProfile, wanted: Callable[[KernelRow], bool], cost: Calla
     ]
 
 
+def _within(classes: frozenset[str]) -> Callable[[KernelRow], bool]:
+    return lambda row: row.module_type in classes
+
+
 def _kinds(*kinds: str) -> Callable[[StepProfile], list[Place]]:
     return lambda profile: _rows(profile, lambda row: row.kind in kinds, lambda row: row.time_us)
 
@@ -150,6 +154,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "half_products": _matrix(("fp16", "bf16")),
     "guides": lambda p: _rows(p, p.guided, lambda row: row.time_us),
     "norms": _kinds("norm"),
+    "written_norms": lambda p: _rows(p, _within(p.written_norms()), lambda row: row.time_us),
     "norms_and_activations": _kinds("norm", "activation"),
     "elementwise": _kinds("elementwise", "activation"),
     "pools": _kinds("pool"),

@@ -163,6 +163,27 @@ def test_waits_for_data_are_those_of_untraced_steps() -> None:
     assert starving(next=100.0)["data"] == pytest.approx(100)
 
 
+def test_a_norm_written_out_is_one_and_no_layer_scale() -> None:
+    def work(name: str, kind: str, module_type: str, time_us: float, phase: str = "forward") -> KernelRow:
+        return KernelRow(
+            name=name, kind=kind, op=f"aten::{name}", module="m", module_type=module_type, phase=phase, calls=1.0, time_us=time_us
+        )  # fmt: skip
+
+    rows = (
+        work("mul", "elementwise", "RMSNorm", 30.0),
+        work("div", "elementwise", "RMSNorm", 20.0, "backward"),
+        work("linalg_vector_norm", "reduce", "RMSNorm", 10.0),
+        work("mul", "elementwise", "RMSNorm", 5.0, "optimizer"),
+        work("native_layer_norm", "norm", "LayerNorm2d", 10.0),
+        work("mul", "elementwise", "LayerNorm2d", 5.0),  # what a norm of PyTorch's leaves beside it
+        work("mul", "elementwise", "FrozenBatchNorm2d", 4.0),
+        work("mv", "gemm", "SpectralNorm", 1.0),
+        work("mul", "elementwise", "Block", 15.0),
+    )
+    table = metrics(profiles.with_rows(profiles.cifar(), *rows))
+    numbers(table, written_norm_frac=0.6, unnormed_elementwise_frac=(5 + 4 + 15) / 100)
+
+
 def test_a_step_behind_a_loader_that_delivers_in_bursts_takes_its_mean() -> None:
     base = profiles.cifar()
     times = (40e3, 10e3, 10e3, 10e3)
@@ -489,6 +510,13 @@ def test_casts_of_weights_are_told_from_those_of_activations() -> None:
     model = ModelFacts(batch_size=256, convs=(profiles.conv("Net.conv", 7, (3, 256)),))
     tested = replace(profiles.with_rows(base, cast, activation, filters, update), model=model)
     numbers(metrics(tested), weight_casts=5.0, weight_cast_frac=0.3)
+    # Gradients that are gathered over four backward passes: each has a quarter of the step's images.
+    micro = replace(
+        profiles.with_rows(base, cast, replace(activation, shapes="[[64, 64, 8, 8], []]")),
+        model=replace(model, backwards=4),
+    )
+    numbers(metrics(micro), weight_casts=0.0)
+    numbers(metrics(replace(micro, model=replace(model, backwards=1))), weight_casts=8.0)
     unknown = replace(tested, model=ModelFacts(), input=replace(base.input, batch_size=0))
     numbers(metrics(unknown), weight_casts=0.0, weight_cast_frac=0.0)
 

@@ -24,6 +24,7 @@ ROWS = (
     KernelRow(name="k2", kind="conv", op="aten::convolution", module="net.conv", phase="forward", source="train.py:9", calls=1, time_us=100, limit_us=90, dtype="fp32"),
     KernelRow(name="k3", kind="norm", op="aten::batch_norm", module="net.bn", phase="backward", calls=1, time_us=900, limit_us=890),
     KernelRow(name="my_raw_kernel", kind="other", calls=3, time_us=6),
+    KernelRow(name="k4", kind="elementwise", op="aten::div", module="net.out.norm", module_type="RMSNorm", phase="forward", source="rms.py:4", calls=1, time_us=5),
 )  # fmt: skip
 PROFILE = StepProfile(
     script="train.py", argv=(), created="", environment=Environment(), step_kind="optimizer", step_us=None, wall_us=None, kernels=ROWS,
@@ -56,6 +57,7 @@ PROFILE = StepProfile(
             ),
         ),
         ("unattributed_kernels", ("my_raw_kernel (other, 6 µs, 3×)",)),
+        ("written_norms", ("rms.py:4 net.out.norm: aten::div (forward, 5 µs)",)),
         ("launch_gaps", ("train.py:12: aten::add (40 µs, 4×)",)),
         ("item_syncs", ("train.py:20: cudaStreamSynchronize from aten::item (70 µs)",)),
         ("explicit_syncs", ("train.py:21: cudaDeviceSynchronize (80 µs)",)),
