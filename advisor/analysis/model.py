@@ -83,9 +83,11 @@ def _bn_act_count(view: View, table: MetricTable) -> None:
     for row in view.rows:
         if row.phase == "forward" and rows.is_batchnorm(row) and row.module:
             norms.setdefault(parent(row.module), set()).add(row.module)
+    every = set().union(*norms.values())
     for row in view.rows:
         if row.phase == "forward" and row.kind == "activation" and row.module:
             holder = row.module if row.module in norms else parent(row.module)
+            holder = parent(holder) if holder in every else holder  # the norm holds its activation
             activations[holder] = activations.get(holder, 0.0) + row.calls
     count = sum(min(float(len(found)), activations.get(holder, 0.0)) for holder, found in norms.items())
     table.set(

@@ -267,8 +267,11 @@ class View:
         return tuple(shape) in self._weight_shapes or (batch > 0 and shape[0] not in batches)
 
     def normalised_containers(self) -> set[str]:
-        """Paths of modules with a batch norm directly inside: where an add or activation follows one."""
-        return {parent(row.module) for row in self.rows if is_batchnorm(row) and row.module}
+        """Paths of modules with a batch norm directly inside, where an add or activation follows one, and of those norms, which may hold
+        their activation themselves (timm's BatchNormAct2d).
+        """
+        norms = {row.module for row in self.rows if is_batchnorm(row) and row.module}
+        return norms | {parent(norm) for norm in norms}
 
     def written_norm(self) -> Callable[[KernelRow], bool]:
         """A row predicate: work of norms that are written out in single operations."""
