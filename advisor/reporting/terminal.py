@@ -124,7 +124,7 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
     if profile.step_us is None:
         return [*lines, page.paint("  No step could be timed.", "yellow")]
     s = profile.step_us
-    median, spread = wording.duration(s.median), wording.step_spread(profile)
+    median, spread = wording.duration(s.median), wording.spread(s)
     lines.append(f"  Step   {page.paint(median, 'bold')}   {spread}")
     if rate := breakdown.samples_per_s(profile):
         told = f"{samples_text(rate)} {wording.rate_unit(profile)}"
@@ -132,6 +132,8 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
             lines[-1] += f"   {told}"
         else:
             lines.append(f"         {told}")
+    if bursts := wording.bursts(profile):
+        lines.append(f"         {bursts}")
     frac = breakdown.limit_frac(profile)
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"

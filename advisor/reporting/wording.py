@@ -118,13 +118,17 @@ def spread(measured: Spread) -> str:
     return f"p10–p90 {low}–{high}, n = {measured.n}"
 
 
+def bursts(profile: StepProfile) -> str:
+    """`mean 19.05 ms, as batches come in bursts`, where that is what a step takes; else ""."""
+    if profile.step_us is None or profile.typical_us == profile.step_us.median:
+        return ""
+    return f"mean {duration(profile.typical_us)}, as batches come in bursts"
+
+
 def step_spread(profile: StepProfile) -> str:
-    """The step's spread, and its mean where that is what it takes: `p10–p90 10.2–27.9 ms, n = 20, mean 19.1 ms: batches come in bursts`."""
-    assert profile.step_us is not None
-    text = spread(profile.step_us)
-    if profile.typical_us == profile.step_us.median:
-        return text
-    return f"{text}, mean {duration(profile.typical_us)}: batches come in bursts"
+    """The step's spread, and its mean where that is what it takes."""
+    parts = (spread(profile.step_us) if profile.step_us is not None else "", bursts(profile))
+    return ", ".join(part for part in parts if part)
 
 
 def factor(value: float) -> str:

@@ -122,7 +122,7 @@ def test_bursts_of_batches_show_in_what_a_step_takes():
     assert "bursts" not in wording.step_sentence(steady)
     spread = Spread(median=10_000.0, p10=10_000.0, p90=40_000.0, n=4, raw=(40_000.0, 10_000.0, 10_000.0, 10_000.0))
     bursts = replace(steady, step_us=spread, input=replace(steady.input, burst_us=7_500.0))
-    assert wording.step_sentence(bursts).endswith("n = 4, mean 17.50 ms: batches come in bursts")
+    assert wording.step_sentence(bursts).endswith("n = 4, mean 17.50 ms, as batches come in bursts")
     rate, plain = breakdown.samples_per_s(bursts), breakdown.samples_per_s(replace(bursts, input=steady.input))
     assert rate == pytest.approx(plain * 10 / 17.5)
 
