@@ -15,6 +15,7 @@ _HOST_COPY = re.compile(r"^Memcpy (HtoD|DtoH|HtoH)", re.IGNORECASE)
 # CopyFunctor: torch._foreach_copy_ between two dtypes.
 _CAST = re.compile(r"(CopyFunctor<|LoadWithCast|StoreWithCast|b?float\d+to\w*\d+_copy|_to_copy)", re.IGNORECASE)
 _BATCH_NORM = re.compile(r"batch_?norm|(^|[:_])bn_(fw|bw|inf|train)", re.IGNORECASE)
+_STANDARDISED = re.compile(r"Std\w*Conv|WSConv")
 _INSTANCE_OR_GROUP = re.compile(r"(group|instance)_?norm", re.IGNORECASE)
 _LAYER_NORM = re.compile(r"layer_?norm", re.IGNORECASE)
 _INDEX = re.compile(r"aten::_?(index|gather|scatter|embedding|masked_|nonzero|take|put)")
@@ -98,8 +99,9 @@ def is_own(row: KernelRow) -> bool:
 
 
 def is_batchnorm(row: KernelRow) -> bool:
-    """Batch normalisation, SyncBatchNorm's own kernels included, advisor's not."""
-    return row.kind == "norm" and not is_own(row) and bool(_BATCH_NORM.search(_norm_text(row)))
+    """Batch normalisation, SyncBatchNorm's own kernels included, advisor's not, and none of weights (NFNets standardise theirs with it)."""
+    of_weights = _STANDARDISED.search(row.module_type)
+    return row.kind == "norm" and not is_own(row) and not of_weights and bool(_BATCH_NORM.search(_norm_text(row)))
 
 
 def is_groupnorm(row: KernelRow) -> bool:

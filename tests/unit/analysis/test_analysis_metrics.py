@@ -186,6 +186,16 @@ def test_norms_that_hold_their_activation_are_paired_with_it(inside: str) -> Non
     numbers(table, bn_act_count=2.0, bn_act_frac=1.0, unnormed_elementwise_frac=0.0)
 
 
+def test_weights_that_are_standardised_by_a_batch_norm_are_no_batch_norm() -> None:
+    rows = [
+        KernelRow(
+            name="batch_norm", kind="norm", op="aten::cudnn_batch_norm", module=f"net.{i}.conv", module_type=name, phase="forward", calls=1.0, time_us=5.0
+        )
+        for i, name in enumerate(("ScaledStdConv2d", "ScaledStdConv2dSame", "WSConv2d", "ConvBNReLU"))
+    ]  # fmt: skip
+    numbers(metrics(profiles.with_rows(profiles.cifar(), *rows)), norm_frac=1.0, batchnorm_frac=0.25)
+
+
 def test_a_norm_written_out_is_one_and_no_layer_scale() -> None:
     def work(name: str, kind: str, module_type: str, time_us: float, phase: str = "forward") -> KernelRow:
         return KernelRow(
