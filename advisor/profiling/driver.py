@@ -36,7 +36,7 @@ from advisor.profiling.records import (
     save_trace,
 )
 from advisor.profiling.session import Session, tell
-from advisor.profiling.steps import FORWARD, OWN, PATTERN, StepWatcher
+from advisor.profiling.steps import EPOCH, EVALUATION, FORWARD, OWN, PATTERN, StepWatcher
 from advisor.profiling.stop import stop
 from advisor.profiling.timing import StepTimes, spread, step_times
 from advisor.profiling.training import StepEvent, Training
@@ -76,7 +76,8 @@ class ProfileDriver:
         self._losses: tuple[float, ...] = ()
         self._memory = MemoryStats()
         self._probe: MemoryProbe | None = None
-        self._graphs = 0  # compiled before the timed steps
+        self._graphs = 0  # compiled before the timed steps, and in evaluations among them
+        self._graphs_seen = 0
         self._recompiles: int | None = None
         self._collector: Any = None
         self._bounds: list[StepEvent] = []
@@ -145,7 +146,7 @@ class ProfileDriver:
         self.phase = "timed"
         if self.records:
             self._probe = MemoryProbe(self.training.device, self.watcher.patches)
-            self._graphs = compiled_graphs()
+            self._graphs = self._graphs_seen = compiled_graphs()
         self._timed_boundaries = [step]
         self._timed = _window(step)
         if not self.handful:
@@ -158,6 +159,12 @@ class ProfileDriver:
         if step.clean:
             self._loader_us.append(interval.loader_ns / 1e3)
             self._backwards.append(interval.backwards)
+        elif step.reason != OWN and self._probe is not None:
+            self._probe.begin_anew(len(self._timed_boundaries) - 1)
+        graphs = compiled_graphs()
+        if interval.marks & {EPOCH, EVALUATION}:
+            self._graphs += graphs - self._graphs_seen
+        self._graphs_seen = graphs
         clean, total = len(self._backwards), len(self._timed_boundaries) - 1
         wanted = max(self.session.steps, 1)
         if self.in_step or self.session.brief:

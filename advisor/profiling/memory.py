@@ -16,6 +16,9 @@ from advisor.profiling.patches import Patches
 _EMPTY_CACHE = ("_cuda_emptyCache", "_accelerator_emptyCache")
 
 
+LEAST_STEPS = 3  # for which what comes behind an evaluation tells what a step does
+
+
 class MemoryProbe:
     """Counts from its construction on. Reading costs tenths of a millisecond: not inside a timed step.
 
@@ -31,10 +34,18 @@ class MemoryProbe:
                 if plain := getattr(torch._C, name, None):
                     patches.replace(torch._C, name, self._counting(plain))
         self._start = self._read()
+        self._anew = (0, self._start, 0)  # steps by then, statistics, calls of empty_cache
+
+    def begin_anew(self, steps: int) -> None:
+        """What came before, `steps` steps since the construction, held something else too: an evaluation takes memory of its own."""
+        self._anew = (steps, self._read(), self._emptied or 0)
 
     def stats(self, steps: int) -> MemoryStats:
         """What `steps` steps since the construction have done; per-step values are 0 when `steps` is."""
-        end, start, count = self._read(), self._start, max(steps, 1)
+        end, (before, start, emptied) = self._read(), self._anew
+        if steps - before < LEAST_STEPS:
+            before, start, emptied = 0, self._start, 0
+        count = max(steps - before, 1)
         if not end:
             return MemoryStats(peak_allocated_bytes=_peak_rss(), total_bytes=_host_memory())
 
@@ -48,8 +59,8 @@ class MemoryProbe:
             allocations=grown("allocation.all.allocated") / count,
             device_allocations=grown("num_device_alloc") / count,
             growth_bytes=grown("allocated_bytes.all.current") / count,
-            retries=grown("num_alloc_retries"),
-            empty_cache_calls=self._emptied / count if self._emptied is not None and steps else None,
+            retries=end.get("num_alloc_retries", 0) - self._start.get("num_alloc_retries", 0) if steps else 0,
+            empty_cache_calls=(self._emptied - emptied) / count if self._emptied is not None and steps else None,
         )
 
     def _counting(self, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -245,6 +245,35 @@ def test_a_group_that_is_made_late_counts_like_a_launchers(start: Start, monkeyp
     assert not start().records
 
 
+def test_an_evaluations_memory_and_graphs_are_not_the_steps(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    graphs = [4]
+    monkeypatch.setattr(module.MemoryProbe, "begin_anew", lambda self, steps: begun.append(steps))
+    monkeypatch.setattr(module, "compiled_graphs", lambda: graphs[0])
+    start()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for done in range(100):
+            if done == 8:  # the third of the timed steps
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(4, 3))
+                model.train()
+                graphs[0] += 2
+            graphs[0] += done == 9
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        loop()
+    assert len(begun) == 1
+    assert storage.load(tmp_path / FACTS_FILE, FactsRecord).model.recompiles == 1
+
+
 def test_slow_steps_need_fewer(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WARMUP_S", 0.0)
     monkeypatch.setattr(module, "TIMED_S", 0.0)

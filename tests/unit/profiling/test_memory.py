@@ -46,6 +46,22 @@ def test_emptied_caches_are_counted_per_step_and_passed_on(patches: Patches) -> 
     assert probe.stats(4).empty_cache_calls == 0.5
 
 
+def test_what_an_evaluation_takes_is_not_a_steps(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """158 cudaMallocs of an evaluation on an H200 were told as 7 a step, with the severity of memory taken in every step."""
+    stats = dict(STATS)
+    monkeypatch.setattr(MemoryProbe, "_read", lambda self: dict(stats))
+    probe = MemoryProbe(torch.device("cuda"), patches)
+    stats["num_device_alloc"] += 160
+    stats["num_alloc_retries"] = 1
+    for _ in range(3):
+        torch._C._cuda_emptyCache()
+    probe.begin_anew(10)
+    assert probe.stats(12).device_allocations == 160 / 12  # too few steps since
+    stats["num_device_alloc"] += 5
+    found = probe.stats(20)
+    assert (found.device_allocations, found.empty_cache_calls, found.retries) == (0.5, 0.0, 1)
+
+
 def test_what_the_warm_up_has_asked_for_in_vain_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # cuDNN's search for algorithms tries workspaces that do not fit.
     stats = {**STATS, "num_alloc_retries": 3}
