@@ -76,7 +76,8 @@ def _waiting_us(view: View, busy_us: float, traced_us: float, scaled_us: float) 
         return scaled_us
     if traced_next_us > COMPARABLE * stats.next_us:
         return stats.next_us * min(1.0, traced_us / traced_next_us)
-    return max(scaled_us, stats.next_us - busy_us)  # work in the queue hides so much of it at most
+    # Work in the queue hides so much of it at most, and it is no more than all of it.
+    return min(stats.next_us, max(scaled_us, stats.next_us - busy_us))
 
 
 def fill(view: View, table: MetricTable) -> None:

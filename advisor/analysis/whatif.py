@@ -27,6 +27,7 @@ OP_LOW_US, OP_HIGH_US = 9.3, 19.0
 GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
 # With more idle than this between kernels, the host may be the limit all through the step.
 HOST_BOUND = 0.05
+STARVED_FRAC = 0.05  # of the step, from which on waits for workers are no accident: as rules/input/input-starved.yaml
 # A hundredth of a per cent of a step is below what any timing resolves: neither a gain nor a loss.
 NEGLIGIBLE = 1e-4
 
@@ -59,7 +60,7 @@ class Change:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The untraced step's parts, microseconds. `scale` turns a row's traced time into its part of `busy_us`; `longer_us` of that may be
-    idle, as it was in the traced steps."""
+    idle, as it was in the traced steps. A `starved` step is as long as the loader's workers take for a batch."""
 
     step_us: float
     busy_us: float
@@ -71,6 +72,7 @@ class Step:
     host_high_us: float
     scale: float
     longer_us: float = 0.0
+    starved: bool = False
 
     @classmethod
     def of(cls, view: View) -> Step | None:
@@ -107,12 +109,14 @@ class Step:
             step_us=view.step_us, busy_us=found.busy_us, gaps_us=gaps, sync_us=sync, data_us=causes["data"],
             copy_us=causes["copy"], host_low_us=low, host_high_us=high,
             scale=min(1.0, found.busy_us / view.device_us), longer_us=found.longer_us,
+            starved=profile.input.workers > 0 and causes["data"] > STARVED_FRAC * view.step_us,
         )  # fmt: skip
 
     def after(self, saving: Saving, *, optimistic: bool) -> float:
         """Step time with the change, microseconds.
 
-        Host work saved shortens gaps by as much at best; at worst in the share in which gaps are exposed at all.
+        Host work saved shortens gaps by as much at best; at worst in the share in which gaps are exposed at all. In a starved step the
+        next batch comes no sooner for it: at worst all that is saved is waited for instead.
         """
         waits = max(0.0, self.data_us - saving.data_us) + max(0.0, self.copy_us - saving.copy_us)
         together = self.busy_us + self.gaps_us + self.sync_us
@@ -122,7 +126,8 @@ class Step:
         sync = max(0.0, self.sync_us - saving.sync_us)
         device = max(0.0, self.busy_us - saving.device_us * self.scale) + gaps + sync
         host = (self.host_low_us if optimistic else self.host_high_us) - saving.host_us
-        return waits + max(device, host)
+        found = waits + max(device, host)
+        return max(found, self.step_us - saving.data_us) if self.starved and not optimistic else found
 
     def gain(self, change: Change) -> Interval:
         """The share of the step that the change saves; `low` may be below zero, `high` never is."""

@@ -90,8 +90,30 @@ def test_loader_workers_share_one_workers_time() -> None:
     between(gain(without, "loader_workers", workers="2"), (50000 - 38500) / 50000, (50000 - 38500 / 2) / 50000)
 
 
-def test_prefetch_hides_copies_that_run_alone() -> None:
+def loading_itself(base: StepProfile) -> StepProfile:
+    """The training thread makes its batches: what is saved elsewhere is not waited for instead."""
+    return replace(base, input=replace(base.input, workers=0))
+
+
+def test_behind_starving_workers_other_changes_may_gain_nothing() -> None:
+    """A ResNet-18 on an H200 behind two workers: graphs, predicted to save 6.5 to 64 %, saved 5.7."""
     base = profiles.starved()
+    assert gain(loading_itself(base), "tf32").low > 0.09
+    for transform in ("tf32", "prefetch"):
+        assert gain(base, transform).low == 0.0
+        assert gain(base, transform).high == gain(loading_itself(base), transform).high > 0.0
+    assert gain(base, "loader_workers").low > 0.7
+    idle = tuple(
+        IdleCause(cause=row.cause, time_us=2000.0 if row.cause == "data" else row.time_us) for row in base.idle
+    )
+    seldom = replace(
+        base, idle=idle, step_us=replace(base.step_us, median=12_500.0), input=replace(base.input, next_us=500.0)
+    )
+    assert gain(seldom, "tf32").low > 0.3  # a wait now and then is no starvation
+
+
+def test_prefetch_hides_copies_that_run_alone() -> None:
+    base = loading_itself(profiles.starved())
     between(gain(base, "prefetch"), 0.015, 0.03)  # half of the copies at worst
     pageable = replace(base, copies=(replace(base.copies[0], pageable=True),))
     between(gain(pageable, "prefetch"), 0.0, 0.03)
@@ -112,7 +134,7 @@ def test_tf32_at_the_measured_rate() -> None:
     waits = 38000 + 1500
     best = waits + 500 + 1500 / 1.1
     worst = waits + 300 * 19.0
-    between(gain(profiles.starved(), "tf32"), 1 - worst / 50000, 1 - best / 50000)
+    between(gain(loading_itself(profiles.starved()), "tf32"), 1 - worst / 50000, 1 - best / 50000)
     assert gain(profiles.cifar(), "tf32").basis == "no convolution or product computes in strict fp32"
 
 
