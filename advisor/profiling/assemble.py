@@ -77,7 +77,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     if step is not None and found.steps and facts.input.next_us - found.next_us > CAUGHT_UP_FRAC * step.median:
         notes.append(
             f"a step spends {time_text(facts.input.next_us)} in the loader's next(), a traced one {time_text(found.next_us)}: tracing "
-            "slows the host, and the loader catches up; the findings go by the former, shares of a traced step by the latter"
+            "slows the host, and the loader catches up; waits for data are told as in untraced steps"
         )
     overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
     return StepProfile(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from advisor.core.profile import KernelRow, Site, StepProfile
+from advisor.analysis.idle import idle
+from advisor.analysis.view import View
+from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance
 
 KIND_LABELS = {
@@ -103,16 +105,39 @@ class RooflinePoint:
     provenance: Provenance
 
 
-def traced_us(profile: StepProfile) -> float:
-    """Length of a traced step: the time some device work ran plus all idle time. The denominator of every share here."""
-    total = profile.busy_us + sum(i.time_us for i in profile.idle)
-    return total or sum(r.time_us for r in profile.kernels)
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The step that all shares here are of: some device work ran for `busy_us` of its `total_us`, and for the rest it stood idle.
+
+    On a GPU the untraced step: tracing makes gaps longer, kernels not, and the traced gaps are scaled to it as for the findings. On a
+    CPU, and where no step was timed, the traced one.
+    """
+
+    total_us: float
+    busy_us: float
+    idle: tuple[IdleCause, ...]
+    untraced: bool
 
 
-def overlap_scale(profile: StepProfile) -> float:
-    """Factor that makes row times add up to the busy time: below 1 where kernels of several streams run side by side."""
-    total = sum(r.time_us for r in profile.kernels)
-    return min(1.0, profile.busy_us / total) if total > 0 and profile.busy_us > 0 else 1.0
+def division(profile: StepProfile) -> Division:
+    """The step, divided into work and idle causes."""
+    found = idle(View.of(profile))
+    if found is None:
+        rows_us = sum(r.time_us for r in profile.kernels)
+        total = profile.busy_us + sum(i.time_us for i in profile.idle) or rows_us
+        return Division(total, profile.busy_us, profile.idle, untraced=False)
+    traced = {row.cause: row for row in profile.idle if row.time_us > 0}
+    causes = [
+        IdleCause(
+            cause=cause,
+            time_us=time,
+            sites=tuple(replace(site, time_us=site.time_us * time / row.time_us) for site in row.sites)
+            if (row := traced.get(cause))
+            else (),
+        )
+        for cause, time in found.by_cause.items()
+    ]
+    return Division(found.busy_us + found.total_us, found.busy_us, tuple(causes), untraced=True)
 
 
 def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause, ...]:
@@ -120,10 +145,12 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
 
     Kinds below `small_frac` of the step are counted with "other work".
     """
-    total = traced_us(profile)
+    step = division(profile)
+    total, rows_us = step.total_us, sum(r.time_us for r in profile.kernels)
     if total <= 0:
         return ()
-    scale = overlap_scale(profile)
+    # Below 1 where kernels of several streams run side by side.
+    scale = min(1.0, step.busy_us / rows_us) if rows_us > 0 and step.busy_us > 0 else 1.0
     times: dict[str, float] = {}
     limits: dict[str, float] = {}
     for row in profile.kernels:
@@ -138,7 +165,7 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
     ]
     work.sort(key=lambda c: (-c.time_us, c.key))
     labels = IDLE_LABELS if profile.environment.device == "cuda" else HOST_LABELS
-    idle = [
+    waits = [
         Cause(
             key=f"idle_{i.cause}",
             label=labels.get(i.cause, IDLE_LABELS.get(i.cause, f"idle: {i.cause}")),
@@ -147,11 +174,11 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
             idle=True,
             sites=i.sites,
         )
-        for i in profile.idle
+        for i in step.idle
         if i.time_us > 0
     ]
-    idle.sort(key=lambda c: (-c.time_us, c.key))
-    return (*work, *idle)
+    waits.sort(key=lambda c: (-c.time_us, c.key))
+    return (*work, *waits)
 
 
 def _groups(rows: Iterable[KernelRow], key: Callable[[KernelRow], Hashable]) -> list[list[KernelRow]]:
@@ -177,7 +204,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
     The same module of repeated blocks is one group, since one change serves them all.
     Rows without a known limit are left out: their gap is not zero, it is unknown.
     """
-    total = traced_us(profile)
+    total = division(profile).total_us
     found = []
     for rows in _groups(
         (r for r in profile.kernels if r.limit_us > 0), lambda r: (_repeated(r.module) or r.op, r.kind)
@@ -204,7 +231,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
 
 def modules(profile: StepProfile) -> tuple[ModuleTime, ...]:
     """Device time by module path, every ancestor included, in tree order with larger siblings first."""
-    total = traced_us(profile)
+    total = division(profile).total_us
     rows_below: dict[tuple[str, ...], list[KernelRow]] = {}
     types: dict[tuple[str, ...], str] = {}
     for row in profile.kernels:
@@ -254,7 +281,7 @@ def row_bytes(row: KernelRow) -> tuple[float, Provenance]:
 
 def roofline_points(profile: StepProfile, count: int) -> tuple[RooflinePoint, ...]:
     """The `count` longest operators (module × operator × phase) whose bytes are known, longest first."""
-    total = traced_us(profile)
+    total = division(profile).total_us
     points = []
     for rows in _groups(profile.kernels, lambda r: (r.module, r.op or r.name, r.phase)):
         time = sum(r.time_us for r in rows)

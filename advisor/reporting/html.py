@@ -90,7 +90,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> dict[str, Any]:
-    causes = breakdown.causes(profile)
+    causes, division = breakdown.causes(profile), breakdown.division(profile)
     modules = breakdown.modules(profile)
     rows = sorted(profile.kernels, key=lambda r: (-r.time_us, r.name, r.module, r.phase, r.source))
     return {
@@ -102,7 +102,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "headline": wording.headline(profile, findings, trials),
         "tiles": _tiles(profile, trials),
         "next": _next(profile, findings, trials),
-        "traced_us": breakdown.traced_us(profile),
+        "division": division,
         "causes": causes,
         "cause_bar": charts.stacked([(c.key, c.label, c.time_us, c.idle) for c in causes]),
         "phase_bar": charts.stacked(
@@ -111,7 +111,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "sites": [(c, site) for c in causes for site in c.sites],
         "gaps": breakdown.gaps(profile, 12),
         "roofline": charts.roofline(profile),
-        "kernels": [_kernel(r, profile) for r in rows[:MAX_KERNELS]],
+        "kernels": [_kernel(r, division.total_us) for r in rows[:MAX_KERNELS]],
         "kernels_left": len(rows) - len(rows[:MAX_KERNELS]),
         "modules": _longest(modules),
         "modules_left": max(0, len(modules) - MAX_MODULES),
@@ -209,9 +209,8 @@ def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | No
     return None
 
 
-def _kernel(row: KernelRow, profile: StepProfile) -> dict[str, Any]:
+def _kernel(row: KernelRow, total: float) -> dict[str, Any]:
     nbytes, provenance = breakdown.row_bytes(row)
-    total = breakdown.traced_us(profile)
     return {
         "row": row,
         "kind": breakdown.KIND_LABELS.get(row.kind, row.kind),

@@ -37,7 +37,7 @@ def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLo
         "limit_frac": breakdown.limit_frac(profile),
         "dram_bytes": nbytes or None,
         "dram_provenance": provenance.value,
-        "traced_step_us": breakdown.traced_us(profile) or None,
+        "divided_step_us": breakdown.division(profile).total_us or None,
         "causes": [
             {"cause": c.key, "label": c.label, "time_us": c.time_us, "frac": c.frac, "limit_us": c.limit_us or None}
             for c in breakdown.causes(profile)

@@ -159,8 +159,8 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
     causes = breakdown.causes(profile)
     if not causes:
         return []
-    total = breakdown.traced_us(profile)
-    note = f"shares of a traced step, {wording.duration(total)}"
+    step = breakdown.division(profile)
+    note = f"shares of {'the' if step.untraced else 'a traced'} step, {wording.duration(step.total_us)}"
     label_width = min(max(len(c.label) for c in causes), 30)
     fixed = label_width + 20  # margins, time and share
     with_limit = page.width >= fixed + 17 + 8
@@ -426,7 +426,7 @@ def comparison_text(comparison: Comparison, width: int = 100, color: bool = Fals
         lines += page.wrap(difference, 2, "yellow")
     for title, note, deltas in (
         ("Step", "", comparison.totals),
-        ("By kind", "time in a traced step", comparison.kinds),
+        ("By kind", "time in a step", comparison.kinds),
     ):
         if deltas:
             lines += ["", page.heading(title, note), *_deltas(page, deltas)]

@@ -5,19 +5,43 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.profile import KernelRow, StepProfile
+from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.reporting import breakdown
 
 
-def test_causes_add_up_to_the_traced_step():
+def test_causes_add_up_to_the_step():
     profile = samples.resnet50()
     causes = breakdown.causes(profile)
     assert sum(c.frac for c in causes) == pytest.approx(1.0)
-    assert sum(c.time_us for c in causes) == pytest.approx(breakdown.traced_us(profile))
+    assert sum(c.time_us for c in causes) == pytest.approx(profile.step_us.median)
     assert causes[0].key == "conv"
     assert [c.idle for c in causes] == sorted(c.idle for c in causes)  # work first, idle after it
     assert "idle_data" not in {c.key for c in causes}  # no time, no row
+
+
+def test_gaps_that_tracing_made_longer_are_told_as_in_untraced_steps():
+    """A ResNet-18 behind two workers: its traced steps waited for launches, the others for data."""
+    profile = samples.resnet50()
+    site = Site(source="train.py:9", what="waiting in the loader's next()", calls=1.0, time_us=2000.0)
+    idle = (IdleCause(cause="data", time_us=2000.0, sites=(site,)), IdleCause(cause="launch", time_us=90_000.0))
+    step = replace(profile.step_us, median=profile.busy_us + 30_000.0)
+    starved = replace(
+        profile,
+        step_us=step,
+        idle=idle,
+        input=replace(profile.input, next_us=20_000.0),
+        cost=replace(profile.cost, traced_next_us=4000.0),
+    )
+    data, launch = (
+        next(c for c in breakdown.causes(starved) if c.key == f"idle_{name}") for name in ("data", "launch")
+    )
+    assert (data.time_us, launch.time_us) == (pytest.approx(10_000.0), pytest.approx(20_000.0))
+    assert data.sites[0].time_us == pytest.approx(10_000.0)
+    assert breakdown.division(starved).untraced
+    on_cpu = replace(starved, environment=replace(profile.environment, device="cpu"))
+    assert breakdown.division(on_cpu).total_us == pytest.approx(profile.busy_us + 92_000.0)
+    assert not breakdown.division(replace(starved, step_us=None, wall_us=None)).untraced
 
 
 def test_small_kinds_are_shown_together_and_not_lost():
