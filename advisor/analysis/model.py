@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.analysis import view as rows
 from advisor.analysis.time import NO_ROWS
-from advisor.analysis.view import View, parent
+from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
@@ -78,18 +78,15 @@ def _bn_act_count(view: View, table: MetricTable) -> None:
     if view.device_us <= 0:
         table.miss("bn_act_count", NO_ROWS)
         return
-    norms: dict[str, set[str]] = {}
-    activations: dict[str, float] = {}
-    for row in view.rows:
-        if row.phase == "forward" and rows.is_batchnorm(row) and row.module:
-            norms.setdefault(parent(row.module), set()).add(row.module)
-    every = set().union(*norms.values())
-    for row in view.rows:
-        if row.phase == "forward" and row.kind == "activation" and row.module:
-            holder = row.module if row.module in norms else parent(row.module)
-            holder = parent(holder) if holder in every else holder  # the norm holds its activation
-            activations[holder] = activations.get(holder, 0.0) + row.calls
-    count = sum(min(float(len(found)), activations.get(holder, 0.0)) for holder, found in norms.items())
+    norms = {row.module for row in view.rows if row.phase == "forward" and rows.is_batchnorm(row) and row.module}
+    containers = view.normalised_containers()
+    # Of all modules together: those that share one activation (all of a YOLO's) have it under the path of the first of them.
+    activations = sum(
+        row.calls
+        for row in view.rows
+        if row.phase == "forward" and row.kind == "activation" and view.is_after_norm(row, containers)
+    )
+    count = min(float(len(norms)), activations)
     table.set(
         "bn_act_count", round(count), Provenance.MODELLED, "batch norms paired with activations of the same module"
     )

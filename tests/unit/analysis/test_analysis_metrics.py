@@ -184,6 +184,9 @@ def test_norms_that_hold_their_activation_are_paired_with_it(inside: str) -> Non
     ]
     table = metrics(profiles.with_rows(profiles.cifar(), *blocks))
     numbers(table, bn_act_count=2.0, bn_act_frac=1.0, unnormed_elementwise_frac=0.0)
+    # One activation that all share, as in a YOLO, is under the path of the first.
+    shared = [replace(work, module="net.blocks.0.act") if work.kind == "activation" else work for work in blocks]
+    numbers(metrics(profiles.with_rows(profiles.cifar(), *shared)), bn_act_count=2.0, bn_act_frac=1.0)
 
 
 def test_weights_that_are_standardised_by_a_batch_norm_are_no_batch_norm() -> None:
