@@ -17,8 +17,10 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("loader_us", stats.next_us)
         if view.step_us > 0:
             table.set("loader_frac", stats.next_us / view.step_us)
+            table.set("loader_late_frac", stats.late_us / view.step_us)
         else:
             table.miss("loader_frac", NO_STEP)
+            table.miss("loader_late_frac", NO_STEP)
         table.set("workers", stats.workers)
         table.set("pin_memory", stats.pin_memory)
         table.set("persistent_workers", stats.persistent_workers)
@@ -32,6 +34,7 @@ def fill(view: View, table: MetricTable) -> None:
         for name in (
             "loader_us",
             "loader_frac",
+            "loader_late_frac",
             "workers",
             "pin_memory",
             "persistent_workers",

@@ -109,7 +109,7 @@ class Step:
             step_us=view.step_us, busy_us=found.busy_us, gaps_us=gaps, sync_us=sync, data_us=causes["data"],
             copy_us=causes["copy"], host_low_us=low, host_high_us=high,
             scale=min(1.0, found.busy_us / view.device_us), longer_us=found.longer_us,
-            starved=profile.input.workers > 0 and causes["data"] > STARVED_FRAC * view.step_us,
+            starved=profile.input.workers > 0 and min(causes["data"], profile.input.late_us) > STARVED_FRAC * view.step_us,
         )  # fmt: skip
 
     def after(self, saving: Saving, *, optimistic: bool) -> float:

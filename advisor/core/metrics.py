@@ -223,6 +223,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _t("loader", "class of the data loader, empty if none"),
     _n("loader_frac", "frac", "time in the loader's next() over the step"),
     _n("loader_us", "us", "time in the loader's next() per step"),
+    _n("loader_late_frac", "frac", "time in the loader's next() for batches that were not there yet, over the step"),
     _n("workers", "count", "DataLoader workers"),
     _f("pin_memory", "batches are pinned"),
     _f("persistent_workers", "workers persist over epochs"),

@@ -117,12 +117,14 @@ class InputStats:
     """The input pipeline. `next_us` is the time the training thread spends in the loader's `next()` per step, on average.
 
     Workers that start together deliver together: one step waits long and the next ones not at all. `burst_us` is by how much that
-    average is above the median, or below it where most steps wait.
+    average is above the median, or below it where most steps wait. `late_us` is the part of it for batches that were not there yet;
+    those that are take time too, from one process to the other.
     """
 
     loader: str = ""  # class name; "" when no DataLoader was used
     next_us: float = 0.0
     burst_us: float = 0.0
+    late_us: float = 0.0
     workers: int = 0
     batch_size: int = 0
     pin_memory: bool = False

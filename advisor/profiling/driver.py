@@ -70,6 +70,7 @@ class ProfileDriver:
         self._warm_since_ns = 0
         self._timed_boundaries: list[StepEvent] = []
         self._loader_us: list[float] = []
+        self._late_us: list[float] = []
         self._backwards: list[int] = []
         self._timed: Window | None = None
         self._times: StepTimes | None = None
@@ -158,6 +159,7 @@ class ProfileDriver:
         self._timed_boundaries.append(step)
         if step.clean:
             self._loader_us.append(interval.loader_ns / 1e3)
+            self._late_us.append(interval.late_ns / 1e3)
             self._backwards.append(interval.backwards)
         elif step.reason != OWN and self._probe is not None:
             self._probe.begin_anew(len(self._timed_boundaries) - 1)
@@ -347,7 +349,7 @@ class ProfileDriver:
             return
         self._facts = FactsRecord(
             model=model_facts(self.training, self.discovery, self.watcher, self._recompiles),
-            input=input_stats(self.training, self.discovery, self._loader_us),
+            input=input_stats(self.training, self.discovery, self._loader_us, self._late_us),
             memory=self._memory,
         )
         storage.save(self.session.folder / FACTS_FILE, self._facts)

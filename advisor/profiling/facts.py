@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -131,24 +132,34 @@ def model_facts(
     )
 
 
-def input_stats(training: Training, discovery: Discovery | None = None, waits_us: Sequence[float] = ()) -> InputStats:
+def input_stats(
+    training: Training,
+    discovery: Discovery | None = None,
+    waits_us: Sequence[float] = (),
+    late_us: Sequence[float] = (),
+) -> InputStats:
     """The first training loader's settings and what its batches are.
 
     Args:
         waits_us: time in its `next()`, a value for each clean timed step.
+        late_us: of that, for batches that were not there yet.
     """
+    found = _loader_of(training, (discovery.seen if discovery is not None else Observations()).batch)
+    if not found.loader:
+        return found
     next_us, burst_us = _waits(waits_us)
-    batch = (discovery.seen if discovery is not None else Observations()).batch
+    return replace(found, next_us=next_us, burst_us=burst_us, late_us=min(next_us, _waits(late_us)[0]))
+
+
+def _loader_of(training: Training, batch: BatchSeen) -> InputStats:
     if not training.loaders:
         if batch.iterator is None:
             return InputStats(batch_size=training.batch_size)
-        return _of_iterator(batch, batch.iterator, training.batch_size, next_us, burst_us)
+        return _of_iterator(batch, batch.iterator, training.batch_size)
     loader = training.loaders[0]
     normalise, normalise_us = _normalising(loader.dataset, batch)
     return InputStats(
         loader=type(loader).__name__,
-        next_us=next_us,
-        burst_us=burst_us,
         workers=loader.num_workers,
         batch_size=loader.batch_size or training.batch_size,
         pin_memory=bool(loader.pin_memory),
@@ -175,14 +186,10 @@ def _waits(waits_us: Sequence[float]) -> tuple[float, float]:
     return mean, mean - statistics.median(ordered)
 
 
-def _of_iterator(
-    batch: BatchSeen, iterator: IteratorSeen, batch_size: int, next_us: float, burst_us: float
-) -> InputStats:
+def _of_iterator(batch: BatchSeen, iterator: IteratorSeen, batch_size: int) -> InputStats:
     """What is known of a loader of another class (fastai's) by the iterators of torch's that it goes through."""
     return InputStats(
         loader="of another class",
-        next_us=next_us,
-        burst_us=burst_us,
         workers=iterator.workers,
         batch_size=batch_size,
         pin_memory=iterator.pin_memory,

@@ -68,6 +68,7 @@ class Interval:
 
     backwards: int = 0
     loader_ns: int = 0  # time of the training thread in the loader's next()
+    late_ns: int = 0  # of that, for batches that were not there yet
     batches: int = 0
     samples: int = 0  # from the loaders' batches; 0 when no loader was used
     marks: set[str] = field(default_factory=set)
@@ -248,10 +249,11 @@ class StepWatcher:
         if isinstance(plain, torch.Tensor) and isinstance(scaled, torch.Tensor):
             self._scaled = (scaled, plain.detach())
 
-    def batch_loaded(self, shape: tuple[int, ...], nanoseconds: int) -> None:
-        """A DataLoader has handed out a batch whose first tensor has `shape` (empty: none found)."""
+    def batch_loaded(self, shape: tuple[int, ...], nanoseconds: int, *, late: bool) -> None:
+        """A DataLoader has handed out a batch whose first tensor has `shape` (empty: none found); `late`: it had to be waited for."""
         interval = self.current
         interval.loader_ns += nanoseconds
+        interval.late_ns += nanoseconds if late else 0
         interval.batches += 1
         if shape:
             interval.samples += shape[0]

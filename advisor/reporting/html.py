@@ -264,6 +264,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("Loader", inp.loader),
                 ("Source", inp.source),
                 ("Time in next() a step", units.time_text(inp.next_us)),
+                ("Of that for batches not there yet", units.time_text(inp.late_us) if inp.loader else ""),
                 ("Workers", str(inp.workers)),
                 ("Batch", f"{inp.batch_size} samples, {units.bytes_text(inp.batch_bytes)} {inp.batch_dtype}".strip()),
                 ("Pinned memory", yes(inp.pin_memory)),

@@ -58,14 +58,17 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     # One batch of loading: seen whole without workers; with w starved workers, each makes one batch in w steps.
     batch = stats.next_us if stats.workers == 0 else stats.workers * step.step_us
 
+    # Batches that were there take what they take from one process to the other, however many make them.
+    waited = min(step.data_us, stats.late_us)
+
     def saved(workers: int) -> float:
-        return max(0.0, min(step.data_us, step.step_us - batch / workers))
+        return max(0.0, min(waited, step.step_us - batch / workers))
 
     return Change(
         worst=Saving(data_us=saved(max(1, most // 2))),
         best=Saving(data_us=saved(most)),
         basis=(
-            f"the device waits {step.data_us:.0f} us a step for data; a batch takes {batch:.0f} us of one worker, "
+            f"the device waits {waited:.0f} us a step for batches that are not there; one takes {batch:.0f} us of one worker, "
             f"shared by {max(1, most // 2)} to {most} of {cores} cores"
         ),
     )

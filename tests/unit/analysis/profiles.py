@@ -257,7 +257,7 @@ def starved() -> StepProfile:
         launches=300.0,
         launch_us=1500.0,
         input=InputStats(
-            loader="DataLoader", next_us=38500.0, workers=2, batch_size=256, pin_memory=True, moved_unchanged=True,
+            loader="DataLoader", next_us=38500.0, late_us=38500.0, workers=2, batch_size=256, pin_memory=True, moved_unchanged=True,
             batch_bytes=154_000_000, batch_dtype="fp32", normalise="ToTensor + Normalize", normalise_us=60_000.0,
         ),
         model=ModelFacts(roots=("Net",), convs=(conv("Net.conv", 3, (64, 64)),), optimizers=("SGD",), parameters=1000),

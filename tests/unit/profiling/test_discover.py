@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from pipelines import Compose, Images, Normalize, RandomHorizontalFlip, ToTensor
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from advisor.profiling import discover, facts, stop
@@ -272,6 +273,33 @@ class LibrarysLoader:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from _SingleProcessDataLoaderIter(self._made)
+
+
+class Slow(Dataset):
+    """Items of which each takes a worker `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.zeros(3)
+
+
+def test_batches_that_are_there_are_told_from_those_to_wait_for() -> None:
+    assert discover._late(iter(DataLoader(Slow(0.0), 1)))  # the training thread makes it itself
+    waiting = iter(DataLoader(Slow(1.0), 1, num_workers=1))
+    assert discover._late(waiting)
+    ready = iter(DataLoader(Slow(0.0), 1, num_workers=1))
+    until = time.monotonic() + 60
+    while discover._late(ready):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    next(ready)
+    del waiting, ready
 
 
 @pytest.mark.parametrize(
