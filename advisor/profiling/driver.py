@@ -161,12 +161,7 @@ class ProfileDriver:
             self._loader_us.append(interval.loader_ns / 1e3)
             self._late_us.append(interval.late_ns / 1e3)
             self._backwards.append(interval.backwards)
-        elif step.reason != OWN and self._probe is not None:
-            self._probe.begin_anew(len(self._timed_boundaries) - 1)
-        graphs = compiled_graphs()
-        if interval.marks & {EPOCH, EVALUATION}:
-            self._graphs += graphs - self._graphs_seen
-        self._graphs_seen = graphs
+        self._leave_out_evaluation(not step.clean and bool(interval.marks & {EPOCH, EVALUATION}))
         clean, total = len(self._backwards), len(self._timed_boundaries) - 1
         wanted = max(self.session.steps, 1)
         if self.in_step or self.session.brief:
@@ -184,6 +179,15 @@ class ProfileDriver:
         self._tell_phase(clean, wanted)
         if step.host_ns - self._saved_ns > SAVE_EVERY_S * 1e9:
             self._save_steps()
+
+    def _leave_out_evaluation(self, held_one: bool) -> None:
+        """What the last interval has compiled and allocated is no step's where it `held_one`."""
+        graphs = compiled_graphs()
+        if held_one:
+            self._graphs += graphs - self._graphs_seen
+            if self._probe is not None:
+                self._probe.begin_anew(len(self._timed_boundaries) - 1)
+        self._graphs_seen = graphs
 
     def _begin_trace(self, step: StepEvent) -> None:
         self._timed = _window(step, self._timed)
