@@ -43,6 +43,7 @@ class Session:
     warmup: int = 10
     steps: int = 20
     timed_s: float = 0.0  # measure: go on behind `steps` until so many seconds were timed
+    settle_s: float = 0.0  # measure: time no step before so many seconds behind the first
     detail_steps: int = 3
     pace: float = 1.0  # profile: of the usual time for slow steps, in a search that is short
     keep_running: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from advisor.analysis.whatif import STARVED_FRAC
 from advisor.core.profile import StepProfile
 from advisor.trials import fresh, proof
 
@@ -29,6 +30,9 @@ LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 # steps were timed too; since it is not, a CIFAR ResNet-18's take 4 s longer where it was 7.5. Large nets were not measured since.
 TUNING_STEPS = {"cudnn_benchmark": 200.0}
 STEP_UNTIMED_S = 0.125
+# Behind starving workers a step gets shorter for seconds after the start (a ResNet-18's on an H200 from 19 to 13 ms in ten: their memory
+# is the system's first), and a run that begins with a capture is timed later than a plain one: 18 and 12 ms where it gained 6 %.
+SETTLE_S, SETTLE_SHARE = 10.0, 0.02
 # A change on top of the stack goes before the stack without each of its items where it takes this share of the time left, or less.
 CHEAP_SHARE = 0.35
 
@@ -40,12 +44,23 @@ class Budget:
     whole_s: float
     until: float  # no further round of the stack's comparison begins after this
     step_s: float | None = None  # of the plain script
+    settle_s: float = 0.0  # that a fresh run trains before it is timed
 
     @classmethod
     def from_now(cls, whole_s: float, profile: StepProfile | None) -> Budget:
         """The search begins now."""
         step = profile.wall_us or profile.step_us if profile is not None else None
-        return cls(whole_s=whole_s, until=time.time() + whole_s, step_s=step.median / 1e6 if step is not None else None)
+        starved = (
+            profile is not None
+            and profile.input.workers > 0
+            and profile.input.late_us > STARVED_FRAC * profile.typical_us
+        )
+        return cls(
+            whole_s=whole_s,
+            until=time.time() + whole_s,
+            step_s=step.median / 1e6 if step is not None else None,
+            settle_s=min(SETTLE_S, SETTLE_SHARE * whole_s) if starved else 0.0,
+        )
 
     @property
     def trial_s(self) -> float:
@@ -63,7 +78,7 @@ class Budget:
             return max(STACK_LEAST_S, STACK_SHARE_UNTIMED * self.whole_s)
         steps_s = {proof.PLAIN: self.step_s, proof.STACK: self.step_s * left}
         runs_s = [
-            start_s + fresh.WARMUP * s + max(fresh.STEPS * s, fresh.TIMED_S)
+            start_s + max(fresh.WARMUP * s, self.settle_s) + max(fresh.STEPS * s, fresh.TIMED_S)
             for s in (steps_s[kind] for kind in proof.ROUND)
         ]
         needed_s = min(STACK_MARGIN * sum(runs_s), STACK_MOST_SHARE * self.whole_s)

@@ -29,6 +29,7 @@ class FreshRuns:
 
     script: Script
     trial_s: float
+    settle_s: float = 0.0  # no step is timed before so many seconds behind the first
     last_s: float = 0.0  # what the latest one took, its start included
 
     def measure(
@@ -45,6 +46,7 @@ class FreshRuns:
             warmup=WARMUP,
             steps=steps,
             timed_s=TIMED_S * steps / STEPS,
+            settle_s=self.settle_s,
             seed=SEED + turn,
             timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
         )

@@ -39,7 +39,8 @@ class MeasureDriver:
     """A `Training.on_step` listener; made at attach. Writes `measure.json` once its steps are taken, or when the script ends.
 
     Steps are timed until there are `session.steps` and they took `session.timed_s`; the losses are those of the warm-up and the
-    first `session.steps`, as many in every arm.
+    first `session.steps`, as many in every arm. Where the script ends before it has settled (`session.settle_s`), the steps until then
+    are those timed.
     """
 
     def __init__(
@@ -56,6 +57,9 @@ class MeasureDriver:
         self._settled = self.kept.settle()
         self._losses: list[torch.Tensor | None] = []
         self._boundaries: list[StepEvent] = []
+        self._unsettled: list[StepEvent] = []  # boundaries behind the warm-up, before `session.settle_s` were over
+        self._settling = session.settle_s > 0
+        self._first_ns = 0
         self._clean = self._seen = 0
         self._written = False
         self._timing = session.protecting / TIMING_FILE
@@ -73,12 +77,20 @@ class MeasureDriver:
             StopTraining: when the steps are taken.
         """
         self._seen += 1
+        self._first_ns = self._first_ns or event.host_ns
         if self._seen <= self.session.warmup + self.session.steps + 1:
             self._losses.append(event.loss)
         if not self._settled:
             self._settled = self.kept.settle()
             return
         if self._seen <= self.session.warmup:
+            return
+        if self._settling:
+            self._unsettled.append(event)
+            waited_s = (event.host_ns - self._first_ns) / 1e9
+            self._settling = (
+                waited_s < self.session.settle_s and len(self._unsettled) <= MOST_FACTOR * self.session.steps
+            )
             return
         if not self._boundaries:
             with contextlib.suppress(OSError):
@@ -92,9 +104,11 @@ class MeasureDriver:
             stop(self.session, "measured")
 
     def _at_exit(self) -> None:
+        if len(self._boundaries) < len(self._unsettled):
+            self._boundaries = self._unsettled
         if os.getpid() == self._process and not self._written and len(self._boundaries) > 1:
             with contextlib.suppress(Exception):  # a device that has failed: the script's own end says so
-                self._write(complete=False)
+                self._write(complete=sum(b.clean for b in self._boundaries[1:]) >= self.session.steps)
 
     def _write(self, *, complete: bool) -> None:
         self._written = complete

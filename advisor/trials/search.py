@@ -69,7 +69,7 @@ def apply_search(
     budget = Budget.from_now(max_time_s, profile)
     relay = Relay()
     script = Script(command, run_dir, launch or relay, say)
-    runs = FreshRuns(script, budget.trial_s)
+    runs = FreshRuns(script, budget.trial_s, settle_s=budget.settle_s)
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
     skipped: dict[object, str] = {}
 

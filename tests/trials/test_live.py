@@ -538,6 +538,39 @@ def test_short_steps_are_timed_for_long_and_their_losses_stay_as_many(tmp_path):
     assert len(few.losses) == 8 + 12 + 1
 
 
+def test_a_starved_loop_settles_before_it_is_timed(tmp_path):
+    """A ResNet-18 behind two workers on an H200 took 18 ms a step at first and 12 some seconds later, whatever was on."""
+
+    def steps_taken(settle_s):
+        orders = Session(
+            mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7, settle_s=settle_s
+        )
+        taken, _ = train(orders, MeasureDriver, find, steps=300)
+        found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
+        assert found.complete
+        assert (len(found.step_us), len(found.losses)) == (12, 8 + 12 + 1)
+        return taken
+
+    at_once = steps_taken(0.0)
+    most = 12 * MOST_FACTOR + 1  # no script is trained for ever
+    assert 0 <= steps_taken(1e-9) - at_once <= 1
+    assert most - 1 <= steps_taken(1e9) - at_once <= most
+
+
+def test_a_script_that_ends_before_it_has_settled_is_measured_all_the_same(tmp_path):
+    class Ends(MeasureDriver):
+        def on_step(self, event):
+            super().on_step(event)
+            if self._seen == 24:
+                self._at_exit()
+
+    orders = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7, settle_s=1e9)
+    train(orders, Ends, find, steps=24)
+    found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
+    assert found.complete
+    assert len(found.every_us) == 15
+
+
 def test_what_is_started_ahead_can_see_when_steps_are_timed(tmp_path):
     noted = tmp_path / "noted"
 

@@ -8,7 +8,9 @@ import time
 import pytest
 
 from advisor.core import storage
+from advisor.core.environment import Environment
 from advisor.core.findings import Interval, Recommendation, Semantics
+from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.trials import budget, fresh, planfile, planner, processes, records, search, spent
@@ -808,6 +810,28 @@ def test_out_of_time(script):
 def test_the_stack_is_left_the_time_its_runs_need_up_to_half(step_s, left, seconds):
     found = budget.Budget(whole_s=200.0, until=0.0, step_s=step_s)
     assert found.stack_s(5.0, left) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("late_us", "workers", "whole_s", "settle_s"),
+    [
+        (30_000.0, 2, 600.0, 10.0),
+        (30_000.0, 2, 100.0, 2.0),
+        (30_000.0, 0, 600.0, 0.0),  # the training thread makes its batches
+        (100.0, 2, 600.0, 0.0),
+    ],
+)
+def test_runs_of_a_starved_loop_settle_first(late_us, workers, whole_s, settle_s):
+    profile = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(), step_kind="optimizer",
+        step_us=Spread(median=50_000.0, p10=50_000.0, p90=50_000.0, n=20), wall_us=None,
+        input=InputStats(loader="DataLoader", next_us=late_us, late_us=late_us, workers=workers),
+    )  # fmt: skip
+    found = budget.Budget.from_now(whole_s, profile)
+    assert found.settle_s == settle_s
+    # 42 steps of 50 ms, or twelve that are over before it has settled.
+    runs_s = [5 + max(12 * 0.05, settle_s) + 30 * 0.05] * 4
+    assert found.stack_s(5.0) == pytest.approx(max(20.0, 0.15 * whole_s, min(0.5 * whole_s, 1.1 * sum(runs_s))))
 
 
 def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
