@@ -80,17 +80,27 @@ def _waiting_us(view: View, busy_us: float, traced_us: float, scaled_us: float) 
     return min(stats.next_us, max(scaled_us, stats.next_us - busy_us))
 
 
+def host_waiting_us(view: View) -> float:
+    """Time of a step on a CPU in the loader's `next()`: of untraced ones where it is known, as tracing lets the workers catch up."""
+    stats = view.profile.input
+    traced_us = sum(row.time_us for row in view.profile.idle if row.cause == "data")
+    return min(view.step_us, stats.next_us if stats.loader and stats.next_us > 0 else traced_us)
+
+
 def fill(view: View, table: MetricTable) -> None:
     """Set busy and idle shares of the untraced step; they add up to 1."""
     found = idle(view)
-    names = ["busy_frac", "idle_frac", *(f"idle_{cause}_frac" for cause in CAUSES)]
+    if not view.on_gpu and view.step_us > 0:
+        table.set("work_frac", 1.0 - host_waiting_us(view) / view.step_us)
+    names = ["work_frac", "busy_frac", "idle_frac", *(f"idle_{cause}_frac" for cause in CAUSES)]
     if found is None:
         if view.on_gpu:
             for name in names:
                 table.miss(name, NO_STEP if view.step_us <= 0 else "no device activity was traced")
         return
     step = view.step_us
-    table.set("busy_frac", found.busy_us / step, reason=found.note)
+    for name in ("work_frac", "busy_frac"):
+        table.set(name, found.busy_us / step, reason=found.note)
     table.set("idle_frac", found.total_us / step, reason=found.note)
     for cause, time in found.by_cause.items():
         table.set(f"idle_{cause}_frac", time / step, reason=found.note)

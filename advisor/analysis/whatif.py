@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from advisor.analysis.idle import idle
+from advisor.analysis.idle import host_waiting_us, idle
 from advisor.analysis.view import View
 from advisor.core.findings import Interval
 
@@ -83,9 +83,7 @@ class Step:
 
     @classmethod
     def _on_cpu(cls, view: View) -> Step:
-        stats = view.profile.input  # of untraced steps, where it is known: tracing lets the workers catch up
-        traced = sum(row.time_us for row in view.profile.idle if row.cause == "data")
-        data = min(view.step_us, stats.next_us if stats.loader and stats.next_us > 0 else traced)
+        data = host_waiting_us(view)
         busy = view.step_us - data
         return cls(
             step_us=view.step_us, busy_us=busy, gaps_us=0.0, sync_us=0.0, data_us=data, copy_us=0.0,

@@ -71,6 +71,9 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("coverage_frac", "frac", "kernel launches with a device record in the trace", _GPU),
     _n("traced_overhead_frac", "frac", "how much slower traced steps were"),
     # where the time goes; shares of the untraced step
+    _n(
+        "work_frac", "frac", "share of the step in which work runs: the GPU's, or on a CPU all but waits for the loader"
+    ),
     _n("busy_frac", "frac", "share of the step with any device work running", _GPU),
     _n("idle_frac", "frac", "share of the step with the device idle", _GPU),
     _n("idle_data_frac", "frac", "idle while the host waited in the loader", _GPU),

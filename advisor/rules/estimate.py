@@ -1,6 +1,6 @@
 """Bounds on a gain, as arithmetic over metrics: numbers, times ("20 us"), metrics, + - * /, parentheses, min, max, known.
 
-`known(metric, number)` is the metric's value, or the number where it is missing: `known(busy_frac, 1)` is 1 on a CPU. An
+`known(metric, number)` is the metric's value, or the number where it is missing: `known(work_frac, 1)` is 1 where no step was timed. An
 own parser of 60 lines rather than Python's: there is nothing to escape from, and every error has its column. Units are
 checked when the rule is read, so that microseconds are never added to shares; the result is a share of the step's time.
 """
