@@ -6,11 +6,13 @@ Which families a network's capture finds stands in docs/networks; that of its sh
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pipelines
 import pytest
 
 from advisor.analysis import metrics
@@ -36,14 +38,13 @@ SEEN_BY = {
 }
 SCRIPT = """
 import sys
+import pipelines
 import torch
 library, name = sys.argv[1:]
 if library == "timm":
-    import timm
-    model = timm.create_model(name, num_classes=10)
+    model = pipelines.package("timm").create_model(name, num_classes=10)
 else:
-    import torchvision
-    model = getattr(torchvision.models, name)(num_classes=10)
+    model = getattr(pipelines.package("torchvision.models"), name)(num_classes=10)
 optimizer = torch.optim.SGD(model.parameters(), 0.001)
 x, y = torch.randn(2, 3, 64, 64), torch.randint(0, 10, (2,))
 while True:
@@ -66,12 +67,15 @@ while True:
         ("torchvision", "mobilenet_v3_large"),
     ],
 )
-def test_what_kernels_find_the_rules_see(tmp_path: Path, library: str, name: str) -> None:
-    pytest.importorskip(library)
+def test_what_kernels_find_the_rules_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str
+) -> None:
+    pipelines.package(library)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     run = tmp_path / "run"
     words = ["--warmup", "4", "--steps", "3", "--detail-steps", "1", "-o", str(run), str(script), library, name]
+    monkeypatch.setenv("PYTHONPATH", str(Path(pipelines.__file__).parent), prepend=os.pathsep)
     subprocess.run([sys.executable, "-m", "advisor", "profile", *words], check=True, capture_output=True, timeout=240)
     profile = storage.load(run / "profile.json", StepProfile)
     # Shares of time are asked for on a GPU alone.
