@@ -72,7 +72,7 @@ def _waiting_us(view: View, busy_us: float, traced_us: float, scaled_us: float) 
     for 1.7 of 23 in the traced ones. How long `next()` took is known of both; how much of that the device stood idle, of the traced ones.
     """
     stats, traced_next_us = view.profile.input, view.profile.cost.traced_next_us
-    if not stats.loader or stats.next_us <= 0:
+    if stats.next_us <= 0:
         return scaled_us
     if traced_next_us > COMPARABLE * stats.next_us:
         return stats.next_us * min(1.0, traced_us / traced_next_us)
@@ -84,7 +84,7 @@ def host_waiting_us(view: View) -> float:
     """Time of a step on a CPU in the loader's `next()`: of untraced ones where it is known, as tracing lets the workers catch up."""
     stats = view.profile.input
     traced_us = sum(row.time_us for row in view.profile.idle if row.cause == "data")
-    return min(view.step_us, stats.next_us if stats.loader and stats.next_us > 0 else traced_us)
+    return min(view.step_us, stats.next_us or traced_us)
 
 
 def fill(view: View, table: MetricTable) -> None:

@@ -36,22 +36,13 @@ def fill(view: View, table: MetricTable) -> None:
     else:
         table.miss("traced_overhead_frac", "no step was traced")
 
-    names = (
-        "forward",
-        "backward",
-        "optimizer",
-        *_KINDS,
-        *_BY_ROW,
-        "se",
-        "bn_act",
-        "unnormed_elementwise",
-        "written_norm",
-    )
+    phases, modelled = ("forward", "backward", "optimizer"), ("se", "bn_act", "unnormed_elementwise", "written_norm")
+    names = (*phases, *_KINDS, *_BY_ROW, *modelled)
     if view.device_us <= 0:
         for name in names:
             table.miss(f"{name}_frac", NO_ROWS)
         return
-    for phase in ("forward", "backward", "optimizer"):
+    for phase in phases:
         table.set(f"{phase}_frac", view.share(lambda row, phase=phase: row.phase == phase))  # type: ignore[misc]
     for kind in _KINDS:
         table.set(f"{kind}_frac", view.share(lambda row, kind=kind: row.kind == kind))  # type: ignore[misc]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from advisor.analysis.idle import host_waiting_us, idle
 from advisor.analysis.view import View
 from advisor.core.findings import Interval
+from advisor.core.profile import STARVED_FRAC
 
 # Host time of one operator that launches one kernel, in eager training. Measured on one H200 machine: 9.3 µs for an in-place
 # add without autograd; recording for backward and the module call around it about double that (1.5 against 0.8 µs on a CPU).
@@ -27,7 +28,6 @@ OP_LOW_US, OP_HIGH_US = 9.3, 19.0
 GRAPH_NODE_US, GRAPH_NODE_WORST_US = 2.0, 3.2
 # With more idle than this between kernels, the host may be the limit all through the step.
 HOST_BOUND = 0.05
-STARVED_FRAC = 0.05  # of the step, from which on waits for workers are no accident: as rules/input/input-starved.yaml
 # A hundredth of a per cent of a step is below what any timing resolves: neither a gain nor a loss.
 NEGLIGIBLE = 1e-4
 
@@ -107,7 +107,7 @@ class Step:
             step_us=view.step_us, busy_us=found.busy_us, gaps_us=gaps, sync_us=sync, data_us=causes["data"],
             copy_us=causes["copy"], host_low_us=low, host_high_us=high,
             scale=min(1.0, found.busy_us / view.device_us), longer_us=found.longer_us,
-            starved=profile.input.workers > 0 and min(causes["data"], profile.input.late_us) > STARVED_FRAC * view.step_us,
+            starved=profile.starved and causes["data"] > STARVED_FRAC * view.step_us,
         )  # fmt: skip
 
     def after(self, saving: Saving, *, optimistic: bool) -> float:

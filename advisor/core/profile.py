@@ -10,6 +10,8 @@ from advisor.core.provenance import Provenance
 
 # Of the median step: from here on the mean wait for the loader and the median one tell of bursts.
 BURSTS_FRAC = 0.05
+# Of the step: from here on waits for workers are no accident, as rules/input/few-loader-workers.yaml has it.
+STARVED_FRAC = 0.05
 _NORM_CLASS = re.compile(r"(?!.*(Frozen|Spectral|Weight))\w*Norm")
 
 
@@ -262,6 +264,11 @@ class StepProfile:
             return 0.0
         bursts = spread.raw and abs(self.input.burst_us) > BURSTS_FRAC * spread.median
         return sum(spread.raw) / len(spread.raw) if bursts else spread.median
+
+    @property
+    def starved(self) -> bool:
+        """The loader's workers are behind: a step is as long as they take for a batch."""
+        return self.input.workers > 0 and self.input.late_us > STARVED_FRAC * self.typical_us
 
     def written_norms(self) -> frozenset[str]:
         """Classes of modules that are named like norms and run no norm's kernel: they are written out in single operations.

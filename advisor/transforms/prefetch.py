@@ -1,9 +1,9 @@
 """Copy the next batch to the GPU while the current one trains.
 
 One batch ahead, tensors of the next batch go through pinned memory to the GPU on a stream of their own, and a thread of their own
-where the loader does not pin them. The script still gets its
-batch on the host; when it then calls `.to(device)` or `.cuda()` on one of those very tensors, unchanged, it gets the copy that is
-there already. A tensor that it changed, sliced or converted first is copied as ever.
+where the loader does not pin them. The script still gets its batch on the host; when it then calls `.to(device)` or `.cuda()` on
+one of those very tensors, unchanged, it gets the copy that is there already. A tensor that it changed, sliced or converted first is
+copied as ever.
 
 Holds one more batch in pinned and one in device memory. Loses nothing but host time where copies are short.
 """

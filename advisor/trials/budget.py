@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from advisor.analysis.whatif import STARVED_FRAC
 from advisor.core.profile import StepProfile
 from advisor.trials import fresh, proof
 
@@ -50,16 +49,11 @@ class Budget:
     def from_now(cls, whole_s: float, profile: StepProfile | None) -> Budget:
         """The search begins now."""
         step = profile.wall_us or profile.step_us if profile is not None else None
-        starved = (
-            profile is not None
-            and profile.input.workers > 0
-            and profile.input.late_us > STARVED_FRAC * profile.typical_us
-        )
         return cls(
             whole_s=whole_s,
             until=time.time() + whole_s,
             step_s=step.median / 1e6 if step is not None else None,
-            settle_s=min(SETTLE_S, SETTLE_SHARE * whole_s) if starved else 0.0,
+            settle_s=min(SETTLE_S, SETTLE_SHARE * whole_s) if profile is not None and profile.starved else 0.0,
         )
 
     @property

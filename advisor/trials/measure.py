@@ -104,8 +104,7 @@ class MeasureDriver:
             stop(self.session, "measured")
 
     def _at_exit(self) -> None:
-        if len(self._boundaries) < len(self._unsettled):
-            self._boundaries = self._unsettled
+        self._boundaries = max(self._boundaries, self._unsettled, key=len)
         if os.getpid() == self._process and not self._written and len(self._boundaries) > 1:
             with contextlib.suppress(Exception):  # a device that has failed: the script's own end says so
                 self._write(complete=sum(b.clean for b in self._boundaries[1:]) >= self.session.steps)

@@ -1,6 +1,6 @@
 """What the bundled kernels find in a library's network, the rules' metrics see in its profile: else nothing recommends them.
 
-Which families a network's capture finds stands in docs/networks; that of its shares of time is the CPU's, and only asked for being there.
+Which families a network's capture finds stands in docs/networks. Its shares of time are a CPU's here: only whether they are above zero is asked.
 """
 
 from __future__ import annotations

@@ -538,6 +538,18 @@ def test_short_steps_are_timed_for_long_and_their_losses_stay_as_many(tmp_path):
     assert len(few.losses) == 8 + 12 + 1
 
 
+def ending_at(step):
+    """A driver whose script ends with that step."""
+
+    class Ends(MeasureDriver):
+        def on_step(self, event):
+            super().on_step(event)
+            if self._seen == step:
+                self._at_exit()
+
+    return Ends
+
+
 def test_a_starved_loop_settles_before_it_is_timed(tmp_path):
     """A ResNet-18 behind two workers on an H200 took 18 ms a step at first and 12 some seconds later, whatever was on."""
 
@@ -559,14 +571,8 @@ def test_a_starved_loop_settles_before_it_is_timed(tmp_path):
 
 
 def test_a_script_that_ends_before_it_has_settled_is_measured_all_the_same(tmp_path):
-    class Ends(MeasureDriver):
-        def on_step(self, event):
-            super().on_step(event)
-            if self._seen == 24:
-                self._at_exit()
-
     orders = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7, settle_s=1e9)
-    train(orders, Ends, find, steps=24)
+    train(orders, ending_at(24), find, steps=24)
     found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
     assert found.complete
     assert len(found.every_us) == 15
@@ -592,16 +598,10 @@ def test_what_is_started_ahead_can_see_when_steps_are_timed(tmp_path):
 
 
 def test_a_script_that_ends_before_its_steps_are_taken_leaves_what_was_timed(tmp_path):
-    class Ends(MeasureDriver):
-        def on_step(self, event):
-            super().on_step(event)
-            if self._seen == 14:
-                self._at_exit()
-
     orders = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7)
     nvrtc.launched.add("planted.cu")
     try:
-        train(orders, Ends, find, steps=14)
+        train(orders, ending_at(14), find, steps=14)
     finally:
         nvrtc.launched.discard("planted.cu")
     found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
