@@ -14,6 +14,7 @@ from advisor.core.units import percent_text
 
 # By the definitions of the metrics named.
 LARGE_KERNEL, FEW_CHANNELS, FFT_KERNEL = 7, 4, 9
+STRIDED_CHANNELS = 512
 NARROW = frozenset({(32, 128), (64, 64), (64, 128)})  # the fewer channels first
 _POINTWISE = re.compile(r"^(void )?at::native::.*(elementwise|reduce)_kernel", re.IGNORECASE)
 
@@ -27,6 +28,13 @@ def narrow_3x3(geometry: Geometry) -> bool:
     """A dense 3 x 3 convolution of stride 1 between few channels. Either way: its gradient goes the other."""
     channels = (geometry.in_channels, geometry.out_channels)
     return dense_3x3(geometry) and (min(channels), max(channels)) in NARROW
+
+
+def strided_pointwise(geometry: Geometry) -> bool:
+    """A 1 x 1 convolution of stride 2 in one group between few channels."""
+    plain = geometry.kernel == (1, 1) and geometry.groups == 1 and not geometry.transposed
+    most = max(geometry.in_channels, geometry.out_channels)
+    return plain and geometry.stride == (2, 2) and most <= STRIDED_CHANNELS
 
 
 def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
@@ -61,6 +69,7 @@ def fill(view: View, table: MetricTable) -> None:
         "large_conv_frac": view.conv(lambda g: max(g.kernel, default=0) >= LARGE_KERNEL and g.unit_stride),
         "first_conv_frac": view.conv(lambda g: g.in_channels <= FEW_CHANNELS and not g.transposed),
         "pointwise_bn_frac": pointwise_before_norm(view),
+        "strided_1x1_frac": view.conv(strided_pointwise),
         "narrow_3x3_frac": view.conv(narrow_3x3),
         "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
         "winograd_eligible_frac": _strict(view.conv(dense_3x3)),

@@ -140,6 +140,16 @@ FAMILIES: tuple[Family, ...] = (
         having=lambda conv: conv.groups == 1 and conv.kernel_size == (1, 1) and conv.bias is None,
     ),
     Family(
+        id="strided_pointwise",
+        title="1x1 convolution kernels of stride 2",
+        replaces="conv2d 1x1 of stride 2 between few channels, as on the shortcuts of ResNets, channels_last",
+        transform="strided_conv",
+        modules=("Conv2d",),
+        having=lambda conv: (
+            conv.groups == 1 and conv.kernel_size == (1, 1) and conv.stride == (2, 2) and conv.bias is None
+        ),
+    ),
+    Family(
         id="input",
         title="Normalisation of uint8 batches on the GPU",
         replaces="ToTensor and Normalize in loader workers, and the copy of fp32 batches",

@@ -193,6 +193,15 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
             and conv.followed_by_bn
         )
     ),
+    "strided_pointwise_convolutions": _convs(
+        lambda conv: (
+            conv.kernel == (1, 1)
+            and conv.stride == (2, 2)
+            and conv.groups == 1
+            and not conv.transposed
+            and max(conv.in_channels, conv.out_channels) <= 512
+        )
+    ),
     "narrow_convolutions": _convs(
         lambda conv: (
             conv.kernel == (3, 3)

@@ -33,6 +33,7 @@ SEEN_BY = {
     "first_conv": ("first_conv_frac",),
     "conv3x3": ("narrow_3x3_frac",),
     "pointwise": ("pointwise_bn_frac",),
+    "strided_pointwise": ("strided_1x1_frac",),
     "batchnorm_concat": ("concat_frac",),
     "batchnorm_max_pool": ("pool_frac",),
 }

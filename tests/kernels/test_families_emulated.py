@@ -12,7 +12,7 @@ from advisor.ops.family import Case, Family
 KEPT = 1  # of each family and dtype, whatever else shows the same
 OTHER_ACTIVATIONS = r"\+(relu6|leaky_relu|silu|hardswish)"
 # Names tell cases apart by channels, taps and strides, which tests of their own vary too.
-BY_NUMBERS = {"pointwise", "first_conv", "depthwise", "grouped", "conv3x3"}
+BY_NUMBERS = {"pointwise", "first_conv", "depthwise", "grouped", "conv3x3", "strided_pointwise"}
 
 
 def _kernels(case: Case) -> frozenset[str]:

@@ -56,6 +56,7 @@ class Net(nn.Module):
         self.depthwise, self.bn1 = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16)
         self.grouped, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, groups=2, bias=False), nn.BatchNorm2d(16)
         self.gate, self.conv = Gate(), nn.Conv2d(16, 16, 1)
+        self.shortcut = nn.Conv2d(16, 16, 1, stride=2, bias=False)
         self.layer_norm, self.group_norm = PixelNorm(16), nn.GroupNorm(2, 16)
         self.head = nn.Linear(32, 4)
 
@@ -66,7 +67,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(F.relu(self.bn0(self.stem(x))), 2)
         x = self.block(x) if self.checkpointed is None else checkpoint(self.block, x, **self.checkpointed)
-        y = F.avg_pool2d(F.silu(self.group_norm(self.layer_norm(x))), 2)
+        y = F.avg_pool2d(F.silu(self.group_norm(self.layer_norm(x))), 2) + self.shortcut(x)
         y = F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=False)
         return self.head(torch.cat([y, x], 1).mean((2, 3)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pipelines
 import pytest
@@ -20,6 +21,7 @@ from advisor.ops.conv3x3 import spec as conv3x3
 from advisor.ops.first_conv import spec as first_conv
 from advisor.ops.grouped import spec as grouped
 from advisor.ops.pointwise import spec as pointwise
+from advisor.ops.strided_pointwise import spec as strided_pointwise
 
 TORCHVISION = (
     "resnet18",
@@ -88,8 +90,8 @@ def _is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and 1 < module.groups == module.in_channels == module.out_channels
 
 
-def _is_narrow_3x3(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d) and not conv3x3.unsupported_convolution(
+def _known_to(spec: Any, module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and not spec.unsupported_convolution(
         shape=(1, module.in_channels, 1, 1),
         weight_shape=tuple(module.weight.shape),
         stride=module.stride,
@@ -102,7 +104,7 @@ def _is_narrow_3x3(module: nn.Module) -> bool:
 def _narrow_3x3_sites(model: nn.Module) -> int:
     """A bias is taken off by the family of biases; one before a norm waits for the change that drops it (conv_bias)."""
     norms = _count(model, lambda module: isinstance(module, nn.BatchNorm2d))
-    return _count(model, lambda module: _is_narrow_3x3(module) and (module.bias is None or not norms))
+    return _count(model, lambda module: _known_to(conv3x3, module) and (module.bias is None or not norms))
 
 
 def _sees_an_image(module: nn.Module) -> bool:
@@ -165,6 +167,7 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "first_conv": lambda model: _count(model, _sees_an_image),
     "conv3x3": _narrow_3x3_sites,
     "pointwise": _pointwise_before_norms,
+    "strided_pointwise": lambda model: _count(model, lambda module: _known_to(strided_pointwise, module)),
 }
 
 
@@ -188,7 +191,7 @@ def build(package: str, name: str) -> nn.Module:
 def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The sites are those of autocast, which meta tensors have none of.
     monkeypatch.setattr(first_conv, "COMPUTE", (*first_conv.COMPUTE, "float32"))
-    for family in (grouped, conv3x3, pointwise):
+    for family in (grouped, conv3x3, pointwise, strided_pointwise):
         monkeypatch.setattr(family, "STORAGE", {**family.STORAGE, "float32": 0})
     monkeypatch.setattr(
         batchnorm_act.spec, "takes_moments", lambda nbytes, residual: ""

@@ -1,0 +1,200 @@
+"""1 x 1 convolution of stride 2 as one operation: the bundled kernels, or PyTorch's own convolution.
+
+Two entries over the same kernels: `strided_pointwise_conv2d`, a plain function for eager code (thin: an autograd.Function), and
+`torch.ops.advisor.strided_pointwise_conv2d`, registered with torch.library (fake kernel, autograd) for graphs that Inductor compiles.
+Forward, gradient of the input and gradient of the weight are dispatched each by itself, where it is measured to win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.first_conv.api import computed_in
+from advisor.ops.function import Function
+from advisor.ops.strided_pointwise import cuda, spec
+
+engaged, fell_back = dispatch.counters("strided_pointwise")
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(
+    shape: tuple[int, ...], dtype: torch.dtype, weight_shape: tuple[int, ...], weight_dtype: torch.dtype, arch: int
+) -> str:
+    return spec.unsupported(
+        shape=shape,
+        channels_last=True,
+        dtype=storage.name(dtype),
+        weight_shape=weight_shape,
+        weight_dtype=storage.name(weight_dtype),
+        stride=(spec.STRIDE, spec.STRIDE),
+        padding=(0, 0),
+        dilation=(1, 1),
+        groups=1,
+        arch=arch,
+    )
+
+
+def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Why the kernels cannot take these tensors; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    arch = nvrtc.arch(x.device.index or 0)
+    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
+    if reason:
+        return reason
+    if weight.device != x.device:
+        return "weight and input are on different devices"
+    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+
+
+def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
+    reason = unsupported(x, weight)
+    return reason or dispatch.refusal("", spec.wins(spec.call(tuple(x.shape), weight.shape[0]), storage.name(x.dtype)))
+
+
+def _pytorch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(x, weight, None, spec.STRIDE)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
+    """y, channels_last, from the kernel or, where that is faster, PyTorch's own. Nothing is recorded for a backward."""
+    if not spec.product_left(call, spec.FORWARD):
+        return cuda.forward(x, alignment.aligned(weight), call)
+    return _pytorch(x, weight).contiguous(memory_format=torch.channels_last)
+
+
+def _pytorch_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], stride: int = spec.STRIDE
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dweight in PyTorch's own operation, which can be differentiated again."""
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        *(dy, x, weight, None, [stride, stride], [0, 0], [1, 1], False, [0, 0], 1), [wanted[0], wanted[1], False]
+    )
+    return dx, dweight
+
+
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dweight, where wanted, each from the kernels or PyTorch's own."""
+    dy = alignment.nhwc(dy.to(x.dtype))
+    dx = dweight = None
+    # The gathered pixels are freed before the larger gradient is allocated.
+    if wanted[1] and not spec.product_left(call, spec.WEIGHT):
+        _, dweight = _pytorch_backward(dy, cuda.gather(x, call), weight, (False, True), stride=1)
+    elif wanted[1]:
+        _, dweight = _pytorch_backward(dy, x, weight, (False, True))
+    if wanted[0] and not spec.product_left(call, spec.GRADIENT):
+        dx = cuda.backward_data(dy, alignment.aligned(weight), call)
+    elif wanted[0]:
+        dx, _ = _pytorch_backward(dy, x, weight, (True, False))
+    return dx, dweight
+
+
+class _StridedPointwise(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return _forward(x, weight, call)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:2]
+        if differentiable.wanted(dy):
+            return (*_pytorch_backward(dy, x, weight, wanted), None)
+        return (*_gradients(dy, x, weight, ctx.call, wanted), None)
+
+
+def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Every other pixel of every other row times the weights (`conv2d` with 1 x 1 taps, stride 2, no padding and no bias).
+
+    Args:
+        x: [N, I, H, W]; the kernels take channels_last fp16 or bf16 on CUDA, everything else runs PyTorch's own. Under
+            autocast it is cast as for a convolution.
+        weight: [O, I, 1, 1], cast to x's dtype where it has another, as autocast does.
+
+    Returns:
+        A new tensor [N, O, ceil(H / 2), ceil(W / 2)] in x's dtype (autocast's, if that is on).
+    """
+    compute = computed_in(x)
+    x, weight = x.to(compute), weight.to(compute)
+    reason = _refusal(x, weight)
+    if reason:
+        fell_back[reason] += 1
+        return _pytorch(x, weight)
+    call = spec.call(tuple(x.shape), weight.shape[0])
+    engaged[spec.name(call.inputs, call.outputs)] += 1
+    found: torch.Tensor = _StridedPointwise.apply(x, weight, call)
+    return found
+
+
+@torch.library.custom_op("advisor::strided_pointwise_conv2d", mutates_args=())
+def strided_pointwise_conv2d_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `strided_pointwise_conv2d`, for compiled graphs: x and weight in the dtype of the result, which is channels_last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    reason = _refusal(x, weight)
+    if reason:
+        fell_back[reason] += 1
+        return _pytorch(x, weight).contiguous(memory_format=torch.channels_last)
+    call = spec.call(tuple(x.shape), weight.shape[0])
+    engaged[spec.name(call.inputs, call.outputs)] += 1
+    return _forward(x, weight, call)
+
+
+@strided_pointwise_conv2d_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    n, _, h, w = x.shape
+    shape = (n, weight.shape[0], (h + 1) // 2, (w + 1) // 2)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("advisor::strided_pointwise_conv2d_backward", mutates_args=())
+def strided_pointwise_conv2d_backward_op(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `advisor::strided_pointwise_conv2d`: dx, dweight; empty where not wanted. dweight is contiguous."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    wanted = (dx_wanted, dweight_wanted)
+    if _refusal(x, weight):
+        dx, dweight = _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
+    else:
+        dx, dweight = _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
+    return (
+        x.new_empty(0) if dx is None else dx.contiguous(memory_format=torch.channels_last),
+        weight.new_empty(0) if dweight is None else dweight.contiguous(),
+    )
+
+
+@strided_pointwise_conv2d_backward_op.register_fake
+def _(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(x, memory_format=torch.channels_last) if dx_wanted else x.new_empty(0),
+        weight.new_empty(weight.shape) if dweight_wanted else weight.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    dx_wanted, dweight_wanted = ctx.needs_input_grad[:2]
+    dx, dweight = strided_pointwise_conv2d_backward_op(dy, x, weight, dx_wanted, dweight_wanted)
+    return dx if dx_wanted else None, dweight if dweight_wanted else None
+
+
+strided_pointwise_conv2d_op.register_autograd(_op_backward, setup_context=_setup)

@@ -1,0 +1,240 @@
+"""What the kernels for 1 x 1 convolutions of stride 2 support, where they win, and how they are launched. Plain arithmetic.
+
+Three products, each dispatched by itself: the forward, the gradient of the input, and the gradient of the weight, which is cuDNN's
+of stride 1 on the pixels that a kernel has gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from advisor.ops import dispatch
+from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.storage import MIN_ARCH
+
+PRODUCT = "strided_pointwise/strided_pointwise.cu"
+GATHER = "strided_pointwise/gather_pixels.cu"
+KERNELS = {PRODUCT: ("strided_pointwise",), GATHER: ("gather_pixels",)}
+
+STORAGE = {"float16": 1, "bfloat16": 2}
+STRIDE = 2
+OCTET = 8  # channels in 16 bytes
+CHUNK = 64  # channels of a stage
+THREADS = 128  # of PRODUCT
+MAX_STAGES = 4
+# (rows, columns) of a block, largest first: the first that gives FULL blocks an SM is taken, else the last.
+TILES = ((64, 128), (64, 64), (32, 64))
+FULL = 1.5
+TUNABLE = {"TILES": (((64, 128), (64, 64), (32, 64)), ((64, 64), (32, 64)), ((32, 64),)), "MAX_STAGES": (2, 3, 4)}
+GATHER_THREADS, GATHER_UNROLL = 256, 2
+MAX_PIXELS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
+FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A convolution of [batch, inputs, height, width] to `outputs` channels."""
+
+    batch: int
+    inputs: int
+    outputs: int
+    height: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """Pixels of the result, of all images."""
+        return self.batch * -(-self.height // STRIDE) * -(-self.width // STRIDE)
+
+    @property
+    def pixels(self) -> int:
+        """Of the input, of all images."""
+        return self.batch * self.height * self.width
+
+
+@lru_cache(maxsize=4096)
+def call(shape: tuple[int, ...], outputs: int) -> Call:
+    """The convolution of an input of `shape` [N, I, H, W]."""
+    n, inputs, h, w = shape
+    return Call(n, inputs, outputs, h, w)
+
+
+def name(inputs: int, outputs: int) -> str:
+    """`1x1 s2 64->128`."""
+    return f"1x1 s2 {inputs}->{outputs}"
+
+
+# ---- where it wins
+
+
+def product_wins(call: Call, product: str) -> str:
+    """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
+    return UNMEASURED
+
+
+def product_left(call: Call, product: str) -> str:
+    """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernels make it."""
+    return dispatch.refusal("", product_wins(call, product))
+
+
+def wins(call: Call, dtype: str) -> str:
+    """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
+    if dtype not in STORAGE:
+        return UNMEASURED
+    reasons = [product_wins(call, product) for product in (FORWARD, GRADIENT, WEIGHT)]
+    return reasons[0] if all(reasons) else ""
+
+
+# ---- what is supported
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why the kernels cannot take this call; empty when they can. `shape` is [N, I, H, W]."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if weight_dtype != dtype:
+        return f"weight dtype {weight_dtype}"
+    if not channels_last:
+        return "input is not channels_last"
+    n, _, h, w = shape
+    if n * h * w == 0:
+        return "empty input"
+    return "more pixels than 32 bits count" if n * h * w > MAX_PIXELS else ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that the kernels know, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if groups != 1 or weight_shape[1] != shape[1]:
+        return f"{groups} groups of {weight_shape[1]} channels"
+    if weight_shape[2:] != (1, 1):
+        return f"{weight_shape[2]} x {weight_shape[3]} taps"
+    if stride != (STRIDE, STRIDE):
+        return f"stride {stride[0]} x {stride[1]}"
+    if padding != (0, 0):
+        return f"padding {padding[0]} x {padding[1]}"
+    for channels in (shape[1], weight_shape[0]):
+        if channels % OCTET or not channels:
+            return f"{channels} channels are no multiple of {OCTET}"
+    return ""
+
+
+# ---- what is compiled, and how it is launched
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch of PRODUCT: blocks of `rows` by `columns`, with `stages` chunks of channels under way."""
+
+    rows: int
+    columns: int
+    stages: int
+    shared_bytes: int
+    grid: tuple[int, int]
+
+
+def shared_bytes(rows: int, columns: int, stages: int, *, gradient: bool) -> int:
+    """Of a block: the ring, in whose place the results come."""
+    units = CHUNK // OCTET + 1
+    weights = CHUNK * (columns // OCTET + 1) if gradient else columns * units
+    return 16 * max(stages * (rows * units + weights), rows * (columns // OCTET + 1))
+
+
+@lru_cache(maxsize=4096)
+def plan(call: Call, sm_count: int, *, gradient: bool = False) -> Plan:
+    """The largest blocks of which every SM has some."""
+    depth, wide = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)
+    chunks = -(-depth // CHUNK)
+    stages = max(2, min(MAX_STAGES, chunks + 1))
+    for rows, columns in TILES:
+        grid = -(-call.rows // rows), -(-wide // columns)
+        if grid[0] * grid[1] >= FULL * sm_count and (columns <= wide or columns == CHUNK):
+            break
+    held = min(stages, chunks)  # one chunk alone needs no second stage
+    return Plan(rows, columns, stages, shared_bytes(rows, columns, held, gradient=gradient), grid)
+
+
+def defines(plan: Plan, dtype: str, *, gradient: bool) -> dict[str, int]:
+    """Macros of one variant of PRODUCT."""
+    return {
+        "STORAGE": STORAGE[dtype],
+        "GRADIENT": int(gradient),
+        "BM": plan.rows,
+        "BN": plan.columns,
+        "STAGES": plan.stages,
+    }
+
+
+def gather_defines() -> dict[str, int]:
+    """Macros of GATHER."""
+    return {"STORAGE": STORAGE["bfloat16"], "THREADS": GATHER_THREADS, "UNROLL": GATHER_UNROLL}
+
+
+def gather_blocks(call: Call) -> int:
+    """Blocks of GATHER."""
+    return -(-call.rows * (call.inputs // OCTET) // (GATHER_THREADS * GATHER_UNROLL))
+
+
+# (batch, inputs, outputs, side) of convolutions in trained networks: ResNet-18 at 32x32 and at 224, a wide one, ResNet-50, RegNetY-3.2GF.
+TRAINED = (
+    *((128, channels, 2 * channels, 2048 // channels) for channels in (64, 128, 256)),
+    *((256, channels, 2 * channels, 3584 // channels) for channels in (64, 128, 256)),
+    (128, 160, 320, 32),
+    *((256, channels, 2 * channels, side) for channels, side in ((256, 56), (512, 28), (1024, 14))),
+    *((256, *shape) for shape in ((32, 72, 112), (72, 216, 56), (216, 576, 28))),
+)
+_SMS = 132  # the macros depend little on it
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant that the trained networks ask for."""
+    if source == GATHER:
+        return (gather_defines(),)
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for dtype in ("bfloat16", "float16"):
+        for n, inputs, outputs, side in TRAINED if dtype == "bfloat16" else TRAINED[:1]:
+            for gradient in (False, True):
+                planned = plan(call((n, inputs, side, side), outputs), _SMS, gradient=gradient)
+                found[tuple(defines(planned, dtype, gradient=gradient).items())] = None
+    return tuple(dict(macros) for macros in found)
+
+
+def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+    """Bytes of forward and backward: a quarter of x in and y out; the quarter and dy in, dx out. Weights are left out."""
+    quarter, y = call.rows * call.inputs * itemsize, call.rows * call.outputs * itemsize
+    return quarter + y, quarter + y + call.pixels * call.inputs * itemsize
+
+
+def flops(call: Call) -> tuple[int, int]:
+    """Operations of forward and backward (both gradients)."""
+    products = 2 * call.rows * call.inputs * call.outputs
+    return products, 2 * products
