@@ -5,18 +5,20 @@ from __future__ import annotations
 import datetime
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from advisor.bench import results, timing
+from advisor.bench import results, timing, units
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
+from advisor.profiling.cupti import CountersUnavailable
 
 DEVICE = "cuda"
 # For one case, without compiling: rounds beyond it are left out.
@@ -53,6 +55,8 @@ class OpRow:
     # Most device memory in use in the pass beyond its inputs: in the forward with what it keeps for the backward.
     advisor_peak_bytes: int | None = None
     eager_peak_bytes: int | None = None
+    # Of each hardware unit's peak the share that advisor's kernels use, where it was counted: see units.py.
+    units: dict[str, float] | None = None
 
     def line(self) -> str:
         """What is printed of it."""
@@ -125,43 +129,117 @@ class Ceilings:
         return limit
 
 
-def run(*, pattern: str, json_out: Path | None, baselines: tuple[str, ...], say: Callable[[str], None]) -> int:
+def run(
+    *, pattern: str, json_out: Path | None, baselines: tuple[str, ...], counters: bool, say: Callable[[str], None]
+) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
-    A case that fails is told, and the rest goes on; the exit code is then 1.
+    With `counters` a family's cases are counted when all of them have been timed: while times are taken the counters are off.
+    A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
     Raises:
-        AdvisorError: without a GPU (exit code 5), or when `pattern` matches nothing.
+        AdvisorError: without a GPU or, if they are asked for, without its counters (exit code 5), or when `pattern` matches nothing.
     """
     cases = chosen(pattern)
     reason = nvrtc.unavailable()
     if reason:
         raise AdvisorError(f"no benchmark here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    target = json_out or results.folder() / "ops.json"
-    known = [k for kind in catalog.FAMILIES for case in kind.benchmark for k in keys(case)]
-    rows = results.on_file(target)
+    counting = _unit_counters() if counters else None
+    file = _File(json_out or results.folder() / "ops.json")
     ceilings = Ceilings()
     say("compiling")
     nvrtc.warm(variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants())
     failed: list[str] = []
-    for number, (kind, case) in enumerate(cases):
-        say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
-        try:
-            measured = measure(kind, case, ceilings, compiled="compile" in baselines and case.dtype in COMPILED_DTYPES)
-        except Exception as error:
-            failed.append(f"{kind.id} {case.label}: {type(error).__name__}: {error}".splitlines()[0])
-            print(failed[-1], flush=True)
-            continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-        for row in measured:
-            print(row.line(), flush=True)
-        rows = merged(rows, [storage.to_plain(row) for row in measured], known)
-        results.write(target, "ops", rows, copy_gbps=ceilings.copy_gbps)
+    number = 0
+    for kind, of_kind in groupby(cases, key=lambda found: found[0]):
+        done: list[tuple[Case, list[OpRow]]] = []
+        for _, case in of_kind:
+            number += 1
+            say(f"measuring {kind.id}: case {number} of {len(cases)}")
+            try:
+                compiled = "compile" in baselines and case.dtype in COMPILED_DTYPES
+                measured = measure(kind, case, ceilings, compiled=compiled)
+            except Exception as error:
+                failed.append(f"{kind.id} {case.label}: {_first_line(error)}")
+                print(failed[-1], flush=True)
+                continue
+            finally:
+                _free()
+            for row in measured:
+                print(row.line(), flush=True)
+            file.keep(measured, ceilings)
+            done.append((case, measured))
+        if counting is not None:
+            say(f"counting {kind.id}")
+            for rows in count(done, counting):
+                file.keep(rows, ceilings)
+    if counting is not None:
+        counting.close()
     if failed:
         print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
     return ExitCode.FINDINGS if failed else ExitCode.OK
+
+
+def _unit_counters() -> units.UnitCounters:
+    try:
+        return units.UnitCounters()
+    except CountersUnavailable as error:
+        raise AdvisorError(f"no counters here: {error}", exit_code=ExitCode.GPU_REQUIRED) from error
+
+
+class _File:
+    """The results on file, with what is measured put into the place of earlier rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows = results.on_file(path)
+        self._known = [k for kind in catalog.FAMILIES for case in kind.benchmark for k in keys(case)]
+
+    def keep(self, measured: Sequence[OpRow], ceilings: Ceilings) -> None:
+        """Write these rows, beside the others."""
+        self._rows = merged(self._rows, [storage.to_plain(row) for row in measured], self._known)
+        results.write(self._path, "ops", self._rows, copy_gbps=ceilings.copy_gbps)
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def count(done: Sequence[tuple[Case, list[OpRow]]], counting: units.UnitCounters) -> Iterator[list[OpRow]]:
+    """Of each case its rows again, with what their passes use of each unit. Why something is not counted is printed."""
+    try:
+        with counting.enabled():
+            for case, rows in done:
+                shares = _shares(case, counting)
+                _free()
+                for row in rows:
+                    if row.pass_ in shares:
+                        print(f"{row.name:24} {row.pass_:8} {units.text(shares[row.pass_])}", flush=True)
+                yield [replace(row, units=shares.get(row.pass_)) for row in rows]
+    except CountersUnavailable as error:
+        print(f"not counted: {error}", flush=True)
+
+
+def _shares(case: Case, counting: units.UnitCounters) -> dict[str, dict[str, float]]:
+    """Pass → unit → share, of the passes that could be counted."""
+    found: dict[str, dict[str, float]] = {}
+    try:
+        with dispatch.everything():
+            for way, runs, sets in contests(case, {"advisor": case.ours}):
+                try:
+                    found[way] = counting.shares(runs["advisor"], sets)
+                except units.NotCounted as error:
+                    print(f"{case.label} {way}: not counted: {error}", flush=True)
+    except CountersUnavailable:
+        raise
+    except Exception as error:  # the times are there already
+        print(f"{case.label}: not counted: {_first_line(error)}", flush=True)
+    return found
 
 
 def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
@@ -220,26 +298,32 @@ def timed(
     case: Case, *, compiled: bool, budget_s: float, only_advisor: bool = False
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
     """Device times (pass → contender → Spread in ms) and host times (pass → contender → µs) of a case's passes."""
-    generator = verify.seeded(DEVICE, 0)
-    first = case.inputs(generator, case.shape[0])
-    nbytes = sum(a.numel() * a.element_size() for a in first if isinstance(a, torch.Tensor))
-    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(timing.rotation(nbytes) - 1))]
     contenders: dict[str, Callable[..., Any]] = {"advisor": case.ours}
     if not only_advisor:
         contenders["eager"] = case.eager
     if compiled:
         torch._dynamo.reset()
         contenders["compile"] = torch.compile(case.eager, dynamic=False)
-    share = budget_s / 2
-    forward = {name: _call(function) for name, function in contenders.items()}
-    times: dict[str, dict[str, Any]] = {"forward": timing.interleaved(forward, sets, budget_s=share)}
-    hosts = {"forward": {} if only_advisor else timing.host(forward, sets)}
+    times: dict[str, dict[str, Any]] = {}
+    hosts: dict[str, dict[str, float]] = {}
+    for way, runs, sets in contests(case, contenders):
+        times[way] = timing.interleaved(runs, sets, budget_s=budget_s / 2)
+        hosts[way] = {} if only_advisor else timing.host(runs, sets)
+    return times, hosts
+
+
+def contests(
+    case: Case, contenders: Mapping[str, Callable[..., Any]]
+) -> Iterator[tuple[str, dict[str, Callable[[Any], object]], Sequence[Any]]]:
+    """Each pass of a case: its name, what each contender runs in it, and the sets of inputs over which that goes."""
+    generator = verify.seeded(DEVICE, 0)
+    first = case.inputs(generator, case.shape[0])
+    nbytes = sum(a.numel() * a.element_size() for a in first if isinstance(a, torch.Tensor))
+    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(timing.rotation(nbytes) - 1))]
+    yield "forward", {name: _call(function) for name, function in contenders.items()}, sets
     if "backward" in case.passes:
         graphs = {name: [_graph(function, arguments) for arguments in sets] for name, function in contenders.items()}
-        backward = {name: _backward(graphs[name]) for name in contenders}
-        times["backward"] = timing.interleaved(backward, range(len(sets)), budget_s=share)
-        hosts["backward"] = {} if only_advisor else timing.host(backward, range(len(sets)))
-    return times, hosts
+        yield "backward", {name: _backward(graphs[name]) for name in contenders}, range(len(sets))
 
 
 def peaks(case: Case, function: Callable[..., Any]) -> dict[str, int]:

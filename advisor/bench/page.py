@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import plots
+from advisor.bench import gaps, plots
+from advisor.bench.gaps import Measured, Row
+from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
 from advisor.ops import catalog, sources
 from advisor.ops.family import Case, Family
 from advisor.resources import kernels_dir
 
-Row = Mapping[str, Any]
 BAR = 10  # characters for a kernel at its limit
 
 _HEAD = """# Benchmarks
@@ -30,6 +31,9 @@ norms before max-pooling, over concatenations, or whose result is used twice, fo
 and 1x1 convolutions, casts and inputs, and where compiled code was measured beside. *Limit* is the time for the
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
+*Units* are counted by the GPU's performance monitors (`--counters`), after the timing, in rows of our calls that take about 3 ms, sampled every
+20 us: the mean of the samples that lie wholly inside. What cannot be counted at the same time is counted in a row of its own
+([0042](../decisions/0042-units-are-counted-in-rows.md)).
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
 eager's, where eager is called without its modules; median of 25 calls on an idle GPU, on a host shared with others.
@@ -38,10 +42,6 @@ How a number is gathered in a training: [measurement](../measurement.md).
 
 
 PAGE = "README.md"
-# The plots show operations in the dtype in which training happens most.
-PLOTTED = "bfloat16"
-# Tensors that no cache holds: there a kernel is bound by memory, not by its launch.
-LARGE_BYTES = 32 * 10**6
 _CONTENDERS = {"advisor": "advisor", "eager": "eager PyTorch", "compile": "torch.compile"}
 _TRAINERS = {"advisor": "apply --auto", "eager": "tuned by hand", "compile": "and compiled"}
 
@@ -60,7 +60,7 @@ def files(folder: Path) -> dict[str, str]:
             parts.append(_models(models, f"![Speed of whole trainings, as written = 1]({name})"))
         if ops:
             families = _families(ops["rows"])
-            parts += [_facts(ops), _summary(families)]
+            parts += [_facts(ops), _summary(families), gaps.section(families)]
             for family, cases in families:
                 name = f"{machine.name}/{family.id}.svg"
                 measured = [(case, rows) for case, rows in cases if rows]
@@ -91,9 +91,6 @@ def _facts(document: Row) -> str:
     )
 
 
-Measured = list[tuple[Case, list[Row]]]
-
-
 def _families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
     """Families that were measured, with the rows of each of their cases."""
     by_case: dict[tuple[str, tuple[int, ...], str], list[Row]] = {}
@@ -109,7 +106,7 @@ def _families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
 def _summary(families: Iterable[tuple[Family, Measured]]) -> str:
     """A line for each family and pass: how near the limit on large tensors, and where PyTorch's own op runs instead."""
     lines = [
-        f"Each family in {PLOTTED} on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where it is dispatched: median (least to most). "
+        f"Each family in {DTYPE} on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where it is dispatched: median (least to most). "
         "*Dispatched*: of all cases measured, any dtype and size; elsewhere PyTorch's own operation runs. A case is dispatched where both "
         "passes together win.\n",
         "| family | pass | cases | limit ÷ ours | | eager ÷ ours | dispatched |",
@@ -120,11 +117,11 @@ def _summary(families: Iterable[tuple[Family, Measured]]) -> str:
         for way in dict.fromkeys(row["pass"] for _, row in measured):
             every = [(case, row) for case, row in measured if row["pass"] == way]
             wins = [(case, row) for case, row in every if not case.wins()]
-            large = [row for case, row in wins if case.dtype == PLOTTED and 2 * math.prod(case.shape) >= LARGE_BYTES]
-            limits = [row["limit_ms"] / row["advisor_ms"] for row in large]
+            shown = [row for case, row in wins if large(case)]
+            limits = [row["limit_ms"] / row["advisor_ms"] for row in shown]
             lines.append(
-                f"| [{family.id}](#{family.id}) | {way} | {len(large)} | {_range(limits)} "
-                f"| {bar(median(limits)) if limits else ''} | {_range([r['eager_ms'] / r['advisor_ms'] for r in large])} "
+                f"| [{family.id}](#{family.id}) | {way} | {len(shown)} | {_range(limits)} "
+                f"| {bar(median(limits)) if limits else ''} | {_range([r['eager_ms'] / r['advisor_ms'] for r in shown])} "
                 f"| {len(wins)} of {len(every)} |"
             )
     return "\n".join(lines) + "\n"
@@ -140,7 +137,7 @@ def _family_plot(family: Family, measured: Measured) -> str:
     largest: dict[str, tuple[Case, list[Row]]] = {}
     for case, rows in measured:
         known = largest.get(case.name)
-        if case.dtype == PLOTTED and (known is None or math.prod(case.shape) > math.prod(known[0].shape)):
+        if case.dtype == DTYPE and (known is None or math.prod(case.shape) > math.prod(known[0].shape)):
             largest[case.name] = case, rows
     shown = [
         plots.Dots(
@@ -150,7 +147,7 @@ def _family_plot(family: Family, measured: Measured) -> str:
         for case, rows in largest.values()
         for row in rows
     ]
-    return plots.dots(f"{family.id}, {PLOTTED}: limit ÷ time", "at the limit", _CONTENDERS, shown) if shown else ""
+    return plots.dots(f"{family.id}, {DTYPE}: limit ÷ time", "at the limit", _CONTENDERS, shown) if shown else ""
 
 
 def _family(family: Family, cases: Measured, plot: str) -> str:

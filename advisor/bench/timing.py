@@ -40,17 +40,33 @@ def rotation(nbytes: int) -> int:
     return max(2, min(MOST_SETS, -(-4 * l2 // max(nbytes, 1))))
 
 
+def make_pad() -> torch.Tensor:
+    """What is written to keep the device busy ahead of a row."""
+    return torch.empty(PAD_BYTES, dtype=torch.uint8, device="cuda")
+
+
 @dataclass(slots=True)
-class _Row(Generic[Inputs]):
-    """One contender's calls, and what it takes to time them."""
+class Row(Generic[Inputs]):
+    """One contender's calls, and what it takes to time them.
+
+    Attributes:
+        lasting_ms: of device time that the calls together are to take.
+        most_calls: in a row, however short they are.
+        calls: in a row, between the two events.
+        pads: of PAD_BYTES, ahead of the row.
+        begun: calls until now.
+    """
 
     run: Callable[[Inputs], object]
     sets: Sequence[Inputs]
+    lasting_ms: float = ROW_MS
+    most_calls: int = MOST_CALLS
     calls: int = 1
-    pads: int = 1  # of PAD_BYTES, ahead of the row
-    begun: int = 0  # calls until now
+    pads: int = 1
+    begun: int = 0
 
     def call(self) -> None:
+        """One call, on the next set of inputs."""
         self.run(self.sets[self.begun % len(self.sets)])
         self.begun += 1
 
@@ -75,8 +91,15 @@ class _Row(Generic[Inputs]):
         _, host_ms, _ = self.time(pad)
         self._hide(host_ms)
         device_ms, host_ms, _ = self.time(pad)
-        self.calls = max(1, min(MOST_CALLS, math.ceil(ROW_MS / max(device_ms, 1e-6))))
+        self.calls = max(1, min(self.most_calls, math.ceil(self.lasting_ms / max(device_ms, 1e-6))))
         self._hide(host_ms)
+
+    def pad_more(self) -> bool:
+        """Twice the pads, for a row whose host was slower than they are; False where there are as many as may be."""
+        if self.pads >= MOST_PADS:
+            return False
+        self.pads *= 2
+        return True
 
     def _hide(self, host_ms: float) -> None:
         self.pads = max(1, min(MOST_PADS, math.ceil(HEADROOM * host_ms * (self.calls + 1))))
@@ -97,8 +120,8 @@ def interleaved(
     which that was not so is timed again behind a longer pad. What the launches cost the host is a second number: `host`.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    rows = {name: _Row(run, sets) for name, run in contenders.items()}
-    pad = torch.empty(PAD_BYTES, dtype=torch.uint8, device="cuda")
+    rows = {name: Row(run, sets) for name, run in contenders.items()}
+    pad = make_pad()
     started = time.monotonic()
     for number in range(WARMUP_ROUNDS + rounds):
         if number >= WARMUP_ROUNDS + LEAST_ROUNDS and time.monotonic() - started > budget_s:
@@ -107,8 +130,7 @@ def interleaved(
             if number == 1:  # the first call of all has compiled
                 row.settle(pad)
             device_ms, _, hidden = row.time(pad)
-            while not hidden and number and row.pads < MOST_PADS:
-                row.pads *= 2
+            while not hidden and number and row.pad_more():
                 device_ms, _, hidden = row.time(pad)
             if number >= WARMUP_ROUNDS:
                 times[name].append(device_ms)

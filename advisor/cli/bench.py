@@ -30,6 +30,12 @@ from advisor.cli.progress import Progress
     "`bench ops` always measures eager.",
 )
 @click.option(
+    "--counters",
+    is_flag=True,
+    help="`bench ops`: also count, with the GPU's performance monitors, what share of each unit's peak our kernels use: memory, "
+    "caches, pipes. That is done after the timing, which stays as it is. Without permission to read them nothing is measured.",
+)
+@click.option(
     "--max-time",
     type=Duration(),
     default="10m",
@@ -43,7 +49,16 @@ from advisor.cli.progress import Progress
     help="`bench models`: leave the searches' run folders in DIR, for `advisor report`.",
 )
 @click.argument("what", type=click.Choice(("ops", "models", "tune")))
-def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max_time: float, runs: Path | None) -> int:
+def bench(
+    what: str,
+    *,
+    pattern: str,
+    json_out: Path | None,
+    baselines: str,
+    counters: bool,
+    max_time: float,
+    runs: Path | None,
+) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
     `tune`, each kernel with every combination of its launch constants.
 
@@ -53,6 +68,7 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max
     Examples:
       advisor bench ops --filter batchnorm_act
       advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
+      advisor bench ops --filter "depthwise bfloat16" --counters
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
     """
@@ -68,7 +84,7 @@ def bench(what: str, *, pattern: str, json_out: Path | None, baselines: str, max
         if what == "tune":
             return int(tune.run(pattern=pattern, json_out=json_out, say=say))
         if what == "ops":
-            return int(ops.run(pattern=pattern, json_out=json_out, baselines=names, say=say))
+            return int(ops.run(pattern=pattern, json_out=json_out, baselines=names, counters=counters, say=say))
         return int(
             models.run(pattern=pattern, json_out=json_out, baselines=names, max_time_s=max_time, runs=runs, say=say)
         )

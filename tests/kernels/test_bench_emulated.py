@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_a_case_is_measured(emulated, on_cpu, family: Family) -> None:
         assert row.limit_ms > 0
         assert row.error == row.error < 0.1
         assert "eager/ours  2.00" in row.line()
+    assert sum(emulated.launches.values()) > 0
+
+
+class Calls:
+    """In the place of the counters: each pass is run over its inputs."""
+
+    def enabled(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def shares(self, run: Callable[[Any], object], sets: Sequence[Any]) -> dict[str, float]:
+        return {"sms": float(sum(run(inputs) is not None for inputs in sets))}
+
+
+def test_what_is_counted_are_our_kernels_alone(emulated, on_cpu) -> None:
+    family = catalog.get("batchnorm_act")
+    case = small(family)
+    rows = ops.measure(
+        family, case, ops.Ceilings(copy_gbps=1.0, tflops={"float32": 1.0, case.dtype: 1.0}), compiled=False
+    )
+    emulated.launches.clear()
+    eager = replace(case, eager=lambda *_: pytest.fail("eager was called"))
+    (counted,) = ops.count([(eager, rows)], Calls())
+    assert counted == [replace(row, units={"sms": 2.0}) for row in rows]
     assert sum(emulated.launches.values()) > 0
 
 

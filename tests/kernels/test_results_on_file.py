@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from advisor.bench import goals
 from advisor.ops import catalog, dispatch, storage
 from advisor.ops.family import Case, Family, kernel_sha
 from advisor.ops.moments_cases import APART
@@ -69,6 +70,14 @@ def test_dispatch_follows_the_results(family: Family, rows: list[Row]) -> None:
 def test_every_row_is_of_a_case(rows: list[Row]) -> None:
     cases = {(c.name, c.shape, c.dtype) for family in catalog.FAMILIES for c in family.benchmark}
     assert {(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows} <= cases
+
+
+@pytest.mark.parametrize("goal", goals.GOALS, ids=lambda goal: goal.title)
+def test_every_goal_is_measured_on_a_case(goal: goals.Goal, rows: list[Row]) -> None:
+    family = catalog.get(goal.family)
+    cases = [case for case in family.benchmark if goal.holds_for(family.id, case)]
+    for way in goal.shares:
+        assert [row for case in cases for row in of(case, rows) if row["pass"] == way]
 
 
 # What a pass may take beyond eager's peak: a byte for each vector of 16 bytes where the signs of a sum are kept, which PyTorch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from advisor.bench import ops, timing
+from advisor.bench import ops, timing, units
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, nvrtc
 from advisor.ops.family import Case, Work, kernel_sha
+from advisor.profiling import cupti
+from advisor.profiling.cupti import CountersUnavailable
 
 BN = catalog.get("batchnorm_act")
 
@@ -45,10 +48,11 @@ def bench(
     monkeypatch: pytest.MonkeyPatch, machine: None, tmp_path: Path
 ) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
     def run(
-        measure: Callable[..., Any], pattern: str = "batchnorm_act bn+hardswish float32"
+        measure: Callable[..., Any], pattern: str = "batchnorm_act bn+hardswish float32", *, counters: bool = False
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
-        code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), say=lambda text: None)
+        out = tmp_path / "ops.json"
+        code = ops.run(pattern=pattern, json_out=out, baselines=(), counters=counters, say=lambda text: None)
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
     return run
@@ -66,7 +70,7 @@ def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        ops.run(pattern="", json_out=None, baselines=(), say=print)
+        ops.run(pattern="", json_out=None, baselines=(), counters=True, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -151,3 +155,101 @@ def test_memory_is_what_a_pass_takes_beyond_its_inputs(monkeypatch: pytest.Monke
         inputs=lambda generator, n: (torch.ones(10, requires_grad=True),),
     )
     assert ops.peaks(case, Doubles.apply) == {"forward": 200, "backward": 270 - 100 - 40}
+
+
+class Counting:
+    """Counters that have counted `shares`, and say when they are on."""
+
+    def __init__(self, shares: Callable[[], dict[str, float]]) -> None:
+        self.made = shares
+        self.on = self.closed = False
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def shares(self, run: Any, sets: Any) -> dict[str, float]:
+        assert self.on
+        return self.made()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    found = Counting(lambda: {"memory": 0.7, "sms": 0.9})
+    monkeypatch.setattr(units, "UnitCounters", lambda: found)
+    monkeypatch.setattr(ops, "contests", lambda case, runs: [(way, runs, [0]) for way in case.passes])
+    return found
+
+
+def test_units_are_counted_when_all_cases_of_a_family_have_been_timed(bench, counting: Counting, capsys) -> None:
+    timed = []
+
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+        assert not counting.on
+        timed.append(case.label)
+        return rows_of(case)
+
+    code, rows = bench(measure, counters=True)
+    assert code == ExitCode.OK
+    assert len(rows) == 2 * len(timed) > 2
+    assert all(row["units"] == {"memory": 0.7, "sms": 0.9} for row in rows)
+    assert [storage.from_plain(ops.OpRow, row).units for row in rows] == [{"memory": 0.7, "sms": 0.9}] * len(rows)
+    printed = capsys.readouterr().out
+    assert "bn+hardswish             backward memory 70 %; SMs 90 %" in printed
+    assert printed.index("memory 70 %") > printed.rindex("limit/ours")
+    assert counting.closed
+
+
+def test_without_the_flag_nothing_is_counted_and_a_row_is_replaced_whole(bench, counting: Counting) -> None:
+    bench(lambda _, case, *__, **___: rows_of(case), counters=True)
+    _, rows = bench(lambda _, case, *__, **___: rows_of(case))
+    assert {row["units"] for row in rows} == {None}
+
+
+def test_a_pass_that_cannot_be_counted_is_told_and_keeps_its_times(bench, counting: Counting, capsys) -> None:
+    answers = iter([units.NotCounted("3 samples lie inside"), RuntimeError("out of memory\nwith a long tale")])
+
+    def shares() -> dict[str, float]:
+        error = next(answers, None)
+        if error:
+            raise error
+        return {"memory": 0.5}
+
+    counting.made = shares
+    code, rows = bench(lambda _, case, *__, **___: rows_of(case), counters=True)
+    assert code == ExitCode.OK
+    assert [row["units"] for row in rows[:3]] == [None, None, {"memory": 0.5}]
+    assert {row["advisor_ms"] for row in rows} == {1.0}
+    printed = capsys.readouterr().out
+    assert "forward: not counted: 3 samples lie inside" in printed
+    assert "RuntimeError: out of memory\n" in printed
+
+
+@pytest.mark.parametrize("where", ["enabled", "shares"])
+def test_counters_that_another_takes_meanwhile_lose_nothing(bench, counting: Counting, where: str, capsys) -> None:
+    def taken(*_: Any) -> Any:
+        raise CountersUnavailable("another profiler holds the performance counters")
+
+    setattr(counting, where, taken)
+    code, rows = bench(lambda _, case, *__, **___: rows_of(case), counters=True)
+    assert code == ExitCode.OK
+    assert len(rows) == 2 * len(ops.chosen("batchnorm_act bn+hardswish float32"))
+    assert capsys.readouterr().out.count("not counted: another profiler holds") == 1
+
+
+def test_without_counters_it_says_so_before_anything_is_measured(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> Any:
+        raise cupti.refused("cuptiPmSamplingEnable", 35)
+
+    monkeypatch.setattr(cupti, "load", refused)
+    with pytest.raises(AdvisorError, match=r"^no counters here: the driver lets only administrators") as caught:
+        bench(lambda *_, **__: pytest.fail("measured"), counters=True)
+    assert caught.value.exit_code == ExitCode.GPU_REQUIRED
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in str(caught.value)

@@ -4,87 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from emulation.cupti import FakeCupti
 
 from advisor.core.errors import AdvisorError
-from advisor.profiling import counters, cupti, ownprocess
-
-HOST, SAMPLER = 11, 22
-
-
-class FakeCupti:
-    """A GPU that has taken `samples` (start, end, read, written), handed out in images of `chunk` samples."""
-
-    def __init__(self, samples: list[tuple[int, int, float, float]], chunk: int = 1000) -> None:
-        self.path, self.version = Path("libcupti.so.13"), 130001
-        self.samples, self.chunk = samples, chunk
-        self.pending: list[tuple[int, int, float, float]] = []
-        self.image: list[tuple[int, int, float, float]] = []
-        self.calls: list[str] = []
-        self.refuse: dict[str, int] = {}
-        self.overflow, self.passes, self.interval_ns = 0, 1, 0
-
-    def call(self, name: str, p: SimpleNamespace) -> None:
-        self.calls.append(name)
-        if name in self.refuse:
-            raise cupti.refused(name, self.refuse[name])
-        handler = getattr(self, name, None)
-        if handler:
-            handler(p)
-
-    def cuptiDeviceGetChipName(self, p) -> None:
-        p.pChipName = b"GH100"
-
-    def cuptiPmSamplingGetCounterAvailability(self, p) -> None:
-        p.counterAvailabilityImageSize = 64
-
-    def cuptiProfilerHostInitialize(self, p) -> None:
-        assert (p.profilerType, p.pChipName) == (cupti.PM_SAMPLING, b"GH100")
-        assert p.pCounterAvailabilityImage
-        p.pHostObject = HOST
-
-    def cuptiProfilerHostConfigAddMetrics(self, p) -> None:
-        assert [p.ppMetricNames[i] for i in range(p.numMetrics)] == list(counters.METRICS)
-
-    def cuptiProfilerHostGetConfigImageSize(self, p) -> None:
-        p.configImageSize = 928
-
-    def cuptiProfilerHostGetNumOfPasses(self, p) -> None:
-        p.numOfPasses = self.passes
-
-    def cuptiPmSamplingEnable(self, p) -> None:
-        p.pPmSamplingObject = SAMPLER
-
-    def cuptiPmSamplingSetConfig(self, p) -> None:
-        assert (p.pPmSamplingObject, p.configSize, p.triggerMode) == (SAMPLER, 928, cupti.GPU_TIME_INTERVAL)
-        self.interval_ns = p.samplingInterval
-
-    def cuptiPmSamplingStart(self, p) -> None:
-        self.pending = list(self.samples)
-
-    def cuptiPmSamplingGetCounterDataSize(self, p) -> None:
-        p.counterDataSize = 4096
-
-    def cuptiPmSamplingCounterDataImageInitialize(self, p) -> None:
-        assert p.counterDataSize == 4096
-        self.image = []
-
-    def cuptiPmSamplingDecodeData(self, p) -> None:
-        self.image, self.pending = self.pending[: self.chunk], self.pending[self.chunk :]
-        p.overflow = self.overflow
-        p.decodeStopReason = cupti.COUNTER_DATA_FULL if self.pending else cupti.END_OF_RECORDS
-
-    def cuptiPmSamplingGetCounterDataInfo(self, p) -> None:
-        p.numTotalSamples = p.numPopulatedSamples = p.numCompletedSamples = len(self.image)
-
-    def cuptiPmSamplingCounterDataGetSampleInfo(self, p) -> None:
-        p.startTimestamp, p.endTimestamp = self.image[p.sampleIndex][:2]
-
-    def cuptiProfilerHostEvaluateToGpuValues(self, p) -> None:
-        p.pMetricValues[0], p.pMetricValues[1] = self.image[p.rangeIndex][2:]
+from advisor.profiling import counters, ownprocess
 
 
 def series(count: int) -> list[tuple[int, int, float, float]]:
@@ -93,7 +18,7 @@ def series(count: int) -> list[tuple[int, int, float, float]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCupti:
-    fake = FakeCupti(series(10))
+    fake = FakeCupti(counters.METRICS, series(10))
     monkeypatch.setattr(counters.cupti, "load", lambda: fake)
     return fake
 
@@ -186,7 +111,7 @@ def test_a_refusal_is_a_reason_and_leaves_nothing_enabled(
 
 
 def test_metrics_that_need_several_passes_are_refused(gpu: FakeCupti) -> None:
-    gpu.passes = 3
+    gpu.passes = lambda names: 3
     assert counters.available(0) == (False, "the DRAM counters need 3 passes on this GPU; expected 1")
 
 

@@ -1,0 +1,104 @@
+"""The page's section on goals: which cases reach them, and for the others what holds them, by the units that were counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from advisor.bench import units
+from advisor.bench.goals import DTYPE, GOALS, LARGE_BYTES, Goal
+from advisor.core.units import percent_text
+from advisor.ops.family import Case, Family
+
+Row = Mapping[str, Any]
+Measured = list[tuple[Case, list[Row]]]
+
+FULL = 0.8  # of a unit's peak: what kernels get of it at most, about
+IDLE = 0.85  # of the time: an SM that has work for less waits for the last blocks, or for the next launch
+NOT_COUNTED = "no counters on file"
+
+_TEXT = f"""### Goals
+
+Limit ÷ ours that kernels are to reach in {DTYPE}, NHWC, on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where they are dispatched.
+Cases short of it are listed behind, the largest gap first, with what share of each unit's peak our kernels used: the {units.SHOWN} busiest
+units, the share of time in which an SM had work, and of the warps that it can hold. *Held by* follows from these: the busiest unit, if it is at
+{FULL * 100:.0f} % of its peak or more; else SMs without work, if they had some for less than {IDLE * 100:.0f} % of the time; else latency,
+as work is there and no unit is full.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A case's pass that is to reach a goal."""
+
+    case: Case
+    row: Row
+    goal: float
+
+    @property
+    def reached(self) -> float:
+        """Share of the limit."""
+        return float(self.row["limit_ms"] / self.row["advisor_ms"])
+
+
+def places(goal: Goal, way: str, families: Iterable[tuple[Family, Measured]]) -> list[Place]:
+    """What was measured of a goal in one pass."""
+    return [
+        Place(case, row, goal.shares[way])
+        for family, cases in families
+        for case, rows in cases
+        if rows and goal.holds_for(family.id, case)
+        for row in rows
+        if row["pass"] == way
+    ]
+
+
+def section(families: Sequence[tuple[Family, Measured]]) -> str:
+    """In Markdown: a line a goal and pass, and one for each case that is short of its goal."""
+    lines = [
+        _TEXT,
+        "| operation | pass | goal | cases | reach it | limit ÷ ours, median | least |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    short: list[Place] = []
+    for goal in GOALS:
+        for way, share in goal.shares.items():
+            found = places(goal, way, families)
+            below = [place for place in found if place.reached < share]
+            short += below
+            reached = [place.reached for place in found]
+            figures = f"{median(reached):.3f} | {min(reached):.3f}" if reached else "– | –"
+            lines.append(
+                f"| {goal.title} | {way} | {share:.2f} | {len(found)} | {len(found) - len(below)} | {figures} |"
+            )
+    return "\n".join(lines) + "\n" + (_short(short) if short else "")
+
+
+def _short(found: Iterable[Place]) -> str:
+    lines = [
+        "\n| short of its goal | shape | pass | limit ÷ ours | goal | eager ÷ ours | units | held by |",
+        "|---|---|---|---:|---:|---:|---|---|",
+    ]
+    for place in sorted(found, key=lambda place: place.reached - place.goal):
+        case, row, counted = place.case, place.row, place.row.get("units")
+        lines.append(
+            f"| {case.name} | {'×'.join(map(str, case.shape))} | {row['pass']} | {place.reached:.3f} | {place.goal:.2f} "
+            f"| {row['eager_ms'] / row['advisor_ms']:.2f} | {units.text(counted) if counted else '–'} "
+            f"| {held_by(counted) if counted else NOT_COUNTED} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def held_by(shares: Mapping[str, float]) -> str:
+    """What keeps a kernel from its limit, by the rule that the section states."""
+    at, busiest = max(((shares[name], name) for name in units.THROUGHPUT if name in shares), default=(0.0, ""))
+    if at >= FULL:
+        return f"{units.UNITS[busiest].label}, {percent_text(at)} of its peak"
+    if shares["sms"] < IDLE:
+        return "SMs without work (tail, launch)"
+    # Up to the next whole per cent: "nothing above" must hold.
+    latency = f"latency: nothing above {math.ceil(round(at * 100, 1))} %"
+    return f"{latency}, {percent_text(shares['warps'])} of the warps" if "warps" in shares else latency
