@@ -14,7 +14,7 @@ from advisor.core.units import percent_text
 
 # By the definitions of the metrics named.
 LARGE_KERNEL, FEW_CHANNELS, FFT_KERNEL = 7, 4, 9
-STRIDED_CHANNELS = 512
+STRIDED_FLOPS, STRIDED_INTENSITY = 0.6e9, 60.0  # a launch; channels in times channels out over their sum
 NARROW = frozenset({(32, 128), (64, 64), (64, 128)})  # the fewer channels first
 _POINTWISE = re.compile(r"^(void )?at::native::.*(elementwise|reduce)_kernel", re.IGNORECASE)
 
@@ -30,11 +30,20 @@ def narrow_3x3(geometry: Geometry) -> bool:
     return dense_3x3(geometry) and (min(channels), max(channels)) in NARROW
 
 
-def strided_pointwise(geometry: Geometry) -> bool:
-    """A 1 x 1 convolution of stride 2 in one group between few channels."""
-    plain = geometry.kernel == (1, 1) and geometry.groups == 1 and not geometry.transposed
-    most = max(geometry.in_channels, geometry.out_channels)
-    return plain and geometry.stride == (2, 2) and most <= STRIDED_CHANNELS
+def strided_pointwise(view: View) -> Callable[[KernelRow], bool]:
+    """A row predicate: a product of a 1 x 1 convolution of stride 2 in one group, short or between few channels."""
+
+    def dense(geometry: Geometry) -> bool:
+        return (
+            geometry.kernel == (1, 1) and geometry.groups == 1 and geometry.stride == (2, 2) and not geometry.transposed
+        )
+
+    def between_few(geometry: Geometry) -> bool:
+        channels, out = geometry.in_channels, geometry.out_channels
+        return dense(geometry) and channels * out <= STRIDED_INTENSITY * (channels + out)
+
+    of_the_kind, few = view.conv(dense), view.conv(between_few)
+    return lambda row: of_the_kind(row) and (few(row) or row.flops <= STRIDED_FLOPS * row.calls)
 
 
 def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
@@ -69,7 +78,7 @@ def fill(view: View, table: MetricTable) -> None:
         "large_conv_frac": view.conv(lambda g: max(g.kernel, default=0) >= LARGE_KERNEL and g.unit_stride),
         "first_conv_frac": view.conv(lambda g: g.in_channels <= FEW_CHANNELS and not g.transposed),
         "pointwise_bn_frac": pointwise_before_norm(view),
-        "strided_1x1_frac": view.conv(strided_pointwise),
+        "strided_1x1_frac": strided_pointwise(view),
         "narrow_3x3_frac": view.conv(narrow_3x3),
         "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
         "winograd_eligible_frac": _strict(view.conv(dense_3x3)),

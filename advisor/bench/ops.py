@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
+from advisor.profiling import counters as hardware
 from advisor.profiling.cupti import CountersUnavailable
 
 DEVICE = "cuda"
@@ -134,7 +134,7 @@ def run(
 ) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
-    With `counters` a family's cases are counted when all of them have been timed: while times are taken the counters are off.
+    With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
     Raises:
@@ -144,47 +144,36 @@ def run(
     reason = nvrtc.unavailable()
     if reason:
         raise AdvisorError(f"no benchmark here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    counting = _unit_counters() if counters else None
+    if counters:
+        usable, reason = hardware.preflight()
+        if not usable:
+            raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
     file = _File(json_out or results.folder() / "ops.json")
     ceilings = Ceilings()
     say("compiling")
     nvrtc.warm(variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants())
     failed: list[str] = []
-    number = 0
-    for kind, of_kind in groupby(cases, key=lambda found: found[0]):
-        done: list[tuple[Case, list[OpRow]]] = []
-        for _, case in of_kind:
-            number += 1
-            say(f"measuring {kind.id}: case {number} of {len(cases)}")
-            try:
-                compiled = "compile" in baselines and case.dtype in COMPILED_DTYPES
-                measured = measure(kind, case, ceilings, compiled=compiled)
-            except Exception as error:
-                failed.append(f"{kind.id} {case.label}: {_first_line(error)}")
-                print(failed[-1], flush=True)
-                continue
-            finally:
-                _free()
-            for row in measured:
-                print(row.line(), flush=True)
-            file.keep(measured, ceilings)
-            done.append((case, measured))
-        if counting is not None:
-            say(f"counting {kind.id}")
-            for rows in count(done, counting):
-                file.keep(rows, ceilings)
-    if counting is not None:
-        counting.close()
+    done: list[tuple[Case, list[OpRow]]] = []
+    for number, (kind, case) in enumerate(cases):
+        say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
+        try:
+            measured = measure(kind, case, ceilings, compiled="compile" in baselines and case.dtype in COMPILED_DTYPES)
+        except Exception as error:
+            failed.append(f"{kind.id} {case.label}: {_first_line(error)}")
+            print(failed[-1], flush=True)
+            continue
+        finally:
+            _free()
+        for row in measured:
+            print(row.line(), flush=True)
+        file.keep(measured, ceilings)
+        done.append((case, measured))
+    for number, rows in enumerate(count(done) if counters else ()):
+        say(f"counting: case {number + 1} of {len(done)}")
+        file.keep(rows, ceilings)
     if failed:
         print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
     return ExitCode.FINDINGS if failed else ExitCode.OK
-
-
-def _unit_counters() -> units.UnitCounters:
-    try:
-        return units.UnitCounters()
-    except CountersUnavailable as error:
-        raise AdvisorError(f"no counters here: {error}", exit_code=ExitCode.GPU_REQUIRED) from error
 
 
 class _File:
@@ -210,10 +199,10 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def count(done: Sequence[tuple[Case, list[OpRow]]], counting: units.UnitCounters) -> Iterator[list[OpRow]]:
+def count(done: Sequence[tuple[Case, list[OpRow]]]) -> Iterator[list[OpRow]]:
     """Of each case its rows again, with what their passes use of each unit. Why something is not counted is printed."""
     try:
-        with counting.enabled():
+        with units.UnitCounters() as counting:
             for case, rows in done:
                 shares = _shares(case, counting)
                 _free()

@@ -1,17 +1,17 @@
 """What share of each hardware unit's peak a pass uses, counted by the GPU's performance monitors: `advisor bench ops --counters`.
 
 A pass is counted as it is timed, in a row of its own calls behind a pad, with no kernel replayed or held apart from the next
-(docs/decisions/0042). Units that one pass of the counters cannot hold are counted in rows of their own.
+(docs/decisions/0042).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from advisor.bench import timing
 from advisor.core.errors import AdvisorError
 from advisor.core.units import percent_text
 from advisor.profiling.clock import IDLE_S, QUIET_SAMPLES, SCALE_TOLERANCE
-from advisor.profiling.pmsampling import Group, PmSampler, Samples, packed
+from advisor.profiling.pmsampling import PmSampler, Samples, fitting
 
 Inputs = TypeVar("Inputs")
 
@@ -28,6 +28,7 @@ Inputs = TypeVar("Inputs")
 COUNTED_MS = 3.0
 MOST_CALLS = 100
 LEAST_SAMPLES = 20
+CAPACITY = 6000  # 120 ms: a row with the longest pad before it, and idle time at both ends
 BUSY_PERCENT = 1.0  # of the SMs' time: less is an idle device
 SUFFIX = ".avg.pct_of_peak_sustained_elapsed"  # of what the unit can do in the sample's time, in per cent
 BUSY = f"sm__cycles_active{SUFFIX}"
@@ -41,21 +42,22 @@ class Unit:
     metrics: tuple[str, ...]
 
 
-# Units that do work: the share of the most that they could do.
+# Units that do work: the share of the most that they could do. Metrics that are updated as work runs, not when a warp ends, come first;
+# with them all of these fit into the one pass that sampling has, on GH100.
 THROUGHPUT = {
     "memory": Unit("memory", ("dram__throughput",)),
     "l2": Unit("L2", ("lts__t_sectors",)),
     "l1": Unit("L1", ("l1tex__data_pipe_lsu_wavefronts",)),  # loads, stores and shared memory
-    "l2_to_l1": Unit("L2 to L1", ("l1tex__m_xbar2l1tex_throughput",)),
-    "issue": Unit("issue", ("sm__issue_active",)),
-    # Where the pipe is two, it cannot be counted beside the SMs' activity; the heavy one also multiplies integers.
-    "fma": Unit("FMA", ("sm__pipe_fma_cycles_active", "sm__pipe_fmaheavy_cycles_active")),
-    "alu": Unit("ALU", ("sm__pipe_alu_cycles_active",)),
-    "tensor": Unit("tensor", ("sm__pipe_tensor_cycles_active",)),
-    "special": Unit("special", ("sm__inst_executed_pipe_xu",)),
+    "issue": Unit("issue", ("sm__inst_executed_realtime", "sm__issue_active")),
+    "alu": Unit("ALU", ("sm__inst_executed_pipe_alu_realtime", "sm__pipe_alu_cycles_active")),
+    "tensor": Unit("tensor", ("sm__pipe_tensor_cycles_active_realtime", "sm__pipe_tensor_cycles_active")),
+    "special": Unit("special", ("sm__inst_executed_pipe_xu_realtime", "sm__inst_executed_pipe_xu")),
 }
 # What they have to work on: the share of time in which an SM has a warp, and of the warps that it can hold.
-OCCUPANCY = {"sms": Unit("SMs", ("sm__cycles_active",)), "warps": Unit("warps", ("sm__warps_active",))}
+OCCUPANCY = {
+    "sms": Unit("SMs", ("sm__cycles_active",)),
+    "warps": Unit("warps", ("sm__warps_active_realtime", "sm__warps_active")),
+}
 UNITS = THROUGHPUT | OCCUPANCY
 SHOWN = 3  # busiest units in a text
 
@@ -65,44 +67,37 @@ class NotCounted(AdvisorError):
 
 
 class UnitCounters:
-    """The counters of this process's GPU. Made once a run; they are on only inside `enabled`.
+    """The counters of this process's GPU, which slow nothing down and keep other profilers out until `close`.
 
     Raises:
         CountersUnavailable: no library, no permission, no such counters, or another profiler holds them.
     """
 
     def __init__(self, device_index: int = 0) -> None:
-        self._sampler = PmSampler(device_index)
+        self._sampler = PmSampler(device_index, capacity=CAPACITY)
         try:
             wanted = [tuple(metric + SUFFIX for metric in unit.metrics) for unit in UNITS.values()]
-            self._groups = packed(self._sampler, wanted, beside=BUSY)
-            with self.enabled():  # said now and not after an hour
-                self._sampler.choose(self._groups[0])
+            self._sampler.open(fitting(self._sampler, wanted, beside=BUSY))
         except BaseException:
             self.close()
             raise
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Inside, `shares` may be called. Takes a good part of a second.
-
-        Raises:
-            CountersUnavailable: another profiler holds the counters.
-        """
-        self._sampler.enable()
-        try:
-            yield
-        finally:
-            self._sampler.disable()
 
     def close(self) -> None:
         """The counters are free for others. May be called twice; never raises."""
         self._sampler.close()
 
+    def __enter__(self) -> UnitCounters:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def shares(self, run: Callable[[Inputs], object], sets: Sequence[Inputs]) -> dict[str, float]:
         """Unit → share of its peak (0 to 1) while `run` is called behind itself over the inputs in `sets`.
 
-        A unit that this GPU does not count is missing.
+        A unit that this GPU does not count beside the others is missing.
 
         Raises:
             NotCounted: the row could not be found in the samples.
@@ -112,9 +107,7 @@ class UnitCounters:
         row = timing.Row(run, sets, lasting_ms=COUNTED_MS, most_calls=MOST_CALLS)
         row.call()  # the first call of all may compile
         row.settle(pad)
-        percent: dict[str, float] = {}
-        for group in self._groups:
-            percent = self._means(group, row, pad) | percent
+        percent = self._means(row, pad)
         return {
             name: round(percent[metric + SUFFIX] / 100, 3)
             for name, unit in UNITS.items()
@@ -122,9 +115,8 @@ class UnitCounters:
             if metric + SUFFIX in percent
         }
 
-    def _means(self, group: Group, row: timing.Row[Inputs], pad: torch.Tensor) -> dict[str, float]:
+    def _means(self, row: timing.Row[Inputs], pad: torch.Tensor) -> dict[str, float]:
         """Metric → its mean over a row, in per cent."""
-        self._sampler.choose(group)
         samples, row_ms, hidden = self._sampled(row, pad)
         while not hidden and row.pad_more():
             samples, row_ms, hidden = self._sampled(row, pad)
@@ -140,6 +132,7 @@ class UnitCounters:
         """Samples of a row with the pad before it and idle time behind, its milliseconds, and whether it had no gaps."""
         self._sampler.start()
         try:
+            time.sleep(IDLE_S)  # until sampling is up: a row may be over by then
             call_ms, _, hidden = row.time(pad)
             time.sleep(IDLE_S)
         finally:
@@ -163,7 +156,7 @@ def inside(samples: Samples, row_ns: float, interval_ns: int) -> list[int]:
     """
     busy = [i for i, percent in enumerate(samples.values[BUSY]) if percent > BUSY_PERCENT]
     if not busy:
-        raise NotCounted("no sample shows an SM at work")
+        raise NotCounted(f"none of {len(samples.end)} samples shows an SM at work")
     last = busy[-1]
     if len(samples.end) - 1 - last < QUIET_SAMPLES:
         raise NotCounted("the samples end before the row does")

@@ -93,7 +93,10 @@ SPECS: tuple[MetricSpec, ...] = (
             ("large_conv", "convolutions with a kernel of 7 or more at stride 1"),
             ("first_conv", "convolutions with at most 4 input channels"),
             ("pointwise_bn", "the forward of 1x1 convolutions of stride 1 before batch norms"),
-            ("strided_1x1", "1x1 convolutions of stride 2 in one group between at most 512 channels"),
+            (
+                "strided_1x1",
+                "1x1 convolutions of stride 2 in one group, of at most 0.6 GFLOP a launch or between few channels",
+            ),
             ("narrow_3x3", "dense 3x3 stride-1 convolutions between 64 channels and 64 or 128, or between 32 and 128"),
             ("conv3x3_fp32", "3x3 stride-1 convolutions in strict fp32"),
             ("gemm", "matrix products that are no convolutions"),

@@ -90,17 +90,13 @@ class DramCounters:
 
     def _open(self) -> None:
         try:
-            group = self._sampler.group(METRICS)
+            self._sampler.open(METRICS)
         except UnknownMetrics as error:
             raise CountersUnavailable(
                 f"{self.library.path.name} (CUPTI {self.library.version}) offers no DRAM byte counters for this GPU",
                 expected="CUPTI of CUDA 12.9 or newer",
                 fix="Use a torch built for CUDA 12.9 or newer.",
             ) from error
-        if group.passes != 1:
-            raise CountersUnavailable(f"the DRAM counters need {group.passes} passes on this GPU", expected="1")
-        self._sampler.enable()
-        self._sampler.choose(group)
 
 
 def available(device_index: int = 0) -> tuple[bool, str]:

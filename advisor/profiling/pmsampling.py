@@ -2,6 +2,8 @@
 
 Every `interval_ns` the hardware writes its counters into a buffer, with no replay and no serialisation of kernels; the
 buffer is decoded after the window. Which clock the time stamps are of differs by version of CUPTI: see clock.py.
+
+One set of metrics a process: libcupti 13.0 on an H200 takes a second set-up, on the same object or on a new one, and gives no samples of it.
 """
 
 from __future__ import annotations
@@ -25,22 +27,6 @@ class UnknownMetrics(CountersUnavailable):
     """This libcupti has no such metric for this GPU."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """Metrics that are counted together, and the hardware's set-up for it.
-
-    Attributes:
-        names: of the metrics.
-        passes: over the same work that counting them takes; PM sampling has only one.
-    """
-
-    names: tuple[str, ...]
-    passes: int
-    host: int
-    image: ctypes.Array[ctypes.c_char]
-    pointers: ctypes.Array[c_char_p]
-
-
 @dataclass(slots=True)
 class Samples:
     """What was counted: a value a metric and sample, ordered by time, in units of CUPTI's choice."""
@@ -50,11 +36,20 @@ class Samples:
     values: dict[str, list[float]] = field(default_factory=dict)
 
 
-class PmSampler:
-    """One GPU's performance monitors.
+@dataclass(frozen=True, slots=True, eq=False)
+class _SetUp:
+    """Of the hardware, for counting these metrics; what CUPTI has a pointer to is kept alive here."""
 
-    In this order: `group`, as often as there are things to count; `enable`, which takes a good part of a second and from which
-    on nobody else can count; `choose` a group and `start` and `stop`, which are cheap, again and again; `disable`, or `close`.
+    names: tuple[str, ...]
+    passes: int
+    host: int
+    image: ctypes.Array[ctypes.c_char]
+    pointers: ctypes.Array[c_char_p]
+
+
+class PmSampler:
+    """One GPU's performance monitors: `passes` as often as there is something to ask, `open`, then `start` and `stop`, which are
+    cheap, again and again, and `close`.
 
     Args:
         device_index: CUDA ordinal in this process.
@@ -71,85 +66,50 @@ class PmSampler:
         self.outgrown = False  # it had more samples than `capacity`: the end may be missing
         self.library = cupti.load()
         self._device_index = device_index
-        self._hosts: list[int] = []
         self._sampler: int | None = None
-        self._group: Group | None = None
+        self._chosen: _SetUp | None = None
         self.library.call("cuptiProfilerInitialize", cupti.ProfilerInitialize())
         chip = cupti.DeviceGetChipName(deviceIndex=device_index)
         self.library.call("cuptiDeviceGetChipName", chip)
         self._chip = chip.pChipName
         self._availability = self._available()
 
-    def group(self, names: Sequence[str]) -> Group:
-        """The set-up for counting `names` together; of one pass or not. Lives until `release` or `close`.
+    def passes(self, names: Sequence[str]) -> int:
+        """How often the same work would have to run for these metrics to be counted together. `open` takes those of one pass.
 
         Raises:
             UnknownMetrics: one of them is not known for this GPU.
             CountersUnavailable: CUPTI refused.
         """
-        lib = self.library
-        initialize = cupti.HostInitialize(
-            profilerType=cupti.PM_SAMPLING,
-            pChipName=self._chip,
-            pCounterAvailabilityImage=ctypes.addressof(self._availability),
-        )
-        lib.call("cuptiProfilerHostInitialize", initialize)
-        host = initialize.pHostObject
-        self._hosts.append(host)
-        pointers = (c_char_p * len(names))(*(name.encode() for name in names))
-        try:
-            lib.call(
-                "cuptiProfilerHostConfigAddMetrics",
-                cupti.HostConfigAddMetrics(pHostObject=host, ppMetricNames=pointers, numMetrics=len(names)),
-            )
-        except CountersUnavailable as error:
-            self._deinitialize(host)
-            raise UnknownMetrics(error.found, expected=error.expected, fix=error.fix) from error
-        size = cupti.HostGetConfigImageSize(pHostObject=host)
-        lib.call("cuptiProfilerHostGetConfigImageSize", size)
-        image = ctypes.create_string_buffer(size.configImageSize)
-        at = ctypes.addressof(image)
-        lib.call(
-            "cuptiProfilerHostGetConfigImage",
-            cupti.HostGetConfigImage(pHostObject=host, configImageSize=len(image), pConfigImage=at),
-        )
-        count = cupti.HostGetNumOfPasses(configImageSize=len(image), pConfigImage=at)
-        lib.call("cuptiProfilerHostGetNumOfPasses", count)
-        return Group(names=tuple(names), passes=int(count.numOfPasses), host=host, image=image, pointers=pointers)
+        found = self._set_up(names)
+        self._deinitialize(found.host)
+        return found.passes
 
-    def release(self, group: Group) -> None:
-        """The group will not be chosen any more. Never raises."""
-        self._deinitialize(group.host)
-
-    def enable(self) -> None:
-        """The GPU's counters are this process's.
+    def open(self, names: Sequence[str]) -> None:
+        """The GPU's counters are this process's, and windows count these metrics. Takes a good part of a second. Once a process.
 
         Raises:
-            CountersUnavailable: no permission, or another profiler holds them.
+            UnknownMetrics: one of them is not known for this GPU.
+            CountersUnavailable: they need several passes, no permission, or another profiler holds the counters.
         """
+        chosen = self._chosen = self._set_up(names)
+        if chosen.passes != 1:
+            raise CountersUnavailable(f"{', '.join(names)} need {chosen.passes} passes on this GPU", expected="1")
         enable = cupti.PmSamplingEnable(deviceIndex=self._device_index)
         self.library.call("cuptiPmSamplingEnable", enable)
         self._sampler = enable.pPmSamplingObject
-
-    def choose(self, group: Group) -> None:
-        """Windows count this group from now on. Not while sampling.
-
-        Raises:
-            CountersUnavailable: CUPTI refused.
-        """
         self.library.call(
             "cuptiPmSamplingSetConfig",
             cupti.PmSamplingSetConfig(
                 pPmSamplingObject=self._sampler,
-                configSize=len(group.image),
-                pConfig=ctypes.addressof(group.image),
+                configSize=len(chosen.image),
+                pConfig=ctypes.addressof(chosen.image),
                 hardwareBufferSize=HARDWARE_BUFFER_BYTES,
                 samplingInterval=self.interval_ns,
                 triggerMode=cupti.GPU_TIME_INTERVAL,
                 hwBufferAppendMode=cupti.KEEP_OLDEST,
             ),
         )
-        self._group = group
 
     def start(self) -> None:
         """The GPU samples from now on.
@@ -168,8 +128,8 @@ class PmSampler:
             CountersUnavailable: CUPTI refused.
         """
         self.library.call("cuptiPmSamplingStop", cupti.PmSamplingObject(pPmSamplingObject=self._sampler))
-        assert self._group is not None  # a window counts the group that was chosen
-        samples = self._decode(self._group)
+        assert self._chosen is not None  # a window is of an open sampler
+        samples = self._decode(self._chosen)
         if len(samples.start) > 1:
             first, second = (samples.end[i] - samples.start[i] for i in (0, 1))
             if first > LONG_FIRST * second:
@@ -178,22 +138,51 @@ class PmSampler:
                     del values[0]
         return samples
 
-    def disable(self) -> None:
-        """The GPU's counters are free for others again, until `enable`. May be called twice; never raises."""
+    def close(self) -> None:
+        """The GPU's counters are free for others again. May be called twice; never raises."""
         sampler, self._sampler = self._sampler, None
+        chosen, self._chosen = self._chosen, None
         if sampler is not None:
             self._quietly("cuptiPmSamplingDisable", cupti.PmSamplingObject(pPmSamplingObject=sampler))
+        if chosen is not None:
+            self._deinitialize(chosen.host)
 
-    def close(self) -> None:
-        """`disable`, and all groups are released. May be called twice; never raises."""
-        self.disable()
-        for host in list(self._hosts):
+    def _set_up(self, names: Sequence[str]) -> _SetUp:
+        """For counting `names` together, in one pass or in several. Its host object lives until `_deinitialize`."""
+        lib = self.library
+        initialize = cupti.HostInitialize(
+            profilerType=cupti.PM_SAMPLING,
+            pChipName=self._chip,
+            pCounterAvailabilityImage=ctypes.addressof(self._availability),
+        )
+        lib.call("cuptiProfilerHostInitialize", initialize)
+        host = initialize.pHostObject
+        pointers = (c_char_p * len(names))(*(name.encode() for name in names))
+        try:
+            try:
+                lib.call(
+                    "cuptiProfilerHostConfigAddMetrics",
+                    cupti.HostConfigAddMetrics(pHostObject=host, ppMetricNames=pointers, numMetrics=len(names)),
+                )
+            except CountersUnavailable as error:
+                raise UnknownMetrics(error.found, expected=error.expected, fix=error.fix) from error
+            size = cupti.HostGetConfigImageSize(pHostObject=host)
+            lib.call("cuptiProfilerHostGetConfigImageSize", size)
+            image = ctypes.create_string_buffer(size.configImageSize)
+            at = ctypes.addressof(image)
+            lib.call(
+                "cuptiProfilerHostGetConfigImage",
+                cupti.HostGetConfigImage(pHostObject=host, configImageSize=len(image), pConfigImage=at),
+            )
+            count = cupti.HostGetNumOfPasses(configImageSize=len(image), pConfigImage=at)
+            lib.call("cuptiProfilerHostGetNumOfPasses", count)
+        except BaseException:
             self._deinitialize(host)
+            raise
+        return _SetUp(names=tuple(names), passes=int(count.numOfPasses), host=host, image=image, pointers=pointers)
 
     def _deinitialize(self, host: int) -> None:
-        if host in self._hosts:
-            self._hosts.remove(host)
-            self._quietly("cuptiProfilerHostDeinitialize", cupti.HostDeinitialize(pHostObject=host))
+        self._quietly("cuptiProfilerHostDeinitialize", cupti.HostDeinitialize(pHostObject=host))
 
     def _quietly(self, name: str, parameters: cupti.Parameters) -> None:
         with contextlib.suppress(CountersUnavailable):  # at the end of a process the driver may be gone already
@@ -207,14 +196,14 @@ class PmSampler:
         self.library.call("cuptiPmSamplingGetCounterAvailability", query)
         return image
 
-    def _decode(self, group: Group) -> Samples:
+    def _decode(self, chosen: _SetUp) -> Samples:
         """Empty the hardware buffer, one counter data image at a time."""
         lib = self.library
-        samples = Samples(values={name: [] for name in group.names})
+        samples = Samples(values={name: [] for name in chosen.names})
         size = cupti.PmSamplingGetCounterDataSize(
             pPmSamplingObject=self._sampler,
-            pMetricNames=group.pointers,
-            numMetrics=len(group.names),
+            pMetricNames=chosen.pointers,
+            numMetrics=len(chosen.names),
             maxSamples=self.capacity,
         )
         lib.call("cuptiPmSamplingGetCounterDataSize", size)
@@ -234,26 +223,26 @@ class PmSampler:
             )
             lib.call("cuptiPmSamplingDecodeData", decode)
             self.overflowed |= bool(decode.overflow)
-            read = self._read(group, image, samples)
+            read = self._read(chosen, image, samples)
             self.outgrown |= read >= self.capacity
             if decode.decodeStopReason != cupti.COUNTER_DATA_FULL or read == 0:
                 return samples
 
-    def _read(self, group: Group, image: ctypes.Array[ctypes.c_char], samples: Samples) -> int:
+    def _read(self, chosen: _SetUp, image: ctypes.Array[ctypes.c_char], samples: Samples) -> int:
         """Append the image's completed samples; returns how many there were, dropped ones included."""
         lib, at = self.library, ctypes.addressof(image)
         info = cupti.PmSamplingGetCounterDataInfo(pCounterDataImage=at, counterDataImageSize=len(image))
         lib.call("cuptiPmSamplingGetCounterDataInfo", info)
-        values = (c_double * len(group.names))()
+        values = (c_double * len(chosen.names))()
         when = cupti.PmSamplingGetSampleInfo(
             pPmSamplingObject=self._sampler, pCounterDataImage=at, counterDataImageSize=len(image)
         )
         what = cupti.HostEvaluateToGpuValues(
-            pHostObject=group.host,
+            pHostObject=chosen.host,
             pCounterDataImage=at,
             counterDataImageSize=len(image),
-            ppMetricNames=group.pointers,
-            numMetrics=len(group.names),
+            ppMetricNames=chosen.pointers,
+            numMetrics=len(chosen.names),
             pMetricValues=values,
         )
         for index in range(info.numCompletedSamples):
@@ -265,44 +254,32 @@ class PmSampler:
             lib.call("cuptiProfilerHostEvaluateToGpuValues", what)
             samples.start.append(start)
             samples.end.append(end)
-            for name, value in zip(group.names, values, strict=True):
+            for name, value in zip(chosen.names, values, strict=True):
                 samples.values[name].append(float(value))
         return int(info.numCompletedSamples)
 
 
-def packed(sampler: PmSampler, wanted: Iterable[Sequence[str]], *, beside: str) -> list[Group]:
-    """Few groups of one pass each, all with the metric `beside` in them, that hold of each of `wanted` the first that can be counted.
-
-    Each is put into the first group that has room for it. What this GPU does not have, or does not count beside `beside` in one
-    pass, is left out.
+def fitting(sampler: PmSampler, wanted: Iterable[Sequence[str]], *, beside: str) -> tuple[str, ...]:
+    """`beside`, and of each of `wanted` the first metric that can still be counted with those before it in one pass, if there is one.
 
     Raises:
         CountersUnavailable: `beside` cannot be counted at all, or CUPTI refused.
     """
     try:
-        groups = [sampler.group((beside,))]
+        passes = sampler.passes((beside,))
     except UnknownMetrics as error:
         raise CountersUnavailable(f"{sampler.library.path.name} has no {beside} for this GPU") from error
-    if groups[0].passes != 1:
-        raise CountersUnavailable(f"{beside} needs {groups[0].passes} passes on this GPU", expected="1")
+    if passes != 1:
+        raise CountersUnavailable(f"{beside} needs {passes} passes on this GPU", expected="1")
+    found: tuple[str, ...] = (beside,)
     for alternatives in wanted:
-        for name in alternatives:
-            if any(name in group.names for group in groups) or _placed(sampler, groups, name, beside):
-                break
-    return groups
+        if not set(alternatives) & set(found):
+            found += next(((name,) for name in alternatives if _fits(sampler, (*found, name))), ())
+    return found
 
 
-def _placed(sampler: PmSampler, groups: list[Group], name: str, beside: str) -> bool:
-    """Whether `name` has found its place in one of `groups`, or in a new one."""
-    for index, group in enumerate((*groups, None)):
-        try:
-            larger = sampler.group((*(group.names if group else (beside,)), name))
-        except UnknownMetrics:
-            return False
-        if larger.passes == 1:
-            if group is not None:
-                sampler.release(group)
-            groups[index : index + 1] = [larger]
-            return True
-        sampler.release(larger)
-    return False
+def _fits(sampler: PmSampler, names: Sequence[str]) -> bool:
+    try:
+        return sampler.passes(names) == 1
+    except UnknownMetrics:
+        return False

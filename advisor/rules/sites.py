@@ -194,13 +194,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
         )
     ),
     "strided_pointwise_convolutions": _convs(
-        lambda conv: (
-            conv.kernel == (1, 1)
-            and conv.stride == (2, 2)
-            and conv.groups == 1
-            and not conv.transposed
-            and max(conv.in_channels, conv.out_channels) <= 512
-        )
+        lambda conv: conv.kernel == (1, 1) and conv.stride == (2, 2) and conv.groups == 1 and not conv.transposed
     ),
     "narrow_convolutions": _convs(
         lambda conv: (

@@ -35,6 +35,7 @@ class FakeCupti:
         self.made = 0
         self.chosen = 0  # the host whose group the hardware counts
         self.enabled = False
+        self.set_up = 0  # how often: the real one gives no samples after the first
         self.overflow, self.interval_ns = 0, 0
 
     def call(self, name: str, p: SimpleNamespace) -> None:
@@ -88,6 +89,7 @@ class FakeCupti:
     def cuptiPmSamplingSetConfig(self, p) -> None:
         assert (p.pPmSamplingObject, p.configSize, p.triggerMode) == (SAMPLER, IMAGE_BYTES, cupti.GPU_TIME_INTERVAL)
         assert self.enabled
+        self.set_up += 1
         self.chosen = _host(p.pConfig)
         assert self.passes(self.hosts[self.chosen]) == 1
         self.interval_ns = p.samplingInterval

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from advisor.bench import ops, timing, tune
+from advisor.bench import ops, timing, tune, units
 from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Case, Family
@@ -69,14 +68,16 @@ def test_a_case_is_measured(emulated, on_cpu, family: Family) -> None:
 class Calls:
     """In the place of the counters: each pass is run over its inputs."""
 
-    def enabled(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
     def shares(self, run: Callable[[Any], object], sets: Sequence[Any]) -> dict[str, float]:
         return {"sms": float(sum(run(inputs) is not None for inputs in sets))}
 
 
-def test_what_is_counted_are_our_kernels_alone(emulated, on_cpu) -> None:
+def test_what_is_counted_are_our_kernels_alone(emulated, on_cpu, monkeypatch: pytest.MonkeyPatch) -> None:
     family = catalog.get("batchnorm_act")
     case = small(family)
     rows = ops.measure(
@@ -84,7 +85,8 @@ def test_what_is_counted_are_our_kernels_alone(emulated, on_cpu) -> None:
     )
     emulated.launches.clear()
     eager = replace(case, eager=lambda *_: pytest.fail("eager was called"))
-    (counted,) = ops.count([(eager, rows)], Calls())
+    monkeypatch.setattr(units, "UnitCounters", Calls)
+    (counted,) = ops.count([(eager, rows)])
     assert counted == [replace(row, units={"sms": 2.0}) for row in rows]
     assert sum(emulated.launches.values()) > 0
 

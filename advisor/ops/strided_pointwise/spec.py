@@ -23,13 +23,25 @@ OCTET = 8  # channels in 16 bytes
 CHUNK = 64  # channels of a stage
 THREADS = 128  # of PRODUCT
 MAX_STAGES = 4
-# (rows, columns) of a block, largest first: the first that gives FULL blocks an SM is taken, else the last.
-TILES = ((64, 128), (64, 64), (32, 64))
-FULL = 1.5
-TUNABLE = {"TILES": (((64, 128), (64, 64), (32, 64)), ((64, 64), (32, 64)), ((32, 64),)), "MAX_STAGES": (2, 3, 4)}
+# (rows, columns) of a block, largest first: the first that is not wider than the result and gives FULL blocks an SM is taken, else the
+# last. On an H200 that is within 3 % of the fastest of six ways at the sizes that are dispatched.
+TILES = ((128, 128), (64, 128), (128, 64), (64, 64), (32, 64))
+FULL = 0.95
+TUNABLE = {"TILES": (TILES, TILES[1:], TILES[2:], TILES[3:], TILES[4:]), "MAX_STAGES": (2, 3, 4)}
 GATHER_THREADS, GATHER_UNROLL = 256, 2
 MAX_PIXELS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
+
+# On an H200 in bf16 against cuDNN with benchmark on, us (docs/decisions/0037). Short products, in which its fixed costs count: forward 8.8
+# for 9.5 (128 images, 64 -> 128 at 32x32), 7.1 for 8.7, 7.0 for 8.0; the input's gradient 11.7 for 14.9, 9.3 for 12.6, 8.7 for 12.7. Longer
+# forwards lost by 1.2 to 3 times. Longer gradients won where memory bounds them (49 for 54 at 64 -> 128 on 56x56, 100 for 137 at 32 -> 72 on
+# 112x112, 94 for 141 at 72 -> 216 on 56x56) and not from 128 -> 256 channels on.
+SHORT_FLOPS = 0.6e9
+LEAST_FLOPS = 0.5e9  # of what was measured
+MOST_INTENSITY = 60  # CI * CO / (CI + CO)
+# (inputs, outputs) -> the most rows for which the weight's gradient won: 14 us for 20, 12 for 25 (22 for 26 at 28x28), 85 for 105. Beyond it
+# lost, and so it did between other channels or was even.
+WEIGHT_ROWS = {(64, 128): 128 * 16 * 16, (128, 256): 256 * 14 * 14, (32, 72): 256 * 56 * 56}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,20 @@ def name(inputs: int, outputs: int) -> str:
 
 def product_wins(call: Call, product: str) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
-    return UNMEASURED
+    if product == WEIGHT:
+        most = WEIGHT_ROWS.get((call.inputs, call.outputs))
+        if most is None:
+            return UNMEASURED
+        return _too_short(call) or ("" if call.rows <= most else f"more than {most} pixels: cuDNN is faster")
+    if flops(call)[0] <= SHORT_FLOPS:
+        return _too_short(call)
+    if product == FORWARD or call.inputs * call.outputs > MOST_INTENSITY * (call.inputs + call.outputs):
+        return f"more than {SHORT_FLOPS / 1e9:g} GFLOP: cuDNN is faster"
+    return ""
+
+
+def _too_short(call: Call) -> str:
+    return UNMEASURED if flops(call)[0] < LEAST_FLOPS else ""
 
 
 def product_left(call: Call, product: str) -> str:
@@ -177,7 +202,7 @@ def plan(call: Call, sm_count: int, *, gradient: bool = False) -> Plan:
     stages = max(2, min(MAX_STAGES, chunks + 1))
     for rows, columns in TILES:
         grid = -(-call.rows // rows), -(-wide // columns)
-        if grid[0] * grid[1] >= FULL * sm_count and (columns <= wide or columns == CHUNK):
+        if grid[0] * grid[1] >= FULL * sm_count and columns <= -(-wide // CHUNK) * CHUNK:
             break
     held = min(stages, chunks)  # one chunk alone needs no second stage
     return Plan(rows, columns, stages, shared_bytes(rows, columns, held, gradient=gradient), grid)

@@ -608,6 +608,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "grouped_conv": (lambda row: row.kind in ("conv", "layout"), ("launch", "other")),
     "conv3x3": (lambda row: row.kind == "conv", ("launch", "other")),
     "pointwise_conv": (lambda row: row.kind == "conv", ("launch", "other")),
+    "strided_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "compile_max_autotune": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
     "cuda_graphs": (lambda row: False, ("launch", "other", "sync")),

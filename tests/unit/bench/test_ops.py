@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, nvrtc
 from advisor.ops.family import Case, Work, kernel_sha
-from advisor.profiling import cupti
+from advisor.profiling import counters as hardware
 from advisor.profiling.cupti import CountersUnavailable
 
 BN = catalog.get("batchnorm_act")
@@ -162,33 +161,30 @@ class Counting:
 
     def __init__(self, shares: Callable[[], dict[str, float]]) -> None:
         self.made = shares
-        self.on = self.closed = False
+        self.on = False
 
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
+    def __enter__(self) -> Counting:
         self.on = True
-        try:
-            yield
-        finally:
-            self.on = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.on = False
 
     def shares(self, run: Any, sets: Any) -> dict[str, float]:
         assert self.on
         return self.made()
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     found = Counting(lambda: {"memory": 0.7, "sms": 0.9})
     monkeypatch.setattr(units, "UnitCounters", lambda: found)
+    monkeypatch.setattr(hardware, "preflight", lambda: (True, ""))
     monkeypatch.setattr(ops, "contests", lambda case, runs: [(way, runs, [0]) for way in case.passes])
     return found
 
 
-def test_units_are_counted_when_all_cases_of_a_family_have_been_timed(bench, counting: Counting, capsys) -> None:
+def test_units_are_counted_when_all_cases_have_been_timed(bench, counting: Counting, capsys) -> None:
     timed = []
 
     def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
@@ -204,7 +200,7 @@ def test_units_are_counted_when_all_cases_of_a_family_have_been_timed(bench, cou
     printed = capsys.readouterr().out
     assert "bn+hardswish             backward memory 70 %; SMs 90 %" in printed
     assert printed.index("memory 70 %") > printed.rindex("limit/ours")
-    assert counting.closed
+    assert not counting.on
 
 
 def test_without_the_flag_nothing_is_counted_and_a_row_is_replaced_whole(bench, counting: Counting) -> None:
@@ -232,12 +228,17 @@ def test_a_pass_that_cannot_be_counted_is_told_and_keeps_its_times(bench, counti
     assert "RuntimeError: out of memory\n" in printed
 
 
-@pytest.mark.parametrize("where", ["enabled", "shares"])
-def test_counters_that_another_takes_meanwhile_lose_nothing(bench, counting: Counting, where: str, capsys) -> None:
+@pytest.mark.parametrize("where", ["opened", "shares"])
+def test_counters_that_another_takes_meanwhile_lose_nothing(
+    bench, counting: Counting, where: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     def taken(*_: Any) -> Any:
         raise CountersUnavailable("another profiler holds the performance counters")
 
-    setattr(counting, where, taken)
+    if where == "opened":
+        monkeypatch.setattr(units, "UnitCounters", taken)
+    else:
+        counting.made = taken
     code, rows = bench(lambda _, case, *__, **___: rows_of(case), counters=True)
     assert code == ExitCode.OK
     assert len(rows) == 2 * len(ops.chosen("batchnorm_act bn+hardswish float32"))
@@ -245,11 +246,7 @@ def test_counters_that_another_takes_meanwhile_lose_nothing(bench, counting: Cou
 
 
 def test_without_counters_it_says_so_before_anything_is_measured(bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> Any:
-        raise cupti.refused("cuptiPmSamplingEnable", 35)
-
-    monkeypatch.setattr(cupti, "load", refused)
+    monkeypatch.setattr(hardware, "preflight", lambda: (False, "the driver lets only administrators read them"))
     with pytest.raises(AdvisorError, match=r"^no counters here: the driver lets only administrators") as caught:
         bench(lambda *_, **__: pytest.fail("measured"), counters=True)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
-    assert "NVreg_RestrictProfilingToAdminUsers=0" in str(caught.value)

@@ -1,4 +1,4 @@
-"""PmSampler over a simulated CUPTI: several groups one after the other, and how metrics are packed into them."""
+"""PmSampler over a simulated CUPTI: one set of metrics, windows one after the other, and which metrics fit together."""
 
 from __future__ import annotations
 
@@ -32,45 +32,22 @@ def apart(*pairs: Collection[str]):
     return lambda names: 1 + any(set(pair) <= set(names) for pair in pairs)
 
 
-def test_groups_are_counted_one_after_the_other_while_enabled_once(gpu: FakeCupti) -> None:
+def test_windows_are_read_one_after_the_other_with_one_set_up(gpu: FakeCupti) -> None:
     sampler = pmsampling.PmSampler()
-    first, second = sampler.group(("memory", "busy")), sampler.group(("l2",))
-    sampler.enable()
-    found = []
-    for group in (first, second, first):
-        sampler.choose(group)
+    sampler.open(("memory", "busy"))
+    for _ in range(2):
         sampler.start()
-        found.append(sampler.stop().values)
-    assert found == [
-        {"memory": [10.0, 11.0, 12.0], "busy": [0.0, 1.0, 2.0]},
-        {"l2": [20.0, 21.0, 22.0]},
-        {"memory": [10.0, 11.0, 12.0], "busy": [0.0, 1.0, 2.0]},
-    ]
-    assert gpu.calls.count("cuptiPmSamplingEnable") == 1
-    assert gpu.calls.count("cuptiPmSamplingSetConfig") == 3
+        assert sampler.stop().values == {"memory": [10.0, 11.0, 12.0], "busy": [0.0, 1.0, 2.0]}
+    assert gpu.set_up == 1
     sampler.close()
     sampler.close()
     assert (gpu.enabled, gpu.hosts) == (False, {})
 
 
-def test_what_is_disabled_can_be_enabled_again_with_its_groups(gpu: FakeCupti) -> None:
-    sampler = pmsampling.PmSampler()
-    group = sampler.group(("memory",))
-    for _ in range(2):
-        sampler.enable()
-        sampler.choose(group)
-        sampler.start()
-        assert sampler.stop().values == {"memory": [10.0, 11.0, 12.0]}
-        sampler.disable()
-        assert not gpu.enabled
-    assert list(gpu.hosts.values()) == [("memory",)]
-
-
 def test_a_first_sample_that_spans_the_time_before_the_start_is_dropped_from_every_column(gpu: FakeCupti) -> None:
     gpu.samples = [(10**6, 10**9, *(1e9 for _ in METRICS)), *series(3)]
     sampler = pmsampling.PmSampler()
-    sampler.enable()
-    sampler.choose(sampler.group(("memory", "l2")))
+    sampler.open(("memory", "l2"))
     sampler.start()
     found = sampler.stop()
     assert found.values == {"memory": [10.0, 11.0, 12.0], "l2": [20.0, 21.0, 22.0]}
@@ -80,47 +57,48 @@ def test_a_first_sample_that_spans_the_time_before_the_start_is_dropped_from_eve
 def test_a_metric_that_the_chip_lacks_is_told_and_leaves_nothing(gpu: FakeCupti) -> None:
     sampler = pmsampling.PmSampler()
     with pytest.raises(pmsampling.UnknownMetrics, match="no such metric for this GPU"):
-        sampler.group(("memory", "sm__cycles_in_hell"))
+        sampler.open(("memory", "sm__cycles_in_hell"))
     assert gpu.hosts == {}
 
 
-def names(sampler: pmsampling.PmSampler, *wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [group.names for group in pmsampling.packed(sampler, wanted, beside="busy")]
-
-
-def test_metrics_are_packed_into_groups_of_one_pass(gpu: FakeCupti) -> None:
-    gpu.passes = apart({"memory", "issue"}, {"l2", "fma"})
+def test_several_passes_are_refused_before_anything_is_held(gpu: FakeCupti) -> None:
+    gpu.passes = apart({"memory", "issue"})
     sampler = pmsampling.PmSampler()
-    assert names(sampler, ("memory",), ("l2",), ("issue",), ("fma",)) == [
-        ("busy", "memory", "l2"),
-        ("busy", "issue", "fma"),
-    ]
-    assert sorted(gpu.hosts.values()) == [("busy", "issue", "fma"), ("busy", "memory", "l2")]  # no attempt is left
+    assert sampler.passes(("memory", "issue")) == 2
+    with pytest.raises(CountersUnavailable, match="memory, issue need 2 passes"):
+        sampler.open(("memory", "issue"))
+    assert "cuptiPmSamplingEnable" not in gpu.calls
+    sampler.close()
+    assert gpu.hosts == {}
 
 
-def test_what_cannot_be_counted_is_left_out_and_the_second_choice_taken(gpu: FakeCupti) -> None:
-    gpu.passes = apart({"busy", "fma"}, {"busy", "l2"})
+def names(sampler: pmsampling.PmSampler, *wanted: tuple[str, ...]) -> tuple[str, ...]:
+    return pmsampling.fitting(sampler, wanted, beside="busy")
+
+
+def test_what_does_not_fit_is_left_out_and_the_second_choice_taken(gpu: FakeCupti) -> None:
+    gpu.passes = apart({"busy", "fma"}, {"memory", "issue"})
     sampler = pmsampling.PmSampler()
-    assert names(sampler, ("nothing",), ("memory",), ("l2",), ("fma", "fmaheavy")) == [("busy", "memory", "fmaheavy")]
-    assert names(sampler, ("nothing",)) == [("busy",)]
-    assert names(sampler, ("fmaheavy", "memory")) == [("busy", "fmaheavy")]
-    assert names(sampler, ("memory",), ("busy",), ("memory",)) == [("busy", "memory")]  # nothing twice
+    assert names(sampler, ("memory",), ("l2",), ("issue",), ("fma", "fmaheavy")) == ("busy", "memory", "l2", "fmaheavy")
+    assert names(sampler, ("nothing",)) == ("busy",)
+    assert names(sampler, ("nothing", "memory"), ("l2",)) == ("busy", "memory", "l2")
+    assert names(sampler, ("memory",), ("busy",), ("memory",)) == ("busy", "memory")  # nothing twice
+    assert gpu.hosts == {}  # no attempt is left
 
 
-def test_without_the_metric_beside_the_others_there_are_no_groups(gpu: FakeCupti) -> None:
+def test_without_the_metric_beside_the_others_nothing_is_counted(gpu: FakeCupti) -> None:
     sampler = pmsampling.PmSampler()
     with pytest.raises(CountersUnavailable, match="no unheard for this GPU"):
-        pmsampling.packed(sampler, [("memory",)], beside="unheard")
+        pmsampling.fitting(sampler, [("memory",)], beside="unheard")
     gpu.passes = lambda names: 2
     with pytest.raises(CountersUnavailable, match="busy needs 2 passes"):
-        pmsampling.packed(sampler, [("memory",)], beside="busy")
+        pmsampling.fitting(sampler, [("memory",)], beside="busy")
 
 
 def test_no_permission_is_told_and_leaves_nothing(gpu: FakeCupti) -> None:
     sampler = pmsampling.PmSampler()
-    sampler.group(("memory",))
     gpu.refuse["cuptiPmSamplingEnable"] = 35
     with pytest.raises(CountersUnavailable, match="administrators"):
-        sampler.enable()
+        sampler.open(("memory",))
     sampler.close()
     assert (gpu.enabled, gpu.hosts) == (False, {})
