@@ -42,8 +42,12 @@ def strided_pointwise(view: View) -> Callable[[KernelRow], bool]:
         channels, out = geometry.in_channels, geometry.out_channels
         return dense(geometry) and channels * out <= STRIDED_INTENSITY * (channels + out)
 
+    def short(row: KernelRow) -> bool:
+        # A backward's operations are shared out among its kernels by their time: one may have those of both gradients.
+        return row.flops <= STRIDED_FLOPS * row.calls * (2 if row.phase == "backward" else 1)
+
     of_the_kind, few = view.conv(dense), view.conv(between_few)
-    return lambda row: of_the_kind(row) and (few(row) or row.flops <= STRIDED_FLOPS * row.calls)
+    return lambda row: of_the_kind(row) and (few(row) or short(row))
 
 
 def pointwise_before_norm(view: View) -> Callable[[KernelRow], bool]:
