@@ -414,6 +414,32 @@ def test_narrow_3x3_convolutions_of_a_captured_forward_are_known_by_their_size()
     numbers(metrics(mixed), narrow_3x3_frac=0.0)  # which of them a row is cannot be told
 
 
+def test_strided_pointwise_convolutions_are_short_ones_and_those_between_few_channels() -> None:
+    """Of a ResNet-18's shortcuts at 32x32 all, of larger ones those of 64 to 128 channels; a backward's operations are shared out."""
+    gflop = {"Net.short": 0.54, "Net.few": 13.2, "Net.long": 13.2, "Net.unit": 0.54, "Net.wide": 0.54}
+    facts = (
+        profiles.conv("Net.short", 1, (256, 512), stride=2),
+        profiles.conv("Net.few", 1, (64, 128), stride=2),
+        profiles.conv("Net.long", 1, (128, 256), stride=2),
+        profiles.conv("Net.unit", 1, (256, 512)),
+        profiles.conv("Net.wide", 3, (256, 512), stride=2),
+    )
+    rows = [
+        profiles.row(
+            name=op, kind="conv", op=op, module=fact.module, phase=phase, time_us=10.0, calls=2.0,
+            flops=2e9 * share * gflop[fact.module],
+        )
+        for fact in facts
+        for op, phase, share in (
+            ("aten::convolution", "forward", 1.0),
+            ("aten::convolution_backward", "backward", 1.3),  # the longer of its two kernels
+            ("aten::convolution_backward", "backward", 0.7),
+        )
+    ]  # fmt: skip
+    found = replace(profiles.with_rows(profiles.resnet50(), *rows), model=ModelFacts(convs=facts))
+    numbers(metrics(found), strided_1x1_frac=2 / 5)
+
+
 def test_a_gpu_before_ampere_has_no_fast_bf16() -> None:
     # A probe measures fp32 and fp16 there, and nothing else.
     turing = replace(profiles.H200, gpu_name="Tesla T4", sm_arch=75, matrix_tflops={"fp32": 4.0, "fp16": 25.0})

@@ -497,6 +497,26 @@ def test_what_transposes_for_grouped_convolutions_goes_with_them() -> None:
     assert "transpose" not in gain(step(conv, transposes, nhwc=False), "grouped_conv").basis  # channels_last's
 
 
+def test_of_short_strided_convolutions_two_fifths_go_at_best() -> None:
+    """A ResNet-18's first shortcut at 128x32x32 in bf16, as it took on an H200."""
+    x, y, weight = [128, 64, 32, 32], [128, 128, 16, 16], [128, 64, 1, 1]
+    rows = tuple(
+        profiles.row(
+            name=op, kind="conv", op=op, module="Net", dtype="bf16", phase=phase, calls=1.0, time_us=time_us,
+            modelled_bytes=12.6e6, flops=0.54e9, shapes=json.dumps(shapes),
+        )
+        for op, phase, time_us, shapes in (
+            ("aten::convolution", "forward", 8.0, [x, weight, []]),
+            ("aten::convolution_backward", "backward", 31.0, [y, x, weight]),
+        )
+    )  # fmt: skip
+    facts = ModelFacts(convs=(profiles.conv("Net.shortcut", 1, (64, 128), stride=2),))
+    step = profiles.profile(rows, step_us=39.0, model=facts)
+    between(gain(step, "strided_conv"), 0.0, 0.4)
+    unit = ModelFacts(convs=(profiles.conv("Net.shortcut", 1, (64, 128)),))
+    assert "no 1x1 convolutions of stride 2" in gain(replace(step, model=unit), "strided_conv").basis
+
+
 def test_of_narrow_convolutions_half_goes_at_best() -> None:
     """256x56x56 in bf16, as they took on an H200."""
 

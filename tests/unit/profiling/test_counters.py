@@ -112,7 +112,10 @@ def test_a_refusal_is_a_reason_and_leaves_nothing_enabled(
 
 def test_metrics_that_need_several_passes_are_refused(gpu: FakeCupti) -> None:
     gpu.passes = lambda names: 3
-    assert counters.available(0) == (False, "dram__bytes_read.sum, dram__bytes_write.sum need 3 passes on this GPU; expected 1")
+    assert counters.available(0) == (
+        False,
+        "dram__bytes_read.sum, dram__bytes_write.sum need 3 passes on this GPU; expected 1",
+    )
 
 
 def test_a_fault_of_our_own_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
