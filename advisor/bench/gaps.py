@@ -16,17 +16,17 @@ from advisor.ops.family import Case, Family
 Row = Mapping[str, Any]
 Measured = list[tuple[Case, list[Row]]]
 
-FULL = 0.8  # of a unit's peak: what kernels get of it at most, about
-IDLE = 0.85  # of the time: an SM that has work for less waits for the last blocks, or for the next launch
+FULL = 0.75  # of a unit's peak, while SMs have work: an addition of large tensors gets 0.85 of an H200's memory
+IDLE = 0.1  # of the time, from which on SMs without work are told
 NOT_COUNTED = "no counters on file"
 
 _TEXT = f"""### Goals
 
 Limit ÷ ours that kernels are to reach in {DTYPE}, NHWC, on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where they are dispatched.
 Cases short of it are listed behind, the largest gap first, with what share of each unit's peak our kernels used: the {units.SHOWN} busiest
-units, the share of time in which an SM had work, and of the warps that it can hold. *Held by* follows from these: the busiest unit, if it is at
-{FULL * 100:.0f} % of its peak or more; else SMs without work, if they had some for less than {IDLE * 100:.0f} % of the time; else latency,
-as work is there and no unit is full.
+units, the share of time in which an SM had work, and of the warps that it can hold. *Held by* follows from these, each unit taken while SMs had
+work: the busiest, if it is at {FULL * 100:.0f} % of its peak or more; else latency, as no unit is full. Time in which SMs had no work (the tail of a
+launch, and the next one's beginning) is told beside, from {IDLE * 100:.0f} % on.
 """
 
 
@@ -94,11 +94,14 @@ def _short(found: Iterable[Place]) -> str:
 
 def held_by(shares: Mapping[str, float]) -> str:
     """What keeps a kernel from its limit, by the rule that the section states."""
-    at, busiest = max(((shares[name], name) for name in units.THROUGHPUT if name in shares), default=(0.0, ""))
+    working = shares.get("sms") or 1.0
+    at, busiest = max(
+        ((shares[name] / working, name) for name in units.THROUGHPUT if name in shares), default=(0.0, "")
+    )
     if at >= FULL:
-        return f"{units.UNITS[busiest].label}, {percent_text(at)} of its peak"
-    if shares["sms"] < IDLE:
-        return "SMs without work (tail, launch)"
-    # Up to the next whole per cent: "nothing above" must hold.
-    latency = f"latency: nothing above {math.ceil(round(at * 100, 1))} %"
-    return f"{latency}, {percent_text(shares['warps'])} of the warps" if "warps" in shares else latency
+        told = f"{units.UNITS[busiest].label}, {percent_text(at)} of its peak while SMs work"
+    else:
+        # Up to the next whole per cent: "nothing above" must hold.
+        told = f"latency: nothing above {math.ceil(round(at * 100, 1))} % while SMs work"
+        told += f", {percent_text(shares['warps'])} of the warps" if "warps" in shares else ""
+    return f"{told}; no work {percent_text(1 - working)} of the time" if 1 - working >= IDLE else told

@@ -26,14 +26,12 @@ Made from the JSON files in this folder by `python -m advisor.bench.page`; the J
 
 How it is measured: all contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
 behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
-2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)): rows of that time stand here for
-norms before max-pooling, over concatenations, or whose result is used twice, for squeeze-and-excite, bias and activation, first, 3x3
-and 1x1 convolutions, casts and inputs, and where compiled code was measured beside. *Limit* is the time for the
+2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)): of that time are the rows that
+have compiled code beside. *Limit* is the time for the
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 *Units* are counted by the GPU's performance monitors (`--counters`), after the timing, in rows of our calls that take about 3 ms, sampled every
-20 us: the mean of the samples that lie wholly inside. What cannot be counted at the same time is counted in a row of its own
-([0042](../decisions/0042-units-are-counted-in-rows.md)).
+20 us: the mean of the samples that lie wholly inside ([0042](../decisions/0042-units-are-counted-in-rows.md)).
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
 eager's, where eager is called without its modules; median of 25 calls on an idle GPU, on a host shared with others.

@@ -12,21 +12,25 @@ from advisor.bench import gaps, goals, page, units
 from advisor.ops import catalog
 from advisor.ops.family import Case
 
-BUSY = {"memory": 0.5, "l1": 0.6, "issue": 0.4, "sms": 0.97, "warps": 0.48}
+BUSY = {"memory": 0.5, "l1": 0.6, "issue": 0.4, "sms": 1.0, "warps": 0.48}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"l1": 0.8}, "L1, 80 % of its peak"),
-        ({"l1": 0.8, "memory": 0.81}, "memory, 81 % of its peak"),
-        ({"l1": 0.8, "sms": 0.1}, "L1, 80 % of its peak"),  # a full unit before all else
-        ({"l1": 0.799}, "latency: nothing above 80 %, 48 % of the warps"),
-        ({"l1": 0.799, "sms": 0.849}, "SMs without work (tail, launch)"),
-        ({"sms": 0.85}, "latency: nothing above 60 %, 48 % of the warps"),
-        ({"l1": 0.55}, "latency: nothing above 55 %, 48 % of the warps"),
-        ({"l1": 0.551}, "latency: nothing above 56 %, 48 % of the warps"),
-        ({"warps": 0.99}, "latency: nothing above 60 %, 99 % of the warps"),  # warps and SMs are no unit that is full
+        ({"l1": 0.75}, "L1, 75 % of its peak while SMs work"),
+        ({"l1": 0.8, "memory": 0.81}, "memory, 81 % of its peak while SMs work"),
+        ({"l1": 0.6, "sms": 0.8}, "L1, 75 % of its peak while SMs work; no work 20 % of the time"),
+        (
+            {"l1": 0.6, "sms": 0.81},
+            "latency: nothing above 75 % while SMs work, 48 % of the warps; no work 19 % of the time",
+        ),
+        ({"sms": 0.9}, "latency: nothing above 67 % while SMs work, 48 % of the warps; no work 10 % of the time"),
+        ({"sms": 0.91}, "latency: nothing above 66 % while SMs work, 48 % of the warps"),
+        ({"l1": 0.749}, "latency: nothing above 75 % while SMs work, 48 % of the warps"),
+        ({"l1": 0.55}, "latency: nothing above 55 % while SMs work, 48 % of the warps"),
+        ({"l1": 0.551}, "latency: nothing above 56 % while SMs work, 48 % of the warps"),
+        ({"warps": 0.99}, "latency: nothing above 60 % while SMs work, 99 % of the warps"),  # no unit that is full
     ],
 )
 def test_what_holds_a_kernel(change: dict[str, float], words: str) -> None:
@@ -34,8 +38,8 @@ def test_what_holds_a_kernel(change: dict[str, float], words: str) -> None:
 
 
 def test_what_was_not_counted_is_not_told() -> None:
-    assert gaps.held_by({"sms": 0.9}) == "latency: nothing above 0 %"
-    assert gaps.held_by({"l2": 0.3, "sms": 0.9}) == "latency: nothing above 30 %"
+    assert gaps.held_by({"sms": 1.0}) == "latency: nothing above 0 % while SMs work"
+    assert gaps.held_by({"l2": 0.3}) == "latency: nothing above 30 % while SMs work"
 
 
 def case_of(family: str, name: str) -> Case:
@@ -116,7 +120,7 @@ def test_the_page_tells_who_reaches_a_goal_and_what_holds_the_others(tmp_path: P
     assert "| layer norm | forward | 0.80 | 0 | 0 | – | – |" in section
     assert [line for line in section.splitlines() if line.startswith("| bn")] == [
         "| bn+relu | 256×256×56×56 | forward | 0.700 | 0.85 | 2.50 "
-        "| L1 88 %, memory 50 %, issue 40 %; SMs 97 %, warps 48 % | L1, 88 % of its peak |",
+        "| L1 88 %, memory 50 %, issue 40 %; SMs 100 %, warps 48 % | L1, 88 % of its peak while SMs work |",
         "| bn+relu | 256×64×112×112 | forward | 0.840 | 0.85 | 2.50 | – | no counters on file |",
         "| bn+relu | 256×256×56×56 | backward | 0.849 | 0.85 | 2.50 | – | no counters on file |",
     ]
