@@ -95,13 +95,14 @@ def _short(found: Iterable[Place]) -> str:
 def held_by(shares: Mapping[str, float]) -> str:
     """What keeps a kernel from its limit, by the rule that the section states."""
     working = shares.get("sms") or 1.0
-    at, busiest = max(
-        ((shares[name] / working, name) for name in units.THROUGHPUT if name in shares), default=(0.0, "")
-    )
+    # To the digits on file, so that what is told does not hang on a float's last bit.
+    found = [(round(shares[name] / working, 3), name) for name in units.THROUGHPUT if name in shares]
+    at, busiest = max(found, default=(0.0, ""))
+    idle = round(1 - working, 3)
     if at >= FULL:
         told = f"{units.UNITS[busiest].label}, {percent_text(at)} of its peak while SMs work"
     else:
         # Up to the next whole per cent: "nothing above" must hold.
         told = f"latency: nothing above {math.ceil(round(at * 100, 1))} % while SMs work"
         told += f", {percent_text(shares['warps'])} of the warps" if "warps" in shares else ""
-    return f"{told}; no work {percent_text(1 - working)} of the time" if 1 - working >= IDLE else told
+    return f"{told}; no work {percent_text(idle)} of the time" if idle >= IDLE else told
