@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage, tensor_map
+from advisor.ops import alignment, convolution, differentiable, dispatch, nvrtc, storage, tensor_map
 from advisor.ops.conv3x3 import cuda, spec
 from advisor.ops.first_conv.api import computed_in
 from advisor.ops.function import Function
@@ -175,63 +175,23 @@ def _conv3x3(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> tuple[t
     return found
 
 
-@torch.library.custom_op("advisor::conv3x3", mutates_args=())
-def conv3x3_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As `conv3x3`, for compiled graphs: x in the dtype of the result, which is channels_last."""
-    x = x.contiguous(memory_format=torch.channels_last)
+def _compiled_forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     reason = _refusal(x, weight)
     if reason:
         fell_back[reason] += 1
-        return _pytorch(x, weight).contiguous(memory_format=torch.channels_last)
+        return _pytorch(x, weight)
     call = spec.call(tuple(x.shape), weight.shape[0])
     engaged[spec.name(call.inputs, call.outputs)] += 1
     return _forward(x, weight, call)[0]
 
 
-@conv3x3_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    n, _, h, w = x.shape
-    shape = (n, weight.shape[0], h, w)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-
-
-@torch.library.custom_op("advisor::conv3x3_backward", mutates_args=())
-def conv3x3_backward_op(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::conv3x3`: dx, dweight; empty where not wanted. dweight is contiguous."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    wanted = (dx_wanted, dweight_wanted)
+def _compiled_gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if _refusal(x, weight):
-        dx, dweight = _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
-    else:
-        dx, dweight = _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
-    return (
-        x.new_empty(0) if dx is None else dx.contiguous(memory_format=torch.channels_last),
-        weight.new_empty(0) if dweight is None else dweight.contiguous(),
-    )
+        return _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
+    return _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
 
 
-@conv3x3_backward_op.register_fake
-def _(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(x, memory_format=torch.channels_last) if dx_wanted else x.new_empty(0),
-        weight.new_empty(weight.shape) if dweight_wanted else weight.new_empty(0),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    dx_wanted, dweight_wanted = ctx.needs_input_grad[:2]
-    dx, dweight = conv3x3_backward_op(dy, x, weight, dx_wanted, dweight_wanted)
-    return dx if dx_wanted else None, dweight if dweight_wanted else None
-
-
-conv3x3_op.register_autograd(_op_backward, setup_context=_setup)
+# As `conv3x3`, x in the dtype of the result.
+conv3x3_op = convolution.library_operation("conv3x3", _compiled_forward, _compiled_gradients, stride=1)

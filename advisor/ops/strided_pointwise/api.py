@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, convolution, differentiable, dispatch, nvrtc, storage
 from advisor.ops.first_conv.api import computed_in
 from advisor.ops.function import Function
 from advisor.ops.strided_pointwise import cuda, spec
@@ -138,63 +138,25 @@ def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     return found
 
 
-@torch.library.custom_op("advisor::strided_pointwise_conv2d", mutates_args=())
-def strided_pointwise_conv2d_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As `strided_pointwise_conv2d`, for compiled graphs: x and weight in the dtype of the result, which is channels_last."""
-    x = x.contiguous(memory_format=torch.channels_last)
+def _compiled_forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     reason = _refusal(x, weight)
     if reason:
         fell_back[reason] += 1
-        return _pytorch(x, weight).contiguous(memory_format=torch.channels_last)
+        return _pytorch(x, weight)
     call = spec.call(tuple(x.shape), weight.shape[0])
     engaged[spec.name(call.inputs, call.outputs)] += 1
     return _forward(x, weight, call)
 
 
-@strided_pointwise_conv2d_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    n, _, h, w = x.shape
-    shape = (n, weight.shape[0], (h + 1) // 2, (w + 1) // 2)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-
-
-@torch.library.custom_op("advisor::strided_pointwise_conv2d_backward", mutates_args=())
-def strided_pointwise_conv2d_backward_op(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::strided_pointwise_conv2d`: dx, dweight; empty where not wanted. dweight is contiguous."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    wanted = (dx_wanted, dweight_wanted)
+def _compiled_gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if _refusal(x, weight):
-        dx, dweight = _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
-    else:
-        dx, dweight = _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
-    return (
-        x.new_empty(0) if dx is None else dx.contiguous(memory_format=torch.channels_last),
-        weight.new_empty(0) if dweight is None else dweight.contiguous(),
-    )
+        return _pytorch_backward(dy.to(x.dtype), x, weight, wanted)
+    return _gradients(dy, x, weight, spec.call(tuple(x.shape), weight.shape[0]), wanted)
 
 
-@strided_pointwise_conv2d_backward_op.register_fake
-def _(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(x, memory_format=torch.channels_last) if dx_wanted else x.new_empty(0),
-        weight.new_empty(weight.shape) if dweight_wanted else weight.new_empty(0),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    dx_wanted, dweight_wanted = ctx.needs_input_grad[:2]
-    dx, dweight = strided_pointwise_conv2d_backward_op(dy, x, weight, dx_wanted, dweight_wanted)
-    return dx if dx_wanted else None, dweight if dweight_wanted else None
-
-
-strided_pointwise_conv2d_op.register_autograd(_op_backward, setup_context=_setup)
+# As `strided_pointwise_conv2d`, x and weight in one dtype.
+strided_pointwise_conv2d_op = convolution.library_operation(
+    "strided_pointwise_conv2d", _compiled_forward, _compiled_gradients, stride=spec.STRIDE
+)

@@ -1,0 +1,68 @@
+"""Convolutions that are told by their input and weight alone as operations of torch.library, for graphs that Inductor compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Gradients = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Sequence[bool]], tuple[torch.Tensor | None, torch.Tensor | None]
+]
+
+
+def library_operation(name: str, forward: Forward, gradients: Gradients, *, stride: int) -> Callable[..., torch.Tensor]:
+    """`advisor::<name>` (x, weight) and `advisor::<name>_backward`, with fake kernels and autograd.
+
+    Args:
+        forward: the result y [N, O, ceil(H / stride), ceil(W / stride)] of x [N, I, H, W], channels_last, and weight [O, I, R, S].
+        gradients: dx and dweight, each where wanted, of dy, x, weight and which of the two are wanted.
+
+    Returns:
+        The operation, whose x has the dtype of the result, which is channels_last.
+    """
+    nhwc = torch.channels_last
+
+    @torch.library.custom_op(f"advisor::{name}", mutates_args=())
+    def operation(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return forward(x.contiguous(memory_format=nhwc), weight).contiguous(memory_format=nhwc)
+
+    @operation.register_fake
+    def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        n, _, h, w = x.shape
+        shape = (n, weight.shape[0], (h + stride - 1) // stride, (w + stride - 1) // stride)
+        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=nhwc)
+
+    @torch.library.custom_op(f"advisor::{name}_backward", mutates_args=())
+    def backward(
+        dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dx and dweight; empty where not wanted. dweight is contiguous."""
+        dx, dweight = gradients(dy, x.contiguous(memory_format=nhwc), weight, (dx_wanted, dweight_wanted))
+        return (
+            x.new_empty(0) if dx is None else dx.contiguous(memory_format=nhwc),
+            weight.new_empty(0) if dweight is None else dweight.contiguous(),
+        )
+
+    @backward.register_fake
+    def _(
+        dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx_wanted: bool, dweight_wanted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.empty_like(x, memory_format=nhwc) if dx_wanted else x.new_empty(0),
+            weight.new_empty(weight.shape) if dweight_wanted else weight.new_empty(0),
+        )
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def through(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dx_wanted, dweight_wanted = ctx.needs_input_grad[:2]
+        dx, dweight = backward(dy, x, weight, dx_wanted, dweight_wanted)
+        return dx if dx_wanted else None, dweight if dweight_wanted else None
+
+    operation.register_autograd(through, setup_context=setup)
+    return operation
