@@ -84,8 +84,8 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
     """The recommendations in the order of trial, each at most once per transform and parameters.
 
     What the profile's largest idle cause asks for comes first, or, where a loader's workers are behind, what makes them more; then
-    the stages above, then predicted gain; whatever stands in `after` of another comes before it, and a circle there is broken at its earliest member. What is predicted to find
-    nothing to do comes last, and nothing waits for it.
+    the stages above, then predicted gain; whatever stands in `after` of another comes before it, and a circle there is broken at its
+    earliest member. What is predicted to find nothing to do comes last, and nothing waits for it.
     """
     first, graphs_last = (
         _bounding(profile, {r.transform for r in recommendations}),
