@@ -168,9 +168,11 @@ def run(
             print(row.line(), flush=True)
         file.keep(measured, ceilings)
         done.append((case, measured))
+    if counters:
+        say("counting")
     for number, rows in enumerate(count(done) if counters else ()):
-        say(f"counting: case {number + 1} of {len(done)}")
         file.keep(rows, ceilings)
+        say(f"counted {number + 1} of {len(done)} cases")
     if failed:
         print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
     return ExitCode.FINDINGS if failed else ExitCode.OK
