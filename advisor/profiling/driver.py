@@ -304,7 +304,8 @@ class ProfileDriver:
             tell(self.session, "phase", phase="reading the trace", done=0, total=0)
         try:
             trace: Trace = collector.stop([bound.host_ns for bound in self._bounds])
-            save_trace(self.session.folder / TRACE_FILE, trace)
+            if len(self._bounds) > 1:  # else what was traced, an evaluation or a part of a step, would be told as one
+                save_trace(self.session.folder / TRACE_FILE, trace)
         except Exception as error:
             self._notes.append(f"no trace: {type(error).__name__}: {error}")
 

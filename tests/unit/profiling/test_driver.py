@@ -189,6 +189,19 @@ def test_an_early_end_leaves_what_there_is(
     assert (tmp_path / FACTS_FILE).exists()
 
 
+@pytest.mark.parametrize(("steps", "kept"), [(12, False), (13, True)])
+def test_what_was_traced_of_no_whole_step_is_not_told_as_one(
+    start: Start, tmp_path: Path, steps: int, kept: bool
+) -> None:
+    """As of a script that dies in an evaluation, behind the step that the profiler's start has disturbed."""
+    driver = start()
+    assert train(steps) == steps
+    driver.at_exit()
+    assert collector().started == 1
+    assert (tmp_path / TRACE_FILE).exists() == kept
+    assert steps_record(tmp_path).step_us is not None
+
+
 def test_a_process_without_steps_leaves_anothers_record_alone(start: Start, tmp_path: Path) -> None:
     (tmp_path / STEPS_FILE).write_text("another's")
     start().at_exit()
