@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-ROW, CHARACTER, PLOT, RIGHT, HEAD, FOOT = 18, 7, 440, 24, 54, 26  # pixels
+ROW, CHARACTER, PLOT, RIGHT, HEAD, FOOT = 18, 8, 440, 24, 54, 26  # pixels
 # Colours that colour-blind readers can tell apart: Okabe and Ito, "Color Universal Design", 2008.
 COLOURS = {"advisor": "#009e73", "eager": "#999999", "compile": "#0072b2"}
 MOST_TICKS = 8
