@@ -1,11 +1,14 @@
-"""Convolutions that are told by their input and weight alone as operations of torch.library, for graphs that Inductor compiles."""
+"""What families of convolutions share that are told by input and weight alone: whether kernels can take the tensors, and operations of torch.library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+from advisor.ops import alignment, nvrtc, storage
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Gradients = Callable[
@@ -13,8 +16,50 @@ Gradients = Callable[
 ]
 
 
-def library_operation(name: str, forward: Forward, gradients: Gradients, *, stride: int) -> Callable[..., torch.Tensor]:
-    """`advisor::<name>` (x, weight) and `advisor::<name>_backward`, with fake kernels and autograd.
+@lru_cache(maxsize=4096)
+def _unsupported(
+    spec: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_shape: tuple[int, ...],
+    weight_dtype: torch.dtype,
+    stride: int,
+    padding: int,
+    arch: int,
+) -> str:
+    reason: str = spec.unsupported(
+        shape=shape,
+        channels_last=True,
+        dtype=storage.name(dtype),
+        weight_shape=weight_shape,
+        weight_dtype=storage.name(weight_dtype),
+        stride=(stride, stride),
+        padding=(padding, padding),
+        dilation=(1, 1),
+        groups=1,
+        arch=arch,
+    )
+    return reason
+
+
+def unsupported(spec: Any, x: torch.Tensor, weight: torch.Tensor, *, stride: int, padding: int) -> str:
+    """Why the kernels of a family with this `spec` cannot take these tensors, in one group and not dilated; empty when they can."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    arch = nvrtc.arch(x.device.index or 0)
+    reason = _unsupported(spec, tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, stride, padding, arch)
+    if reason:
+        return reason
+    if weight.device != x.device:
+        return "weight and input are on different devices"
+    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+
+
+def compiled_operation(
+    name: str, forward: Forward, gradients: Gradients, *, stride: int
+) -> Callable[..., torch.Tensor]:
+    """`advisor::<name>` (x, weight) and `advisor::<name>_backward`, with fake kernels and autograd, for graphs that Inductor compiles.
 
     Args:
         forward: the result y [N, O, ceil(H / stride), ceil(W / stride)] of x [N, I, H, W], channels_last, and weight [O, I, R, S].

@@ -10,7 +10,6 @@ it as it lies, in its own dtype and strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,38 +23,10 @@ from advisor.ops.function import Function
 engaged, fell_back = dispatch.counters("conv3x3")
 
 
-@lru_cache(maxsize=4096)
-def _unsupported(
-    shape: tuple[int, ...], dtype: torch.dtype, weight_shape: tuple[int, ...], weight_dtype: torch.dtype, arch: int
-) -> str:
-    return spec.unsupported(
-        shape=shape,
-        channels_last=True,
-        dtype=storage.name(dtype),
-        weight_shape=weight_shape,
-        weight_dtype=storage.name(weight_dtype),
-        stride=(1, 1),
-        padding=(1, 1),
-        dilation=(1, 1),
-        groups=1,
-        arch=arch,
-    )
-
-
 def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
     """Why the kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    arch = nvrtc.arch(x.device.index or 0)
-    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
-    if reason:
-        return reason
-    if weight.device != x.device:
-        return "weight and input are on different devices"
-    if not alignment.is_nhwc(x):
-        return "input is not channels_last and aligned"
-    return tensor_map.unavailable() or nvrtc.refused(spec.CONV)
+    reason = convolution.unsupported(spec, x, weight, stride=1, padding=1)
+    return reason or tensor_map.unavailable() or nvrtc.refused(spec.CONV)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
@@ -194,4 +165,4 @@ def _compiled_gradients(
 
 
 # As `conv3x3`, x in the dtype of the result.
-conv3x3_op = convolution.library_operation("conv3x3", _compiled_forward, _compiled_gradients, stride=1)
+conv3x3_op = convolution.compiled_operation("conv3x3", _compiled_forward, _compiled_gradients, stride=1)

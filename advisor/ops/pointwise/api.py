@@ -8,13 +8,12 @@ alone: what the kernels win is the norm's pass over a tensor, and Inductor's gra
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, convolution, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.first_conv.api import computed_in
@@ -24,36 +23,9 @@ from advisor.ops.pointwise import cuda, spec
 engaged, fell_back = dispatch.counters("pointwise")
 
 
-@lru_cache(maxsize=4096)
-def _unsupported(
-    shape: tuple[int, ...], dtype: torch.dtype, weight_shape: tuple[int, ...], weight_dtype: torch.dtype, arch: int
-) -> str:
-    return spec.unsupported(
-        shape=shape,
-        channels_last=True,
-        dtype=storage.name(dtype),
-        weight_shape=weight_shape,
-        weight_dtype=storage.name(weight_dtype),
-        stride=(1, 1),
-        padding=(0, 0),
-        dilation=(1, 1),
-        groups=1,
-        arch=arch,
-    )
-
-
 def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
     """Why the kernel cannot take these tensors; empty when it can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    arch = nvrtc.arch(x.device.index or 0)
-    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
-    if reason:
-        return reason
-    if weight.device != x.device:
-        return "weight and input are on different devices"
-    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+    return convolution.unsupported(spec, x, weight, stride=1, padding=0)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:

@@ -196,15 +196,16 @@ def other_convolution(
     stride: tuple[int, int],
     padding: tuple[int, int],
     groups: int,
+    taken: tuple[int, int] = (1, 1),
 ) -> str:
-    """Why a convolution is no 1 x 1 one with whole vectors of channels; empty when it is one."""
+    """Why a convolution is no 1 x 1 one of the stride `taken` with whole vectors of channels; empty when it is one."""
     if len(shape) != 4:
         return f"{len(shape)}-D input"
     if groups != 1 or weight_shape[1] != shape[1]:
         return f"{groups} groups of {weight_shape[1]} channels"
     if weight_shape[2:] != (1, 1):
         return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride != (1, 1):
+    if stride != taken:
         return f"stride {stride[0]} x {stride[1]}"
     if padding != (0, 0):
         return f"padding {padding[0]} x {padding[1]}"

@@ -8,13 +8,12 @@ Forward, gradient of the input and gradient of the weight are dispatched each by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, convolution, differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, convolution, differentiable, dispatch, storage
 from advisor.ops.first_conv.api import computed_in
 from advisor.ops.function import Function
 from advisor.ops.strided_pointwise import cuda, spec
@@ -22,36 +21,9 @@ from advisor.ops.strided_pointwise import cuda, spec
 engaged, fell_back = dispatch.counters("strided_pointwise")
 
 
-@lru_cache(maxsize=4096)
-def _unsupported(
-    shape: tuple[int, ...], dtype: torch.dtype, weight_shape: tuple[int, ...], weight_dtype: torch.dtype, arch: int
-) -> str:
-    return spec.unsupported(
-        shape=shape,
-        channels_last=True,
-        dtype=storage.name(dtype),
-        weight_shape=weight_shape,
-        weight_dtype=storage.name(weight_dtype),
-        stride=(spec.STRIDE, spec.STRIDE),
-        padding=(0, 0),
-        dilation=(1, 1),
-        groups=1,
-        arch=arch,
-    )
-
-
 def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
     """Why the kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    arch = nvrtc.arch(x.device.index or 0)
-    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, arch)
-    if reason:
-        return reason
-    if weight.device != x.device:
-        return "weight and input are on different devices"
-    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+    return convolution.unsupported(spec, x, weight, stride=spec.STRIDE, padding=0)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
@@ -157,6 +129,6 @@ def _compiled_gradients(
 
 
 # As `strided_pointwise_conv2d`, x and weight in one dtype.
-strided_pointwise_conv2d_op = convolution.library_operation(
+strided_pointwise_conv2d_op = convolution.compiled_operation(
     "strided_pointwise_conv2d", _compiled_forward, _compiled_gradients, stride=spec.STRIDE
 )

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from advisor.ops import dispatch
 from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.pointwise import spec as pointwise
 from advisor.ops.storage import MIN_ARCH
 
 PRODUCT = "strided_pointwise/strided_pointwise.cu"
@@ -19,7 +20,7 @@ KERNELS = {PRODUCT: ("strided_pointwise",), GATHER: ("gather_pixels",)}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 STRIDE = 2
-OCTET = 8  # channels in 16 bytes
+OCTET = pointwise.OCTET
 CHUNK = 64  # channels of a stage
 THREADS = 128  # of PRODUCT
 MAX_STAGES = 4
@@ -157,20 +158,8 @@ def unsupported_convolution(
     groups: int,
 ) -> str:
     """Why a convolution is none that the kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if groups != 1 or weight_shape[1] != shape[1]:
-        return f"{groups} groups of {weight_shape[1]} channels"
-    if weight_shape[2:] != (1, 1):
-        return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride != (STRIDE, STRIDE):
-        return f"stride {stride[0]} x {stride[1]}"
-    if padding != (0, 0):
-        return f"padding {padding[0]} x {padding[1]}"
-    for channels in (shape[1], weight_shape[0]):
-        if channels % OCTET or not channels:
-            return f"{channels} channels are no multiple of {OCTET}"
-    return ""
+    taken = (STRIDE, STRIDE)
+    return pointwise.other_convolution(shape, weight_shape, stride, padding, groups, taken)
 
 
 # ---- what is compiled, and how it is launched
