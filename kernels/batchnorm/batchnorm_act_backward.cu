@@ -18,7 +18,7 @@
 // Limits    with a residual only activations whose slope is 0 or 1 (none, ReLU, ReLU6).
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "channel_reduce.cuh"
 
 #ifndef FORK
@@ -80,7 +80,7 @@ __device__ __forceinline__ void gradient(
 #if RESIDUAL && ACT != 0
     g[j] = (bits >> j) & 1u ? g[j] : 0.f;
 #elif ACT != 0
-    g[j] *= slope_at(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] *= slope_streaming(d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 }

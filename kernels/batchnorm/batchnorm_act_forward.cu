@@ -16,7 +16,7 @@
 // Limits    momentum and affine parameters required; M >= 2; sm_80.
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "channel_reduce.cuh"
 
 #ifndef UNROLL
@@ -132,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_apply(
         float z = (f[j] - mean[j]) * scale[j] + offset[j];
 #if RESIDUAL
         z += g[j];
-        bits |= (slope_at(z, 0.f) != 0.f ? 1u : 0u) << j;
+        bits |= (slope_streaming(z, 0.f) != 0.f ? 1u : 0u) << j;
 #endif
-        f[j] = activate(z, slope);
+        f[j] = activate_streaming(z, slope);
       }
       store(y + at, narrow(f));
 #if RESIDUAL && ACT != 0

@@ -13,7 +13,7 @@
 // Limits    with a residual only activations whose slope is 0 or 1 (none, ReLU, ReLU6).
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "channel_reduce.cuh"
 
 #ifndef UNROLL
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_frozen_backw
 #if MASKED
           g[j] = (bits[u] >> j) & 1u ? g[j] : 0.f;
 #elif NEEDS_Z
-          g[j] *= slope_at(d[j] * scale[j] + offset[j], slope);
+          g[j] *= slope_streaming(d[j] * scale[j] + offset[j], slope);
 #endif
 #if REDUCE
           sum[j] += g[j];

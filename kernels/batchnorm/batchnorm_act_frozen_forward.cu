@@ -12,7 +12,7 @@
 // Numerics  fp32; one over the root is correctly rounded.
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "channel_reduce.cuh"
 
 #ifndef UNROLL
@@ -71,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_frozen_fo
         z += g[j];
 #endif
 #if MASKED
-        bits |= (slope_at(z, slope) != 0.f ? 1u : 0u) << j;
+        bits |= (slope_streaming(z, slope) != 0.f ? 1u : 0u) << j;
 #endif
-        f[j] = activate(z, slope);
+        f[j] = activate_streaming(z, slope);
       }
       store(y + at, narrow(f));
 #if MASKED

@@ -21,7 +21,7 @@
 //           ReLU, ReLU6); every block on an SM at once.
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "cp_async.cuh"
 #include "grid_tile.cuh"
 #include "prefetch.cuh"
@@ -70,7 +70,7 @@ __device__ __forceinline__ void gradient(
 #if BY_MASK
     g[j] = (bits >> j) & 1u ? g[j] : 0.f;
 #elif ACT != 0
-    g[j] *= slope_at(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] *= slope_streaming(d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_gradients(
   for (int j = 0; j < VEC; ++j) {
     d[j] -= k.mean[j];
 #if MAKES_G_TWICE
-    g[j] *= slope_at(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] *= slope_streaming(d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 #if KEEPS_G

@@ -23,7 +23,7 @@
 // Limits    M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; every block on an SM at once.
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "cp_async.cuh"
 #include "grid_tile.cuh"
 
@@ -50,9 +50,9 @@ __device__ __forceinline__ void apply(
     float z = (f[j] - k.mean[j]) * k.scale[j] + k.offset[j];
 #if RESIDUAL
     z += g[j];
-    bits |= (slope_at(z, 0.f) != 0.f ? 1u : 0u) << j;
+    bits |= (slope_streaming(z, 0.f) != 0.f ? 1u : 0u) << j;
 #endif
-    f[j] = activate(z, slope);
+    f[j] = activate_streaming(z, slope);
   }
   store(y + place, narrow(f));
 #if RESIDUAL && ACT != 0

@@ -14,7 +14,7 @@
 // Limits    M <= HOLD * CLUSTER * THREADS / tile; fewer than 2^31 vectors; with a residual only slopes of 0 or 1 (none, ReLU, ReLU6); sm_90 (clusters).
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "cluster.cuh"
 #include "held_tile.cuh"
 
@@ -97,7 +97,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
 #if BY_MASK
       g[j] = (bits[u] >> j) & 1u ? g[j] : 0.f;
 #elif ACT != 0
-      g[j] *= slope_at(d[j] * scale[j] + offset[j], slope);
+      g[j] *= slope_streaming(d[j] * scale[j] + offset[j], slope);
 #endif
       sum[j] += g[j];
       product[j] += g[j] * d[j];
@@ -132,7 +132,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
     for (int j = 0; j < VEC; ++j) {
       d[j] -= mean[j];
 #if MAKES_G_TWICE
-      g[j] *= slope_at(d[j] * scale[j] + offset[j], slope);
+      g[j] *= slope_streaming(d[j] * scale[j] + offset[j], slope);
 #endif
     }
 #if KEEPS_G

@@ -17,7 +17,7 @@
 // Limits    M <= HOLD * CLUSTER * THREADS / tile; fewer than 2^31 vectors; sm_90 (clusters).
 
 #include "vector.cuh"
-#include "activation.cuh"
+#include "gelu.cuh"
 #include "cluster.cuh"
 #include "held_tile.cuh"
 #include "prefetch.cuh"
@@ -124,9 +124,9 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 512 / THREADS) b
         float z = (f[j] - mean[j]) * scale[j] + offset[j];
 #if RESIDUAL
         z += g[j];
-        bits |= (slope_at(z, 0.f) != 0.f ? 1u : 0u) << j;
+        bits |= (slope_streaming(z, 0.f) != 0.f ? 1u : 0u) << j;
 #endif
-        f[j] = activate(z, slope);
+        f[j] = activate_streaming(z, slope);
       }
       store(y + place, narrow(f));
 #if RESIDUAL && ACT != 0
