@@ -96,13 +96,20 @@ def cases(
 def _norm(result: tuple[int, ...], dtype: str, *, backward: bool, moments: bool = False) -> Work:
     """The norm's share of a pass over a tensor of this shape, as it is launched on an H200."""
     n, c, h, w = result
-    elements, itemsize = math.prod(result), getattr(torch, dtype).itemsize
-    moved = {"elements": elements, "itemsize": itemsize, "activation": _ACTIVATION, "residual": False, "forked": False}
     if moments:  # which leave the tensor's second reading alone
-        return Work(kernels=(spec.MOMENTS, spec.FORWARD), nbytes=spec.held_bytes_moved(**moved)[0])
-    common = {"residual": False, "forked": False, "backward": backward, "sm_count": _H200_SMS, "arch": 90}
-    kernel, one = spec.launch(n * h * w, c, dtype, _ACTIVATION, **common)
-    nbytes = (spec.bytes_moved if one is None else spec.held_bytes_moved)(**moved)[backward]
+        elements, itemsize = math.prod(result), getattr(torch, dtype).itemsize
+        moved = spec.held_bytes_moved(
+            elements=elements, itemsize=itemsize, activation=_ACTIVATION, residual=False, forked=False
+        )
+        return Work(kernels=(spec.MOMENTS, spec.FORWARD), nbytes=moved[0])
+    kernel, nbytes = spec.work(
+        *(n * h * w, c, dtype, _ACTIVATION),
+        residual=False,
+        forked=False,
+        backward=backward,
+        sm_count=_H200_SMS,
+        arch=90,
+    )
     return Work(kernels=(kernel,), nbytes=nbytes)
 
 

@@ -15,7 +15,9 @@ from torch.autograd import forward_ad
 
 from advisor.core.errors import AdvisorError
 from advisor.ops import sources
+from advisor.ops.launcher import Kernel
 
+DRIVER_OF_OVERLAP_IN_GRAPHS = 12030  # CUDA 12.3: programmatic dependences between the nodes of a graph
 NVRTC_OF_TWO_TARGETS = (12, 9)  # the first that was seen to compile with two -arch options; 12.6 and 12.8 refuse
 
 
@@ -85,6 +87,14 @@ def arch(device: int) -> int:
 
 
 @cache
+def overlaps(device: int) -> bool:
+    """Whether a kernel's blocks may be launched before the kernel ahead has ended, in captured graphs too."""
+    import cupy
+
+    return arch(device) >= 90 and cupy.cuda.runtime.driverGetVersion() >= DRIVER_OF_OVERLAP_IN_GRAPHS
+
+
+@cache
 def sm_count(device: int) -> int:
     """Streaming multiprocessors of the device."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -110,10 +120,9 @@ _most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}
 
 
 @cache
-def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0) -> Any:
+def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0) -> Kernel:
     """The compiled kernel `entry` of `kernels/<name>`: call as `f(grid, block, arguments, shared_bytes, stream(device))`.
 
-    With `enable_cooperative_groups=True` it is launched cooperatively: all its blocks run at once, or the driver refuses the launch.
     `most_dynamic`: the most bytes of dynamic shared memory that a launch will ask for, where that and the kernel's own are
     more than 48 KiB.
 
@@ -130,7 +139,7 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
             kernel = name, entry, defines, device
             if most_dynamic > _most_dynamic.get(kernel, 0):
                 raw.max_dynamic_shared_size_bytes = _most_dynamic[kernel] = most_dynamic
-            return raw.kernel
+            return Kernel(raw.kernel, entry, overlapping=sources.overlaps(name) and overlaps(device))
     except cupy.cuda.compiler.CompileException as error:
         raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None
 
@@ -150,34 +159,10 @@ def warm(variants: Iterable[tuple[str, Mapping[str, int]]], device: int = 0) -> 
             pool.submit(compile_one, name, defines)
 
 
-_streams: dict[int, Any] = {}
-
-
-class _RawStream:
-    """A stream by its address, as the CUDA stream protocol wants it."""
-
-    def __init__(self, raw: int) -> None:
-        self.raw = raw
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.raw
-
-
-def _external_stream(raw: int) -> Any:
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and newer
-        return cupy.cuda.Stream.from_external(_RawStream(raw))
-    return cupy.cuda.ExternalStream(raw)
-
-
-def stream(device: int) -> Any:
-    """Torch's current stream on `device`, as CuPy's type. One object a raw stream, made once: it costs 1 µs after."""
-    raw = torch._C._cuda_getCurrentRawStream(device)
-    found = _streams.get(raw)
-    if found is None:
-        found = _streams[raw] = _external_stream(raw)
-    return found
+def stream(device: int) -> int:
+    """Address of torch's current stream on `device`."""
+    raw: int = torch._C._cuda_getCurrentRawStream(device)
+    return raw
 
 
 _TICKETS_PER_STREAM = 1024

@@ -58,6 +58,11 @@ def target(name: str) -> tuple[str, ...]:
     return ("-arch=sm_90a",) if "wgmma.mma_async" in source(name) else ()
 
 
+def overlaps(name: str) -> bool:
+    """Whether every kernel of the source waits for the one ahead of it itself (include/overlap.cuh), so that it may be launched early."""
+    return "griddepcontrol.wait" in source(name)
+
+
 def sha256(*names: str) -> str:
     """Hash of these sources, one after the other: what benchmark results and plans are tied to."""
     return hashlib.sha256("".join(map(source, names)).encode()).hexdigest()

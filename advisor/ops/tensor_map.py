@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.core.errors import AdvisorError
+from advisor.ops import launcher
 
 _BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _UINT16, _PLAIN, _LINES_OF_128, _ZEROS = 1, 0, 2, 0  # CUtensorMapDataType, …Interleave, …L2promotion, …FloatOOBfill
@@ -21,8 +21,7 @@ _SWIZZLE = {64: 2, 128: 3}  # by bytes of a pixel in shared memory
 def _encode() -> Any:
     """The driver's function; None where it has none."""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        return driver.cuTensorMapEncodeTiled
+        return launcher.driver().cuTensorMapEncodeTiled
     except (OSError, AttributeError):
         return None
 

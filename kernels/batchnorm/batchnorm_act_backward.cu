@@ -20,6 +20,7 @@
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
+#include "overlap.cuh"
 
 #ifndef FORK
 #define FORK 0
@@ -91,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_red
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dresidual, float* __restrict__ partial, unsigned int* __restrict__ ticket, float* __restrict__ coefficient,
     float* __restrict__ dweight, float* __restrict__ dbias, i64 rows, int vectors, int tile, float slope) {
+  overlap_launches();
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
   const Tile t = tile_of(tile, vectors);
@@ -156,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_backward_app
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     const float* __restrict__ coefficient, Vec16* __restrict__ dx,
     i64 rows, int vectors, int tile, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
   const int channels = vectors * VEC;

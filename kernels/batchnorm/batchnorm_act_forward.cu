@@ -18,6 +18,7 @@
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4  // independent 16-byte loads in flight a thread
@@ -28,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_stats(
     float* __restrict__ saved, const float* running_mean, const float* running_var,
     float* running_mean_out, float* running_var_out,
     i64 rows, int vectors, int tile, float momentum, float eps) {
+  overlap_launches();
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
   const Tile t = tile_of(tile, vectors);
@@ -87,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_apply(
     const Vec16* __restrict__ x, const Vec16* __restrict__ residual, const float* __restrict__ saved,
     const float* __restrict__ weight, const float* __restrict__ bias, Vec16* __restrict__ y,
     unsigned char* __restrict__ mask, i64 rows, int vectors, int tile, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
   const int channels = vectors * VEC;

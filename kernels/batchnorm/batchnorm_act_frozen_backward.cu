@@ -15,6 +15,7 @@
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4  // two tensors are read: 8 loads of 16 bytes in flight a thread
@@ -28,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_frozen_backw
     const float* __restrict__ bias, float* __restrict__ partial, unsigned int* __restrict__ ticket, Vec16* __restrict__ dx,
     Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias, i64 rows, int vectors, int tile,
     float eps, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
 #if REDUCE
   float sum[VEC], product[VEC];

@@ -14,6 +14,7 @@
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4
@@ -23,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_frozen_fo
     const Vec16* __restrict__ x, const Vec16* __restrict__ residual, const float* __restrict__ running_mean,
     const float* __restrict__ running_var, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ y, unsigned char* __restrict__ mask, i64 rows, int vectors, int tile, float eps, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
   float mean[VEC], scale[VEC], offset[VEC];

@@ -24,6 +24,7 @@
 #include "gelu.cuh"
 #include "cp_async.cuh"
 #include "grid_tile.cuh"
+#include "keep.cuh"
 #include "prefetch.cuh"
 
 #ifndef FORK
@@ -35,9 +36,24 @@
 #define MAKES_G_TWICE (ACT > 2 && !FORK)
 #define HOLDS_G (!MAKES_G_TWICE && (ACT != 0 || FORK))
 
+#ifndef STREAM
+#define STREAM 0  // rows beyond those that are kept, at a time; 0 where all are kept
+#endif
+#ifndef STREAM_LOAD
+#define STREAM_LOAD load
+#endif
 #ifndef UNROLL
 #define UNROLL (FORK ? 4 : 8)  // rows of shared memory at a time: their masks, or their other gradients, are under way together
 #endif
+
+// To this thread's place in shared memory.
+__device__ __forceinline__ void hold(Vec16* to, const Vec16* from) {
+#if STREAM
+  keep(to, from);
+#else
+  cp_async16(to, from);
+#endif
+}
 
 // Constants of this thread's VEC channels.
 struct Channel {
@@ -91,6 +107,13 @@ __device__ __forceinline__ void accumulate(
 #endif
 }
 
+__device__ __forceinline__ void store_gradient(
+    const Channel& k, float (&g)[VEC], const float (&d)[VEC], const float (&c1)[VEC], const float (&c2)[VEC], Vec16* dx) {
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) g[j] = k.scale[j] * (g[j] - c1[j] - d[j] * c2[j]);
+  store(dx, narrow(g));
+}
+
 __device__ __forceinline__ void store_gradients(
     const Channel& k, const Vec16& vx, const Vec16& held, const float (&c1)[VEC], const float (&c2)[VEC], Vec16* dx,
     Vec16* dresidual, int place, float slope) {
@@ -107,9 +130,7 @@ __device__ __forceinline__ void store_gradients(
 #if KEEPS_G
   store(dresidual + place, held);
 #endif
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) g[j] = k.scale[j] * (g[j] - c1[j] - d[j] * c2[j]);
-  store(dx + place, narrow(g));
+  store_gradient(k, g, d, c1, c2, dx + place);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_backward(
@@ -129,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
   for (int k = 0; k < kept; ++k) {
     const int place = at + (HOLD + k) * step;
     if (t.first + (HOLD + k) * t.stride < end) {
-      cp_async16(slot + k * THREADS, x + place);
-      cp_async16(above + k * THREADS, dy + place);
+      hold(slot + k * THREADS, x + place);
+      hold(above + k * THREADS, dy + place);
 #if FORK
       prefetch_l2(dy2 + place);
 #endif
@@ -175,6 +196,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) accumulate(k, vx[u], vdy[u], vdy2[u], bits[u], slope, sum, product);
+#if STREAM
+  // What is not kept goes by while the copies are under way. The last of it is the first to be read again, from L2.
+  for (int row = t.first + (HOLD + kept) * t.stride; row < end; row += STREAM * t.stride) {
+    const int from = row * vectors + t.vector;
+    Vec16 wx[STREAM], wdy[STREAM], wdy2[STREAM];
+    unsigned int wbits[STREAM];
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u) {
+      wbits[u] = 0u;
+      if (row + u * t.stride >= end) continue;
+      wx[u] = load(x + from + u * step);
+#if KEEPS_G  // which is read in their place
+      wdy[u] = load_last(dy + from + u * step);
+#if FORK
+      wdy2[u] = load_last(dy2 + from + u * step);
+#endif
+#else
+      wdy[u] = load(dy + from + u * step);
+#if FORK
+      wdy2[u] = load(dy2 + from + u * step);
+#endif
+#endif
+#if BY_MASK
+      wbits[u] = mask[from + u * step];
+#endif
+    }
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u) {
+      if (row + u * t.stride >= end) continue;
+      accumulate(k, wx[u], wdy[u], wdy2[u], wbits[u], slope, sum, product);
+#if KEEPS_G
+      store(dresidual + from + u * step, wdy[u]);
+#endif
+    }
+  }
+#endif
   cp_async_wait<0>();
   for (int base = 0; base < kept; base += UNROLL) {
     Vec16 other[UNROLL];
@@ -219,6 +276,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
   float c1[VEC], c2[VEC];
   fetch(constant + 3 * width, tile, t.tx, c1);
   fetch(constant + 4 * width, tile, t.tx, c2);
+#if STREAM
+  const int passes = t.first < end ? (end - t.first + t.stride - 1) / t.stride : 0;
+  for (int last = passes - 1; last >= HOLD + kept; last -= STREAM) {
+    Vec16 wx[STREAM], wg[STREAM], wdy2[STREAM];
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u) {
+      if (last - u < HOLD + kept) continue;
+      const int place = at + (last - u) * step;
+      wx[u] = STREAM_LOAD(x + place);
+#if KEEPS_G
+      wg[u] = load_written(dresidual + place);
+#else
+      wg[u] = STREAM_LOAD(dy + place);
+#if FORK
+      wdy2[u] = STREAM_LOAD(dy2 + place);
+#endif
+#endif
+    }
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u) {
+      if (last - u < HOLD + kept) continue;
+      float g[VEC], d[VEC];
+#if KEEPS_G
+      widen(wx[u], d);
+      widen(wg[u], g);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) d[j] -= k.mean[j];
+#else
+      gradient(k, wx[u], wg[u], wdy2[u], 0u, slope, g, d);
+#endif
+      store_gradient(k, g, d, c1, c2, dx + at + (last - u) * step);
+    }
+  }
+#endif
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) store_gradients(k, vx[u], vdy[u], c1, c2, dx, dresidual, at + u * step, slope);

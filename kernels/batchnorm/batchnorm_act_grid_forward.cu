@@ -26,10 +26,26 @@
 #include "gelu.cuh"
 #include "cp_async.cuh"
 #include "grid_tile.cuh"
+#include "keep.cuh"
 
 #ifndef UNROLL
-#define UNROLL 4  // rows that come from shared memory, or residual rows that were not fetched ahead, at a time
+#define UNROLL (STREAM ? 8 : 4)  // rows that come from shared memory, or residual rows that were not fetched ahead, at a time
 #endif
+#ifndef STREAM
+#define STREAM 0  // rows beyond those that are kept, at a time; 0 where all are kept
+#endif
+#ifndef STREAM_LOAD
+#define STREAM_LOAD load
+#endif
+
+// To this thread's place in shared memory.
+__device__ __forceinline__ void hold(Vec16* to, const Vec16* from) {
+#if STREAM
+  keep(to, from);
+#else
+  cp_async16(to, from);
+#endif
+}
 
 struct Channel {
   float mean[VEC], scale[VEC], offset[VEC];
@@ -86,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
   Vec16* const slot = slots + threadIdx.x;
   for (int k = 0; k < kept; ++k)
-    if (t.first + (HOLD + k) * t.stride < end) cp_async16(slot + k * THREADS, x + at + (HOLD + k) * step);
+    if (t.first + (HOLD + k) * t.stride < end) hold(slot + k * THREADS, x + at + (HOLD + k) * step);
   cp_async_commit();
   Vec16 v[HOLD];
 #pragma unroll
@@ -115,6 +131,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     if (t.first + k * t.stride < end) cp_async16(other + k * THREADS, residual + at + k * step);
 #endif
   cp_async_commit();
+#if STREAM
+  // What is not kept goes by while the copies are under way. The last of it is the first to be read again, from L2.
+  for (int row = t.first + (HOLD + kept) * t.stride; row < end; row += STREAM * t.stride) {
+    const Vec16* const from = x + row * vectors + t.vector;
+    Vec16 w[STREAM];
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u)
+      if (row + u * t.stride < end) w[u] = load(from + u * step);
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u)
+      if (row + u * t.stride < end) accumulate(w[u], shift, sum, square);
+  }
+#endif
   cp_async_wait<1>();  // x is here, the residual may be under way
 #pragma unroll UNROLL
   for (int k = 0; k < kept; ++k)
@@ -144,6 +173,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     k.scale[j] = constant[width + j * tile + t.tx];
     k.offset[j] = constant[2 * width + j * tile + t.tx];
   }
+#if STREAM
+  constexpr int at_a_time = RESIDUAL ? STREAM / 2 : STREAM;
+  const int passes = t.first < end ? (end - t.first + t.stride - 1) / t.stride : 0;
+  for (int last = passes - 1; last >= HOLD + kept; last -= at_a_time) {
+    Vec16 w[at_a_time], q[at_a_time];
+#pragma unroll
+    for (int u = 0; u < at_a_time; ++u) {
+      if (last - u < HOLD + kept) continue;
+      w[u] = STREAM_LOAD(x + at + (last - u) * step);
+#if RESIDUAL
+      q[u] = load(residual + at + (last - u) * step);
+#endif
+    }
+#pragma unroll
+    for (int u = 0; u < at_a_time; ++u)
+      if (last - u >= HOLD + kept) apply(k, w[u], q[u], y, mask, at + (last - u) * step, slope);
+  }
+#endif
   Vec16 r[UNROLL];
 #pragma unroll
   for (int base = 0; base < HOLD; base += UNROLL) {

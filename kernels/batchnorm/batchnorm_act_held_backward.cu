@@ -17,6 +17,7 @@
 #include "gelu.cuh"
 #include "cluster.cuh"
 #include "held_tile.cuh"
+#include "overlap.cuh"
 
 #ifndef FORK
 #define FORK 0
@@ -38,6 +39,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
     int rows, int vectors, int tile, float slope) {
+  overlap_launches();
   __shared__ float warps[HELD_WARPS * 2 * HELD_WIDTH], block[2 * HELD_WIDTH], constant[5 * HELD_WIDTH];
   const HeldTile t = held_tile(tile, vectors);
   const int width = tile * VEC, channels = vectors * VEC;

@@ -21,6 +21,7 @@
 #include "cluster.cuh"
 #include "held_tile.cuh"
 #include "prefetch.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4  // residual loads in flight a thread; they were prefetched
@@ -31,6 +32,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 512 / THREADS) b
     const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ saved, float* running_mean_out,
     float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile,
     float momentum, float eps, float slope) {
+  overlap_launches();
   __shared__ float warps[HELD_WARPS * 2 * HELD_WIDTH], block[2 * HELD_WIDTH], constant[5 * HELD_WIDTH];
   const HeldTile t = held_tile(tile, vectors);
   const int width = tile * VEC, channels = vectors * VEC;

@@ -12,6 +12,8 @@
 // Grid      (C / CHANNELS rounded up). THREADS as [ty][tx], tx over CHANNELS channels (a sector of 32 bytes), ty over blocks.
 // Numerics  fp64, in a fixed order: two runs are bit-equal.
 
+#include "overlap.cuh"
+
 #define CHANNELS 8
 #define WARPS (THREADS / 32)
 #define ROWS (THREADS / CHANNELS)
@@ -20,6 +22,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_gradient_sums(
     const float* __restrict__ sums, const float* __restrict__ saved, float* __restrict__ coefficient, float* __restrict__ dweight,
     float* __restrict__ dbias, int blocks, int channels, int rows) {
+  overlap_launches();
   __shared__ double part[2][WARPS][CHANNELS];
   const int tx = threadIdx.x % CHANNELS, ty = threadIdx.x / CHANNELS, c = blockIdx.x * CHANNELS + tx;
   double sum = 0.0, product = 0.0;

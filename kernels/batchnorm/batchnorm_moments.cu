@@ -13,6 +13,8 @@
 // Limits    C a multiple of 4; at least two values a channel.
 // Sources   Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
 
+#include "overlap.cuh"
+
 #define CHANNELS 8
 #define WARPS (THREADS / 32)
 #define ROWS (THREADS / CHANNELS)
@@ -21,6 +23,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_merge_moments(
     const float* __restrict__ moments, float* __restrict__ saved, const float* running_mean, const float* running_var,
     float* running_mean_out, float* running_var_out, int blocks, int channels, float momentum, float eps) {
+  overlap_launches();
   __shared__ double part[3][WARPS][CHANNELS];
   const int tx = threadIdx.x % CHANNELS, ty = threadIdx.x / CHANNELS, c = blockIdx.x * CHANNELS + tx;
   double count = 0.0, sum = 0.0, square = 0.0;  // of distances from `about`

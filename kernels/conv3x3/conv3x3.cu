@@ -44,6 +44,7 @@
 #include "wgmma.cuh"
 #if MOMENTS
 #include "moments.cuh"
+#include "overlap.cuh"
 #endif
 
 #if WEIGHT_STORAGE == 0
@@ -110,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
     float* __restrict__ moments,
 #endif
     int tiles, int strips, int bands, int height, int width, int weight_out, int weight_in, int weight_row, int weight_column) {
+  overlap_launches();
   extern __shared__ __align__(1024) unsigned char shared[];
   unsigned char* weights = shared;
   unsigned char* stages = weights + WEIGHT_BYTES;

@@ -42,6 +42,7 @@
 #include "mbarrier.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
+#include "overlap.cuh"
 
 #if WEIGHT_STORAGE == 0
 typedef float Weight;
@@ -62,6 +63,7 @@ __device__ __forceinline__ Weight as_stored(float v) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3_backward_weight(
     const __grid_constant__ TensorMap plain_boxes, const __grid_constant__ TensorMap window_boxes, const Vec16* __restrict__ plain,
     const Vec16* __restrict__ windowed, float4* __restrict__ partial, int tiles, int strips, int bands) {
+  overlap_launches();
   extern __shared__ __align__(1024) unsigned char shared[];
   Barrier* full = (Barrier*)(shared + STAGES * STAGE_BYTES);
   Barrier* empty = full + STAGES;
@@ -128,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3_backward_weight
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) conv3x3_backward_weight_sum(
     const float4* __restrict__ partial, Weight* __restrict__ dweight, int lines, int weight_out, int weight_in, int weight_row,
     int weight_column) {
+  overlap_launches();
   __shared__ float4 sums[SUM_PARTS][SUM_LANES];
   const int lane = threadIdx.x % SUM_LANES, part = threadIdx.x / SUM_LANES, job = blockIdx.y;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -19,6 +19,7 @@
 #include "channel_reduce.cuh"
 #include "sample_reduce.cuh"
 #include "group_sums.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4  // two tensors are read: 8 loads of 16 bytes in flight a thread
@@ -58,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) group_norm_backward_red
     const OutVec* __restrict__ dy, const Vec16* __restrict__ x, const float* __restrict__ saved,
     const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ partial,
     int rows, int vectors, int tile, int per_group, float slope) {
+  overlap_launches();
   __shared__ float shared[2 * VEC * THREADS];
   const Tile t = tile_of(tile, vectors);
   const int channels = vectors * VEC, n = blockIdx.z;
@@ -130,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_backward_app
     Vec16* __restrict__ dx, float* __restrict__ dweight, float* __restrict__ dbias,
     int samples, int rows, int vectors, int tile, int tiles, int per_group, int lanes, int parts, int splits,
     int parameter_blocks, float slope) {
+  overlap_launches();
   __shared__ double shared[THREADS];
   __shared__ float c1[VEC * MAX_TILE], c2[VEC * MAX_TILE];
   const int channels = vectors * VEC, group_count = channels / per_group;

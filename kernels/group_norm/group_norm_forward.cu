@@ -19,6 +19,7 @@
 #include "channel_reduce.cuh"
 #include "sample_reduce.cuh"
 #include "group_sums.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4  // independent 16-byte loads in flight a thread
@@ -35,6 +36,7 @@ __device__ __forceinline__ float value(const Vec16* x, int channel) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) group_norm_stats(
     const Vec16* __restrict__ x, float* __restrict__ partial, int rows, int vectors, int tile) {
+  overlap_launches();
   __shared__ float shared[2 * VEC * THREADS];
   const Tile t = tile_of(tile, vectors);
   const int n = blockIdx.z;
@@ -72,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
     const Vec16* __restrict__ x, const float* __restrict__ partial, const float* __restrict__ weight,
     const float* __restrict__ bias, float* __restrict__ saved, OutVec* __restrict__ y,
     int rows, int vectors, int tile, int per_group, int lanes, int parts, float eps, float slope) {
+  overlap_launches();
   __shared__ float mean[VEC * MAX_TILE], rstd[VEC * MAX_TILE];
   const Tile t = tile_of(tile, vectors);
   const int channels = vectors * VEC;

@@ -19,6 +19,7 @@
 #include "mixed.cuh"
 #include "row_statistics.cuh"
 #include "tree_reduce.cuh"
+#include "overlap.cuh"
 
 #define SLOTS (LANES * VECTORS)
 #define WIDTH (SLOTS * VEC)
@@ -29,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) layer_norm_backward(
     const OutVec* __restrict__ dy, const Vec16* __restrict__ x, const float* __restrict__ weight,
     Vec16* __restrict__ dx, float* __restrict__ partial, unsigned int* __restrict__ ticket,
     float* __restrict__ dweight, float* __restrict__ dbias, i64 rows, int vectors, float eps) {
+  overlap_launches();
   // The weights, [quarter of a vector][slot]; afterwards the warps' sums, and those of the grid.
   __shared__ float4 shared[(2 * WIDTH > SUMS ? 2 * WIDTH : SUMS) / 4];
   const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;

@@ -15,12 +15,14 @@
 #include "vector.cuh"
 #include "mixed.cuh"
 #include "row_statistics.cuh"
+#include "overlap.cuh"
 
 #define SLOTS (LANES * VECTORS)  // vectors a row has room for
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) layer_norm_forward(
     const Vec16* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     OutVec* __restrict__ y, i64 rows, int vectors, float eps) {
+  overlap_launches();
   // [quarter of a vector][slot]: neighbouring lanes read neighbouring 16-byte words.
   __shared__ float4 scale[VEC / 4][SLOTS], offset[VEC / 4][SLOTS];
   const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;

@@ -13,6 +13,7 @@
 #include "vector.cuh"
 #include "gate.cuh"
 #include "pixel_columns.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 8  // loads in flight a thread, of both tensors together
@@ -22,6 +23,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_backward_reduce(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ x, float* __restrict__ partial,
     int samples, int pixels, int vectors, int tile, int splits) {
+  overlap_launches();
   __shared__ float shared[VEC * THREADS];
   const Column c = column_of(blockIdx.x, splits, tile, samples, pixels, vectors);
   float sum[VEC];
@@ -56,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_backward
 extern "C" __global__ void __launch_bounds__(THREADS) squeeze_excite_backward_apply(
     const Vec16* __restrict__ dy, const float* __restrict__ z2, const float* __restrict__ dpool, Vec16* __restrict__ dx,
     int samples, int pixels, int vectors, int tile, int splits) {
+  overlap_launches();
   const Column c = column_of(gridDim.x - 1 - blockIdx.x, splits, tile, samples, pixels, vectors);
   if (c.n < 0) return;
   const i64 at = c.at(0, pixels, vectors);

@@ -12,6 +12,7 @@
 #include "vector.cuh"
 #include "gate.cuh"
 #include "pixel_columns.cuh"
+#include "overlap.cuh"
 
 #ifndef UNROLL
 #define UNROLL 8  // independent 16-byte loads in flight a thread
@@ -19,6 +20,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_pool(
     const Vec16* __restrict__ x, float* __restrict__ partial, int samples, int pixels, int vectors, int tile, int splits) {
+  overlap_launches();
   __shared__ float shared[VEC * THREADS];
   const Column c = column_of(blockIdx.x, splits, tile, samples, pixels, vectors);
   float sum[VEC];
@@ -49,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_pool(
 extern "C" __global__ void __launch_bounds__(THREADS) squeeze_excite_scale(
     const Vec16* __restrict__ x, const float* __restrict__ z2, Vec16* __restrict__ y,
     int samples, int pixels, int vectors, int tile, int splits) {
+  overlap_launches();
   const Column c = column_of(gridDim.x - 1 - blockIdx.x, splits, tile, samples, pixels, vectors);
   if (c.n < 0) return;
   const i64 at = c.at(0, pixels, vectors);

@@ -23,6 +23,7 @@
 typedef long long i64;
 
 #include "warp_product.cuh"
+#include "overlap.cuh"
 
 #define WARPS (THREADS / 32)
 
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze(
     const float* __restrict__ partial, const float* __restrict__ w1, const float* __restrict__ b1,
     float* __restrict__ pooled, float* __restrict__ z1, float* __restrict__ h,
     int samples, int parts, int channels, int hidden, int slices, float inverse, float slope) {
+  overlap_launches();
   __shared__ float shared[16 * THREADS];
   const Piece p = piece_of(blockIdx.x, slices, 1, samples, hidden);
   warp_product<1>(
@@ -113,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite(
     const float* __restrict__ h, const float* __restrict__ w2, const float* __restrict__ b2, float* __restrict__ z2,
     int samples, int channels, int hidden, int slices) {
+  overlap_launches();
   __shared__ float shared[16 * TALL * THREADS];
   const Piece p = piece_of(blockIdx.x, slices, TALL, samples, channels);
   warp_product<TALL>(
@@ -136,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite_b
     const float* __restrict__ partial, const float* __restrict__ z1, const float* __restrict__ z2,
     const float* __restrict__ w2, float* __restrict__ dz2, float* __restrict__ dz1, float* __restrict__ h,
     int samples, int parts, int channels, int hidden, int slices, float slope) {
+  overlap_launches();
   __shared__ float shared[16 * THREADS];
   const Piece p = piece_of(blockIdx.x, slices, 1, samples, hidden);
   warp_product<1>(
@@ -213,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze_
     const float* __restrict__ dz2, const float* __restrict__ w1, float* __restrict__ dpool, float* __restrict__ dw1,
     float* __restrict__ db1, float* __restrict__ dw2, float* __restrict__ db2,
     int samples, int channels, int hidden, int slices, int pool_blocks, int w1_blocks, float inverse) {
+  overlap_launches();
   __shared__ float shared[16 * TALL * THREADS];
   if (blockIdx.x >= pool_blocks) {
     const bool first = blockIdx.x < pool_blocks + w1_blocks;

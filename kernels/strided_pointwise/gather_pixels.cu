@@ -11,9 +11,11 @@
 // Limits    fewer than 2^31 pixels, and 2^32 units in the quarter.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_pixels(
     const Vec16* __restrict__ x, Vec16* __restrict__ quarter, unsigned int all, unsigned int units, int height, int width) {
+  overlap_launches();
   const unsigned int across = (width + 1) / 2, down = (height + 1) / 2;
   const i64 first = (i64)blockIdx.x * (THREADS * UNROLL) + threadIdx.x;
   Vec16 v[UNROLL];

@@ -20,6 +20,7 @@
 #include "vector.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
+#include "overlap.cuh"
 
 #define THREADS 128
 #define UNITS 8          // 16-byte units of a chunk, 64 channels
@@ -44,6 +45,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS) strided_pointwise(
     const Vec16* __restrict__ from, const Vec16* __restrict__ weight, Vec16* __restrict__ to,
     int rows, int in_units, int out_units, int height, int width) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 ring[];
   __shared__ int pixels[BM];  // of x or dx; -1 behind the last
   __shared__ int beside[BM];  // bit 0: there is a pixel to its right; bit 1: below it

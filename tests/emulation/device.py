@@ -114,7 +114,7 @@ class _Memory:
 
 
 class Entry:
-    """One kernel, called as CuPy's: `f(grid, block, arguments, shared_bytes, stream, enable_cooperative_groups)`."""
+    """One kernel, called as ops/launcher's: `f(grid, block, arguments, shared_bytes, stream, cooperative=...)`."""
 
     def __init__(self, device: Device, module: compiler.Module, name: str) -> None:
         if name not in module.entries:
@@ -159,15 +159,16 @@ class Entry:
         block: Sequence[int],
         arguments: Sequence[Any],
         shared: int = 0,
-        stream: Any = None,
-        enable_cooperative_groups: bool = False,
+        stream: int = 0,
+        *,
+        cooperative: bool = False,
     ) -> None:
         """Run to the end. The tensors' own memory is written only when nothing was wrong.
 
         Raises:
             EmulationError: for a wrong argument, an access outside a tensor, a barrier that not all threads reach …
         """
-        self._check(grid, block, arguments, shared, enable_cooperative_groups)
+        self._check(grid, block, arguments, shared, cooperative)
         device = self._device
         buffers: dict[int, _Buffer] = {}
         values: list[Any] = []  # what the pointers in `argv` point to
@@ -183,7 +184,7 @@ class Entry:
                     continue
                 name = f"argument {number}"
                 values.append(np.array(self._copied(buffers, value, name, kind[0] == "p"), dtype=np.uint64))
-            self._run(grid, block, values, shared, enable_cooperative_groups, list(buffers.values()))
+            self._run(grid, block, values, shared, cooperative, list(buffers.values()))
             for buffer in buffers.values():
                 if offset := buffer.written_outside():
                     raise EmulationError(f"{self.name} writes {buffer.where(buffer.region.data + offset)}")

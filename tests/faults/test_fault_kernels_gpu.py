@@ -11,7 +11,7 @@ import torch
 from judging import Judged
 from wrong_kernels import FAULTS
 
-from advisor.ops import nvrtc
+from advisor.ops import launcher, nvrtc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 needs_cupy = pytest.mark.skipif(torch.cuda.is_available() and bool(nvrtc.unavailable()), reason="needs CuPy")
@@ -26,10 +26,11 @@ def _strict_fp32() -> Iterator[None]:
 def compiled(source: str, entry: str, defines: dict[str, int]) -> Any:
     import cupy
 
-    return cupy.RawModule(code=source, options=nvrtc.options(defines), backend="nvrtc").get_function(entry).kernel
+    raw = cupy.RawModule(code=source, options=nvrtc.options(defines), backend="nvrtc").get_function(entry)
+    return launcher.Kernel(raw.kernel, entry)
 
 
-def stream() -> Any:
+def stream() -> int:
     return nvrtc.stream(torch.cuda.current_device())
 
 

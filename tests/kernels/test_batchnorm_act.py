@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -86,16 +87,21 @@ def test_the_chip_holds_every_row_of_a_tile(
 ) -> None:
     channels, forked = vectors * storage.vector_width(dtype), forked and source == spec.GRID_BACKWARD
     shape = spec.grid(source, rows, channels, dtype, activation, residual=True, forked=forked, sm_count=sms, arch=arch)
-    hold, slots = spec.grid_rows(source, activation, forked=forked), spec.grid_slots(arch, dtype)
-    tensors = 2 if source == spec.GRID_BACKWARD else 1
-    if shape is None:  # not even with all of the chip's rows, or a row is wider than the blocks
-        chip = sms * spec.GRID_THREADS * (hold + slots // tensors)
-        assert rows * vectors > 0.6 * chip - 2 * spec.GRID_THREADS * sms or vectors > sms
+    if shape is None:
+        assert vectors > sms  # a row is wider than the blocks
         return
+    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.again > 0)
+    slots = spec.grid_slots(arch, dtype)
+    tensors = 2 if source == spec.GRID_BACKWARD else 1
     assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE)
     assert shape.tile * (shape.tiles - 1) < vectors <= shape.tile * shape.tiles
     assert shape.blocks * shape.tiles <= sms
-    assert rows <= (hold + shape.kept) * shape.blocks * (spec.GRID_THREADS // shape.tile)
+    held = (hold + shape.kept) * shape.blocks * (spec.GRID_THREADS // shape.tile)
+    assert shape.again == max(0, rows - held)
+    if shape.again:  # all that can be is kept, and with all of the chip's rows it would not fit
+        assert slots - tensors < tensors * shape.kept <= slots
+        chip = sms * spec.GRID_THREADS * (spec.GRID_FORKED_SLOPED_ROWS + slots // tensors)
+        assert rows * vectors > 0.6 * chip - 2 * spec.GRID_THREADS * sms
     assert tensors * shape.kept + shape.ahead == shape.slots <= slots
     assert shape.tile * storage.vector_width(dtype) <= spec.GRID_THREADS  # a thread a channel
     assert 2 * shape.tile * storage.vector_width(dtype) // 4 <= spec.GRID_THREADS
@@ -107,12 +113,12 @@ def test_the_chip_holds_every_row_of_a_tile(
         ((128, 64, 32, 32), (8, 132, 12, 12), (8, 132, 12)),
         ((128, 128, 16, 16), (8, 132, 4, 8), (8, 132, 4)),
         ((128, 512, 4, 4), (8, 128, 0, 2), (8, 128, 0)),
-        ((256, 256, 14, 14), (8, 132, 20, 4), None),
+        ((256, 256, 14, 14), (8, 132, 20, 4), (8, 132, 12)),
         ((256, 512, 7, 7), (8, 128, 9, 13), (8, 128, 9)),
-        ((256, 960, 7, 7), (10, 132, 19, 5), None),
+        ((256, 960, 7, 7), (10, 132, 19, 5), (12, 130, 12)),
         ((256, 80, 14, 14), (10, 132, 4, 8), (10, 132, 4)),
         ((256, 40, 28, 28), (5, 132, 11, 13), (5, 132, 11)),
-        ((256, 256, 56, 56), None, None),
+        ((256, 384, 14, 14), (16, 132, 24, 0), (16, 132, 12)),
     ],
 )
 def test_tensors_of_some_megabytes_lie_on_the_h200(shape: tuple[int, ...], forward: object, backward: object) -> None:
@@ -146,16 +152,65 @@ def test_small_tensors_spread_over_the_h200(shape: tuple[int, ...], tile: int, b
 
 
 def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
-    small = spec.HELD_BYTES
-    assert spec.ways(small + 1, False, alone=False) == (spec.TWO,)
-    assert spec.ways(small, False, alone=False) == (spec.CLUSTER, spec.TWO)
-    assert spec.ways(small, True, alone=False) == (spec.TWO,)
-    assert spec.ways(small // 2, True, alone=False) == (spec.CLUSTER, spec.TWO)
-    fewest, most = spec.GRID_BYTES
-    assert spec.ways(fewest - 1, True) == (spec.CLUSTER, spec.TWO)
-    assert spec.ways(fewest, True) == (spec.GRID, spec.CLUSTER, spec.TWO)
-    assert spec.ways(most, True) == (spec.GRID, spec.TWO)
-    assert spec.ways(most + 1, True) == (spec.TWO,)
+    small, least = spec.HELD_BYTES, spec.GRID_LEAST_BYTES
+    for backward in (False, True):
+        ways = partial(spec.ways, backward=backward)
+        assert ways(small + 1, False, alone=False) == (spec.TWO,)
+        assert ways(small, False, alone=False) == (spec.CLUSTER, spec.TWO)
+        assert ways(small, True, alone=False) == (spec.TWO,)
+        assert ways(small // 2, True, alone=False) == (spec.CLUSTER, spec.TWO)
+        assert ways(least - 1, True) == (spec.CLUSTER, spec.TWO)
+        assert ways(least, True) == (spec.GRID, spec.CLUSTER, spec.TWO)
+        for residual in (False, True):
+            most = spec.GRID_MOST_BYTES[backward, residual]
+            assert ways(most, residual) == (spec.GRID, spec.TWO)
+            assert ways(most + 1, residual) == (spec.TWO,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arch", "forward", "backward"),
+    [
+        ((256, 1024, 14, 14), 90, True, True),
+        ((256, 1024, 14, 14), 80, False, False),  # not measured
+        ((256, 672, 14, 14), 90, True, False),  # tiles of 14 vectors split lines
+        ((256, 960, 7, 7), 90, True, True),  # as do these, but what is read twice lies in L2
+        ((256, 72, 56, 56), 90, True, True),  # whole rows split none
+        ((256, 512, 28, 28), 90, False, False),
+        ((128, 64, 32, 32), 80, True, False),  # held on chip
+    ],
+)
+def test_rows_are_read_twice_in_one_launch_where_that_was_measured_to_win(
+    shape: tuple[int, ...], arch: int, forward: bool, backward: bool
+) -> None:
+    n, c, h, w = shape
+    for of, expected in ((False, forward), (True, backward)):
+        size = {"residual": False, "forked": False, "backward": of, "sm_count": 132, "arch": arch}
+        _, found = spec.launch(n * h * w, c, "bfloat16", "relu", **size)
+        assert isinstance(found, spec.Grid) is expected
+
+
+def test_what_is_read_twice_counts_twice() -> None:
+    rows, channels, on = 256 * 14 * 14, 1024, {"sm_count": 132, "arch": 90}
+    size = 2 * rows * channels
+    for backward, residual, forked, once, again in (
+        (False, False, False, 2, 1),
+        (False, True, False, 3, 1),
+        (True, False, False, 3, 2),
+        (True, False, True, 4, 3),
+        (True, True, False, 4, 2),
+        (True, True, True, 5, 2),
+    ):
+        kinds = {"residual": residual, "forked": forked, "backward": backward}
+        _, shape = spec.launch(rows, channels, "bfloat16", "relu", **kinds, **on, way=spec.GRID)
+        assert 0.6 * rows < shape.again < 0.9 * rows
+        _, moved = spec.work(rows, channels, "bfloat16", "relu", **kinds, **on, way=spec.GRID)
+        mask = rows * channels // 8 if residual else 0
+        assert moved == once * size + mask + again * shape.again * channels * 2
+
+
+def test_moments_are_left_where_one_launch_does_not_hold_the_tensor() -> None:
+    assert spec.takes_moments(spec.GRID_HELD_BYTES + 1, False) == ""  # though it would be one launch without
+    assert spec.takes_moments(spec.GRID_HELD_BYTES, False) == spec.takes_moments(1 << 20, False) != ""
 
 
 @pytest.mark.parametrize(
@@ -164,7 +219,8 @@ def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
         ((33, 64, 16, 16), spec.HELD_FORWARD, spec.HELD_BACKWARD),
         ((128, 512, 4, 4), spec.GRID_FORWARD, spec.GRID_BACKWARD),
         ((128, 64, 32, 32), spec.GRID_FORWARD, spec.GRID_BACKWARD),
-        ((256, 256, 14, 14), spec.GRID_FORWARD, spec.BACKWARD),
+        ((256, 256, 14, 14), spec.GRID_FORWARD, spec.GRID_BACKWARD),
+        ((256, 2048, 7, 7), spec.GRID_FORWARD, spec.BACKWARD),
         ((256, 256, 56, 56), spec.FORWARD, spec.BACKWARD),
     ],
 )

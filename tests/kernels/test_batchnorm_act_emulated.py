@@ -116,23 +116,28 @@ def test_every_width_of_a_tile_of_the_whole_grid_gives_the_same_result(
     assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
 
 
-def test_the_whole_grid_goes_as_far_as_the_chip_holds(one_row, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)  # four passes of one block over its rows
-    for sms, slots, forward, backward in ((2, 3, True, True), (1, 3, True, False), (1, 2, False, False)):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])
+@pytest.mark.parametrize("slots", [0, 1, 2, 3])
+def test_what_the_chip_does_not_hold_goes_by_twice(
+    one_row, monkeypatch: pytest.MonkeyPatch, dtype: str, activation: str, residual: bool, slots: int
+) -> None:
+    one_row.use(sm_count=1)
+    monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype: slots)
+    for forked in (False, True):
+        grid = cases._case((4, 64, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
         one_row.launches.clear()
-        one_row.use(sm_count=sms)
-        monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype, slots=slots: slots)
-        assert verify.check(FAMILY, grid, "cpu")["passed"]
-        assert bool(one_row.launches["batchnorm_act_grid_forward"]) is forward
-        assert bool(one_row.launches["batchnorm_act_grid_backward"]) is backward
-        assert bool(one_row.launches["batchnorm_act_stats"]) is not forward
+        row = verify.check(FAMILY, grid, "cpu")
+        assert row["passed"], row["detail"]
+        assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
 
 
 @pytest.mark.parametrize(
     ("window", "grid"), [((0, 32256), True), ((32256, 32256), True), ((0, 32255), False), ((32257, 1 << 30), False)]
 )
 def test_size_decides_on_the_whole_grid(one_row, monkeypatch, window: tuple[int, int], grid: bool) -> None:
-    monkeypatch.setattr(spec, "GRID_BYTES", window)
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", window[0])
+    monkeypatch.setattr(spec, "GRID_MOST_BYTES", dict.fromkeys(spec.GRID_MOST_BYTES, window[1]))
     assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
     assert bool(one_row.launches["batchnorm_act_grid_forward"]) is grid
     assert bool(one_row.launches["batchnorm_act_grid_backward"]) is grid
@@ -140,7 +145,7 @@ def test_size_decides_on_the_whole_grid(one_row, monkeypatch, window: tuple[int,
 
 
 def test_beside_collectives_no_launch_waits_for_all_sms(one_row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "GRID_BYTES", (0, 1 << 30))
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
     assert not [kernel for kernel in one_row.launches if "grid" in kernel]

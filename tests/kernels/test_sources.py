@@ -73,6 +73,25 @@ def options(arch: str, defines: dict[str, int]) -> list[str]:
     ]
 
 
+def begins_too_early(text: str) -> list[str]:
+    """The kernels of a source that is launched early which do not wait, first of all, for the kernel ahead of them."""
+    bodies = re.findall(r"__global__[^;{]*?(\w+)\(([^;{]*?)\) \{\n *(.*)", text)
+    assert len(bodies) == text.count("__global__")
+    return [name for name, _, first in bodies if first != "overlap_launches();"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_kernel_that_is_launched_early_waits_before_all_else(name: str) -> None:
+    text = sources.source(name)
+    if sources.overlaps(name):
+        assert not begins_too_early(text)
+        assert begins_too_early(
+            text.replace("overlap_launches();\n", "", 2).replace("{\n", "{\n  overlap_launches();\n", 0)
+        )
+    else:
+        assert "overlap_launches" not in text
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", SOURCES)
 def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:

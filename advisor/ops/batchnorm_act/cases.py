@@ -137,14 +137,10 @@ def _case(
     gives one tensor out twice.
     """
     n, c, h, w = shape
-    itemsize = getattr(torch, dtype).itemsize
-    elements = math.prod(shape)
-    moved = {"elements": elements, "itemsize": itemsize, "activation": activation, "residual": residual}
-    twice, once = spec.bytes_moved(**moved, forked=forked), spec.held_bytes_moved(**moved, forked=forked)
     passes, as_dispatched = {}, True
-    for kind, of_two, of_one in zip(("forward", "backward"), twice, once, strict=True):
-        launch: Callable[..., tuple[str, object]] = partial(
-            spec.launch,
+    for kind in ("forward", "backward"):
+        work: Callable[..., tuple[str, int]] = partial(
+            spec.work,
             *(n * h * w, c, dtype, activation),
             residual=residual,
             forked=forked,
@@ -152,9 +148,9 @@ def _case(
             sm_count=_H200_SMS,
             arch=90,
         )
-        kernel, one = launch(way=way)
-        as_dispatched &= kernel == launch()[0]
-        passes[kind] = Work(kernels=(kernel,), nbytes=of_two if one is None else of_one)
+        kernel, nbytes = work(way=way)
+        as_dispatched &= kernel == work()[0]
+        passes[kind] = Work(kernels=(kernel,), nbytes=nbytes)
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
     variant = spec.FORKED if forked else without
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=variant)

@@ -84,7 +84,7 @@ class _OneLaunch:
             return
         partial = torch.empty(self.partials, dtype=torch.float32, device=device)
         arguments = (*before, partial.data_ptr(), nvrtc.tickets(device), *behind)
-        self.kernel(self.grid, self.block, arguments, self.shared, stream, enable_cooperative_groups=True)
+        self.kernel(self.grid, self.block, arguments, self.shared, stream, cooperative=True)
 
 
 @lru_cache(maxsize=4096)
@@ -126,7 +126,9 @@ def _one_launch(
             block=(spec.held_threads(source), 1, 1),
             sizes=tuple(map(np.int32, sizes)),
         )
-    defines = tuple(spec.grid_defines(source, name, activation, residual, forked=forked).items())
+    defines = tuple(
+        spec.grid_defines(source, name, activation, residual, forked=forked, streams=shape.again > 0).items()
+    )
     slot = 16 * spec.GRID_THREADS
     kept = (shape.kept,) if backward else (shape.kept, shape.ahead)
     return _OneLaunch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from advisor.ops import channel_tiles
 from advisor.ops.channel_tiles import Geometry
@@ -74,16 +75,25 @@ MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of 
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 _LINE_VECTORS = 8  # 128 bytes
-# One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor. Taken for tensors of
-# these many bytes, from and up to, where they fit (some 30 MB of a forward, 17 of a backward, on an H200): measured there
-# against both others from 1 MB on, it saves 5 to 50 % (docs/decisions/0022-batch-norm-in-one-launch.md). At 1 MB the cluster's is
-# as fast.
-GRID_BYTES = (3 << 19, 29 << 20)
+# One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor (some 30 MB of a forward, 17 of
+# a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
+# cluster's launch is as fast (docs/decisions/0022-batch-norm-in-one-launch.md).
+GRID_LEAST_BYTES = 3 << 19
+# And up to so many, by pass and residual: beyond, two launches are as fast or faster (docs/decisions/0043-streamed-norms.md).
+GRID_MOST_BYTES = {(False, False): 128 << 20, (False, True): 56 << 20, (True, False): 128 << 20, (True, True): 36 << 20}
+# Of those the backward's where tiles split cache lines and rows are read twice: each such line is fetched by two SMs.
+GRID_SPLIT_LINES_MOST_BYTES = 56 << 20
+# Architectures on which reading some rows twice in one launch was measured to win.
+_STREAMS_ON = frozenset({90})
+# A kernel ahead has no use for leaving moments of a result of up to so many bytes: the forward reads it once.
+GRID_HELD_BYTES = 29 << 20
 GRID_THREADS = 512
 # Rows of a thread in registers; shared memory holds the rest. More of them, 14 of a forward, are 1 us slower where a thread has
 # only a few rows (their code is unrolled) and no faster where it has many.
 GRID_ROWS = 4
 GRID_FORKED_SLOPED_ROWS = 3  # of a backward with two gradients and a slope beyond ReLU's: one more spills
+# Where rows are read twice: in registers, and under way at a time; by pass and residual. As many as spill nothing.
+GRID_STREAMED_ROWS = {(False, False): (4, 4), (False, True): (1, 8), (True, False): (2, 3), (True, True): (2, 3)}
 MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
 # Shared memory of one block, in KiB, where it is not 99 (sm_86, sm_89, sm_120).
@@ -94,7 +104,7 @@ TUNABLE = {
     "HELD_BYTES": (0, 4 << 20, 1 << 40),
     "HELD_THREADS": (256, 512),
     "HELD_CLUSTER": (4, 8),
-    "GRID_BYTES": (GRID_BYTES, (1 << 40, 0)),
+    "GRID_LEAST_BYTES": (GRID_LEAST_BYTES, 1 << 40),
 }
 
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
@@ -125,14 +135,13 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     return ""
 
 
-def ways(nbytes: int, residual: bool, *, alone: bool = True) -> tuple[str, ...]:
+def ways(nbytes: int, residual: bool, *, backward: bool, alone: bool = True) -> tuple[str, ...]:
     """TWO, CLUSTER and GRID by measured speed for an x of this size: the first that can be had is taken, TWO always can.
 
     Not `alone` are kernels beside which others run for long: gradients' collectives, on whose SMs a launch that wants all SMs
     at once would wait.
     """
-    fewest, most = GRID_BYTES
-    grid = (GRID,) if alone and fewest <= nbytes <= most else ()
+    grid = (GRID,) if alone and GRID_LEAST_BYTES <= nbytes <= GRID_MOST_BYTES[backward, residual] else ()
     return (*grid, CLUSTER, TWO) if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else (*grid, TWO)
 
 
@@ -145,9 +154,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         return (moments_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
     if source in (GRID_FORWARD, GRID_BACKWARD):
-        return tuple(
-            grid_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
-        )
+        options = product((False, True), forks, STORAGE, _PAIRS)
+        return tuple(grid_defines(source, dtype, *pair, forked=f, streams=s) for s, f, dtype, pair in options)
     if source in HELD_ROWS:
         return tuple(
             held_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
@@ -175,7 +183,8 @@ def moments_defines() -> dict[str, int]:
 
 def takes_moments(nbytes: int, residual: bool) -> str:
     """Why a norm over a tensor of this size has no use for the moments that the kernel before it can leave; empty where it has."""
-    return "" if ways(nbytes, residual)[0] == TWO else "one launch reads the tensor once"
+    held = GRID_LEAST_BYTES <= nbytes <= GRID_HELD_BYTES
+    return "one launch reads the tensor once" if held or CLUSTER in ways(nbytes, residual, backward=False) else ""
 
 
 def held_threads(source: str) -> int:
@@ -199,20 +208,26 @@ def held_defines(source: str, dtype: str, activation: str, residual: bool, *, fo
     return {**found, "FORK": 1} if forked else found
 
 
-def grid_rows(source: str, activation: str, *, forked: bool) -> int:
+def grid_rows(source: str, activation: str, residual: bool, *, forked: bool, streams: bool) -> int:
     """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers. `forked`, of the latter alone, takes two gradients."""
+    if streams:
+        return GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][0]
     sloped = source == GRID_BACKWARD and activation not in ("none", "relu")
     return min(GRID_FORKED_SLOPED_ROWS, GRID_ROWS) if sloped and forked else GRID_ROWS
 
 
-def grid_defines(source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False) -> dict[str, int]:
-    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD."""
+def grid_defines(
+    source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False, streams: bool = False
+) -> dict[str, int]:
+    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD. `streams`: there are rows that are read twice."""
     found = {
         **_macros(dtype, activation, residual),
         "THREADS": GRID_THREADS,
         "MAX_TILE": MAX_GRID_TILE,
-        "HOLD": grid_rows(source, activation, forked=forked),
+        "HOLD": grid_rows(source, activation, residual, forked=forked, streams=streams),
     }
+    if streams:
+        found["STREAM"] = GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][1]
     return {**found, "FORK": 1} if forked else found
 
 
@@ -315,6 +330,7 @@ class Grid:
     kept: int  # rows of a thread in shared memory
     ahead: int  # rows of the residual, likewise
     slots: int  # vectors of a thread in shared memory
+    again: int  # rows beyond those, which are read twice
 
 
 def grid_slots(arch: int, dtype: str) -> int:
@@ -337,16 +353,46 @@ def grid(
     sm_count: int,
     arch: int,
 ) -> Grid | None:
-    """The geometry in which all blocks together hold the tensor; None where it does not fit.
+    """The geometry in which all blocks together hold the tensor, or else of it what they can; None where there are too many tiles.
 
     Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
     bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
     split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten).
     """
-    vectors, slots = channels // vector_width(dtype), grid_slots(arch, dtype)
+    found = [
+        _grid(
+            source,
+            rows,
+            channels // vector_width(dtype),
+            slots=grid_slots(arch, dtype),
+            hold=grid_rows(source, activation, residual, forked=forked, streams=streams),
+            ahead=residual and source == GRID_FORWARD,
+            streams=streams,
+            width=vector_width(dtype),
+            sm_count=sm_count,
+        )
+        for streams in (False, True)
+    ]
+    return found[0] or found[1]
+
+
+def _grid(
+    source: str,
+    rows: int,
+    vectors: int,
+    *,
+    slots: int,
+    hold: int,
+    ahead: bool,
+    streams: bool,
+    width: int,
+    sm_count: int,
+) -> Grid | None:
     if rows * vectors >= 2**31:
         return None
-    hold = grid_rows(source, activation, forked=forked)
+    tensors = 2 if source == GRID_BACKWARD else 1
+    # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
+    piece = _LINE_VECTORS * (2 if streams else 1)
     best: tuple[float, Grid] | None = None
     for tile in GRID_TILES:
         tiles = -(-vectors // tile)
@@ -355,16 +401,24 @@ def grid(
         rows_per_pass = GRID_THREADS // tile
         blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
         passes = -(-rows // (blocks * rows_per_pass))
-        kept = max(0, passes - hold)
-        used = kept * (2 if source == GRID_BACKWARD else 1)
-        if used > slots:
+        kept = min(max(0, passes - hold), slots // tensors)
+        again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
+        if again and not streams:
             continue
-        ahead = min(passes, slots - used) if residual and source == GRID_FORWARD else 0
-        moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, _LINE_VECTORS))
-        merged = blocks * 2 * tile * vector_width(dtype) * 4
+        used = kept * tensors
+        fetched = min(passes, slots - used) if ahead and not streams else 0
+        moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, piece))
+        merged = blocks * 2 * tile * width * 4
         if best is None or moved + merged < best[0]:
             found = Grid(
-                tile=tile, tiles=tiles, blocks=blocks, vectors=vectors, kept=kept, ahead=ahead, slots=used + ahead
+                tile=tile,
+                tiles=tiles,
+                blocks=blocks,
+                vectors=vectors,
+                kept=kept,
+                ahead=fetched,
+                slots=used + fetched,
+                again=again,
             )
             best = moved + merged, found
     return None if best is None else best[1]
@@ -392,7 +446,7 @@ def launch(
     """
     nbytes = rows * channels * (16 // vector_width(dtype))
     forked = forked and backward
-    for wanted in (way,) if way else ways(nbytes, residual, alone=alone):
+    for wanted in (way,) if way else ways(nbytes, residual, backward=backward, alone=alone):
         found: Held | Grid | None = None
         source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
             backward
@@ -402,9 +456,55 @@ def launch(
         elif wanted == GRID:
             options = {"residual": residual, "forked": forked, "sm_count": sm_count, "arch": arch}
             found = grid(source, rows, channels, dtype, activation, **options)
+            if found is not None and found.again and not way and not _streaming_wins(found, nbytes, backward, arch):
+                found = None
         if found is not None:
             return source, found
     return (BACKWARD if backward else FORWARD), None
+
+
+def _streaming_wins(shape: Grid, nbytes: int, backward: bool, arch: int) -> bool:
+    """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
+    whole_lines = shape.tiles == 1 or shape.tile % _LINE_VECTORS == 0
+    return arch in _STREAMS_ON and (whole_lines or not backward or nbytes <= GRID_SPLIT_LINES_MOST_BYTES)
+
+
+def work(
+    rows: int,
+    channels: int,
+    dtype: str,
+    activation: str,
+    *,
+    residual: bool,
+    forked: bool,
+    backward: bool,
+    sm_count: int,
+    arch: int,
+    way: str | None = None,
+) -> tuple[str, int]:
+    """The source that a pass is launched from, as of `launch`, and the bytes that it must move."""
+    source, shape = launch(
+        rows,
+        channels,
+        dtype,
+        activation,
+        residual=residual,
+        forked=forked,
+        backward=backward,
+        sm_count=sm_count,
+        arch=arch,
+        way=way,
+    )
+    itemsize = 16 // vector_width(dtype)
+    count = bytes_moved if shape is None else held_bytes_moved
+    moved = count(elements=rows * channels, itemsize=itemsize, activation=activation, residual=residual, forked=forked)[
+        backward
+    ]
+    if not isinstance(shape, Grid):
+        return source, moved
+    # x again; of a backward also what came from above, or its sum where the first reading has written that.
+    tensors = 2 + (forked and not residual) if backward else 1
+    return source, moved + shape.again * channels * itemsize * tensors
 
 
 def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:

@@ -74,8 +74,8 @@ def _weight(
     first, second = spec.KERNELS[spec.BACKWARD_WEIGHT]
     partial = nvrtc.function(spec.BACKWARD_WEIGHT, first, macros, device, plan.shared_bytes)
     total = nvrtc.function(spec.BACKWARD_WEIGHT, second, macros, device)
-    sizes = (plan.tiles, plan.strips, plan.bands), (plan.lines, *weight_strides)
-    return partial, total, plan, *(tuple(map(np.int32, some)) for some in sizes)
+    sizes, places = (plan.tiles, plan.strips, plan.bands), (plan.lines, *weight_strides)
+    return partial, total, plan, tuple(map(np.int32, sizes)), tuple(map(np.int32, places))
 
 
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:

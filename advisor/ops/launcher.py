@@ -1,0 +1,129 @@
+"""Launches compiled kernels through the driver's own call: CuPy compiles and loads them, but knows no launch attributes.
+
+What one needs is laid out once a kernel, and each launch writes its values over the last one's: 3 to 5 us less of the host than CuPy's
+launch (docs/decisions/0043).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from advisor.core.errors import AdvisorError
+
+_INVALID_CONTEXT = 201
+_COOPERATIVE, _OVERLAPPING = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, …_PROGRAMMATIC_STREAM_SERIALIZATION
+# CUlaunchConfig: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
+_CONFIG = struct.Struct("@7IPPI0P")
+_ATTRIBUTE = struct.Struct(
+    "@i4xi60x"
+)  # CUlaunchAttribute: what it is, and a union of 64 bytes that begins with its value
+# Struct's letters for the dtypes of numpy's scalars; a plain int is an address.
+_LETTERS = {"int32": "i", "int64": "q", "uint32": "I", "uint64": "Q", "float32": "f", "float64": "d"}
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """The CUDA driver's library.
+
+    Raises:
+        OSError: when this machine has none.
+    """
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def _attributes(*numbers: int) -> tuple[Any, int, int]:
+    """These attributes, switched on: their memory, its address, and how many they are."""
+    memory = ctypes.create_string_buffer(b"".join(_ATTRIBUTE.pack(number, 1) for number in numbers))
+    return memory, ctypes.addressof(memory) if numbers else 0, len(numbers)
+
+
+class Kernel:
+    """A compiled kernel: call as `f(grid, block, arguments, shared_bytes, stream)`, from any thread.
+
+    Arguments keep their types from call to call: addresses as int, the rest numpy scalars, or structs as numpy arrays or voids.
+    """
+
+    def __init__(self, function: Any, name: str, *, overlapping: bool = False) -> None:
+        """`function`: CuPy's, for the device that is current at each launch.
+
+        `overlapping`: the source waits for the kernel ahead itself (include/overlap.cuh), so its blocks may come before that has ended.
+        """
+        self.name = name
+        self._loaded = function  # as long as it lives, the module stays on the device
+        self._function = ctypes.c_void_p(function.ptr)
+        self._plain = _attributes(*([_OVERLAPPING] if overlapping else []))
+        self._cooperative = _attributes(_COOPERATIVE)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._lock = Lock()  # two threads would write over each other's values
+        self._layout: struct.Struct | None = None
+        self._blobs: tuple[int, ...] = ()
+        self._launch = driver().cuLaunchKernelEx
+
+    def _lay_out(self, arguments: Sequence[Any]) -> struct.Struct:
+        letters: list[str] = []
+        for argument in arguments:
+            if isinstance(argument, (np.void, np.ndarray)):
+                letters.append(f"{argument.nbytes}s")
+            else:
+                letters.append("P" if type(argument) is int else _LETTERS[argument.dtype.name])
+        self._blobs = tuple(i for i, letter in enumerate(letters) if letter.endswith("s"))
+        layout = self._layout = struct.Struct("@" + "".join(letters))
+        self._values = ctypes.create_string_buffer(max(layout.size, 1))
+        base = ctypes.addressof(self._values)
+        # Native alignment pads ahead of a value, never behind the last: its own size back from the end it begins.
+        ends = [struct.calcsize("@" + "".join(letters[: i + 1])) for i in range(len(letters))]
+        places = [base + end - struct.calcsize("@" + letter) for end, letter in zip(ends, letters, strict=True)]
+        self._places = (ctypes.c_void_p * max(len(places), 1))(*places)
+        return layout
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[Any],
+        shared_bytes: int,
+        stream: int,
+        *,
+        cooperative: bool = False,
+    ) -> None:
+        """Launch on `stream`, the address of one. `cooperative`: all blocks run at once, or the driver refuses the launch.
+
+        Raises:
+            AdvisorError: when the driver refuses the launch; its reason is shown.
+        """
+        with self._lock:
+            layout = self._layout or self._lay_out(arguments)
+            if self._blobs:
+                arguments = [a.tobytes() if i in self._blobs else a for i, a in enumerate(arguments)]
+            layout.pack_into(self._values, 0, *arguments)
+            _, attributes, count = self._cooperative if cooperative else self._plain
+            _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, attributes, count)
+            status = self._launch(self._config, self._function, self._places, None)
+            if status == _INVALID_CONTEXT:
+                _enter_context()
+                status = self._launch(self._config, self._function, self._places, None)
+        if status:
+            raise AdvisorError(
+                f"the driver refuses to launch {self.name}: {_reason(status)}", fix="Run `advisor doctor`."
+            )
+
+
+def _enter_context() -> None:
+    """Make the current device's context this thread's own: one of autograd's may launch a kernel before it has called the runtime."""
+    import cupy
+
+    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+
+
+def _reason(status: int) -> str:
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+    return f"{(text.value or b'unknown').decode()} ({status})"

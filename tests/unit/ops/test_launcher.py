@@ -1,0 +1,145 @@
+"""What a launch hands to the driver, read back by the driver's own definitions (cuda.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.ops import launcher
+
+
+class Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@dataclass
+class Driver:
+    """Reads a launch's parameters as the kernel's signature has them."""
+
+    signature: tuple[Any, ...] = ()
+    statuses: list[int] = field(default_factory=list)
+    launches: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        if self.statuses and (status := self.statuses.pop(0)):
+            return status
+        given = Config.from_buffer_copy(config)
+        at = [(given.attributes[i].id, given.attributes[i].value[0]) for i in range(given.count)]
+        values = tuple(
+            kind.from_address(parameters[i]).value if kind is not Blob else bytes(Blob.from_address(parameters[i]))
+            for i, kind in enumerate(self.signature)
+        )
+        sizes = (given.gx, given.gy, given.gz), (given.bx, given.by, given.bz), given.shared
+        self.launches.append((function.value, *sizes, given.stream, at, values))
+        return 0
+
+    def cuGetErrorString(self, status: Any, text: Any) -> int:
+        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"out of luck"
+        return 0
+
+
+Blob = ctypes.c_ubyte * 128
+GRID, BLOCK = (3, 2, 1), (128, 1, 1)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(launcher, "driver", lambda: found)
+    return found
+
+
+def kernel(*, overlapping: bool = False) -> launcher.Kernel:
+    return launcher.Kernel(SimpleNamespace(ptr=0x1234), "sums", overlapping=overlapping)
+
+
+def test_the_driver_finds_every_value_at_its_place(driver: Driver) -> None:
+    driver.signature = (
+        ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, Blob, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_double,
+    )  # fmt: skip
+    made = np.arange(128, dtype=np.uint8)
+    run = kernel()
+    for address, number in ((2**48, -5), (2**47 + 1, 7)):
+        blob = made.view(np.dtype((np.void, 128)))[0] if number < 0 else made.reshape(1, 128)
+        values = (
+            address,
+            np.int32(number),
+            np.int64(2**40),
+            np.float32(0.5),
+            blob,
+            16,
+            np.uint32(2**31),
+            np.float64(0.1),
+        )
+        run(GRID, BLOCK, values, 70_000, 0x77)
+        expected = (address, number, 2**40, 0.5, made.tobytes(), 16, 2**31, 0.1)
+        assert driver.launches[-1] == (0x1234, GRID, BLOCK, 70_000, 0x77, [], expected)
+
+
+def test_the_default_stream_and_a_null_pointer_are_zero(driver: Driver) -> None:
+    driver.signature = (ctypes.c_void_p,)
+    kernel()(GRID, BLOCK, (0,), 0, 0)
+    assert driver.launches == [(0x1234, GRID, BLOCK, 0, None, [], (None,))]
+
+
+@pytest.mark.parametrize(
+    ("overlapping", "cooperative", "attributes"),
+    [(False, False, []), (True, False, [(6, 1)]), (False, True, [(2, 1)]), (True, True, [(2, 1)])],
+)
+def test_how_it_is_launched_is_an_attribute(
+    driver: Driver, overlapping: bool, cooperative: bool, attributes: list[tuple[int, int]]
+) -> None:
+    kernel(overlapping=overlapping)(GRID, BLOCK, (), 0, 1, cooperative=cooperative)
+    assert driver.launches[0][5] == attributes
+
+
+def test_threads_do_not_mix_their_values(driver: Driver) -> None:
+    driver.signature = (ctypes.c_int64,) * 8
+    run = kernel()
+
+    def launch(number: int) -> None:
+        for _ in range(300):
+            run((number, 1, 1), BLOCK, (np.int64(number),) * 8, number, number)
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 1200
+    for _, grid, _, shared, stream, _, values in driver.launches:
+        assert {grid[0], shared, stream, *values} == {shared}
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[bool] = []
+    monkeypatch.setattr(launcher, "_enter_context", lambda: entered.append(True))
+    driver.statuses = [201, 0]
+    kernel()(GRID, BLOCK, (), 0, 1)
+    assert len(driver.launches) == len(entered) == 1
+
+
+@pytest.mark.parametrize(("statuses", "number"), [([700], 700), ([201, 201], 201)])
+def test_a_refused_launch_is_told_with_the_drivers_reason(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, statuses: list[int], number: int
+) -> None:
+    monkeypatch.setattr(launcher, "_enter_context", lambda: None)
+    driver.statuses = statuses
+    with pytest.raises(AdvisorError, match=rf"refuses to launch sums: out of luck \({number}\)"):
+        kernel()(GRID, BLOCK, (), 0, 1)
