@@ -111,6 +111,19 @@ def chosen(pattern: str) -> list[tuple[Family, Case]]:
     return found
 
 
+def outdated(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]]) -> list[tuple[Family, Case]]:
+    """Of these cases those of which a row is missing, or whose kernels have changed since it was measured."""
+    measured = {(*key(row), row["kernel_sha"]) for row in rows}
+    return [
+        (kind, case)
+        for kind, case in cases
+        if any(
+            (*row, family.kernel_sha(work)) not in measured
+            for row, work in zip(keys(case), case.passes.values(), strict=True)
+        )
+    ]
+
+
 @dataclass(slots=True)
 class Ceilings:
     """Rates measured in this run, each when it is first needed."""
@@ -130,10 +143,17 @@ class Ceilings:
 
 
 def run(
-    *, pattern: str, json_out: Path | None, baselines: tuple[str, ...], counters: bool, say: Callable[[str], None]
+    *,
+    pattern: str,
+    json_out: Path | None,
+    baselines: tuple[str, ...],
+    changed: bool,
+    counters: bool,
+    say: Callable[[str], None],
 ) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
+    With `changed` only what is `outdated` in that file.
     With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
@@ -148,7 +168,13 @@ def run(
         usable, reason = hardware.preflight()
         if not usable:
             raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    file = _File(json_out or results.folder() / "ops.json")
+    path = json_out or results.folder() / "ops.json"
+    if changed:
+        cases = outdated(cases, results.on_file(path))
+        if not cases:
+            print(f"every row in {path} is of the kernels as they are")
+            return ExitCode.OK
+    file = _File(path)
     ceilings = Ceilings()
     say("compiling")
     nvrtc.warm(variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants())

@@ -30,6 +30,11 @@ from advisor.cli.progress import Progress
     "`bench ops` always measures eager.",
 )
 @click.option(
+    "--changed",
+    is_flag=True,
+    help="`bench ops`: only the cases that the file has no rows of, or whose kernels have changed since.",
+)
+@click.option(
     "--counters",
     is_flag=True,
     help="`bench ops`: also count, with the GPU's performance monitors, what share of each unit's peak our kernels use: memory, "
@@ -55,6 +60,7 @@ def bench(
     pattern: str,
     json_out: Path | None,
     baselines: str,
+    changed: bool,
     counters: bool,
     max_time: float,
     runs: Path | None,
@@ -69,6 +75,7 @@ def bench(
       advisor bench ops --filter batchnorm_act
       advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
       advisor bench ops --filter "depthwise bfloat16" --counters
+      advisor bench ops --changed --baseline eager
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
     """
@@ -84,7 +91,16 @@ def bench(
         if what == "tune":
             return int(tune.run(pattern=pattern, json_out=json_out, say=say))
         if what == "ops":
-            return int(ops.run(pattern=pattern, json_out=json_out, baselines=names, counters=counters, say=say))
+            return int(
+                ops.run(
+                    pattern=pattern,
+                    json_out=json_out,
+                    baselines=names,
+                    changed=changed,
+                    counters=counters,
+                    say=say,
+                )
+            )
         return int(
             models.run(pattern=pattern, json_out=json_out, baselines=names, max_time_s=max_time, runs=runs, say=say)
         )

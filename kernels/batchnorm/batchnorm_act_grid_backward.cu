@@ -1,14 +1,15 @@
 // Batch normalisation (+ residual add) + activation, training mode. Backward in one launch of the whole GPU that reads dy and x once
-// and keeps them on chip.
+// and keeps them on chip, or of larger ones what the chip holds (STREAM).
 //
 //   g = dy * act'(z)      dbias = sum_m g      dweight = invstd * sum_m g * (x - mean)
 //   dx = weight * invstd * (g - dbias / M - (x - mean) * invstd^2 * sum_m g (x - mean) / M)      dresidual = g
 //
 // FORK      y was used twice: dy is the sum of two gradients, dy and dy2, as in batchnorm_act_backward.cu.
 // Shapes    dy, dy2, x, dx, dresidual: [M, C] NHWC; mask and saved as any forward wrote them; weight, bias, dweight, dbias: [C] fp32.
-// Replaces  the two launches of batchnorm_act_backward.cu where x and dy fit the registers and the shared memory of all SMs.
+// Replaces  the two launches of batchnorm_act_backward.cu where x and dy fit the registers and the shared memory of all SMs, and beyond.
 // Bytes     2 reads (+1/16 mask; FORK: +1), 1 write (+1 where dresidual is not dy itself: an activation, or FORK): 3 passes over the
-//           tensor in place of 5, or 4 in place of 6, or with FORK 5 in place of 7.
+//           tensor in place of 5, or 4 in place of 6, or with FORK 5 in place of 7. STREAM: and what is not kept again, x with dy (and
+//           dy2), or with g where that is written in the first reading (KEEPS_G), from L2 as far as that holds it.
 // Bound     as in batchnorm_act_grid_forward.cu: L2 or DRAM, and a chain of some 5 us. Arithmetic: 100 instructions a pair of
 //           vectors and warp. Expected on an H200, bf16, ReLU, x from DRAM and dy from L2 (two launches measured 23.5 us at 12.6
 //           MB on average):
@@ -16,15 +17,19 @@
 //             12.8 MB 256x512x7x7   14 us                               8.0 MB 256x80x14x14   11 us
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of x and dy a thread in registers, `kept` more in shared
 //           memory, all under way at once; of those dy2 and the mask follow UNROLL rows at a time.
-// Numerics  those of the two launches (with FORK dx always comes of a rounded g): z by the forward's expression, or the forward's bits; fp64 across warps and blocks.
-// Limits    M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; with a residual only slopes of 0 or 1 (none,
-//           ReLU, ReLU6); every block on an SM at once.
+// Numerics  those of the two launches (with FORK dx comes of a rounded g where that is kept or written): z by the forward's expression,
+//           or the forward's bits; fp64 across warps and blocks.
+// Limits    without STREAM M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; with a residual only slopes of 0
+//           or 1 (none, ReLU, ReLU6); every block on an SM at once.
+
+#ifndef STREAM
+#define STREAM 0  // rows that are read twice, at a time; 0 where all are kept
+#endif
 
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "cp_async.cuh"
 #include "grid_tile.cuh"
-#include "keep.cuh"
 #include "prefetch.cuh"
 
 #ifndef FORK
@@ -36,24 +41,9 @@
 #define MAKES_G_TWICE (ACT > 2 && !FORK)
 #define HOLDS_G (!MAKES_G_TWICE && (ACT != 0 || FORK))
 
-#ifndef STREAM
-#define STREAM 0  // rows beyond those that are kept, at a time; 0 where all are kept
-#endif
-#ifndef STREAM_LOAD
-#define STREAM_LOAD load
-#endif
 #ifndef UNROLL
 #define UNROLL (FORK ? 4 : 8)  // rows of shared memory at a time: their masks, or their other gradients, are under way together
 #endif
-
-// To this thread's place in shared memory.
-__device__ __forceinline__ void hold(Vec16* to, const Vec16* from) {
-#if STREAM
-  keep(to, from);
-#else
-  cp_async16(to, from);
-#endif
-}
 
 // Constants of this thread's VEC channels.
 struct Channel {
@@ -197,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) accumulate(k, vx[u], vdy[u], vdy2[u], bits[u], slope, sum, product);
 #if STREAM
-  // What is not kept goes by while the copies are under way. The last of it is the first to be read again, from L2.
+  // What is not kept goes by while the copies are under way.
   for (int row = t.first + (HOLD + kept) * t.stride; row < end; row += STREAM * t.stride) {
     const int from = row * vectors + t.vector;
     Vec16 wx[STREAM], wdy[STREAM], wdy2[STREAM];
@@ -284,13 +274,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
     for (int u = 0; u < STREAM; ++u) {
       if (last - u < HOLD + kept) continue;
       const int place = at + (last - u) * step;
-      wx[u] = STREAM_LOAD(x + place);
+      wx[u] = load(x + place);
 #if KEEPS_G
       wg[u] = load_written(dresidual + place);
 #else
-      wg[u] = STREAM_LOAD(dy + place);
+      wg[u] = load(dy + place);
 #if FORK
-      wdy2[u] = STREAM_LOAD(dy2 + place);
+      wdy2[u] = load(dy2 + place);
 #endif
 #endif
     }

@@ -1,5 +1,5 @@
 // Batch normalisation in training mode, then an optional residual add, then an activation, in one launch of the whole GPU that
-// reads x once and keeps it on chip.
+// reads x once and keeps it on chip, or of a larger x what the chip holds (STREAM).
 //
 //   mean[c] = 1/M sum_m x[m,c]        var[c] = 1/M sum_m (x[m,c] - mean[c])^2        (biased)
 //   z = (x - mean) * weight / sqrt(var + eps) + bias (+ residual)                    y = act(z)
@@ -8,8 +8,9 @@
 // Shapes    as in batchnorm_act_forward.cu: x, residual, y: [M, C] with M = N*H*W, rows contiguous (NHWC), fp16, bf16 or fp32;
 //           C a multiple of VEC. weight, bias, running_*: [C] fp32 (running_*_out may be the same memory). saved: [2, C] fp32
 //           (mean, 1/sqrt(var + eps)). mask: [M, C/VEC] bytes, only with a residual and an activation.
-// Replaces  the two launches of batchnorm_act_forward.cu where x fits the registers and the shared memory of all SMs.
-// Bytes     1 read (+1 residual), 1 write (+1/16 mask): a third, or a quarter, less than in two launches.
+// Replaces  the two launches of batchnorm_act_forward.cu where x fits the registers and the shared memory of all SMs, and beyond.
+// Bytes     1 read (+1 residual), 1 write (+1/16 mask): a third, or a quarter, less than in two launches. STREAM: and what is not
+//           kept again, from L2 as far as that holds it: it is the last to be read first.
 // Bound     L2 where x still lies there (H200: some 5.5 TB/s), else DRAM (4.2), and a chain that no size shortens: launch and
 //           first load 2 us, sums of the block 0.5, store + arrive + see + read the column's partial sums 4 x 0.6, constants
 //           0.3: some 5 us. Arithmetic: 70 instructions a vector and warp, 1 us per 64 KiB an SM, half of it under loads.
@@ -17,35 +18,24 @@
 //             16.8 MB 128x64x32x32  loads 3.2, stores 4.2: 12 us        25.7 MB 256x256x14x14  16 us
 //              8.4 MB 128x128x16x16 9 us     4.2 MB 128x256x8x8 7 us    12.8 MB 256x512x7x7    11 us
 //             24.1 MB 256x960x7x7   15 us    8.0 MB 256x80x14x14 9 us
+//           STREAM, 29 MB kept: 51 MB 33 us, 103 MB 74 us (measured 38 and 81, two launches 51 and 90).
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of 16 bytes a thread in registers, `kept` more in shared
 //           memory, all under way at once: x first, then `ahead` rows of the residual, which land during the barrier.
 // Numerics  those of the two launches: fp32 sums of x - x[0,c], fp64 across warps and blocks.
-// Limits    M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; every block on an SM at once.
+// Limits    without STREAM M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; every block on an SM at once.
+
+#ifndef STREAM
+#define STREAM 0  // rows that are read twice, at a time; 0 where all are kept
+#endif
 
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "cp_async.cuh"
 #include "grid_tile.cuh"
-#include "keep.cuh"
 
 #ifndef UNROLL
 #define UNROLL (STREAM ? 8 : 4)  // rows that come from shared memory, or residual rows that were not fetched ahead, at a time
 #endif
-#ifndef STREAM
-#define STREAM 0  // rows beyond those that are kept, at a time; 0 where all are kept
-#endif
-#ifndef STREAM_LOAD
-#define STREAM_LOAD load
-#endif
-
-// To this thread's place in shared memory.
-__device__ __forceinline__ void hold(Vec16* to, const Vec16* from) {
-#if STREAM
-  keep(to, from);
-#else
-  cp_async16(to, from);
-#endif
-}
 
 struct Channel {
   float mean[VEC], scale[VEC], offset[VEC];
@@ -132,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #endif
   cp_async_commit();
 #if STREAM
-  // What is not kept goes by while the copies are under way. The last of it is the first to be read again, from L2.
+  // What is not kept goes by while the copies are under way.
   for (int row = t.first + (HOLD + kept) * t.stride; row < end; row += STREAM * t.stride) {
     const Vec16* const from = x + row * vectors + t.vector;
     Vec16 w[STREAM];
@@ -181,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #pragma unroll
     for (int u = 0; u < at_a_time; ++u) {
       if (last - u < HOLD + kept) continue;
-      w[u] = STREAM_LOAD(x + at + (last - u) * step);
+      w[u] = load(x + at + (last - u) * step);
 #if RESIDUAL
       q[u] = load(residual + at + (last - u) * step);
 #endif

@@ -42,9 +42,9 @@
 #include "mbarrier.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
+#include "overlap.cuh"
 #if MOMENTS
 #include "moments.cuh"
-#include "overlap.cuh"
 #endif
 
 #if WEIGHT_STORAGE == 0

@@ -3,7 +3,8 @@
 //
 // An NHWC tensor seen as [rows, vectors of VEC channels]. Grid: (blocks, tiles), all running at once, one on an SM. Block: THREADS
 // threads as [ty][tx], tx over the `tile` vectors of the column, ty over rows; a thread has the rows first, first + stride, ...
-// of its vector: the first HOLD in registers, the next `kept` in shared memory, each thread's own column of slots.
+// of its vector: the first HOLD in registers, the next `kept` in shared memory, each thread's own column of slots. With STREAM
+// there are more, which it reads again.
 //
 // Sums go: thread -> block (shared memory, a warp a sum) -> global memory -> barrier of the column -> every block adds its
 // column's partial sums, in one order: deterministic, without floating-point atomics, and nobody waits for one block that would
@@ -11,7 +12,9 @@
 //
 // partial: [tiles][blocks][2][VEC][tile] fp32. ticket: one zeroed counter a tile; left zeroed.
 
+#include "cp_async.cuh"
 #include "grid_barrier.cuh"
+#include "keep.cuh"
 
 #define GRID_WIDTH (MAX_TILE * VEC)  // channels of the widest tile
 #define GRID_SCRATCH (VEC == 8 ? 16 * THREADS : 8 * THREADS)  // floats: as many as the threads' sums, or THREADS times four doubles
@@ -41,6 +44,15 @@ __device__ __forceinline__ GridTile grid_tile(int tile, int vectors) {
 __device__ __forceinline__ int grid_channel(int tile, int vectors) {
   const int vector = blockIdx.y * tile + threadIdx.x % tile;
   return threadIdx.x < tile * VEC && vector < vectors ? vector * VEC + threadIdx.x / tile : -1;
+}
+
+// A row to its slot, past the registers. What is read again has L2 to itself.
+__device__ __forceinline__ void hold(Vec16* to, const Vec16* from) {
+#if STREAM
+  keep(to, from);
+#else
+  cp_async16(to, from);
+#endif
 }
 
 // Adds a[] and b[] over all rows of the tile. Afterwards thread o < tile * VEC of every block has the sums of its channel

@@ -19,11 +19,11 @@
 #include "activation.cuh"
 #include "gate.cuh"
 #include "mma.cuh"
+#include "overlap.cuh"
 
 typedef long long i64;
 
 #include "warp_product.cuh"
-#include "overlap.cuh"
 
 #define WARPS (THREADS / 32)
 

@@ -47,11 +47,16 @@ def bench(
     monkeypatch: pytest.MonkeyPatch, machine: None, tmp_path: Path
 ) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
     def run(
-        measure: Callable[..., Any], pattern: str = "batchnorm_act bn+hardswish float32", *, counters: bool = False
+        measure: Callable[..., Any],
+        pattern: str = "batchnorm_act bn+hardswish float32",
+        *,
+        changed: bool = False,
+        counters: bool = False,
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
         out = tmp_path / "ops.json"
-        code = ops.run(pattern=pattern, json_out=out, baselines=(), counters=counters, say=lambda text: None)
+        given = {"pattern": pattern, "json_out": out, "baselines": (), "changed": changed, "counters": counters}
+        code = ops.run(**given, say=lambda text: None)
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
     return run
@@ -69,7 +74,7 @@ def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        ops.run(pattern="", json_out=None, baselines=(), counters=True, say=print)
+        ops.run(pattern="", json_out=None, baselines=(), changed=False, counters=True, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -87,6 +92,30 @@ def test_rows_are_written_and_others_of_the_file_stay(bench) -> None:
     )
     assert len(again) == len(more)
     assert {row["advisor_ms"] for row in again if row["dtype"] == "float16"} == {4.0}
+
+
+def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    measured: list[str] = []
+
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+        measured.append(case.label)
+        return rows_of(case)
+
+    pattern = "batchnorm_act bn+hardswish float32"
+    cases = [case.label for _, case in ops.chosen(pattern)]
+    bench(measure, f"{pattern} {cases[0].split()[-1]}")
+    measured.clear()
+    bench(measure, pattern, changed=True)
+    assert measured == cases[1:]
+    measured.clear()
+    bench(measure, pattern, changed=True)
+    assert not measured
+    assert "is of the kernels as they are" in capsys.readouterr().out
+    changed = ops.chosen(pattern)[1][1].passes["backward"].kernels  # one pass's alone
+    sha = ops.family.kernel_sha
+    monkeypatch.setattr(ops.family, "kernel_sha", lambda work: "new" if work.kernels == changed else sha(work))
+    bench(measure, pattern, changed=True)
+    assert measured == [case.label for _, case in ops.chosen(pattern) if case.passes["backward"].kernels == changed]
 
 
 def test_a_case_that_fails_is_told_and_the_rest_goes_on(bench, capsys) -> None:
