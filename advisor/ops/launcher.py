@@ -1,7 +1,7 @@
 """Launches compiled kernels through the driver's own call: CuPy compiles and loads them, but knows no launch attributes.
 
 What one needs is laid out once a kernel, and each launch writes its values over the last one's: 3 to 5 us less of the host than CuPy's
-launch (docs/decisions/0043).
+launch (docs/decisions/0044-launches.md).
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ def driver() -> Any:
         OSError: when this machine has none.
     """
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def unavailable() -> str:
+    """Why the driver here launches nothing; empty when it does."""
+    try:
+        return "" if hasattr(driver(), "cuLaunchKernelEx") else "the CUDA driver is older than 11.8"
+    except OSError as error:
+        return f"the CUDA driver's library cannot be loaded ({error})"
 
 
 def _attributes(*numbers: int) -> tuple[Any, int, int]:
@@ -102,7 +110,9 @@ class Kernel:
         with self._lock:
             layout = self._layout or self._lay_out(arguments)
             if self._blobs:
-                arguments = [a.tobytes() if i in self._blobs else a for i, a in enumerate(arguments)]
+                arguments = list(arguments)
+                for place in self._blobs:
+                    arguments[place] = arguments[place].tobytes()
             layout.pack_into(self._values, 0, *arguments)
             _, attributes, count = self._cooperative if cooperative else self._plain
             _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, attributes, count)

@@ -89,6 +89,7 @@ def name(inputs: int, outputs: int) -> str:
 # ---- where it wins
 
 
+@lru_cache(maxsize=4096)
 def product_wins(product: Call) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernel is measured to be faster."""
     faster = (product.inputs, product.outputs, product.turned) in _FASTER
@@ -100,6 +101,7 @@ def product_left(product: Call) -> str:
     return dispatch.refusal(_product_unsupported(product), product_wins(product))
 
 
+@lru_cache(maxsize=4096)
 def weight_wins(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
     faster = (call.inputs, call.outputs) in _WEIGHT_FASTER
@@ -111,12 +113,14 @@ def weight_left(call: Call) -> str:
     return dispatch.refusal(_weight_unsupported(call), weight_wins(call))
 
 
+@lru_cache(maxsize=4096)
 def _product_unsupported(product: Call) -> str:
     if _fits(product.inputs, product.outputs, product.turned):
         return ""
     return f"products from {product.inputs} to {product.outputs} channels"
 
 
+@lru_cache(maxsize=4096)
 def _weight_unsupported(call: Call) -> str:
     if _weight_fits(call.inputs, call.outputs):
         return ""
@@ -137,6 +141,7 @@ def _room(call: Call) -> str:
     )
 
 
+@lru_cache(maxsize=4096)
 def wins(call: Call, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     if dtype not in STORAGE:

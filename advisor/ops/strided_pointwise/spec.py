@@ -81,6 +81,7 @@ def name(inputs: int, outputs: int) -> str:
 # ---- where it wins
 
 
+@lru_cache(maxsize=4096)
 def product_wins(call: Call, product: str) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
     if product == WEIGHT:
@@ -104,6 +105,7 @@ def product_left(call: Call, product: str) -> str:
     return dispatch.refusal("", product_wins(call, product))
 
 
+@lru_cache(maxsize=4096)
 def wins(call: Call, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     if dtype not in STORAGE:

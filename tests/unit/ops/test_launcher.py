@@ -143,3 +143,15 @@ def test_a_refused_launch_is_told_with_the_drivers_reason(
     driver.statuses = statuses
     with pytest.raises(AdvisorError, match=rf"refuses to launch sums: out of luck \({number}\)"):
         kernel()(GRID, BLOCK, (), 0, 1)
+
+
+def test_a_machine_whose_driver_cannot_launch_says_so(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    assert launcher.unavailable() == ""
+    monkeypatch.setattr(launcher, "driver", lambda: SimpleNamespace())
+    assert launcher.unavailable() == "the CUDA driver is older than 11.8"
+
+    def missing() -> None:
+        raise OSError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(launcher, "driver", missing)
+    assert launcher.unavailable() == "the CUDA driver's library cannot be loaded (libcuda.so.1: no such file)"
