@@ -14,8 +14,8 @@ from torch import distributed
 from torch.autograd import forward_ad
 
 from advisor.core.errors import AdvisorError
-from advisor.ops import launcher, sources
-from advisor.ops.launcher import Kernel
+from advisor.ops import cuda_driver, sources
+from advisor.ops.cuda_driver import Kernel
 
 DRIVER_OF_OVERLAP_IN_GRAPHS = 12030  # CUDA 12.3: programmatic dependences between the nodes of a graph
 NVRTC_OF_TWO_TARGETS = (12, 9)  # the first that was seen to compile with two -arch options; 12.6 and 12.8 refuse
@@ -36,7 +36,7 @@ def unavailable() -> str:
     built, used = cupy.cuda.runtime.runtimeGetVersion() // 1000, int((torch.version.cuda or "0").split(".")[0])
     if built != used:
         return f"CuPy is built for CUDA {built}, torch for CUDA {used}; install cnn-advisor[cuda{used}]"
-    return launcher.unavailable()
+    return cuda_driver.unavailable()
 
 
 def on_device(tensor: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from advisor.core.errors import AdvisorError
-from advisor.ops import launcher
+from advisor.ops import cuda_driver
 
 _BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _UINT16, _PLAIN, _LINES_OF_128, _ZEROS = 1, 0, 2, 0  # CUtensorMapDataType, …Interleave, …L2promotion, …FloatOOBfill
@@ -21,7 +21,7 @@ _SWIZZLE = {64: 2, 128: 3}  # by bytes of a pixel in shared memory
 def _encode() -> Any:
     """The driver's function; None where it has none."""
     try:
-        return launcher.driver().cuTensorMapEncodeTiled
+        return cuda_driver.library().cuTensorMapEncodeTiled
     except (OSError, AttributeError):
         return None
 

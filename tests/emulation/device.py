@@ -114,7 +114,7 @@ class _Memory:
 
 
 class Entry:
-    """One kernel, called as ops/launcher's: `f(grid, block, arguments, shared_bytes, stream, cooperative=...)`."""
+    """One kernel, called as ops/cuda_driver's: `f(grid, block, arguments, shared_bytes, stream, cooperative=...)`."""
 
     def __init__(self, device: Device, module: compiler.Module, name: str) -> None:
         if name not in module.entries:

@@ -356,13 +356,13 @@ def test_blocks_of_a_cooperative_launch_wait_for_each_other(
     emulated.memory.note(emulated.counters)
     if message not in ("", "nan"):
         with pytest.raises(EmulationError, match=message):
-            kernel((4,), (40,), arguments, 0, None, cooperative)
+            kernel((4,), (40,), arguments, 0, 0, cooperative=cooperative)
         return
-    kernel((4,), (40,), arguments, 0, None, cooperative)
+    kernel((4,), (40,), arguments, 0, 0, cooperative=cooperative)
     assert bool(y.isnan().any()) is (message == "nan")
     assert message or torch.equal(y, torch.full((160,), 6.0))
     with pytest.raises(EmulationError, match=r"not all of .* run at the same time"):
-        kernel((5,), (40,), arguments, 0, None, True)
+        kernel((5,), (40,), arguments, 0, 0, cooperative=True)
 
 
 def test_blocks_of_a_cluster_read_each_others_shared_memory(emulated):

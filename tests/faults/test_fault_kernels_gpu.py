@@ -11,7 +11,7 @@ import torch
 from judging import Judged
 from wrong_kernels import FAULTS
 
-from advisor.ops import launcher, nvrtc
+from advisor.ops import cuda_driver, nvrtc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 needs_cupy = pytest.mark.skipif(torch.cuda.is_available() and bool(nvrtc.unavailable()), reason="needs CuPy")
@@ -27,7 +27,7 @@ def compiled(source: str, entry: str, defines: dict[str, int]) -> Any:
     import cupy
 
     raw = cupy.RawModule(code=source, options=nvrtc.options(defines), backend="nvrtc").get_function(entry)
-    return launcher.Kernel(raw.kernel, entry)
+    return cuda_driver.Kernel(raw.kernel, entry)
 
 
 def stream() -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from advisor.ops import launcher, nvrtc
+from advisor.ops import cuda_driver, nvrtc
 from advisor.resources import kernels_dir
 
 pytestmark = [
@@ -58,7 +58,7 @@ def kernels(load: str, wait: str) -> tuple[Any, Any]:
     text = overlap + SOURCE.replace("LOAD", load).replace("WAIT", wait)
     module = cupy.RawModule(code=text, options=nvrtc.options({}), backend="nvrtc")
     return tuple(
-        launcher.Kernel(module.get_function(entry).kernel, entry, overlapping=True) for entry in ("ahead", "behind")
+        cuda_driver.Kernel(module.get_function(entry).kernel, entry, overlapping=True) for entry in ("ahead", "behind")
     )
 
 

@@ -67,8 +67,9 @@ WITHOUT_RESIDUAL_CHANNELS = 16
 MOST_IN_CHANNELS = 256
 MOST_INTENSITY = 103  # CI * CO / (CI + CO)
 FEWEST_ROWS = 256 * 14 * 14
-# Of a result, for its moments to gain beside a norm in one launch (0.99 to 1.02 of the time at 38 to 51 MB, 0.97 at 67).
-FEWEST_BYTES = 56 << 20
+# As MOST_INTENSITY, for results up to so many bytes, of which a norm in one launch finds in L2 what it reads twice: 40 -> 120 and 64 -> 24
+# at 48 and 39 MB took 0.99 of the time, 80 -> 480 at 48 MB 1.02.
+MOST_INTENSITY_IN_L2, IN_L2_BYTES = 60, 56 << 20
 
 
 def name(in_channels: int, out_channels: int) -> str:
@@ -87,12 +88,15 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
         return f"{rows} pixels: too few to gain"
     if in_channels > MOST_IN_CHANNELS:
         return f"{in_channels} channels in: cuDNN is as fast"
-    if in_channels * out_channels > MOST_INTENSITY * (in_channels + out_channels):
-        return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
     nbytes = 2 * rows * out_channels
-    if batchnorm_act.GRID_HELD_BYTES < nbytes <= FEWEST_BYTES:
-        return f"{nbytes >> 20} MiB: the norm finds what it reads twice in L2"
-    return batchnorm_act.takes_moments(nbytes, False)
+    most = MOST_INTENSITY_IN_L2 if nbytes <= IN_L2_BYTES else MOST_INTENSITY
+    return batchnorm_act.takes_moments(nbytes, False) or _bounded(in_channels, out_channels, most)
+
+
+def _bounded(in_channels: int, out_channels: int, most: float) -> str:
+    if in_channels * out_channels > most * (in_channels + out_channels):
+        return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
+    return ""
 
 
 def behind_norm(activation: str, residual: bool, channels: int, out_channels: int) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.ops import launcher
+from advisor.ops import cuda_driver
 
 
 class Attribute(ctypes.Structure):  # CUlaunchAttribute
@@ -59,18 +59,18 @@ GRID, BLOCK = (3, 2, 1), (128, 1, 1)
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(launcher, "driver", lambda: found)
+    monkeypatch.setattr(cuda_driver, "library", lambda: found)
     return found
 
 
-def kernel(*, overlapping: bool = False) -> launcher.Kernel:
-    return launcher.Kernel(SimpleNamespace(ptr=0x1234), "sums", overlapping=overlapping)
+def kernel(*, overlapping: bool = False) -> cuda_driver.Kernel:
+    return cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", overlapping=overlapping)
 
 
-def test_the_driver_finds_every_value_at_its_place(driver: Driver) -> None:
-    driver.signature = (
+def test_the_driver_finds_every_value_at_its_place(cuda: Driver) -> None:
+    cuda.signature = (
         ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, Blob, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_double,
     )  # fmt: skip
     made = np.arange(128, dtype=np.uint8)
@@ -89,13 +89,13 @@ def test_the_driver_finds_every_value_at_its_place(driver: Driver) -> None:
         )
         run(GRID, BLOCK, values, 70_000, 0x77)
         expected = (address, number, 2**40, 0.5, made.tobytes(), 16, 2**31, 0.1)
-        assert driver.launches[-1] == (0x1234, GRID, BLOCK, 70_000, 0x77, [], expected)
+        assert cuda.launches[-1] == (0x1234, GRID, BLOCK, 70_000, 0x77, [], expected)
 
 
-def test_the_default_stream_and_a_null_pointer_are_zero(driver: Driver) -> None:
-    driver.signature = (ctypes.c_void_p,)
+def test_the_default_stream_and_a_null_pointer_are_zero(cuda: Driver) -> None:
+    cuda.signature = (ctypes.c_void_p,)
     kernel()(GRID, BLOCK, (0,), 0, 0)
-    assert driver.launches == [(0x1234, GRID, BLOCK, 0, None, [], (None,))]
+    assert cuda.launches == [(0x1234, GRID, BLOCK, 0, None, [], (None,))]
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_the_default_stream_and_a_null_pointer_are_zero(driver: Driver) -> None:
     [(False, False, []), (True, False, [(6, 1)]), (False, True, [(2, 1)]), (True, True, [(2, 1)])],
 )
 def test_how_it_is_launched_is_an_attribute(
-    driver: Driver, overlapping: bool, cooperative: bool, attributes: list[tuple[int, int]]
+    cuda: Driver, overlapping: bool, cooperative: bool, attributes: list[tuple[int, int]]
 ) -> None:
     kernel(overlapping=overlapping)(GRID, BLOCK, (), 0, 1, cooperative=cooperative)
-    assert driver.launches[0][5] == attributes
+    assert cuda.launches[0][5] == attributes
 
 
-def test_threads_do_not_mix_their_values(driver: Driver) -> None:
-    driver.signature = (ctypes.c_int64,) * 8
+def test_threads_do_not_mix_their_values(cuda: Driver) -> None:
+    cuda.signature = (ctypes.c_int64,) * 8
     run = kernel()
 
     def launch(number: int) -> None:
@@ -122,36 +122,36 @@ def test_threads_do_not_mix_their_values(driver: Driver) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(driver.launches) == 1200
-    for _, grid, _, shared, stream, _, values in driver.launches:
+    assert len(cuda.launches) == 1200
+    for _, grid, _, shared, stream, _, values in cuda.launches:
         assert {grid[0], shared, stream, *values} == {shared}
 
 
-def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_without_a_context_gets_one(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[bool] = []
-    monkeypatch.setattr(launcher, "_enter_context", lambda: entered.append(True))
-    driver.statuses = [201, 0]
+    monkeypatch.setattr(cuda_driver, "_enter_context", lambda: entered.append(True))
+    cuda.statuses = [201, 0]
     kernel()(GRID, BLOCK, (), 0, 1)
-    assert len(driver.launches) == len(entered) == 1
+    assert len(cuda.launches) == len(entered) == 1
 
 
 @pytest.mark.parametrize(("statuses", "number"), [([700], 700), ([201, 201], 201)])
 def test_a_refused_launch_is_told_with_the_drivers_reason(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, statuses: list[int], number: int
+    cuda: Driver, monkeypatch: pytest.MonkeyPatch, statuses: list[int], number: int
 ) -> None:
-    monkeypatch.setattr(launcher, "_enter_context", lambda: None)
-    driver.statuses = statuses
+    monkeypatch.setattr(cuda_driver, "_enter_context", lambda: None)
+    cuda.statuses = statuses
     with pytest.raises(AdvisorError, match=rf"refuses to launch sums: out of luck \({number}\)"):
         kernel()(GRID, BLOCK, (), 0, 1)
 
 
-def test_a_machine_whose_driver_cannot_launch_says_so(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    assert launcher.unavailable() == ""
-    monkeypatch.setattr(launcher, "driver", lambda: SimpleNamespace())
-    assert launcher.unavailable() == "the CUDA driver is older than 11.8"
+def test_a_machine_whose_driver_cannot_launch_says_so(monkeypatch: pytest.MonkeyPatch, cuda: Driver) -> None:
+    assert cuda_driver.unavailable() == ""
+    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace())
+    assert cuda_driver.unavailable() == "the CUDA driver is older than 11.8"
 
     def missing() -> None:
         raise OSError("libcuda.so.1: no such file")
 
-    monkeypatch.setattr(launcher, "driver", missing)
-    assert launcher.unavailable() == "the CUDA driver's library cannot be loaded (libcuda.so.1: no such file)"
+    monkeypatch.setattr(cuda_driver, "library", missing)
+    assert cuda_driver.unavailable() == "the CUDA driver's library cannot be loaded (libcuda.so.1: no such file)"

@@ -30,7 +30,7 @@ _LETTERS = {"int32": "i", "int64": "q", "uint32": "I", "uint64": "Q", "float32":
 
 
 @lru_cache(maxsize=1)
-def driver() -> Any:
+def library() -> Any:
     """The CUDA driver's library.
 
     Raises:
@@ -42,7 +42,7 @@ def driver() -> Any:
 def unavailable() -> str:
     """Why the driver here launches nothing; empty when it does."""
     try:
-        return "" if hasattr(driver(), "cuLaunchKernelEx") else "the CUDA driver is older than 11.8"
+        return "" if hasattr(library(), "cuLaunchKernelEx") else "the CUDA driver is older than 11.8"
     except OSError as error:
         return f"the CUDA driver's library cannot be loaded ({error})"
 
@@ -73,7 +73,7 @@ class Kernel:
         self._lock = Lock()  # two threads would write over each other's values
         self._layout: struct.Struct | None = None
         self._blobs: tuple[int, ...] = ()
-        self._launch = driver().cuLaunchKernelEx
+        self._launch = library().cuLaunchKernelEx
 
     def _lay_out(self, arguments: Sequence[Any]) -> struct.Struct:
         letters: list[str] = []
@@ -135,5 +135,5 @@ def _enter_context() -> None:
 
 def _reason(status: int) -> str:
     text = ctypes.c_char_p()
-    driver().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+    library().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
     return f"{(text.value or b'unknown').decode()} ({status})"
