@@ -25,6 +25,7 @@ def _unsupported(
     weight_dtype: torch.dtype,
     stride: int,
     padding: int,
+    groups: int,
     arch: int,
 ) -> str:
     reason: str = spec.unsupported(
@@ -36,19 +37,20 @@ def _unsupported(
         stride=(stride, stride),
         padding=(padding, padding),
         dilation=(1, 1),
-        groups=1,
+        groups=groups,
         arch=arch,
     )
     return reason
 
 
-def unsupported(spec: Any, x: torch.Tensor, weight: torch.Tensor, *, stride: int, padding: int) -> str:
-    """Why the kernels of a family with this `spec` cannot take these tensors, in one group and not dilated; empty when they can."""
+def unsupported(spec: Any, x: torch.Tensor, weight: torch.Tensor, *, stride: int, padding: int, groups: int = 1) -> str:
+    """Why the kernels of a family with this `spec` cannot take these tensors, not dilated; empty when they can."""
     reason = nvrtc.on_device(x)
     if reason:
         return reason
     arch = nvrtc.arch(x.device.index or 0)
-    reason = _unsupported(spec, tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, stride, padding, arch)
+    shapes = tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype
+    reason = _unsupported(spec, *shapes, stride, padding, groups, arch)
     if reason:
         return reason
     if weight.device != x.device:

@@ -19,18 +19,18 @@ import numpy as np
 from advisor.core.errors import AdvisorError
 
 _INVALID_CONTEXT = 201
-_COOPERATIVE, _OVERLAPPING = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, …_PROGRAMMATIC_STREAM_SERIALIZATION
 # CUlaunchConfig: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
 _CONFIG = struct.Struct("@7IPPI0P")
-_ATTRIBUTE = struct.Struct(
-    "@i4xi60x"
-)  # CUlaunchAttribute: what it is, and a union of 64 bytes that begins with its value
+# CUlaunchAttribute: what it is, and a union of 64 bytes that begins with its value.
+_ATTRIBUTE = struct.Struct("@i4xi60x")
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, switched on.
+_COOPERATIVE, _OVERLAPPING = (ctypes.create_string_buffer(_ATTRIBUTE.pack(number, 1)) for number in (2, 6))
 # Struct's letters for the dtypes of numpy's scalars; a plain int is an address.
 _LETTERS = {"int32": "i", "int64": "q", "uint32": "I", "uint64": "Q", "float32": "f", "float64": "d"}
 
 
 @lru_cache(maxsize=1)
-def library() -> Any:
+def load() -> Any:
     """The CUDA driver's library.
 
     Raises:
@@ -42,15 +42,9 @@ def library() -> Any:
 def unavailable() -> str:
     """Why the driver here launches nothing; empty when it does."""
     try:
-        return "" if hasattr(library(), "cuLaunchKernelEx") else "the CUDA driver is older than 11.8"
+        return "" if hasattr(load(), "cuLaunchKernelEx") else "the CUDA driver is older than 11.8"
     except OSError as error:
         return f"the CUDA driver's library cannot be loaded ({error})"
-
-
-def _attributes(*numbers: int) -> tuple[Any, int, int]:
-    """These attributes, switched on: their memory, its address, and how many they are."""
-    memory = ctypes.create_string_buffer(b"".join(_ATTRIBUTE.pack(number, 1) for number in numbers))
-    return memory, ctypes.addressof(memory) if numbers else 0, len(numbers)
 
 
 class Kernel:
@@ -67,13 +61,16 @@ class Kernel:
         self.name = name
         self._loaded = function  # as long as it lives, the module stays on the device
         self._function = ctypes.c_void_p(function.ptr)
-        self._plain = _attributes(*([_OVERLAPPING] if overlapping else []))
-        self._cooperative = _attributes(_COOPERATIVE)
+        # Address and number of its attributes, launched cooperatively or not.
+        self._attributes = {
+            True: (ctypes.addressof(_COOPERATIVE), 1),
+            False: (ctypes.addressof(_OVERLAPPING), 1) if overlapping else (0, 0),
+        }
         self._config = ctypes.create_string_buffer(_CONFIG.size)
         self._lock = Lock()  # two threads would write over each other's values
         self._layout: struct.Struct | None = None
         self._blobs: tuple[int, ...] = ()
-        self._launch = library().cuLaunchKernelEx
+        self._launch = load().cuLaunchKernelEx
 
     def _lay_out(self, arguments: Sequence[Any]) -> struct.Struct:
         letters: list[str] = []
@@ -114,8 +111,7 @@ class Kernel:
                 for place in self._blobs:
                     arguments[place] = arguments[place].tobytes()
             layout.pack_into(self._values, 0, *arguments)
-            _, attributes, count = self._cooperative if cooperative else self._plain
-            _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, attributes, count)
+            _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, *self._attributes[cooperative])
             status = self._launch(self._config, self._function, self._places, None)
             if status == _INVALID_CONTEXT:
                 _enter_context()
@@ -135,5 +131,5 @@ def _enter_context() -> None:
 
 def _reason(status: int) -> str:
     text = ctypes.c_char_p()
-    library().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+    load().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
     return f"{(text.value or b'unknown').decode()} ({status})"

@@ -21,7 +21,7 @@ _SWIZZLE = {64: 2, 128: 3}  # by bytes of a pixel in shared memory
 def _encode() -> Any:
     """The driver's function; None where it has none."""
     try:
-        return cuda_driver.library().cuTensorMapEncodeTiled
+        return cuda_driver.load().cuTensorMapEncodeTiled
     except (OSError, AttributeError):
         return None
 

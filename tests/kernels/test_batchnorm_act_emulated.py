@@ -116,6 +116,24 @@ def test_every_width_of_a_tile_of_the_whole_grid_gives_the_same_result(
     assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
 
 
+# As above, where rows that the chip has no room for are read twice.
+STREAM_FAULTS = {
+    "rows left out of the sums": ("(HOLD + kept) * t.stride; row", "(HOLD + kept + 1) * t.stride; row"),
+    "rows not read again": ("last = passes - 1;", "last = passes - 2;"),
+    "the gradient from above for that of the sum": ("load_written(dresidual + place)", "load(dy + place)"),
+}
+
+
+@pytest.mark.parametrize("fault", STREAM_FAULTS)
+def test_a_fault_planted_where_rows_are_read_twice_is_found(
+    one_row, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    one_row.use(sm_count=1)
+    monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype: 0)
+    grid = cases._case((4, 64, 9, 14), "bfloat16", "relu", True, way=spec.GRID)
+    assert not passes_with(monkeypatch, FAMILY, grid, *STREAM_FAULTS[fault])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])
 @pytest.mark.parametrize("slots", [0, 1, 2, 3])

@@ -9,7 +9,7 @@ from itertools import product
 from advisor.ops import channel_tiles
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import UNMEASURED
-from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
 BACKWARD = "batchnorm/batchnorm_act_backward.cu"
@@ -359,69 +359,44 @@ def grid(
     bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
     split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten).
     """
-    found = [
-        _grid(
-            source,
-            rows,
-            channels // vector_width(dtype),
-            slots=grid_slots(arch, dtype),
-            hold=grid_rows(source, activation, residual, forked=forked, streams=streams),
-            ahead=residual and source == GRID_FORWARD,
-            streams=streams,
-            width=vector_width(dtype),
-            sm_count=sm_count,
-        )
-        for streams in (False, True)
-    ]
-    return found[0] or found[1]
-
-
-def _grid(
-    source: str,
-    rows: int,
-    vectors: int,
-    *,
-    slots: int,
-    hold: int,
-    ahead: bool,
-    streams: bool,
-    width: int,
-    sm_count: int,
-) -> Grid | None:
+    vectors, slots, backward = channels // vector_width(dtype), grid_slots(arch, dtype), source == GRID_BACKWARD
     if rows * vectors >= 2**31:
         return None
-    tensors = 2 if source == GRID_BACKWARD else 1
-    # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
-    piece = _LINE_VECTORS * (2 if streams else 1)
     best: tuple[float, Grid] | None = None
-    for tile in GRID_TILES:
-        tiles = -(-vectors // tile)
-        if tile > vectors or tiles > sm_count or (tiles > 1 and tile % SECTOR_VECTORS):
-            continue
-        rows_per_pass = GRID_THREADS // tile
-        blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
-        passes = -(-rows // (blocks * rows_per_pass))
-        kept = min(max(0, passes - hold), slots // tensors)
-        again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
-        if again and not streams:
-            continue
-        used = kept * tensors
-        fetched = min(passes, slots - used) if ahead and not streams else 0
-        moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, piece))
-        merged = blocks * 2 * tile * width * 4
-        if best is None or moved + merged < best[0]:
-            found = Grid(
-                tile=tile,
-                tiles=tiles,
-                blocks=blocks,
-                vectors=vectors,
-                kept=kept,
-                ahead=fetched,
-                slots=used + fetched,
-                again=again,
-            )
-            best = moved + merged, found
-    return None if best is None else best[1]
+    for streams in (False, True):
+        hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
+        # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
+        piece = _LINE_VECTORS * (2 if streams else 1)
+        for tile in GRID_TILES:
+            tiles = -(-vectors // tile)
+            if tile > vectors or tiles > sm_count or (tiles > 1 and tile % SECTOR_VECTORS):
+                continue
+            rows_per_pass = GRID_THREADS // tile
+            blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
+            passes = -(-rows // (blocks * rows_per_pass))
+            kept = min(max(0, passes - hold), slots // (1 + backward))
+            again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
+            if again and not streams:
+                continue
+            used = kept * (1 + backward)
+            ahead = min(passes, slots - used) if residual and not backward and not streams else 0
+            moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, piece))
+            merged = blocks * 2 * tile * vector_width(dtype) * 4
+            if best is None or moved + merged < best[0]:
+                found = Grid(
+                    tile=tile,
+                    tiles=tiles,
+                    blocks=blocks,
+                    vectors=vectors,
+                    kept=kept,
+                    ahead=ahead,
+                    slots=used + ahead,
+                    again=again,
+                )
+                best = moved + merged, found
+        if best is not None:
+            return best[1]
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -444,7 +419,7 @@ def launch(
     `way` of WAYS, and TWO where what it names cannot hold the rows; None for the first of `ways` that can, `alone` or not. `forked` takes
     two gradients.
     """
-    nbytes = rows * channels * (16 // vector_width(dtype))
+    nbytes = rows * channels * itemsize(dtype)
     forked = forked and backward
     for wanted in (way,) if way else ways(nbytes, residual, backward=backward, alone=alone):
         found: Held | Grid | None = None
@@ -495,16 +470,16 @@ def work(
         arch=arch,
         way=way,
     )
-    itemsize = 16 // vector_width(dtype)
+    size = itemsize(dtype)
     count = bytes_moved if shape is None else held_bytes_moved
-    moved = count(elements=rows * channels, itemsize=itemsize, activation=activation, residual=residual, forked=forked)[
+    moved = count(elements=rows * channels, itemsize=size, activation=activation, residual=residual, forked=forked)[
         backward
     ]
     if not isinstance(shape, Grid):
         return source, moved
     # x again; of a backward also what came from above, or its sum where the first reading has written that.
     tensors = 2 + (forked and not residual) if backward else 1
-    return source, moved + shape.again * channels * itemsize * tensors
+    return source, moved + shape.again * channels * size * tensors
 
 
 def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:

@@ -15,17 +15,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import differentiable, dispatch, nvrtc
+from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.depthwise import cuda, spec
 from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("depthwise")
 
 Pair = tuple[int, int]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=4096)
@@ -42,9 +38,9 @@ def _unsupported(
     return spec.unsupported(
         shape=shape,
         channels_last=True,
-        dtype=_name(dtype),
+        dtype=storage.name(dtype),
         weight_shape=weight_shape,
-        weight_dtype=_name(weight_dtype),
+        weight_dtype=storage.name(weight_dtype),
         stride=(stride, stride),
         padding=padding,
         dilation=(dilation, dilation),
@@ -123,7 +119,7 @@ def _gradients(
     dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
     if not _aligned(dy):
         dy = dy.clone()
-    if all(wanted) and spec.ringed(call, _name(x.dtype), "backward"):
+    if all(wanted) and spec.ringed(call, storage.name(x.dtype), "backward"):
         return cuda.backward(dy, x, weight, bias, call)
     dx = cuda.backward_data(dy, weight, call) if wanted[0] else None
     dweight, dbias = cuda.backward_weight(dy, x, weight, bias, call) if wanted[1] else (None, None)

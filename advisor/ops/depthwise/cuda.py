@@ -9,16 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 from advisor.ops.depthwise import spec
 from advisor.ops.depthwise.spec import Call
 
 # Addresses of x or dy, weight, bias and result stand before these arguments, which depend on the shapes only.
 _Launch = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[Any, ...]]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=4096)
@@ -28,7 +24,7 @@ def _band(
     """A launch of a tensor-core kernel."""
     plan = spec.band(call, weight=source == spec.BAND_WEIGHT)
     shape = spec.band_geometry(call, plan, nvrtc.sm_count(device))
-    defines = spec.band_defines(call, plan, _name(dtype), _name(weight_dtype), bias=bias, flip=flip)
+    defines = spec.band_defines(call, plan, storage.name(dtype), storage.name(weight_dtype), bias=bias, flip=flip)
     kernel = nvrtc.function(source, spec.KERNELS[source][0], tuple(defines.items()), device)
     arguments = (
         shape.items,
@@ -68,9 +64,9 @@ def _strips(
     bias: bool,
     moments: bool = False,
 ) -> _Launch:
-    ring = spec.strips_ring(call, _name(dtype))
-    shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=False)
-    names = _name(dtype), _name(weight_dtype)
+    ring = spec.strips_ring(call, storage.name(dtype))
+    shape = spec.ring_geometry(call, ring, storage.name(dtype), nvrtc.sm_count(device), backward=False)
+    names = storage.name(dtype), storage.name(weight_dtype)
     defines = spec.ring_defines(call, ring, *names, backward=False, bias=bias, flip=flip, moments=moments)
     kernel = nvrtc.function(spec.STRIPS, spec.KERNELS[spec.STRIPS][0], tuple(defines.items()), device)
     return kernel, shape.grid, (ring.threads, 1, 1), _ring_arguments(call, shape)
@@ -78,9 +74,9 @@ def _strips(
 
 @lru_cache(maxsize=4096)
 def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> _Launch:
-    config = spec.forward_config(call, _name(dtype))
+    config = spec.forward_config(call, storage.name(dtype))
     shape = spec.forward_geometry(call, config, nvrtc.sm_count(device))
-    defines = spec.forward_defines(call, config, _name(dtype), _name(weight_dtype), flip=flip)
+    defines = spec.forward_defines(call, config, storage.name(dtype), storage.name(weight_dtype), flip=flip)
     kernel = nvrtc.function(spec.FORWARD, spec.KERNELS[spec.FORWARD][0], tuple(defines.items()), device)
     sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding, call.dilation)
     arguments = (
@@ -94,9 +90,9 @@ def _convolve(
     call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, flip: bool
 ) -> None:
     device = x.device.index or 0
-    if spec.banded(call, _name(x.dtype), "data" if flip else "forward"):
+    if spec.banded(call, storage.name(x.dtype), "data" if flip else "forward"):
         kernel, grid, block, sizes = _band(call, spec.BAND, x.dtype, weight.dtype, device, flip, bias is not None)
-    elif spec.ringed(call, _name(x.dtype), "data" if flip else "forward"):
+    elif spec.ringed(call, storage.name(x.dtype), "data" if flip else "forward"):
         kernel, grid, block, sizes = _strips(call, x.dtype, weight.dtype, device, flip, bias is not None)
     else:
         kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
@@ -117,7 +113,7 @@ def forward(
     x: channels_last; weight [C, 1, k, k], bias [C]: contiguous.
     """
     y = _output(x, call.out_height, call.out_width)
-    if not moments or not spec.ringed(call, _name(x.dtype), "forward"):
+    if not moments or not spec.ringed(call, storage.name(x.dtype), "forward"):
         _convolve(call, x, weight, bias, y, False)
         return y, None
     device = x.device.index or 0
@@ -130,9 +126,9 @@ def forward(
 
 @lru_cache(maxsize=4096)
 def _strided_data(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> _Launch:
-    config = spec.data_config(call, _name(dtype))
+    config = spec.data_config(call, storage.name(dtype))
     shape = spec.data_geometry(call, config, nvrtc.sm_count(device))
-    defines = spec.data_defines(call, config, _name(dtype), _name(weight_dtype))
+    defines = spec.data_defines(call, config, storage.name(dtype), storage.name(weight_dtype))
     kernel = nvrtc.function(spec.BACKWARD_DATA, spec.KERNELS[spec.BACKWARD_DATA][0], tuple(defines.items()), device)
     sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding)
     arguments = (
@@ -163,7 +159,7 @@ class _Weight:
 
 def _summed(call: Call, launch: _Launch, weight_dtype: torch.dtype, device: int) -> _Weight:
     """`launch`, which writes a block's partial sums, and the one that adds them up."""
-    defines = tuple(spec.sum_defines(call, _name(weight_dtype)).items())
+    defines = tuple(spec.sum_defines(call, storage.name(weight_dtype)).items())
     total = nvrtc.function(spec.WEIGHT_SUM, spec.KERNELS[spec.WEIGHT_SUM][0], defines, device)
     columns = (call.kernel**2 + 1) * call.channels
     blocks = launch[1][0]
@@ -177,13 +173,13 @@ def _summed(call: Call, launch: _Launch, weight_dtype: torch.dtype, device: int)
 
 @lru_cache(maxsize=4096)
 def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
-    if spec.banded(call, _name(dtype), "weight"):
+    if spec.banded(call, storage.name(dtype), "weight"):
         return _summed(
             call, _band(call, spec.BAND_WEIGHT, dtype, weight_dtype, device, False, bias), weight_dtype, device
         )
-    config = spec.weight_config(call, _name(dtype))
+    config = spec.weight_config(call, storage.name(dtype))
     shape = spec.weight_geometry(call, config, nvrtc.sm_count(device))
-    defines = tuple(spec.weight_defines(call, config, _name(dtype), _name(weight_dtype)).items())
+    defines = tuple(spec.weight_defines(call, config, storage.name(dtype), storage.name(weight_dtype)).items())
     kernel = nvrtc.function(spec.BACKWARD_WEIGHT, spec.KERNELS[spec.BACKWARD_WEIGHT][0], defines, device)
     sizes = (call.height, call.width, call.out_height, call.out_width, *call.padding, call.dilation)
     arguments = (
@@ -213,9 +209,9 @@ def backward_weight(
 
 @lru_cache(maxsize=4096)
 def _backward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
-    ring = spec.backward_ring(call, _name(dtype))
-    shape = spec.ring_geometry(call, ring, _name(dtype), nvrtc.sm_count(device), backward=True)
-    defines = spec.ring_defines(call, ring, _name(dtype), _name(weight_dtype), backward=True, bias=bias)
+    ring = spec.backward_ring(call, storage.name(dtype))
+    shape = spec.ring_geometry(call, ring, storage.name(dtype), nvrtc.sm_count(device), backward=True)
+    defines = spec.ring_defines(call, ring, storage.name(dtype), storage.name(weight_dtype), backward=True, bias=bias)
     kernel = nvrtc.function(spec.BACKWARD, spec.KERNELS[spec.BACKWARD][0], tuple(defines.items()), device)
     launch = (kernel, shape.grid, (ring.threads, 1, 1), _ring_arguments(call, shape))
     return _summed(call, launch, weight_dtype, device)

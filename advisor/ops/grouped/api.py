@@ -10,53 +10,21 @@ its gradient in both, so under autocast neither is cast.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, convolution, differentiable, dispatch, storage
 from advisor.ops.function import Function
 from advisor.ops.grouped import cuda, spec
 
 engaged, fell_back = dispatch.counters("grouped")
 
 
-@lru_cache(maxsize=4096)
-def _unsupported(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    weight_shape: tuple[int, ...],
-    weight_dtype: torch.dtype,
-    stride: int,
-    groups: int,
-    arch: int,
-) -> str:
-    return spec.unsupported(
-        shape=shape,
-        channels_last=True,
-        dtype=storage.name(dtype),
-        weight_shape=weight_shape,
-        weight_dtype=storage.name(weight_dtype),
-        stride=(stride, stride),
-        padding=(1, 1),
-        dilation=(1, 1),
-        groups=groups,
-        arch=arch,
-    )
-
-
 def unsupported(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> str:
     """Why the kernels cannot take these tensors; empty when they can."""
-    reason = nvrtc.on_device(x)
-    if reason:
-        return reason
-    arch = nvrtc.arch(x.device.index or 0)
-    reason = _unsupported(tuple(x.shape), x.dtype, tuple(weight.shape), weight.dtype, stride, groups, arch)
-    if reason:
-        return reason
-    return "" if alignment.is_nhwc(x) else "input is not channels_last and aligned"
+    return convolution.unsupported(spec, x, weight, stride=stride, padding=1, groups=groups)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> str:

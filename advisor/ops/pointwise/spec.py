@@ -90,13 +90,10 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
         return f"{in_channels} channels in: cuDNN is as fast"
     nbytes = 2 * rows * out_channels
     most = MOST_INTENSITY_IN_L2 if nbytes <= IN_L2_BYTES else MOST_INTENSITY
-    return batchnorm_act.takes_moments(nbytes, False) or _bounded(in_channels, out_channels, most)
-
-
-def _bounded(in_channels: int, out_channels: int, most: float) -> str:
-    if in_channels * out_channels > most * (in_channels + out_channels):
+    unused = batchnorm_act.takes_moments(nbytes, False)
+    if not unused and in_channels * out_channels > most * (in_channels + out_channels):
         return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
-    return ""
+    return unused
 
 
 def behind_norm(activation: str, residual: bool, channels: int, out_channels: int) -> str:

@@ -61,7 +61,7 @@ GRID, BLOCK = (3, 2, 1), (128, 1, 1)
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(cuda_driver, "library", lambda: found)
+    monkeypatch.setattr(cuda_driver, "load", lambda: found)
     return found
 
 
@@ -147,11 +147,11 @@ def test_a_refused_launch_is_told_with_the_drivers_reason(
 
 def test_a_machine_whose_driver_cannot_launch_says_so(monkeypatch: pytest.MonkeyPatch, cuda: Driver) -> None:
     assert cuda_driver.unavailable() == ""
-    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace())
+    monkeypatch.setattr(cuda_driver, "load", lambda: SimpleNamespace())
     assert cuda_driver.unavailable() == "the CUDA driver is older than 11.8"
 
     def missing() -> None:
         raise OSError("libcuda.so.1: no such file")
 
-    monkeypatch.setattr(cuda_driver, "library", missing)
+    monkeypatch.setattr(cuda_driver, "load", missing)
     assert cuda_driver.unavailable() == "the CUDA driver's library cannot be loaded (libcuda.so.1: no such file)"
