@@ -17,6 +17,7 @@
 // Limits    M >= 2; sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "channel_reduce.cuh"
 
 #ifndef UNROLL
@@ -26,6 +27,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 2) batchnorm_concat_append(
     const Vec16* __restrict__ feature, Vec16* __restrict__ x, float* __restrict__ partial, unsigned int* __restrict__ ticket,
     float* __restrict__ mean, float* __restrict__ variance, i64 rows, int vectors, int pitch, int tile) {
+  overlap_launches();
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
   const Tile t = tile_of(tile, vectors);
@@ -80,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_concat_append
     const Vec16* __restrict__ gradient, const Vec16* __restrict__ x, const float* __restrict__ mean,
     const float* __restrict__ a, const float* __restrict__ b, Vec16* __restrict__ dfeature,
     i64 rows, int vectors, int gradient_pitch, int pitch, int tile) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
   float centre[VEC], constant[VEC], linear[VEC];

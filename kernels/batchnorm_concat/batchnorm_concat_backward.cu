@@ -23,6 +23,7 @@
 // Limits    M >= 2; sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "activation.cuh"
 #include "channel_reduce.cuh"
 
@@ -37,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_concat_backwa
     float* __restrict__ partial, unsigned int* __restrict__ ticket, Vec16* __restrict__ gradient, float* __restrict__ a,
     float* __restrict__ b, float* __restrict__ dweight, float* __restrict__ dbias,
     i64 rows, int vectors, int pitch, int later_pitch, int tile, float eps, float slope) {
+  overlap_launches();
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
   const Tile t = tile_of(tile, vectors);

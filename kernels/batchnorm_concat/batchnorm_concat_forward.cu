@@ -15,6 +15,7 @@
 // Limits    M >= 2; sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "activation.cuh"
 #include "channel_reduce.cuh"
 
@@ -27,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_concat_apply(
     const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ running_mean,
     float* __restrict__ running_var, Vec16* __restrict__ y, i64 rows, int vectors, int pitch, int tile, float momentum,
     float eps, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
   float centre[VEC], scale[VEC], offset[VEC];

@@ -15,6 +15,7 @@
 // Limits    sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
 
@@ -22,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ saved, const float* __restrict__ bias,
     Vec16* __restrict__ dx, float* __restrict__ partial, unsigned int* __restrict__ ticket, float* __restrict__ dbias,
     i64 rows, int vectors, int tile, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
 #if BIAS
   __shared__ __align__(16) float shared[2 * VEC * THREADS];

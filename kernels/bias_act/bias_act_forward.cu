@@ -15,12 +15,14 @@
 // Limits    sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_forward(
     const Vec16* x, const float* __restrict__ bias, const Vec16* __restrict__ residual, Vec16* y,
     i64 rows, int vectors, int tile, float slope) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
 #if BIAS

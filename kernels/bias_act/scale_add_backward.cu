@@ -15,6 +15,7 @@
 // Limits    M < 2^31; sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "channel_reduce.cuh"
 #include "stream.cuh"
 
@@ -24,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
     Vec16* __restrict__ dbranch, Vec16* __restrict__ dresidual, float* __restrict__ partial,
     unsigned int* __restrict__ ticket, float* __restrict__ dscale, float* __restrict__ dbias,
     int rows, int pixels, int vectors, int tile) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
 #if SCALE
   __shared__ __align__(16) float shared[2 * VEC * THREADS];

@@ -15,6 +15,7 @@
 // Limits    M < 2^31; sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "channel_reduce.cuh"
 #include "stream.cuh"
 
@@ -22,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_forward(
     const Vec16* __restrict__ branch, const float* __restrict__ bias, const float* __restrict__ scale,
     const float* __restrict__ keep, const Vec16* __restrict__ residual, Vec16* __restrict__ y, Vec16* __restrict__ half,
     int rows, int pixels, int vectors, int tile) {
+  overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
 #if SCALE

@@ -13,6 +13,7 @@
 // Limits    fewer than 2^31 values a tensor; addresses are multiples of 16 bytes.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "half.cuh"
 
 #define CHUNK (THREADS * 4 * UNROLL)
@@ -58,6 +59,7 @@ __device__ __forceinline__ unsigned short cast(float v) { return (unsigned short
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) cast_tensors(const __grid_constant__ Table table) {
+  overlap_launches();
   const int block = blockIdx.x;
   int t = 0;
 #pragma unroll

@@ -18,6 +18,7 @@
 // Limits    C a multiple of CH; no dilation; an image row's bytes below 2^31. PHASE is pad_width % UP.
 
 #include "channels.cuh"
+#include "overlap.cuh"
 #include "depthwise.cuh"
 #include "depthwise_ring.cuh"
 
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_back
     const Chunk* __restrict__ dy, const Chunk* __restrict__ x, const Weight* __restrict__ weight, Chunk* __restrict__ dx,
     float* __restrict__ partial, int items, int vectors, int tile, int height, int width, int out_height, int out_width,
     int pad_height, int pad_width, int strips, int segments, int segment_rows) {
+  overlap_launches();
   __shared__ __align__(16) unsigned char memory[RING > SUMS ? RING : SUMS];
   __shared__ __align__(16) float taps[MAX_TILE * TAPS_OF_VECTOR];
   const Tile t = tile_of(tile, vectors);

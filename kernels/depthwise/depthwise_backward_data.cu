@@ -12,6 +12,7 @@
 // Limits    stride 2 in both directions, no dilation; C a multiple of CH.
 
 #include "channels.cuh"
+#include "overlap.cuh"
 #include "depthwise.cuh"
 
 #define NEIGHBOURS ((K + 1) / 2)  // dy rows that reach one row of dx
@@ -21,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_back
     const Chunk* __restrict__ dy, const Weight* __restrict__ weight, Chunk* __restrict__ dx, i64 items, int vectors, int tile,
     int height, int width, int out_height, int out_width, int pad_height, int pad_width, int strips, int segments,
     int segment_rows) {
+  overlap_launches();
   __shared__ __align__(16) float taps[MAX_TILE * TAPS_OF_VECTOR];
   const Tile t = tile_of(tile, vectors);
   stage_taps(taps, weight, tile, vectors, false);

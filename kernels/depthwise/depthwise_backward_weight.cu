@@ -15,6 +15,7 @@
 // Limits    C a multiple of CH; TAP_ROWS divides the registers, not K.
 
 #include "channels.cuh"
+#include "overlap.cuh"
 #include "depthwise.cuh"
 
 #define SLOTS ((TAP_ROWS + STRIDE - 1) / STRIDE)
@@ -26,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_back
     const Chunk* __restrict__ dy, const Chunk* __restrict__ x, float* __restrict__ partial, i64 items, int vectors, int tile,
     int height, int width, int out_height, int out_width, int pad_height, int pad_width, int dilation, int strips,
     int segments, int segment_rows) {
+  overlap_launches();
   __shared__ float shared[AT_ONCE * CH * THREADS];
   const Tile t = tile_of(tile, vectors);
   const int tap_row = blockIdx.z * TAP_ROWS;  // the first of this block's rows of taps

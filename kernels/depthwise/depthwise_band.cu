@@ -17,6 +17,7 @@
 // Limits    C a multiple of CH; stride 1, no dilation; images of a block within 31-bit byte offsets.
 
 #include "band.cuh"
+#include "overlap.cuh"
 
 #define ROWS 2          // input rows a step: one wait and one barrier for both, and the products of one hide the end of the other
 #define TURNS 2         // steps whose finished rows are in shared memory: one's are written out while the next's are made
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
     int items, int batch, int vectors, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
     int origin, int lead, int groups, int column_tiles, int segment_rows) {
+  overlap_launches();
   constexpr int in_plane = PLANE(STAGE_PIXELS), out_plane = PLANE(ROW_PIXELS);
   __shared__ __align__(16) unsigned int stages[STAGES][ROWS][UNITS * in_plane];
   __shared__ __align__(16) unsigned int done_rows[TURNS][ROWS][UNITS * out_plane];

@@ -15,6 +15,7 @@
 // Limits    C a multiple of CH; stride 1, no dilation; images of a block within 31-bit byte offsets.
 
 #include "band.cuh"
+#include "overlap.cuh"
 
 #define X_CELLS (COPIES * AT_ONCE * PITCH)
 #define DY_CELLS (ROW_COPIES * AT_ONCE * PITCH)
@@ -23,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(BAND_THREADS, MIN_BLOCKS) depthwise
     const Chunk* __restrict__ dy, const Chunk* __restrict__ x, float* __restrict__ partial, int items, int batch, int vectors,
     int height, int width, int out_height, int out_width, int pad_height, int pad_width, int origin, int lead, int groups,
     int column_tiles, int segment_rows) {
+  overlap_launches();
   __shared__ __align__(16) unsigned int stages[STAGES][X_CELLS + DY_CELLS];  // a row of x and one of dy
   __shared__ int x_places[2][COPIES * AT_ONCE], dy_places[2][ROW_COPIES * AT_ONCE];  // of the items by turns
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;

@@ -14,6 +14,7 @@
 // Limits    C a multiple of CH; byte offsets in a window of pixels below 2^31.
 
 #include "channels.cuh"
+#include "overlap.cuh"
 #include "depthwise.cuh"
 
 #define SLOTS ((K + STRIDE - 1) / STRIDE)
@@ -23,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_forw
     const Chunk* __restrict__ x, const Weight* __restrict__ weight, const Weight* __restrict__ bias, Chunk* __restrict__ y,
     i64 items, int vectors, int tile, int height, int width, int out_height, int out_width, int pad_height, int pad_width,
     int dilation, int strips, int segments, int segment_rows) {
+  overlap_launches();
   __shared__ __align__(16) float taps[MAX_TILE * TAPS_OF_VECTOR];
   const Tile t = tile_of(tile, vectors);
   stage_taps(taps, weight, tile, vectors, FLIP);

@@ -18,6 +18,7 @@
 // Limits    C a multiple of CH; no dilation; an image row's bytes below 2^31.
 
 #include "channels.cuh"
+#include "overlap.cuh"
 #include "depthwise.cuh"
 #include "depthwise_ring.cuh"
 #ifndef MOMENTS
@@ -40,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_stri
     , float* __restrict__ moments
 #endif
 ) {
+  overlap_launches();
   __shared__ __align__(16) Chunk ring[DEPTH * STAGE];
   __shared__ __align__(16) float taps[MAX_TILE * TAPS_OF_VECTOR];
   const Tile t = tile_of(tile, vectors);

@@ -12,11 +12,13 @@
 #define CH 2
 #define STORAGE 0
 #include "channels.cuh"
+#include "overlap.cuh"
 
 #define TAPS (K * K + 1)
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_backward_weight_sum(
     const float* __restrict__ partial, Weight* __restrict__ dweight, Weight* __restrict__ dbias, int blocks, int channels) {
+  overlap_launches();
   __shared__ double shared[THREADS];
   const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32, columns = TAPS * channels;
   const bool wanted = column < (dbias ? columns : K * K * channels);

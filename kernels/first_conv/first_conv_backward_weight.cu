@@ -20,6 +20,7 @@
 // Limits    OUT a multiple of 8; 2^31 elements of x and dy an image.
 
 #include "first_conv.cuh"
+#include "overlap.cuh"
 #include "mma.cuh"
 #include "prefetch.cuh"
 
@@ -47,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) first_conv_bac
     const X* __restrict__ x, const unsigned short* __restrict__ dy, float* __restrict__ partial, i64 tiles, i64 x_image,
     i64 x_row, i64 x_column, i64 x_channel, int height, int width, int out_height, int out_width, int pad_height, int strips,
     int bands) {
+  overlap_launches();
   __shared__ __align__(16) unsigned short shared[SHARED];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warp_k = threadIdx.x / 32 % WARPS_K, warp_m = threadIdx.x / 32 / WARPS_K;
@@ -202,6 +204,7 @@ __device__ __forceinline__ Weight narrowed(float v) {
 extern "C" __global__ void __launch_bounds__(THREADS) first_conv_backward_weight_sum(
     const float* __restrict__ partial, Weight* __restrict__ dweight, Weight* __restrict__ dbias, int blocks,
     int weight_channels_last) {
+  overlap_launches();
   __shared__ double shared[THREADS];
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
   double total = 0.0;

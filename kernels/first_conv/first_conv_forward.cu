@@ -21,6 +21,7 @@
 // Limits    OUT a multiple of 8; 2^31 elements of x and y an image.
 
 #include "first_conv.cuh"
+#include "overlap.cuh"
 #include "mma.cuh"
 #if MOMENTS
 #include "moments.cuh"
@@ -91,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) first_conv_for
     , float* __restrict__ moments
 #endif
 ) {
+  overlap_launches();
   __shared__ __align__(16) unsigned short shared[SHARED];
   __shared__ __align__(16) float of_bias[CHANNELS];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -17,6 +17,7 @@
 // Limits    padding 1, dilation 1, C a multiple of 8; build with TRANSPOSED 0.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "grouped.cuh"
@@ -91,6 +92,7 @@ __device__ __forceinline__ void add_row(
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_backward_weight(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ x, float* __restrict__ partial, int items, int batch, int octets,
     int height, int width, int out_height, int out_width, int images, int strip, int strips, int segments, int segment_rows) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int beside = warp / UNITS, slab = blockIdx.y * SLAB;
@@ -245,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_backwa
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) grouped_backward_weight_sum(
     const float* __restrict__ partial, Weight* __restrict__ dweight, int splits, int parts, int all, int weight_out, int weight_in,
     int weight_row, int weight_column) {
+  overlap_launches();
   __shared__ double totals[SUM_THREADS];
   const int places = SUM_THREADS / parts, place = blockIdx.x * places + threadIdx.x % places;
   double total = 0.0;

@@ -21,6 +21,7 @@
 // Limits    padding 1, dilation 1, C a multiple of 8, x and y of one dtype.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "grouped.cuh"
@@ -101,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_forwar
     int items, int batch, int octets,
     int height, int width, int out_height, int out_width, int images, int strip, int strips, int segments, int segment_rows,
     int weight_out, int weight_in, int weight_row, int weight_column) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int padded = STRIDE * (strip - 1) + 3;  // columns with their neighbours

@@ -13,6 +13,7 @@
 // Limits    padding 1, dilation 1, GROUP a multiple of 8; build with TRANSPOSED 1, STRIDE 2.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "mma_k8.cuh"
@@ -49,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_whole_
     const Vec16* __restrict__ dy, const Weight* __restrict__ weight, Vec16* __restrict__ dx, int items, int batch, int octets,
     int height, int width, int out_height, int out_width, int images, int strip, int strips, int segments, int segment_rows,
     int weight_out, int weight_in, int weight_row, int weight_column) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = blockIdx.y * SLAB;
   const int padded = strip + 1;

@@ -19,6 +19,7 @@
 // Limits    N*P*C < 2^31.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "half.cuh"
 
 #ifndef UNROLL
@@ -74,6 +75,7 @@ __device__ __forceinline__ void store_group(Element* p, const float (&f)[WIDTH])
 extern "C" __global__ void __launch_bounds__(THREADS) normalise_images(
     const unsigned char* __restrict__ x, const float* __restrict__ table, Element* __restrict__ y, int groups,
     int groups_per_plane) {
+  overlap_launches();
   __shared__ float values[CHANNELS * 256];
   for (int i = threadIdx.x; i < CHANNELS * 256; i += THREADS) values[i] = table[i];
   const i64 first = (i64)blockIdx.x * (THREADS * UNROLL) + threadIdx.x;

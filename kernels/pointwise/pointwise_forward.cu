@@ -23,6 +23,7 @@
 // Set by the build: WARPS_M x WARPS_N warps; a warp makes TILES * 16 rows by GROUPS * 32 columns. CHUNKS chunks are all of CI.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
 #if MOMENTS
@@ -60,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_forw
     float* __restrict__ moments,
 #endif
     int rows, int in_units, int out_units) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 shared[];
   Vec16* weights = shared;
   Vec16* ring = weights + BN * WEIGHT_PITCH;

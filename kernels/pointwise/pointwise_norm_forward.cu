@@ -19,6 +19,7 @@
 // Limits    one group, M below 2^31; THREADS a multiple of UNITS, BM * UNITS of THREADS; sm_80.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "activation.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pointwise_norm_forward(
     float* __restrict__ moments,
 #endif
     int rows, int out_units, float slope) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 shared[];
   Vec16* weights = shared;                 // [BN][PITCH]
   Vec16* buffers = weights + BN * PITCH;   // [2][BM][PITCH]

@@ -26,6 +26,7 @@
 // Set by the build: WARPS_M x WARPS_N warps; a warp makes TILES * 16 rows by 32 columns. CHUNKS chunks are all of CO.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "activation.cuh"
 #include "cp_async.cuh"
 #include "mma.cuh"
@@ -66,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_norm
     const unsigned char* __restrict__ mask, const float* __restrict__ saved, const float* __restrict__ norm_weight,
     const float* __restrict__ norm_bias, Vec16* __restrict__ gradient, float* __restrict__ sums, int rows, int out_units, int in_units,
     float slope) {
+  overlap_launches();
   extern __shared__ __align__(16) Vec16 shared[];
   Vec16* weights = shared;                                 // [WEIGHT_ROWS][WEIGHT_PITCH]
   Vec16* ring = weights + WEIGHT_ROWS * WEIGHT_PITCH;      // [STAGES][BM][PITCH]

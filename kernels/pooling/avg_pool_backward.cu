@@ -13,6 +13,7 @@
 #define DH 1
 #define DW 1
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "pool_window.cuh"
 #include "average_divisor.cuh"
 
@@ -24,6 +25,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) avg_pool_backward(
     const Vec16* __restrict__ dy, Vec16* __restrict__ dx, int vectors, int height, int width, int out_height,
     int out_width, int pad_h, int pad_w, int channel_tiles, float constant) {
+  overlap_launches();
   const Place p = place_of(channel_tiles);
   if (p.vector >= vectors) return;
   const int qh = p.row + pad_h / SH, qw = p.column * GROUP_W + pad_w / SW;

@@ -13,6 +13,7 @@
 #define DH 1
 #define DW 1
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "pool_window.cuh"
 #include "pool_strip.cuh"
 #include "average_divisor.cuh"
@@ -20,6 +21,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) avg_pool_forward(
     const Vec16* __restrict__ x, Vec16* __restrict__ y, int vectors, int height, int width, int out_height,
     int out_width, int pad_h, int pad_w, int channel_tiles, float constant) {
+  overlap_launches();
   const Place p = place_of(channel_tiles);
   const int ow = p.column * OUT_W;
   if (p.vector >= vectors || p.row >= out_height || ow >= out_width) return;

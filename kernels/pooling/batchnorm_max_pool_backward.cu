@@ -16,6 +16,7 @@
 // Limits    as the forward; strides up to 4.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "activation.cuh"
 #include "packed.cuh"
 #include "extremum.cuh"
@@ -28,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_max_pool_back
     const float* __restrict__ coefficient, Vec16* __restrict__ dx,
     int vectors, int height, int width, int out_height, int out_width, int pad_h, int pad_w,
     int row_tiles, int column_tiles, int images, float share, float slope) {
+  overlap_launches();
   __shared__ float constants[5][VEC][MAX_CHANNEL_TILE];  // in registers they would halve the occupancy
   const int vector = blockIdx.x * blockDim.x + threadIdx.x, channels = vectors * VEC;
   if (vector < vectors && threadIdx.y == 0 && threadIdx.z == 0) {

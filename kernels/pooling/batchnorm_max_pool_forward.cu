@@ -19,6 +19,7 @@
 // Limits    activations that do not fall: none, ReLU, ReLU6, LeakyReLU with slope >= 0. Else as max_pool_forward.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "activation.cuh"
 #include "packed.cuh"
 #include "extremum.cuh"
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_max_pool_forw
     const float* __restrict__ bias, Vec16* __restrict__ y, Positions* __restrict__ index, Vec16* __restrict__ chosen,
     int vectors, int height, int width, int out_height, int out_width, int pad_h, int pad_w,
     int row_tiles, int column_tiles, int images, float slope) {
+  overlap_launches();
   __shared__ float constants[3][VEC][MAX_CHANNEL_TILE];  // mean, scale, offset: in registers they would halve the occupancy
   const int vector = blockIdx.x * blockDim.x + threadIdx.x;
   Vec16 turn = {{0u, 0u, 0u, 0u}}, flat = {{0u, 0u, 0u, 0u}};

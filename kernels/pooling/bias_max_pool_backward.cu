@@ -16,6 +16,7 @@
 // Limits    strides 2 to 4, padding below the stride: then each window begins in one group; KH*KW < 255.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "packed.cuh"
 #include "extremum.cuh"
 #include "pool_window.cuh"
@@ -31,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_max_pool_back
     const Vec16* __restrict__ dy, const Positions* __restrict__ index, Vec16* __restrict__ dx, float* __restrict__ partial,
     unsigned int* __restrict__ ticket, float* __restrict__ dbias, int vectors, int height, int width, int out_height,
     int out_width, int pad_h, int pad_w, int row_tiles, int column_tiles, int images) {
+  overlap_launches();
   __shared__ Double4 scratch[THREADS];
   __shared__ bool last;
   float* sums = (float*)scratch;  // [threads over each other][channels of the tile]: VEC a thread, at most as many bytes

@@ -14,6 +14,7 @@
 // Limits    N <= 65535; P*C/VEC < 2^31 an image; N*C/VEC < 2^31.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "pixel_columns.cuh"
 
 #ifndef UNROLL
@@ -25,6 +26,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) global_avg_pool_forward(
     const Vec16* __restrict__ x, Vec16* __restrict__ y, int samples, int pixels, int vectors, int tile) {
+  overlap_launches();
   __shared__ float shared[VEC * THREADS];
   const Column c = column_of(blockIdx.x, 1, tile, samples, pixels, vectors);
   float sum[VEC];
@@ -56,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) global_avg_pool_forward
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) global_avg_pool_backward(
     const Vec16* __restrict__ dy, Vec16* __restrict__ dx, int vectors, int pixels) {
+  overlap_launches();
   const int vector = blockIdx.x * blockDim.x + threadIdx.x;
   if (vector >= vectors) return;
   float g[VEC];

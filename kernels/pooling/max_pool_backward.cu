@@ -12,6 +12,7 @@
 // Limits    as the forward; SW * GROUP_W accumulators of VEC fp32 a phase row must fit in registers (strides up to 4).
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "packed.cuh"
 #include "extremum.cuh"
 #include "pool_window.cuh"
@@ -20,6 +21,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) max_pool_backward(
     const Vec16* __restrict__ dy, const Positions* __restrict__ index, Vec16* __restrict__ dx,
     int vectors, int height, int width, int out_height, int out_width, int pad_h, int pad_w, int channel_tiles) {
+  overlap_launches();
   const Place p = place_of(channel_tiles);
   if (p.vector >= vectors) return;
   const int qh = p.row + pad_h / SH, qw = p.column * GROUP_W + pad_w / SW;

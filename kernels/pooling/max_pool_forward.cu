@@ -19,6 +19,7 @@
 // Limits    KH*KW < 255; H*W*C/VEC < 2^31 an image; N <= 65535.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "packed.cuh"
 #include "extremum.cuh"
 #include "pool_window.cuh"
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) max_pool_forward(
     const float* __restrict__ bias,
 #endif
     int vectors, int height, int width, int out_height, int out_width, int pad_h, int pad_w, int channel_tiles) {
+  overlap_launches();
   const Place p = place_of(channel_tiles);
   const int ow = p.column * OUT_W;
   if (p.vector >= vectors || p.row >= out_height || ow >= out_width) return;

@@ -15,6 +15,7 @@
 // Limits    as upsample_forward.cu; TAPS <= 16.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "resample.cuh"
 
 #ifndef ROWS
@@ -24,6 +25,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) upsample_backward(
     const Vec16* __restrict__ dy, Vec16* __restrict__ dx, int vectors, int dy_vectors, int height, int width,
     int out_height, int out_width, float scale_h, float scale_w, float inverse_h, float inverse_w, int channel_tiles) {
+  overlap_launches();
   const int vector = blockIdx.x % channel_tiles * blockDim.x + threadIdx.x;
   const int w = blockIdx.x / channel_tiles * blockDim.y + threadIdx.y;
   const int first = (blockIdx.y * blockDim.z + threadIdx.z) * ROWS;

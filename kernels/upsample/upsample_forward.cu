@@ -19,6 +19,7 @@
 // concat_copy: the other inputs of the concatenation, each copied once into its slice. Bytes: one read, one write.
 
 #include "vector.cuh"
+#include "overlap.cuh"
 #include "resample.cuh"
 
 #ifndef ROWS
@@ -42,6 +43,7 @@ __device__ __forceinline__ void interpolate_row(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) upsample_forward(
     const Vec16* __restrict__ x, Vec16* __restrict__ y, int vectors, int y_vectors, int height, int width,
     int out_height, int out_width, float scale_h, float scale_w, int channel_tiles) {
+  overlap_launches();
   const int vector = blockIdx.x % channel_tiles * blockDim.x + threadIdx.x;
   const int ow = blockIdx.x / channel_tiles * blockDim.y + threadIdx.y;
   const int first = (blockIdx.y * blockDim.z + threadIdx.z) * ROWS;
@@ -87,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) upsample_forward(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) concat_copy(
     const Vec16* __restrict__ x, Vec16* __restrict__ y, int vectors, int y_vectors, i64 pixels, int channel_tiles) {
+  overlap_launches();
   const int vector = blockIdx.x % channel_tiles * blockDim.x + threadIdx.x;
   const i64 first = (i64)(blockIdx.x / channel_tiles) * PIXELS * blockDim.y + threadIdx.y;
   if (vector >= vectors) return;
