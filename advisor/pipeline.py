@@ -435,19 +435,13 @@ def apply(
         KeyboardInterrupt: when the user ends the script that is profiled.
     """
     from advisor.profiling.launcher import ScriptCommand
-    from advisor.profiling.session import DISABLE_VARIABLE, disabled
-    from advisor.transforms.registry import TRANSFORMS
     from advisor.trials import ledger
     from advisor.trials.script import last_line
     from advisor.trials.search import apply_search
 
-    for name in (*only, *skip):
-        if name not in TRANSFORMS:
-            raise AdvisorError(f"no transform {name!r}", expected="one of " + ", ".join(sorted(TRANSFORMS)))
+    _check_apply(only, skip)
     if not auto and ask is None and not dry_run:
         raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
-    if disabled():
-        raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
     _check_rules(rules_dirs)
     source = None if words else load_run("last")
     if source is not None:
@@ -528,6 +522,66 @@ def apply(
     ledger.append(ledger.entries(log, measured))
     _write_report(run_dir, measured, found, log)
     return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found, log=log, plan=plan)
+
+
+def prove(
+    words: Sequence[str] = (),
+    *,
+    plan: Path,
+    module: bool = False,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    max_time_s: float = USUAL_TIME_S,
+    out: Path | None = None,
+    say: Say,
+) -> ApplyResult:
+    """Prove a plan again, here and now, without a profile or a search, and write trials.json and plan.yaml: trials/prove.py.
+
+    Without words the script is the plan's own. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
+    that was left open.
+
+    Raises:
+        AdvisorError: for a plan that cannot be read or has nothing to prove, a script that cannot be started, an unknown transform id.
+        KeyboardInterrupt: before anything was started.
+    """
+    from advisor.profiling import environment
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials import planfile
+    from advisor.trials.prove import prove_plan, wanted
+
+    _check_apply(only, skip)
+    loaded = wanted(planfile.read(plan), only=only, skip=skip)
+    if not words:
+        words, module = (loaded.script, *loaded.argv), False
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = new_run_dir(command.name, out)
+    _recover(say)
+    say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
+    log, found, exit_code = prove_plan(
+        command,
+        loaded,
+        environment=planfile.environment_text(environment.probe()),
+        max_time_s=max_time_s,
+        run_dir=run_dir,
+        say=say,
+    )
+    return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=found)
+
+
+def _check_apply(only: Sequence[str], skip: Sequence[str]) -> None:
+    """Said before any work: changes that do not exist, and that none may be made.
+
+    Raises:
+        AdvisorError: for either.
+    """
+    from advisor.profiling.session import DISABLE_VARIABLE, disabled
+    from advisor.transforms.registry import TRANSFORMS
+
+    for name in (*only, *skip):
+        if name not in TRANSFORMS:
+            raise AdvisorError(f"no transform {name!r}", expected="one of " + ", ".join(sorted(TRANSFORMS)))
+    if disabled():
+        raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
 
 
 def _chosen(

@@ -1,7 +1,8 @@
 """`advisor bench models`: whole trainings, as written and after `advisor apply --auto`, beside what people tune by hand.
 
 The scripts are docs/examples, unmodified, in their setting of synthetic data on the GPU. `apply` measures plain and applied in
-fresh processes itself; the hand-tuned baselines run in fresh processes right after, in the same session of the machine.
+fresh processes itself; the hand-tuned baselines run in fresh processes right after, in the same session of the machine. Where kernels have
+changed since a search, what it kept can be proved and timed with today's, by `apply --plan`, in a third of the time (`changed`).
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from advisor import pipeline
 from advisor.bench import results
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.core.plan import PlanItem
+from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
+from advisor.core.units import counted
 from advisor.core.verdict import StackVerdict, TrialLog
-from advisor.ops import sources
+from advisor.ops import catalog, sources
 from advisor.profiling.launcher import ScriptCommand, launch
 from advisor.profiling.session import Session
 from advisor.resources import kernels_dir
-from advisor.trials import records
+from advisor.transforms import registry
+from advisor.trials import planfile, records
+from advisor.trials.statistics import KEPT
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
@@ -64,6 +70,8 @@ class ModelRow:
         error: relative difference of the mean loss from the script as written, over the same steps with advisor's changes;
             baseline_error: the same of the hand-tuned script.
         apply_s: wall time of the whole search.
+        searched: when that was, and `trials`, `limit_ms` and all else of it with it; "" where the times are the search's own.
+        parameters: by change, of those kept that have any.
     """
 
     name: str
@@ -93,9 +101,18 @@ class ModelRow:
     spent_s: dict[str, float]  # of these, by phase of the search
     trial_s: dict[str, float]  # by change, over all rounds
     kernel_sha: dict[str, str]  # of all bundled sources
-    launched: tuple[str, ...]  # of these those that ran
+    launched: tuple[str, ...] = ()  # of these those that ran
     torch: str
     date: str
+    searched: str = ""
+    parameters: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def has_changed(row: Mapping[str, Any]) -> bool:
+    """Whether kernels that this training ran, all of what it kept where that was not recorded, are others since."""
+    families = {name for family in catalog.FAMILIES if family.transform in row["kept"] for name in family.kernels}
+    used = row.get("launched") or families
+    return any(row["kernel_sha"].get(name) != sources.sha256(name) for name in used)
 
 
 def run(
@@ -103,6 +120,7 @@ def run(
     pattern: str,
     json_out: Path | None,
     baselines: tuple[str, ...],
+    changed: bool = False,
     max_time_s: float,
     runs: Path | None = None,
     say: Callable[[str], None],
@@ -110,6 +128,7 @@ def run(
     """Run each training, and write after each run of it, so that an interrupted one leaves what it had.
 
     Args:
+        changed: only those that the file has no row of, or whose kernels have changed; of these what their search kept is proved again.
         max_time_s: what each search may take, as `advisor apply --max-time`.
         runs: where the searches' run folders are left, below each training's name; None leaves none.
 
@@ -127,7 +146,12 @@ def run(
     if not chosen:
         raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(SCRIPTS))
     target = (json_out or results.folder() / "models.json").resolve()
-    rows = [row for row in results.on_file(target) if row["name"] not in chosen]
+    rows = {row["name"]: row for row in results.on_file(target)}
+    known: dict[str, ModelRow] = {}
+    if changed:
+        chosen = {name: words for name, words in chosen.items() if name not in rows or has_changed(rows[name])}
+        known = {name: storage.from_plain(ModelRow, rows[name]) for name in chosen if rows.get(name, {}).get("kept")}
+        say(f"{counted(len(chosen), 'training')} to measure, {len(known)} of them without a search")
     home = Path.cwd()
     runs = runs and runs.resolve()
     for name, (script, *arguments) in chosen.items():
@@ -135,11 +159,13 @@ def run(
         with _workplace(runs, name) as folder:
             os.chdir(folder)
             try:
-                for row in _measured(name, words, baselines=baselines, max_time_s=max_time_s, say=say):
-                    results.write(target, "models", [*rows, storage.to_plain(row)])
+                measure = partial(_proved, known[name]) if name in known else partial(_searched, name)
+                for row in _measured(words, measure, baselines=baselines, max_time_s=max_time_s, say=say):
+                    rows[name] = storage.to_plain(row)
+                    order = [*SCRIPTS, *rows]
+                    results.write(target, "models", sorted(rows.values(), key=lambda row: order.index(row["name"])))
             finally:
                 os.chdir(home)
-        rows.append(storage.to_plain(row))
     return ExitCode.OK
 
 
@@ -159,60 +185,141 @@ def _workplace(runs: Path | None, name: str) -> Iterator[Path]:
 
 
 def _measured(
-    name: str, words: tuple[str, ...], *, baselines: tuple[str, ...], max_time_s: float, say: Callable[[str], None]
+    words: tuple[str, ...],
+    measure: Callable[..., tuple[ModelRow, pipeline.ApplyResult]],
+    *,
+    baselines: tuple[str, ...],
+    max_time_s: float,
+    say: Callable[[str], None],
 ) -> Iterator[ModelRow]:
-    """The training's row when its search is done, and again with each baseline."""
+    """The training's row when what is kept is proved, and again with each baseline."""
+    row, found = measure(words, max_time_s=max_time_s, say=say)
+    yield row
+    plain = _stack(found).losses_plain
+    if "eager" in baselines:
+        eager = _fresh(words, HAND_TUNED, found.run_dir / "hand-tuned", say)
+        row = replace(row, eager_ms=_step_ms(eager), baseline_error=_difference(eager.losses, plain))
+        yield row
+    if "compile" in baselines:
+        compiled = _fresh(words, (*HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
+        yield replace(row, compile_ms=_step_ms(compiled))
+
+
+def _searched(
+    name: str, words: tuple[str, ...], *, max_time_s: float, say: Callable[[str], None]
+) -> tuple[ModelRow, pipeline.ApplyResult]:
+    """The row of a whole search, before its baselines."""
     import torch
 
-    found = pipeline.apply(words, auto=True, max_time_s=max_time_s, say=say)
+    found = _finished(pipeline.apply(words, auto=True, max_time_s=max_time_s, say=say))
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
-    stack, model = found.log.stack or StackVerdict(passed=None, detail=""), found.profile.model
-    kept = tuple(v.transform for v in found.log.verdicts if v.status == "kept")
-    plain_us = statistics.median(stack.plain_us or (found.profile.step_us.median,))
-    advisor_us = statistics.median(stack.stack_us) if stack.stack_us else None
+    model = found.profile.model
+    kept = {v.transform: v for v in found.log.verdicts if v.status == KEPT}
     row = ModelRow(
         name=name,
         shape=(model.batch_size, *next((conv.input_shape[1:] for conv in model.convs if conv.input_shape), ())),
-        dtype=_dtype(kept),
+        dtype=_dtype(tuple(kept)),
         layout="nhwc" if "channels_last" in kept or model.channels_last else "nchw",
         script=" ".join((Path(words[0]).name, *words[1:])),
-        plain_ms=plain_us / 1e3,
-        advisor_ms=advisor_us / 1e3 if advisor_us else None,
+        plain_ms=found.profile.step_us.median / 1e3,
+        advisor_ms=None,
         eager_ms=None,
         compile_ms=None,
-        limit_ms=_limit_ms(found.profile, found.log, found.run_dir, kept),
-        spread=(max(stack.stack_us) - min(stack.stack_us)) / advisor_us if advisor_us else None,
-        n=len(stack.stack_us),
-        error=_difference(stack.losses_stack, stack.losses_plain),
+        limit_ms=_limit_ms(found.profile, found.log, found.run_dir, tuple(kept)),
+        spread=None,
+        n=0,
+        error=None,
         baseline_error=None,
-        plain_images_per_s=model.batch_size / plain_us * 1e6,
-        advisor_images_per_s=model.batch_size / advisor_us * 1e6 if advisor_us else None,
-        speedup=stack.speedup,
-        speedup_low=stack.speedup_low,
-        speedup_high=stack.speedup_high,
-        kept=kept,
+        plain_images_per_s=0.0,
+        advisor_images_per_s=None,
+        speedup=None,
+        speedup_low=None,
+        speedup_high=None,
+        kept=tuple(kept),
         trials=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in found.log.verdicts),
-        losses=stack.detail,
+        losses="",
         apply_s=found.log.seconds,
         spent_s=dict(found.log.spent),
         trial_s={
             name: math.fsum(v.seconds for v in found.log.verdicts if v.transform == name)
             for name in dict.fromkeys(v.transform for v in found.log.verdicts)
         },
+        kernel_sha={},
+        launched=(),
+        torch=torch.__version__,
+        date="",
+        parameters={name: dict(v.parameters) for name, v in kept.items() if v.parameters},
+    )
+    return _timed(row, found), found
+
+
+def _proved(
+    known: ModelRow, words: tuple[str, ...], *, max_time_s: float, say: Callable[[str], None]
+) -> tuple[ModelRow, pipeline.ApplyResult]:
+    """The row of what an earlier search kept, proved and timed again."""
+    items = tuple(
+        PlanItem(
+            transform=name,
+            status=KEPT,
+            semantics=registry.get(name).semantics.value,
+            parameters=known.parameters.get(name, {}),
+        )
+        for name in known.kept
+    )
+    searched = known.searched or known.date
+    plan = Path(records.PLAN_FILE)
+    planfile.write(plan, Plan(script=words[0], argv=words[1:], created=searched, items=items))
+    found = _finished(pipeline.prove(words, plan=plan, max_time_s=max_time_s, say=say))
+    if not _stack(found).plain_us:
+        raise AdvisorError(f"{known.name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
+    kept = tuple(v.transform for v in found.log.verdicts if v.status == KEPT) if found.log is not None else ()
+    row = replace(known, kept=kept, searched=searched, eager_ms=None, compile_ms=None, baseline_error=None)
+    return _timed(row, found), found
+
+
+def _finished(found: pipeline.ApplyResult) -> pipeline.ApplyResult:
+    """What came of it.
+
+    Raises:
+        KeyboardInterrupt: when the user has ended it, which it takes for its own end: the row on file stays.
+    """
+    if found.log is not None and found.log.interrupted:
+        raise KeyboardInterrupt
+    return found
+
+
+def _stack(found: pipeline.ApplyResult) -> StackVerdict:
+    """Of the kept changes together; one without times where they were not run."""
+    stack = found.log.stack if found.log is not None else None
+    return stack or StackVerdict(passed=None, detail="")
+
+
+def _timed(row: ModelRow, found: pipeline.ApplyResult) -> ModelRow:
+    """The row with what fresh processes say of the script as written, and of what is kept."""
+    import torch
+
+    stack, images = _stack(found), row.shape[0]
+    plain_us = statistics.median(stack.plain_us or (row.plain_ms * 1e3,))
+    advisor_us = statistics.median(stack.stack_us) if stack.stack_us else None
+    return replace(
+        row,
+        plain_ms=plain_us / 1e3,
+        advisor_ms=advisor_us / 1e3 if advisor_us else None,
+        spread=(max(stack.stack_us) - min(stack.stack_us)) / advisor_us if advisor_us else None,
+        n=len(stack.stack_us),
+        error=_difference(stack.losses_stack, stack.losses_plain),
+        plain_images_per_s=images / plain_us * 1e6,
+        advisor_images_per_s=images / advisor_us * 1e6 if advisor_us else None,
+        speedup=stack.speedup,
+        speedup_low=stack.speedup_low,
+        speedup_high=stack.speedup_high,
+        losses=stack.detail,
         kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
         launched=stack.kernels,
         torch=torch.__version__,
         date=datetime.date.today().isoformat(),
     )
-    yield row
-    if "eager" in baselines:
-        eager = _fresh(words, HAND_TUNED, found.run_dir / "hand-tuned", say)
-        row = replace(row, eager_ms=_step_ms(eager), baseline_error=_difference(eager.losses, stack.losses_plain))
-        yield row
-    if "compile" in baselines:
-        compiled = _fresh(words, (*HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
-        yield replace(row, compile_ms=_step_ms(compiled))
 
 
 def _dtype(kept: Sequence[str]) -> str:
@@ -244,7 +351,11 @@ def _step_ms(measured: records.Measurement) -> float | None:
 def _fresh(
     words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Callable[[str], None]
 ) -> records.Measurement:
-    """What a fresh process with these transforms on measured: nothing, where it came to no end."""
+    """What a fresh process with these transforms on measured: nothing, where it came to no end.
+
+    Raises:
+        KeyboardInterrupt: when the user has ended it.
+    """
     say(f"fresh run with {', '.join(items)}")
     command = ScriptCommand.parse(words)
     session = Session(
@@ -254,11 +365,13 @@ def _fresh(
         argv=command.arguments,
         warmup=WARMUP,
         steps=STEPS,
-        kept=tuple(PlanItem(transform=item, status="kept") for item in items),
+        kept=tuple(PlanItem(transform=item, status=KEPT) for item in items),
         protect_files=True,
     )
     folder.mkdir(parents=True)
-    launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
+    ended = launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
+    if ended.interrupted:
+        raise KeyboardInterrupt
     try:
         return storage.load(folder / records.MEASURE_FILE, records.Measurement)
     except AdvisorError:

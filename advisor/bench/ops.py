@@ -17,6 +17,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
+from advisor.ops.moments_cases import APART
 from advisor.profiling import counters as hardware
 from advisor.profiling.cupti import CountersUnavailable
 
@@ -112,16 +113,24 @@ def chosen(pattern: str) -> list[tuple[Family, Case]]:
 
 
 def outdated(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]]) -> list[tuple[Family, Case]]:
-    """Of these cases those of which a row is missing, or whose kernels have changed since it was measured."""
+    """Of these cases those of which a row is missing, or whose kernels have changed since it was measured.
+
+    And with each its counterpart: one case made together and apart is compared with itself, which two runs or machines cannot tell.
+    """
     measured = {(*key(row), row["kernel_sha"]) for row in rows}
-    return [
-        (kind, case)
-        for kind, case in cases
+    missing = {
+        _together(case)
+        for _, case in cases
         if any(
             (*row, family.kernel_sha(work)) not in measured
             for row, work in zip(keys(case), case.passes.values(), strict=True)
         )
-    ]
+    }
+    return [(kind, case) for kind, case in cases if _together(case) in missing]
+
+
+def _together(case: Case) -> tuple[object, ...]:
+    return case.name.removesuffix(APART), case.shape, case.dtype
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import gaps, plots
+from advisor.bench import gaps, models, plots
 from advisor.bench.gaps import Measured, Row
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
-from advisor.ops import catalog, sources
+from advisor.ops import catalog
 from advisor.ops.family import Case, Family
 from advisor.resources import kernels_dir
 
@@ -212,10 +212,11 @@ def _models(document: Row, plot: str) -> str:
         "`advisor apply --auto` kept, in fresh processes. *Tuned by hand* is the same script with bf16 autocast, channels_last, "
         "cuDNN autotuning and a fused optimizer, *compiled* with torch.compile too; – where that was not measured in the same "
         "session. *Limit* is modelled: the operators of the step profiled last, each at the rates measured on this machine. "
+        "*Search* is what finding what is kept took, and when, where that was proved and timed again later by `advisor apply --plan`. "
         "*Kernels*: whether the bundled ones have changed since.\n",
         f"{plot}\n",
         "| training | as written img/s | by hand img/s | compiled img/s | applied img/s | speed-up | kept | as written ms | "
-        "by hand ms | compiled ms | applied ms | limit ms | search s | kernels |",
+        "by hand ms | compiled ms | applied ms | limit ms | search | kernels |",
         "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
@@ -223,7 +224,7 @@ def _models(document: Row, plot: str) -> str:
         times = " | ".join(_number(row[f"{key}_ms"], 2) for key in ("plain", "eager", "compile", "advisor", "limit"))
         lines.append(
             f"| {row['name']} | {row['plain_images_per_s']:,.0f} | {rates} | {_speedup(row)} "
-            f"| {', '.join(row['kept']) or 'nothing'} | {times} | {row['apply_s']:.0f} | {_kernels(row)} |"
+            f"| {', '.join(row['kept']) or 'nothing'} | {times} | {_search(row)} | {_kernels(row)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -245,10 +246,12 @@ def _rate(row: Row, key: str) -> str:
 
 
 def _kernels(row: Row) -> str:
-    """Whether the kernels that this training ran, all of what it kept where that was not recorded, are still the same."""
-    families = {name for family in catalog.FAMILIES if family.transform in row["kept"] for name in family.kernels}
-    used = row.get("launched") or families
-    return "as now" if all(row["kernel_sha"].get(name) == sources.sha256(name) for name in used) else "older"
+    return "older" if models.has_changed(row) else "as now"
+
+
+def _search(row: Row) -> str:
+    took = f"{row['apply_s']:.0f} s"
+    return f"{took}, {row['searched']}" if row.get("searched") else took
 
 
 def _number(value: float | None, digits: int = 0) -> str:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from advisor.cli import ask, output
 from advisor.cli.parameters import (
@@ -35,6 +36,12 @@ from advisor.cli.progress import Progress
     show_default=True,
     help="Compare at most so many pairs; fewer are sooner done and prove only large gains.",
 )
+@click.option(
+    "--plan",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Do not search: prove what this plan keeps again, here and now.",
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @rules_option
 @format_option("text", "json", "md")
@@ -52,6 +59,7 @@ def apply(
     min_gain: float,
     max_time: float,
     max_pairs: int,
+    plan: Path | None,
     out: Path | None,
     rules_dirs: tuple[Path, ...],
     form: str,
@@ -66,43 +74,56 @@ def apply(
     names that their command line does not have, and what the script sends elsewhere (uploads, databases). With --auto and no SCRIPT, the last profiled
     run in this directory says what to run. Without --auto you are asked before each change.
 
+    With --plan nothing is profiled or searched. What the plan keeps runs against the plain script in four fresh processes or more, a minute
+    where a search takes ten: after another torch or driver, or on another machine. What no longer holds is dropped.
+
     \b
     Examples:
       advisor apply --auto train.py --lr 0.1
       advisor apply --auto                      the script that was profiled last
       advisor apply --dry-run train.py
       advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
+      advisor apply --plan plan.yaml            the plan's own script
     """
-    if not words and not auto and not dry_run:
+    if plan is not None:
+        _alone()
+    elif not words and not auto and not dry_run:
         raise click.UsageError(
             "no script; name one, or use --auto for the one that was profiled last", click.get_current_context()
         )
     if clash := set(only) & set(skip):
         raise click.UsageError(f"{sorted(clash)[0]} is in both --only and --skip", click.get_current_context())
-    if not auto and not dry_run:
+    if not auto and not dry_run and plan is None:
         ask.terminal()  # nobody to answer: said before any work
     from advisor import pipeline
 
-    with Progress(live=auto, quiet=quiet, verbose=verbose) as say:
-        result = pipeline.apply(
-            words,
-            module=module,
-            auto=auto,
-            ask=None if auto or dry_run else ask.ask,
-            dry_run=dry_run,
-            only=only,
-            skip=skip,
-            min_gain=min_gain,
-            max_time_s=max_time,
-            max_pairs=max_pairs,
-            out=out,
-            rules_dirs=rules_dirs,
-            say=say,
-        )
+    with Progress(live=auto or plan is not None, quiet=quiet, verbose=verbose) as say:
+        if plan is not None:
+            result = pipeline.prove(
+                words, plan=plan, module=module, only=only, skip=skip, max_time_s=max_time, out=out, say=say
+            )
+        else:
+            result = pipeline.apply(
+                words,
+                module=module,
+                auto=auto,
+                ask=None if auto or dry_run else ask.ask,
+                dry_run=dry_run,
+                only=only,
+                skip=skip,
+                min_gain=min_gain,
+                max_time_s=max_time,
+                max_pairs=max_pairs,
+                out=out,
+                rules_dirs=rules_dirs,
+                say=say,
+            )
     stream = sys.stderr if form == "text" else sys.stdout
     if form != "text" and result.profile is not None:
         output.say(output.run_text(form, result.profile, result.findings, result.log, stream=stream), stream)
-    elif result.profile is not None and (dry_run or (not quiet and result.log is not None)):
+    elif form != "text" and result.log is not None:
+        output.say(output.proof_text(form, result.log), stream)
+    elif (dry_run and result.profile is not None) or (not quiet and result.log is not None):
         output.say(
             output.apply_text(
                 result.profile, result.findings, result.log, run_dir=result.run_dir, dry_run=dry_run, stream=stream
@@ -111,3 +132,16 @@ def apply(
     if not quiet:
         output.say(output.files_text(result.run_dir))
     return int(result.exit_code)
+
+
+def _alone() -> None:
+    """`--plan` and what belongs to a search do not go together.
+
+    Raises:
+        click.UsageError: naming the first such option that was given.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if given and option.name in ("dry_run", "min_gain", "max_pairs", "rules_dirs"):
+            raise click.UsageError(f"--plan searches nothing, so {option.opts[0]} has no meaning with it", context)

@@ -32,7 +32,8 @@ from advisor.cli.progress import Progress
 @click.option(
     "--changed",
     is_flag=True,
-    help="`bench ops`: only the cases that the file has no rows of, or whose kernels have changed since.",
+    help="Only the cases or trainings that the file has no rows of, or whose kernels have changed since. What a training's "
+    "search kept is then proved and timed again, as `advisor apply --plan` does, not searched for.",
 )
 @click.option(
     "--counters",
@@ -77,6 +78,7 @@ def bench(
       advisor bench ops --filter "depthwise bfloat16" --counters
       advisor bench ops --changed --baseline eager
       advisor bench models --filter resnet50 --max-time 4m --json models.json
+      advisor bench models --changed
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
     """
     from advisor.bench import models, ops, tune
@@ -102,5 +104,13 @@ def bench(
                 )
             )
         return int(
-            models.run(pattern=pattern, json_out=json_out, baselines=names, max_time_s=max_time, runs=runs, say=say)
+            models.run(
+                pattern=pattern,
+                json_out=json_out,
+                baselines=names,
+                changed=changed,
+                max_time_s=max_time,
+                runs=runs,
+                say=say,
+            )
         )

@@ -69,6 +69,13 @@ def run_text(
     return text if trials is None else f"{text}\n\n{_trials_text(trials, run_dir, stream)}"
 
 
+def proof_text(form: str, trials: TrialLog) -> str:
+    """A plan's proof, which has no profile, as `json` or `md`."""
+    from advisor.reporting import machine
+
+    return json_text(machine.proof_json(trials)) if form == "json" else machine.proof_markdown(trials)
+
+
 def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO) -> str:
     from advisor.reporting import terminal
 

@@ -109,4 +109,5 @@ class TrialLog:
     seconds: float = 0.0  # in all, the first profile included
     spent: dict[str, float] = field(default_factory=dict)  # of these, by phase
     complete: bool = True
+    interrupted: bool = False  # the user asked for an end
     notes: tuple[str, ...] = ()

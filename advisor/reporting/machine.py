@@ -59,6 +59,25 @@ def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLo
     }
 
 
+def proof_json(trials: TrialLog) -> dict[str, Any]:
+    """A plan that was proved without a profile: its trials under the keys of `report_json`, whose others are null."""
+    return {
+        "schema_version": REPORT_SCHEMA_VERSION,
+        "summary": None,
+        "profile": None,
+        "findings": None,
+        "trials": to_plain(trials),
+    }
+
+
+def proof_markdown(trials: TrialLog) -> str:
+    """The same in Markdown."""
+    name = cell(" ".join((trials.script, *trials.argv)))
+    return (
+        "\n".join([f"## advisor: {name}", "", f"**{cell(wording.trials_headline(trials))}**", *_trials(trials)]) + "\n"
+    )
+
+
 def cell(text: str) -> str:
     """Text that stays text in Markdown and in a table's cell: one line, no HTML, no links, no emphasis."""
     flat = " ".join(text.split())

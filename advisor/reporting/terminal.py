@@ -323,10 +323,11 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
         else:
             lines.append(line + painted)
             lines += page.wrap(reason, 6, "dim", first=4)
-    text = "Predicted: share of the step as profiled for the round that the change would save."
-    if percent := wording.confidence(log):
-        text += f" Measured: share of the step at that point, {percent} interval."
-    lines += page.wrap(text, 2, "dim")
+    if any(v.predicted is not None or v.gain is not None for v in log.verdicts):
+        text = "Predicted: share of the step as profiled for the round that the change would save."
+        if percent := wording.confidence(log):
+            text += f" Measured: share of the step at that point, {percent} interval."
+        lines += page.wrap(text, 2, "dim")
     return lines
 
 

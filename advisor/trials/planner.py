@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from advisor.analysis.idle import idle
 from advisor.analysis.view import View
 from advisor.core.findings import Recommendation
+from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Verdict
 from advisor.ops import catalog
@@ -55,6 +56,8 @@ DEAR = frozenset({"compile", "compile_max_autotune"})
 # What needs fresh processes and gains little is tried last, on top of the proven stack, whose fresh runs it is compared with: two
 # more then suffice, where pairs of its own take six or more.
 ON_TOP = frozenset({"cudnn_benchmark"})
+# Changes of how data loaders are made: only fresh processes can try them.
+RESTARTED = frozenset({"loader_workers", "uint8_batches"})
 # Each with results on file that it wins wherever it is dispatched: neighbours of these are tried as one, with one capture, one gate
 # and one set of blocks, and one by one only where that fails or gains nothing. What gains less than a trial can tell by itself is
 # found so too: one cast of all weights and the fused optimizer gained ResNet-50 on an H200 0.7 and 0.8 %.
@@ -295,7 +298,7 @@ def second_look(
     return tuple(candidate for candidate in candidates if again(candidate))
 
 
-def identity(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str], ...]]:
+def identity(item: Verdict | Recommendation | PlanItem) -> tuple[str, tuple[tuple[str, str], ...]]:
     """What tells one change from another: transform and parameters."""
     return item.transform, tuple(sorted(item.parameters.items()))
 

@@ -48,15 +48,18 @@ def run_plan(
         raise AdvisorError(
             f"{path} does not fit: " + "; ".join(changed),
             expected="what it was proved on",
-            fix="Prove it again with `advisor apply --auto`, or leave --strict out.",
+            fix=f"Prove it again with `advisor apply --plan {path}`, or leave --strict out.",
         )
     for change in changed:
         say(f"plan: {change}")
     if plan.hashes.environment and now.environment and plan.hashes.environment != now.environment:
-        say("its gains are not proved here, so the plain script trains; prove a plan here with `advisor apply --auto`")
+        say(
+            f"its gains are not proved here, so the plain script trains; prove it here with `advisor apply --plan {path}`"
+        )
         kept = ()
     elif plan.hashes.kernels and plan.hashes.kernels != now.kernels and own_kernels:
-        say("training without " + ", ".join(item.transform for item in own_kernels))
+        without = ", ".join(item.transform for item in own_kernels)
+        say(f"training without {without}; `advisor apply --plan {path}` proves them with today's")
         kept = tuple(item for item in kept if item not in own_kernels)
     if not kept:
         say("the plan has no change to apply; the plain script trains")

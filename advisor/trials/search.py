@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from advisor.core import storage
-from advisor.core.errors import ExitCode
 from advisor.core.findings import Interval, Recommendation, Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.profile import StepProfile
@@ -21,16 +20,16 @@ from advisor.core.units import percent_text
 from advisor.core.verdict import TrialLog
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
-from advisor.trials import planfile, planner, records, spent
+from advisor.trials import outcome, planfile, planner, records
 from advisor.trials.budget import CHEAP_SHARE, Budget
-from advisor.trials.files import owners, restore
+from advisor.trials.files import owners
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.proof import Proof
 from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT
+from advisor.trials.statistics import KEPT
 
 
 def apply_search(
@@ -112,13 +111,27 @@ def apply_search(
     for candidate in records.untried(run_dir, rounds.known):
         reason = skipped.get(records.attempt(candidate)) or _why_open(script)
         records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
-    log = _log(processes, rounds, proved, seconds=time.time() - started + profiled_s, profiled_s=profiled_s)
+    if processes.ended_early > 1:
+        script.notes.append(
+            f"the script ended {processes.ended_early} times before the search did; "
+            "with more steps in a run it takes less time"
+        )
+    if script.interrupted:
+        script.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
+    log = outcome.log(
+        script,
+        proved,
+        rounds=rounds.history,
+        seconds=time.time() - started + profiled_s,
+        profiled_s=profiled_s,
+        complete=not processes.ended,
+    )
     storage.save(run_dir / records.TRIALS_FILE, log)
     plan = _plan(script, log, profile)
     planfile.write(run_dir / records.PLAN_FILE, plan)
     if error is not None:
         raise error
-    return log, plan, _exit_code(log)
+    return log, plan, outcome.exit_code(log)
 
 
 def _never_tried(candidate: Recommendation, budget: Budget) -> str:
@@ -132,51 +145,7 @@ def _why_open(script: Script) -> str:
     return script.why_over or ("the script failed in the search" if script.failed else "out of time")
 
 
-def _log(
-    processes: SearchProcesses, rounds: Rounds, proved: Proof | None, *, seconds: float, profiled_s: float
-) -> TrialLog:
-    script, notes = processes.script, list(processes.script.notes)
-    verdicts = records.verdicts(script.run_dir)
-    for split in verdicts:
-        if planner.TOGETHER in split.transform:
-            notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
-    written, temporary = restore.written(script.run_dir)
-    if temporary:
-        what = "temporary file was" if temporary == 1 else "temporary files were"
-        notes.append(f"{temporary} {what} written and put away, too")
-    if processes.ended_early > 1:
-        notes.append(
-            f"the script ended {processes.ended_early} times before the search did; "
-            "with more steps in a run it takes less time"
-        )
-    if script.interrupted:
-        notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
-    return TrialLog(
-        script=script.command.words[0],
-        argv=script.command.words[1:],
-        verdicts=tuple(v for v in verdicts if planner.TOGETHER not in v.transform),
-        rounds=tuple(rounds.history),
-        stack=proved.verdict if proved is not None else None,
-        files_written=written,
-        seconds=seconds,
-        spent=spent.whole(seconds, {spent.PROFILE: profiled_s, **script.seconds}),
-        complete=not processes.ended,
-        notes=tuple(notes),
-    )
-
-
-def _exit_code(log: TrialLog) -> int:
-    if any(v.status == KEPT for v in log.verdicts):
-        return int(ExitCode.OK if log.stack is not None and log.stack.passed else ExitCode.INCONCLUSIVE)
-    open_ended = any(v.status == INCONCLUSIVE for v in log.verdicts) or not log.complete
-    return int(ExitCode.INCONCLUSIVE if open_ended else ExitCode.OK)
-
-
 def _plan(script: Script, log: TrialLog, profile: StepProfile | None) -> Plan:
-    stack = log.stack
-    speedup = ""
-    if stack is not None and stack.passed and stack.speedup is not None:
-        speedup = f"{stack.speedup:.2f}× ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
     latest = {planner.identity(v): v for v in log.verdicts}  # of a change that was tried in two rounds the later trial
     ordered = sorted(latest.values(), key=lambda v: v.status != KEPT)
     return Plan(
@@ -201,7 +170,7 @@ def _plan(script: Script, log: TrialLog, profile: StepProfile | None) -> Plan:
             environment=planfile.environment_text(profile.environment) if profile is not None else "",
             kernels=planfile.kernels_hash(),
         ),
-        speedup=speedup,
+        speedup=outcome.speedup(log),
         run=str(script.run_dir),
     )
 

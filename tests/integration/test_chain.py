@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -237,6 +238,28 @@ def test_run_trains_to_the_end_and_the_checkpoint_is_the_plain_scripts(proved) -
     assert (plain.returncode, plain.stdout.split()) == (0, ["resumed", "trained", "1"]), plain.stderr
 
 
+def test_a_plan_of_another_machine_is_proved_here_without_a_search(proved, tmp_path: Path) -> None:
+    folder, _, (before, _) = proved
+    text = (search_of(folder) / "plan.yaml").read_text()
+    elsewhere, here = tmp_path / "elsewhere.yaml", tmp_path / "here"
+    elsewhere.write_text(re.sub(r'environment: "[^"]*"', 'environment: "NVIDIA A100 sm_80 torch 2.9"', text))
+    ran = advisor(folder, "run", "--plan", str(elsewhere), "train.py", "1")
+    assert f"prove it here with `advisor apply --plan {elsewhere}`" in ran.stderr
+    assert "training with fused_optimizer" not in ran.stderr
+    (folder / "net.pt").write_text("weeks of training")
+    again = advisor(folder, "apply", "--plan", str(elsewhere), "-o", str(here), "--format", "json")
+    assert again.returncode == 0, again.stderr
+    assert "trying" not in again.stderr
+    assert json.loads(again.stdout)["trials"]["stack"]["passed"]
+    assert tree(folder) == before
+    plan = yaml.safe_load((here / "plan.yaml").read_text())
+    assert plan["hashes"] == yaml.safe_load(text)["hashes"]
+    assert plan["items"] == yaml.safe_load(text)["items"]
+    assert plan["argv"] == ["500"]
+    ran = advisor(folder, "run", "--plan", str(here / "plan.yaml"), "train.py", "1")
+    assert "training with fused_optimizer" in ran.stderr
+
+
 def test_enable_in_the_script_and_a_true_no_op(proved) -> None:
     folder, _, _ = proved
     plan = search_of(folder) / "plan.yaml"
@@ -352,6 +375,8 @@ def test_the_last_step_of_a_handful_is_traced(tmp_path: Path) -> None:
         (("apply", "--auto", "nothing.py"), 4, "no training step was seen"),
         (("apply", "--auto"), 2, "no run"),
         (("apply", "--auto", "--only", "warp_drive", "train.py"), 2, "warp_drive"),
+        (("apply", "--plan", "none.yaml"), 2, "none.yaml"),
+        (("apply", "--plan", "plan.yaml", "--min-gain", "2%", "train.py"), 2, "--min-gain has no meaning"),
         (("run", "train.py"), 2, "no plan"),
         (("run", "--plan", "none.yaml", "train.py"), 2, "none.yaml"),
         (("recommend", "nowhere"), 2, "nowhere"),

@@ -22,7 +22,7 @@ def put(host: torch.Tensor, device: str) -> torch.Tensor:
 
 
 class FromHost(TorchDispatchMode):
-    """Inside, operations on tensors of `device` compute on copies on the host; allocations and views stay as they are.
+    """Inside, operations on tensors of `device` compute on copies on the host; allocations, views and our own launches stay as they are.
 
     Reads and writes of the device's tensors are copies of dense pieces, never of the gaps between them. Gradients too: autograd
     takes the mode along into its own threads.
@@ -34,7 +34,11 @@ class FromHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty"):
+        if (
+            func.is_view
+            or func.namespace == "advisor"
+            or func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty")
+        ):
             return func(*args, **kwargs)
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of a tensor's id: itself, and what stands for it
 

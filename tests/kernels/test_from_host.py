@@ -103,3 +103,17 @@ def test_allocations_and_views_stay_what_they_are() -> None:
 def test_small_tensors(shape: tuple[int, ...]) -> None:
     with FromHost("cpu"):
         assert (torch.ones(shape) + 1).shape == shape
+
+
+def test_our_own_operations_get_the_devices_tensors() -> None:
+    """Launched on copies, a kernel would write to the host's addresses."""
+    seen: list[int] = []
+
+    @torch.library.custom_op("advisor::test_launch", mutates_args=("y",))
+    def launch(y: list[torch.Tensor], x: torch.Tensor) -> None:
+        seen.extend((*map(storage, y), storage(x)))
+
+    x, y = torch.ones(3), torch.empty(3)
+    with FromHost("cpu"):
+        launch([y], x)
+    assert seen == [storage(y), storage(x)]

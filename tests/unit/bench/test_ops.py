@@ -94,6 +94,20 @@ def test_rows_are_written_and_others_of_the_file_stay(bench) -> None:
     assert {row["advisor_ms"] for row in again if row["dtype"] == "float16"} == {4.0}
 
 
+def test_a_case_and_the_same_apart_are_measured_in_one_run() -> None:
+    cases = ops.chosen("pointwise apart")
+    partners = [(kind, case) for kind, case in ops.chosen("pointwise") if not case.name.endswith(ops.APART)]
+    rows = [
+        {"name": name, "pass": kind, "shape": shape, "dtype": dtype, "kernel_sha": ops.family.kernel_sha(work)}
+        for _, case in (*cases, *partners)
+        for (name, kind, shape, dtype), work in zip(ops.keys(case), case.passes.values(), strict=True)
+    ]
+    assert ops.outdated([*cases, *partners], rows) == []
+    changed = cases[0][1].name.removesuffix(ops.APART)
+    without = [row for row in rows if (row["name"], row["shape"]) != (changed, cases[0][1].shape)]
+    assert {case.name for _, case in ops.outdated([*cases, *partners], without)} == {changed, changed + ops.APART}
+
+
 def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     measured: list[str] = []
 

@@ -111,12 +111,19 @@ def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) 
     )
     launched = {**older, "launched": ["first_conv/first_conv_backward_weight.cu"]}  # what changed did not run
     ran = {**launched, "launched": ["first_conv/first_conv_forward.cu"]}
-    document = {"gpu": "Some GPU", "cuda": "13.0", "torch": "2.11", "rows": [training, unused, older, launched, ran]}
+    again = {**training, "searched": "2026-11-01"}
+    document = {
+        "gpu": "Some GPU",
+        "cuda": "13.0",
+        "torch": "2.11",
+        "rows": [training, unused, older, launched, ran, again],
+    }
     (machine / "models.json").write_text(json.dumps(document))
     rows = [line for line in page.files(tmp_path)[page.PAGE].splitlines() if line.startswith("| net")]
-    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "as now", "older", "as now", "older"]
+    assert [line.split("|")[-2].strip() for line in rows] == ["as now", "as now", "older", "as now", "older", "as now"]
+    assert "| 61 s, 2026-11-01 |" in rows[-1]
     assert rows[0].startswith(
-        "| net | 100 | 200 | – | 300 | 3.00 (2.90 to 3.10) | channels_last, first_conv | 12.00 | 6.00 | – | 4.00 | 2.50 | 61 |"
+        "| net | 100 | 200 | – | 300 | 3.00 (2.90 to 3.10) | channels_last, first_conv | 12.00 | 6.00 | – | 4.00 | 2.50 | 61 s |"
     )
     assert "| net | 100 | 200 | 300 | 3.0 × |" in page.trainings(document)  # no column of what nobody measured
 

@@ -1,0 +1,68 @@
+"""What a run of `apply` comes to, when all its processes have ended: its log, its exit code, the line in its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.core.errors import ExitCode
+from advisor.core.verdict import Round, TrialLog
+from advisor.trials import planner, records, spent
+from advisor.trials.files import restore
+from advisor.trials.proof import Proof
+from advisor.trials.script import Script
+from advisor.trials.statistics import INCONCLUSIVE, KEPT
+
+
+def log(
+    script: Script,
+    proved: Proof | None,
+    *,
+    rounds: Sequence[Round] = (),
+    seconds: float,
+    profiled_s: float = 0.0,
+    complete: bool = True,
+) -> TrialLog:
+    """The verdicts on disk, the whole's, and where the time went.
+
+    Args:
+        seconds: in all, `profiled_s` of them for a first profile.
+        complete: nothing was left to try.
+    """
+    notes = list(script.notes)
+    verdicts = records.verdicts(script.run_dir)
+    for split in verdicts:
+        if planner.TOGETHER in split.transform:
+            notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
+    written, temporary = restore.written(script.run_dir)
+    if temporary:
+        what = "temporary file was" if temporary == 1 else "temporary files were"
+        notes.append(f"{temporary} {what} written and put away, too")
+    return TrialLog(
+        script=script.command.words[0],
+        argv=script.command.words[1:],
+        verdicts=tuple(v for v in verdicts if planner.TOGETHER not in v.transform),
+        rounds=tuple(rounds),
+        stack=proved.verdict if proved is not None else None,
+        files_written=written,
+        seconds=seconds,
+        spent=spent.whole(seconds, {spent.PROFILE: profiled_s, **script.seconds}),
+        complete=complete,
+        interrupted=script.interrupted,
+        notes=tuple(notes),
+    )
+
+
+def exit_code(log: TrialLog) -> int:
+    """0 when something is kept and proved, or there was nothing to do; 4 when noise, time or the script left it open."""
+    if any(v.status == KEPT for v in log.verdicts):
+        return int(ExitCode.OK if log.stack is not None and log.stack.passed else ExitCode.INCONCLUSIVE)
+    open_ended = any(v.status == INCONCLUSIVE for v in log.verdicts) or not log.complete
+    return int(ExitCode.INCONCLUSIVE if open_ended else ExitCode.OK)
+
+
+def speedup(log: TrialLog) -> str:
+    """As a plan has it, "3.10× (3.05 to 3.14)"; "" where the whole is not proved."""
+    stack = log.stack
+    if stack is None or not stack.passed or stack.speedup is None:
+        return ""
+    return f"{stack.speedup:.2f}× ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"

@@ -1,0 +1,145 @@
+"""The supervisor's side of `apply --plan`: a plan's changes proved together again, here and now, without a search.
+
+A plan holds for the script, model, machine, torch and kernels that it was proved on. Where one of these has changed, most of a search
+would find what it found before; what has to be asked again is whether the whole is still faster and trains alike. That takes four
+fresh processes, the first round of a search's last phase (stack.py), where a search takes minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError
+from advisor.core.findings import Semantics
+from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.verdict import TrialLog, Verdict
+from advisor.profiling.launcher import ScriptCommand
+from advisor.profiling.relay import Relay
+from advisor.trials import budget, outcome, planfile, planner, records
+from advisor.trials.files import owners
+from advisor.trials.fresh import FreshRuns
+from advisor.trials.proof import Proof
+from advisor.trials.script import Launch, Say, Script
+from advisor.trials.stack import StackTrial
+from advisor.trials.statistics import INCONCLUSIVE, KEPT
+
+NOT_WANTED = "not wanted"
+
+
+def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Plan:
+    """The plan with what is kept, named in `only` where there is any, and not in `skip`; the rest is `skipped`.
+
+    Raises:
+        AdvisorError: when nothing is left to prove.
+    """
+
+    def chosen(item: PlanItem) -> PlanItem:
+        if item.status != KEPT or (item.transform not in skip and (not only or item.transform in only)):
+            return item
+        return dataclasses.replace(item, status="skipped", reason=NOT_WANTED)
+
+    left = dataclasses.replace(plan, items=tuple(chosen(item) for item in plan.items))
+    if not any(item.status == KEPT for item in left.items):
+        raise AdvisorError(
+            "the plan has no change to prove",
+            expected="an item whose status is `kept`, and that --only and --skip leave",
+            fix="Search with `advisor apply --auto`.",
+        )
+    return left
+
+
+def prove_plan(
+    command: ScriptCommand,
+    plan: Plan,
+    *,
+    environment: str,
+    max_time_s: float,
+    run_dir: Path,
+    say: Say,
+    launch: Launch | None = None,
+) -> tuple[TrialLog, Plan, int]:
+    """Run what the plan keeps against the plain script in fresh processes, and write `trials.json` and `plan.yaml`.
+
+    Of what does not hold the last changes are dropped until the rest does, as at the end of a search. The plan written is the one
+    given with what became of its items, and the hashes of what it holds for now.
+
+    Args:
+        environment: of this machine, as plans have it.
+        max_time_s: no further round of runs begins after this. The first is always made.
+
+    Returns:
+        The log, the plan, and the exit code: 0 when something is kept and proved, or nothing holds; 4 when noise, time or the script
+        left it open.
+    """
+    started = time.time()
+    owners.hold(run_dir)
+    limits = budget.Budget.from_now(max_time_s, None)
+    relay = Relay()
+    script = Script(command, run_dir, launch or relay, say)
+    kept = [item for item in plan.items if item.status == KEPT]
+    loader = planner.RESTARTED & {item.transform for item in kept}
+    runs = FreshRuns(script, limits.trial_s, settle_s=budget.SETTLE_S if loader else 0.0)
+    for item in kept:
+        records.save_verdict(run_dir, _verdict(item))
+    proved: Proof | None = None
+    try:
+        proved = StackTrial(script, runs, limits, 0.0, loader).prove()
+    except KeyboardInterrupt:
+        script.interrupted = True
+    finally:
+        relay.close()
+    script.put_back()  # where Ctrl-C came in the middle of that
+    if script.interrupted:
+        script.notes.append("interrupted: the plan is not proved here")
+    if proved is None or not proved.holds:
+        for item in records.kept_items(
+            run_dir
+        ):  # as a search leaves them that was cut short: proved one by one, which these are not here
+            reason = f"{script.why_over or 'it ended'} before the plan was proved here"
+            records.revise_kept(run_dir, item.transform, status=INCONCLUSIVE, reason=reason)
+    log = outcome.log(script, proved, seconds=time.time() - started)
+    storage.save(run_dir / records.TRIALS_FILE, log)
+    found = _plan(script, plan, log, proved, environment)
+    planfile.write(run_dir / records.PLAN_FILE, found)
+    return log, found, outcome.exit_code(log)
+
+
+def _verdict(item: PlanItem) -> Verdict:
+    return Verdict(
+        transform=item.transform,
+        status=KEPT,
+        reason=item.reason,
+        parameters=dict(item.parameters),
+        title=planner.title(item.transform),
+        semantics=Semantics(item.semantics),
+    )
+
+
+def _plan(script: Script, plan: Plan, log: TrialLog, proved: Proof | None, environment: str) -> Plan:
+    now = {planner.identity(v): v for v in log.verdicts}
+
+    def after(item: PlanItem) -> PlanItem:
+        verdict = now.get(planner.identity(item)) if item.status == KEPT else None
+        return item if verdict is None else dataclasses.replace(item, status=verdict.status, reason=verdict.reason)
+
+    measured = (*proved.plain, *proved.stack) if proved is not None else ()
+    return dataclasses.replace(
+        plan,
+        script=script.command.words[0],
+        argv=script.command.words[1:],
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        items=tuple(after(item) for item in plan.items),
+        hashes=PlanHashes(
+            script=planfile.script_hash(Path(script.command.name)),
+            model=next((m.model_hash for m in measured if m.model_hash), ""),
+            environment=environment,
+            kernels=planfile.kernels_hash(),
+        ),
+        speedup=outcome.speedup(log),
+        run=str(script.run_dir),
+    )
