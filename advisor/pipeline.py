@@ -490,7 +490,8 @@ def apply(
     if measured.model.world_size > 1 and not dry_run:
         say(
             f"the script trains in {measured.model.world_size} processes, and changes are tried in one alone: search with one "
-            "(`torchrun --nproc-per-node 1`, `devices=1`), then train in all with its plan, by `advisor run --plan`"
+            "(`torchrun --nproc-per-node 1`, `devices=1`), prove its plan in all, by `advisor apply --plan`, and train with it, by "
+            "`advisor run --plan`"
         )
         return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
     if dry_run:

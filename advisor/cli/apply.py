@@ -75,7 +75,8 @@ def apply(
     run in this directory says what to run. Without --auto you are asked before each change.
 
     With --plan nothing is profiled or searched. What the plan keeps runs against the plain script in four fresh processes or more, a minute
-    where a search takes ten: after another torch or driver, or on another machine. What no longer holds is dropped.
+    where a search takes ten: after another torch or driver, on another machine, or in all processes of a
+    training that was searched in one. What no longer holds is dropped.
 
     \b
     Examples:
@@ -84,6 +85,7 @@ def apply(
       advisor apply --dry-run train.py
       advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
       advisor apply --plan plan.yaml            the plan's own script
+      advisor apply --plan plan.yaml -- torchrun --nproc-per-node 4 train.py
     """
     if plan is not None:
         _alone()

@@ -15,11 +15,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from advisor.core import storage
 from advisor.core.profile import MemoryStats
 from advisor.core.trace import Trace
+from advisor.profiling import ranks
 from advisor.profiling.compiles import compiled_graphs
 from advisor.profiling.discover import LOOK_STEPS, Discovery
 from advisor.profiling.facts import input_stats, model_facts
@@ -58,7 +57,7 @@ class ProfileDriver:
     def __init__(self, training: Training, session: Session, watcher: StepWatcher, discovery: Discovery) -> None:
         self.training, self.session, self.watcher, self.discovery = training, session, watcher, discovery
         self.phase = "warm-up"
-        self.records = _group()[0] == 0
+        self.records = ranks.group()[0] == 0
         # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
         # So it is in a script that makes so few steps that there is no warm-up worth the name.
         self.handful = session.brief and session.warmup < MIN_WARMUP
@@ -91,7 +90,7 @@ class ProfileDriver:
     @property
     def in_step(self) -> bool:
         """The boundaries are counted and nothing else. Asked at each one: some scripts make their process group late."""
-        return self.handful or _group()[1] > 1
+        return self.handful or ranks.group()[1] > 1
 
     def attach(self) -> None:
         """Listen to the steps, and write what there is when the script ends in any way that runs `atexit`."""
@@ -443,14 +442,3 @@ def _window(step: StepEvent, begun: Window | None = None) -> Window:
         start_monotonic_ns=begun.start_monotonic_ns if begun else monotonic,
         end_monotonic_ns=monotonic,
     )
-
-
-def _group() -> tuple[int, int]:
-    """This process's rank and the number of ranks: of the process group, or, before there is one, as its launcher told."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 0, 1

@@ -14,6 +14,7 @@ import torch
 
 from advisor.core import storage
 from advisor.ops import nvrtc
+from advisor.profiling import ranks
 from advisor.profiling.attach import attach_training
 from advisor.profiling.session import TIMING_FILE, Session, tell
 from advisor.profiling.steps import StepWatcher
@@ -27,6 +28,7 @@ from advisor.trials.kept import KeptChanges
 
 UNCLEAN_FACTOR = 3  # not all of the steps need be clean
 MOST_FACTOR = 10  # of the steps ordered are taken where `timed_s` is longer than these
+RANKS_FACTOR = 2  # of the steps ordered are taken where several processes train together
 
 
 def attach_measure(session: Session) -> None:
@@ -41,6 +43,9 @@ class MeasureDriver:
     Steps are timed until there are `session.steps` and they took `session.timed_s`; the losses are those of the warm-up and the
     first `session.steps`, as many in every arm. Where the script ends before it has settled (`session.settle_s`), the steps until then
     are those timed.
+
+    Processes that train together all end at the same step, a fixed one: how many of its steps were clean, and what they took, each knows
+    of itself alone, and one that went earlier would leave the others waiting in a collective. Rank 0 writes.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class MeasureDriver:
         self._first_ns = 0
         self._clean = self._seen = 0
         self._written = False
+        self._rank, self._ranks = 0, 1
         self._timing = session.protecting / TIMING_FILE
         self._process = os.getpid()
         if watcher is not None:
@@ -77,9 +83,14 @@ class MeasureDriver:
             StopTraining: when the steps are taken.
         """
         self._seen += 1
+        if self._seen == 1:
+            self._rank, self._ranks = ranks.joined()  # a script that trains in several has made its group by now
         self._first_ns = self._first_ns or event.host_ns
         if self._seen <= self.session.warmup + self.session.steps + 1:
             self._losses.append(event.loss)
+        if self._ranks > 1:
+            self._together(event)
+            return
         if not self._settled:
             self._settled = self.kept.settle()
             return
@@ -103,6 +114,22 @@ class MeasureDriver:
             self._write(complete=True)
             stop(self.session, "measured")
 
+    def _together(self, event: StepEvent) -> None:
+        """One boundary of several processes that train together.
+
+        Raises:
+            StopTraining: at the last step, the same in each.
+        """
+        last = self.session.warmup + 1 + RANKS_FACTOR * self.session.steps
+        if not self._settled:
+            self._settled = self.kept.settle()
+        elif self._seen > self.session.warmup:
+            self._clean += bool(self._boundaries) and event.clean
+            self._boundaries.append(event)
+        if self._seen >= last:
+            self._write(complete=self._clean >= self.session.steps)
+            stop(self.session, "measured")
+
     def _at_exit(self) -> None:
         self._boundaries = max(self._boundaries, self._unsettled, key=len)
         if os.getpid() == self._process and not self._written and len(self._boundaries) > 1:
@@ -111,6 +138,8 @@ class MeasureDriver:
 
     def _write(self, *, complete: bool) -> None:
         self._written = complete
+        if self._rank:
+            return
         with contextlib.suppress(OSError):
             self._timing.unlink()
         times = step_times(self._boundaries)
@@ -121,12 +150,13 @@ class MeasureDriver:
             wall_us=times.wall_us,
             every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
             losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
-            batch_size=self.training.batch_size,
+            batch_size=self.training.batch_size * self._ranks,
             peak_bytes=torch.cuda.max_memory_allocated(self.training.device) if on_gpu else 0,
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             applied=tuple(s.transform.id for s in self.kept.standing),
             left_out=dict(self.kept.left_out),
             kernels=tuple(sorted(nvrtc.launched)),
+            ranks=self._ranks,
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)

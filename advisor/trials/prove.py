@@ -2,7 +2,8 @@
 
 A plan holds for the script, model, machine, torch and kernels that it was proved on. Where one of these has changed, most of a search
 would find what it found before; what has to be asked again is whether the whole is still faster and trains alike. That takes four
-fresh processes, the first round of a search's last phase (stack.py), where a search takes minutes.
+fresh processes, the first round of a search's last phase (stack.py), where a search takes minutes. Fresh processes may also be several that
+train together, in which nothing can be searched: changes are switched there between two steps of one process.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ def prove_plan(
         ):  # as a search leaves them that was cut short: proved one by one, which these are not here
             reason = f"{script.why_over or 'it ended'} before the plan was proved here"
             records.revise_kept(run_dir, item.transform, status=INCONCLUSIVE, reason=reason)
+    together = max((m.ranks for m in (*proved.plain, *proved.stack)), default=1) if proved is not None else 1
+    if together > 1:
+        script.notes.append(f"proved in {together} processes that train together; times and losses are those of rank 0")
     log = outcome.log(script, proved, seconds=time.time() - started)
     storage.save(run_dir / records.TRIALS_FILE, log)
     found = _plan(script, plan, log, proved, environment)

@@ -260,6 +260,36 @@ def test_a_plan_of_another_machine_is_proved_here_without_a_search(proved, tmp_p
     assert "training with fused_optimizer" in ran.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("own", [False, True], ids=["torchrun", "mp.spawn"])
+def test_a_plan_is_proved_in_all_processes_that_train_together(tmp_path: Path, own: bool) -> None:
+    """They all end at the same step, however many of its steps each takes for clean: one that went on would wait for ever."""
+    write(tmp_path, """
+        import os, sys, torch
+        def train(rank=-1):
+            torch.distributed.init_process_group("gloo", **OWN | {"rank": rank, "world_size": 2} if rank >= 0 else {})
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Conv2d(3, 4, 3))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for step in range(10**6):
+                optimizer.zero_grad()
+                net(torch.randn(2, 3, 8, 8)).sum().backward()
+                optimizer.step()
+                if torch.distributed.get_rank() and step % 2:
+                    net.eval(), net(torch.randn(2, 3, 8, 8)), net.train()
+        OWN = {"init_method": f"file://{os.path.abspath('group')}"}
+        if __name__ == "__main__":
+            if os.path.exists("group"):
+                os.remove("group")
+            torch.multiprocessing.spawn(train, nprocs=2) if sys.argv[1:] else train()
+    """)  # fmt: skip
+    (tmp_path / "plan.yaml").write_text("schema_version: 1\nitems: [{transform: channels_last, status: kept}]")
+    command = ["train.py", "own"] if own else ["--", "torchrun", "--nproc-per-node", "2", "train.py"]
+    found = advisor(tmp_path, "apply", "--plan", "plan.yaml", "-o", "run", "--max-time", "1s", *command)
+    measured = json.loads((tmp_path / "run" / "measure.json").read_text())
+    assert (measured["ranks"], measured["batch_size"], len(measured["losses"])) == (2, 4, 43), found.stderr
+    assert json.loads((tmp_path / "run" / "trials.json").read_text())["stack"]["plain_us"]
+
+
 def test_enable_in_the_script_and_a_true_no_op(proved) -> None:
     folder, _, _ = proved
     plan = search_of(folder) / "plan.yaml"

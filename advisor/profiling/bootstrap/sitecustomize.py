@@ -221,13 +221,13 @@ class _Quiet:
 
 
 def _attach(*, rank: bool = False) -> None:
-    """Hand over to advisor proper. A rank of the script's own is measured or trains with the plan; changes are tried in none."""
+    """Hand over to advisor proper. A rank of the script's own is measured or trains with the plan; none is searched in."""
     try:
         _make_importable()
         from advisor.profiling.session import from_environment
 
         session = from_environment()
-        if session is not None and not (rank and session.mode not in ("profile", "run")):
+        if session is not None and not (rank and session.mode == "search"):
             from importlib import import_module
 
             import_module("advisor.pipeline").attach(session)

@@ -35,7 +35,7 @@ class Script:
 
     def __init__(self, run_dir, step_us):
         self.run_dir, self.step_us, self.sessions = run_dir, step_us, []
-        self.left_out = {}
+        self.left_out, self.ranks = {}, 1
         self.loss = lambda names, step: 2.0 - 0.01 * step
         self.ends = Exit(code=0, stopped_by_advisor=True)
 
@@ -53,6 +53,7 @@ class Script:
             model_hash="m now",
             applied=tuple(name for name in names if name not in self.left_out),
             left_out={name: why for name, why in self.left_out.items() if name in names},
+            ranks=self.ranks,
             complete=True,
         )
         storage.save(self.run_dir / records.MEASURE_FILE, measured)
@@ -121,6 +122,14 @@ def test_an_interrupted_proof_proves_nothing(tmp_path):
     assert len(script.sessions) == 1
     assert {i.status for i in plan.items} == {"inconclusive", "reverted"}
     assert any("not proved here" in note for note in log.notes)
+
+
+def test_several_processes_that_train_together_are_told(tmp_path):
+    script = Script(tmp_path, {(): 1000.0, BOTH: 400.0})
+    script.ranks = 2
+    log, _, code = proved(script)
+    assert code == 0
+    assert any("proved in 2 processes" in note for note in log.notes)
 
 
 def test_a_loader_is_given_time_to_settle_and_judged_by_the_whole_flow(tmp_path):
