@@ -95,22 +95,30 @@ def prove_plan(
     finally:
         relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
-    if script.interrupted:
-        script.notes.append("interrupted: the plan is not proved here")
     if proved is None or not proved.holds:
-        for item in records.kept_items(
-            run_dir
-        ):  # as a search leaves them that was cut short: proved one by one, which these are not here
-            reason = f"{script.why_over or 'it ended'} before the plan was proved here"
+        # What a search that was cut short has proved one by one it keeps; here nothing was.
+        reason = f"{script.why_over or 'it ended'} before the plan was proved here"
+        for item in records.kept_items(run_dir):
             records.revise_kept(run_dir, item.transform, status=INCONCLUSIVE, reason=reason)
-    together = max((m.ranks for m in (*proved.plain, *proved.stack)), default=1) if proved is not None else 1
-    if together > 1:
-        script.notes.append(f"proved in {together} processes that train together; times and losses are those of rank 0")
+    script.notes += _notes(script, proved)
     log = outcome.log(script, proved, seconds=time.time() - started)
     storage.save(run_dir / records.TRIALS_FILE, log)
     found = _plan(script, plan, log, proved, environment)
     planfile.write(run_dir / records.PLAN_FILE, found)
     return log, found, outcome.exit_code(log)
+
+
+def _notes(script: Script, proved: Proof | None) -> list[str]:
+    """What people are to know beside the verdicts."""
+    if script.interrupted:
+        return ["interrupted: the plan is not proved here"]
+    if proved is None:
+        return []
+    if not proved.verdict.plain_us:
+        return [f"the script's last line, in {records.OUTPUT_FILE}: {script.last_line}"] if script.last_line else []
+    together = max((m.ranks for m in (*proved.plain, *proved.stack)), default=1)
+    told = f"proved in {together} processes that train together; times and losses are those of rank 0"
+    return [told] if together > 1 else []
 
 
 def _verdict(item: PlanItem) -> Verdict:

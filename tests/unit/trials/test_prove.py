@@ -61,8 +61,12 @@ class Script:
 
 
 def proved(script, plan=PLAN):
+    return proved_by(script, script, plan)
+
+
+def proved_by(script, launch, plan=PLAN):
     log, found, code = prove.prove_plan(
-        COMMAND, plan, environment="this machine", max_time_s=60.0, run_dir=script.run_dir, say=lambda _: None, launch=script
+        COMMAND, plan, environment="this machine", max_time_s=60.0, run_dir=script.run_dir, say=lambda _: None, launch=launch
     )  # fmt: skip
     assert storage.load(script.run_dir / "trials.json", TrialLog) == log
     assert planfile.read(script.run_dir / "plan.yaml") == found
@@ -130,6 +134,18 @@ def test_several_processes_that_train_together_are_told(tmp_path):
     log, _, code = proved(script)
     assert code == 0
     assert any("proved in 2 processes" in note for note in log.notes)
+
+
+def test_a_script_that_fails_is_told_by_its_last_line(tmp_path):
+    script = Script(tmp_path, {})
+
+    def launch(command, session, *, output, **_):
+        output.write_text("Traceback\nModuleNotFoundError: No module named 'lightning'\n")
+        return Exit(code=1)
+
+    log, plan, code = proved_by(script, launch)
+    assert (code, plan.items[0].status) == (4, "inconclusive")
+    assert any("No module named 'lightning'" in note for note in log.notes)
 
 
 def test_a_loader_is_given_time_to_settle_and_judged_by_the_whole_flow(tmp_path):
