@@ -140,7 +140,8 @@ def test_a_script_that_fails_is_told_by_its_last_line(tmp_path):
     script = Script(tmp_path, {})
 
     def launch(command, session, *, output, **_):
-        output.write_text("Traceback\nModuleNotFoundError: No module named 'lightning'\n")
+        with output.open("a") as stream:
+            stream.write("Traceback\nModuleNotFoundError: No module named 'lightning'\n")
         return Exit(code=1)
 
     log, plan, code = proved_by(script, launch)
