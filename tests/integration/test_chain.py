@@ -243,21 +243,16 @@ def test_a_plan_of_another_machine_is_proved_here_without_a_search(proved, tmp_p
     text = (search_of(folder) / "plan.yaml").read_text()
     elsewhere, here = tmp_path / "elsewhere.yaml", tmp_path / "here"
     elsewhere.write_text(re.sub(r'environment: "[^"]*"', 'environment: "NVIDIA A100 sm_80 torch 2.9"', text))
-    ran = advisor(folder, "run", "--plan", str(elsewhere), "train.py", "1")
-    assert f"prove it here with `advisor apply --plan {elsewhere}`" in ran.stderr
-    assert "training with fused_optimizer" not in ran.stderr
     (folder / "net.pt").write_text("weeks of training")
     again = advisor(folder, "apply", "--plan", str(elsewhere), "-o", str(here), "--format", "json")
     assert again.returncode == 0, again.stderr
     assert "trying" not in again.stderr
     assert json.loads(again.stdout)["trials"]["stack"]["passed"]
     assert tree(folder) == before
-    plan = yaml.safe_load((here / "plan.yaml").read_text())
-    assert plan["hashes"] == yaml.safe_load(text)["hashes"]
-    assert plan["items"] == yaml.safe_load(text)["items"]
-    assert plan["argv"] == ["500"]
-    ran = advisor(folder, "run", "--plan", str(here / "plan.yaml"), "train.py", "1")
-    assert "training with fused_optimizer" in ran.stderr
+    plan, of_the_search = yaml.safe_load((here / "plan.yaml").read_text()), yaml.safe_load(text)
+    assert [plan[key] for key in ("hashes", "items", "argv")] == [
+        of_the_search[key] for key in ("hashes", "items", "argv")
+    ]
 
 
 @pytest.mark.long

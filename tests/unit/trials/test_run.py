@@ -58,10 +58,11 @@ def test_what_changed_is_named_and_its_items_fall_back(machine, tmp_path):
     _, session, said = run_plan(command, elsewhere, tmp_path)
     assert session.kept == ()
     assert "A100" in said[0]
+    assert f"`advisor apply --plan {tmp_path / 'plan.yaml'}`" in said[1]
     kernels = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, kernels="old"))
     _, session, said = run_plan(command, kernels, tmp_path)
     assert [i.transform for i in session.kept] == ["tf32"]
-    assert any("fused_bn_act" in text for text in said)
+    assert any("fused_bn_act" in text and "`advisor apply --plan" in text for text in said)
     edited = dataclasses.replace(plan, hashes=dataclasses.replace(plan.hashes, script="0" * 64))
     _, session, said = run_plan(command, edited, tmp_path)
     assert len(session.kept) == 2
