@@ -129,6 +129,18 @@ def load_run(run: str | Path) -> LoadedRun:
     )
 
 
+def load_proof(run: str | Path) -> TrialLog | None:
+    """The trials of a folder in which a plan was proved, which has no profile; None for any other.
+
+    Raises:
+        AdvisorError: when they cannot be read.
+    """
+    folder = Path(run)
+    if (folder / PROFILE_FILE).exists() or not (folder / TRIALS_FILE).exists():
+        return None
+    return storage.load(folder / TRIALS_FILE, TrialLog)
+
+
 def _write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
     from advisor.reporting.html import report_html
 

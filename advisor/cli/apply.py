@@ -124,7 +124,7 @@ def apply(
     if form != "text" and result.profile is not None:
         output.say(output.run_text(form, result.profile, result.findings, result.log, stream=stream), stream)
     elif form != "text" and result.log is not None:
-        output.say(output.proof_text(form, result.log), stream)
+        output.say(output.proof_text(form, result.log, run_dir=result.run_dir, stream=stream), stream)
     elif (dry_run and result.profile is not None) or (not quiet and result.log is not None):
         output.say(
             output.apply_text(

@@ -69,10 +69,12 @@ def run_text(
     return text if trials is None else f"{text}\n\n{_trials_text(trials, run_dir, stream)}"
 
 
-def proof_text(form: str, trials: TrialLog) -> str:
-    """A plan's proof, which has no profile, as `json` or `md`."""
+def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) -> str:
+    """A plan's proof, which has no profile, as `text`, `json` or `md`."""
     from advisor.reporting import machine
 
+    if form == "text":
+        return _trials_text(trials, run_dir, stream)
     return json_text(machine.proof_json(trials)) if form == "json" else machine.proof_markdown(trials)
 
 

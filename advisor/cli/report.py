@@ -10,6 +10,7 @@ import click
 
 from advisor.cli import output
 from advisor.cli.parameters import format_option, run_argument
+from advisor.core.errors import AdvisorError
 from advisor.core.storage import write_text
 
 
@@ -37,6 +38,15 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
     """
     from advisor import pipeline
 
+    proof = pipeline.load_proof(run)
+    if proof is not None:
+        if html_file or open_it or form == "html":
+            raise AdvisorError(
+                f"{run} holds a plan's proof and no profile, so there is no page of it",
+                fix="Use --format text, json or md.",
+            )
+        output.say(output.proof_text(form, proof, run_dir=Path(run), stream=sys.stdout), sys.stdout)
+        return
     loaded = pipeline.load_run(run)
     if html_file or open_it:
         path = output.writable(html_file or loaded.run_dir / "report.html")

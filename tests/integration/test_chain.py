@@ -250,6 +250,7 @@ def test_a_plan_of_another_machine_is_proved_here_without_a_search(proved, tmp_p
     assert json.loads(again.stdout)["trials"]["stack"]["passed"]
     assert tree(folder) == before
     plan, of_the_search = yaml.safe_load((here / "plan.yaml").read_text()), yaml.safe_load(text)
+    assert "All kept changes together" in advisor(folder, "report", str(here)).stdout
     assert [plan[key] for key in ("hashes", "items", "argv")] == [
         of_the_search[key] for key in ("hashes", "items", "argv")
     ]

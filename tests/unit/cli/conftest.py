@@ -26,6 +26,7 @@ class FakePipeline(types.ModuleType):
         self.run_dir, self.exit_code, self.calls = run_dir, 0, {}
         self.error: BaseException | None = None
         self.runs: dict[str, Any] = {}
+        self.proofs: dict[str, Any] = {}
         self.kernel_rows = [{"kernel": "batchnorm_act_fwd", "passed": True, "detail": "max error 1e-3"}]
 
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -54,6 +55,16 @@ class FakePipeline(types.ModuleType):
             log=None if kwargs["dry_run"] else samples.trials(),
             plan=None,
         )
+
+    def prove(self, words, **kwargs):
+        self._record("prove", words, **kwargs)
+        log = samples.trials()
+        return SimpleNamespace(
+            run_dir=self.run_dir, exit_code=self.exit_code, profile=None, findings=None, log=log, plan=None
+        )
+
+    def load_proof(self, run):
+        return self.proofs.get(str(run))
 
     def run(self, words, **kwargs):
         self._record("run", words, **kwargs)

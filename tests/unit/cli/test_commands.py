@@ -206,6 +206,42 @@ def test_apply_refuses_contradictions(invoke, pipeline):
     assert not pipeline.calls
 
 
+def test_apply_plan_proves_and_asks_nothing(invoke, pipeline, tmp_path):
+    result = invoke("apply", "--plan", "plan.yaml", "--skip", "compile", "--max-time", "90s", "train.py", "--lr", "1")
+    assert result.exit_code == 0, result.output
+    (words,), kwargs = pipeline.calls["prove"]
+    assert words == ("train.py", "--lr", "1")
+    names = ("plan", "only", "skip", "max_time_s", "module")
+    assert tuple(kwargs[name] for name in names) == (Path("plan.yaml"), (), ("compile",), 90.0, False)
+    assert "3.10× (3.05 to 3.14)" in result.stderr
+    assert "apply" not in pipeline.calls
+    assert invoke("apply", "--auto", "--plan", "plan.yaml").exit_code == 0  # the plan's own script
+    pipeline.exit_code = 4
+    found = invoke("apply", "--plan", "plan.yaml", "--format", "json", "train.py")
+    assert (found.exit_code, json.loads(found.stdout)["profile"]) == (4, None)
+    assert json.loads(found.stdout)["trials"]["stack"]["passed"]
+    markdown = invoke("apply", "--plan", "plan.yaml", "--format", "md", "train.py").stdout
+    assert markdown.startswith("## advisor: ")
+    assert "### Trials" in markdown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dry-run",),
+        ("--min-gain", "2%"),
+        ("--max-pairs", "4"),
+        ("--rules", "."),
+        ("--only", "tf32", "--skip", "tf32"),
+    ],
+)
+def test_apply_plan_refuses_what_belongs_to_a_search(invoke, pipeline, words):
+    result = invoke("apply", "--plan", "plan.yaml", *words, "train.py")
+    assert result.exit_code == ExitCode.USAGE
+    assert words[0] in result.stderr or "--only and --skip" in result.stderr
+    assert not pipeline.calls
+
+
 def test_run_defaults_to_the_last_plan(invoke, pipeline):
     pipeline.exit_code = 3
     result = invoke("run", "--strict", "train.py", "--plan", "scripts-own")
@@ -225,6 +261,17 @@ def test_report_formats(invoke):
     assert json.loads(invoke("report", "last", "--format", "json").stdout)["trials"]["verdicts"]
     assert invoke("report", "last", "--format", "md").stdout.startswith("## advisor: ")
     assert invoke("report", "last", "--format", "html").stdout.startswith("<!doctype html>")
+
+
+def test_report_of_a_proof_has_no_page(invoke, pipeline):
+    pipeline.proofs["proof"] = samples.trials()
+    assert "All kept changes together" in invoke("report", "proof").stdout
+    assert json.loads(invoke("report", "proof", "--format", "json").stdout)["findings"] is None
+    assert invoke("report", "proof", "--format", "md").stdout.startswith("## advisor: ")
+    for words in (("--format", "html"), ("--html", "x.html"), ("--open",)):
+        result = invoke("report", "proof", *words)
+        assert result.exit_code == ExitCode.USAGE
+        assert "no page" in result.stderr
 
 
 def test_report_html_file(invoke, tmp_path):
