@@ -128,7 +128,8 @@ def run(
     """Run each training, and write after each run of it, so that an interrupted one leaves what it had.
 
     Args:
-        changed: only those that the file has no row of, or whose kernels have changed; of these what their search kept is proved again.
+        changed: only those that the file has no whole row of, or whose kernels have changed; of these what their search kept is proved
+            again.
         max_time_s: what each search may take, as `advisor apply --max-time`.
         runs: where the searches' run folders are left, below each training's name; None leaves none.
 
@@ -149,7 +150,7 @@ def run(
     rows = {row["name"]: row for row in results.on_file(target)}
     known: dict[str, ModelRow] = {}
     if changed:
-        chosen = {name: words for name, words in chosen.items() if name not in rows or has_changed(rows[name])}
+        chosen = {name: words for name, words in chosen.items() if _outdated(rows.get(name), baselines)}
         known = {name: storage.from_plain(ModelRow, rows[name]) for name in chosen if rows.get(name, {}).get("kept")}
         say(f"{counted(len(chosen), 'training')} to measure, {len(known)} of them without a search")
     home = Path.cwd()
@@ -167,6 +168,11 @@ def run(
             finally:
                 os.chdir(home)
     return ExitCode.OK
+
+
+def _outdated(row: Mapping[str, Any] | None, baselines: Sequence[str]) -> bool:
+    """Whether there is no row, one of other kernels, or one that was interrupted before its baselines."""
+    return row is None or has_changed(row) or any(row[f"{name}_ms"] is None for name in baselines)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from advisor.cli.progress import Progress
 @click.option(
     "--changed",
     is_flag=True,
-    help="Only the cases or trainings that the file has no rows of, or whose kernels have changed since. What a training's "
+    help="Only the cases or trainings that the file has no whole rows of, or whose kernels have changed since. What a training's "
     "search kept is then proved and timed again, as `advisor apply --plan` does, not searched for.",
 )
 @click.option(

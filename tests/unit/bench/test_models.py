@@ -183,7 +183,12 @@ def on_file(path: Path, **changes: Any) -> models.ModelRow:
 
 
 def again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dropped: tuple[str, ...] = (), *, interrupted: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    dropped: tuple[str, ...] = (),
+    *,
+    interrupted: bool = False,
+    baselines: tuple[str, ...] = (),
 ) -> list[Plan]:
     """Run what has changed; the plans that were proved."""
     plans: list[Plan] = []
@@ -207,10 +212,11 @@ def again(
 
     monkeypatch.setattr(pipeline, "prove", prove)
     monkeypatch.setattr(pipeline, "apply", no_search)
+    monkeypatch.setattr(models, "launch", lambda *_, **__: Exit(code=1))
     models.run(
         pattern="resnet50",
         json_out=tmp_path / "models.json",
-        baselines=(),
+        baselines=baselines,
         changed=True,
         max_time_s=77.0,
         say=lambda _: None,
@@ -233,6 +239,7 @@ def test_what_a_search_kept_is_timed_with_todays_kernels(monkeypatch, machine, t
     assert row["date"] > "2026-01-01"
     assert not models.has_changed(row)
     assert again(monkeypatch, tmp_path) == []  # nothing has changed since
+    assert len(again(monkeypatch, tmp_path, baselines=("eager",))) == 1  # but this was not measured
 
 
 def test_the_search_is_as_old_as_it_was(monkeypatch, machine, tmp_path) -> None:
