@@ -459,9 +459,7 @@ def apply(
     if source is not None:
         words, module = (source.profile.script, *source.profile.argv), False
     command = ScriptCommand.parse(words, module=module)
-    run_dir = new_run_dir(command.name, out)
-    _recover(say)
-    say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
+    run_dir = _begin(command.name, out, say)
     started = time.monotonic()
     if source is None:
         result = _profile(
@@ -567,9 +565,7 @@ def prove(
     if not words:
         words, module = (loaded.script, *loaded.argv), False
     command = ScriptCommand.parse(words, module=module)
-    run_dir = new_run_dir(command.name, out)
-    _recover(say)
-    say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
+    run_dir = _begin(command.name, out, say)
     log, found, exit_code = prove_plan(
         command,
         loaded,
@@ -579,6 +575,14 @@ def prove(
         say=say,
     )
     return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=found)
+
+
+def _begin(name: str, out: Path | None, say: Say) -> Path:
+    """The run folder of what throws its training away, once earlier ones have left nothing aside and the user knows the limits."""
+    run_dir = new_run_dir(name, out)
+    _recover(say)
+    say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
+    return run_dir
 
 
 def _check_apply(only: Sequence[str], skip: Sequence[str]) -> None:

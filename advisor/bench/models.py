@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,6 @@ def _searched(
     name: str, words: tuple[str, ...], *, max_time_s: float, say: Callable[[str], None]
 ) -> tuple[ModelRow, pipeline.ApplyResult]:
     """The row of a whole search, before its baselines."""
-    import torch
-
     found = _finished(pipeline.apply(words, auto=True, max_time_s=max_time_s, say=say))
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
@@ -225,39 +223,25 @@ def _searched(
     row = ModelRow(
         name=name,
         shape=(model.batch_size, *next((conv.input_shape[1:] for conv in model.convs if conv.input_shape), ())),
-        dtype=_dtype(tuple(kept)),
+        dtype=_dtype(kept),
         layout="nhwc" if "channels_last" in kept or model.channels_last else "nchw",
         script=" ".join((Path(words[0]).name, *words[1:])),
-        plain_ms=found.profile.step_us.median / 1e3,
-        advisor_ms=None,
         eager_ms=None,
         compile_ms=None,
-        limit_ms=_limit_ms(found.profile, found.log, found.run_dir, tuple(kept)),
-        spread=None,
-        n=0,
-        error=None,
+        limit_ms=_limit_ms(found.profile, found.log, found.run_dir, kept),
         baseline_error=None,
-        plain_images_per_s=0.0,
-        advisor_images_per_s=None,
-        speedup=None,
-        speedup_low=None,
-        speedup_high=None,
         kept=tuple(kept),
         trials=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in found.log.verdicts),
-        losses="",
         apply_s=found.log.seconds,
         spent_s=dict(found.log.spent),
         trial_s={
             name: math.fsum(v.seconds for v in found.log.verdicts if v.transform == name)
             for name in dict.fromkeys(v.transform for v in found.log.verdicts)
         },
-        kernel_sha={},
-        launched=(),
-        torch=torch.__version__,
-        date="",
         parameters={name: dict(v.parameters) for name, v in kept.items() if v.parameters},
+        **_times(found, images=model.batch_size, plain_us=found.profile.step_us.median),
     )
-    return _timed(row, found), found
+    return row, found
 
 
 def _proved(
@@ -277,11 +261,12 @@ def _proved(
     plan = Path(records.PLAN_FILE)
     planfile.write(plan, Plan(script=words[0], argv=words[1:], created=searched, items=items))
     found = _finished(pipeline.prove(words, plan=plan, max_time_s=max_time_s, say=say))
-    if not _stack(found).plain_us:
+    if found.log is None or not _stack(found).plain_us:
         raise AdvisorError(f"{known.name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
-    kept = tuple(v.transform for v in found.log.verdicts if v.status == KEPT) if found.log is not None else ()
-    row = replace(known, kept=kept, searched=searched, eager_ms=None, compile_ms=None, baseline_error=None)
-    return _timed(row, found), found
+    kept = tuple(v.transform for v in found.log.verdicts if v.status == KEPT)
+    times = _times(found, images=known.shape[0], plain_us=known.plain_ms * 1e3)
+    row = replace(known, kept=kept, searched=searched, eager_ms=None, compile_ms=None, baseline_error=None, **times)
+    return row, found
 
 
 def _finished(found: pipeline.ApplyResult) -> pipeline.ApplyResult:
@@ -301,38 +286,37 @@ def _stack(found: pipeline.ApplyResult) -> StackVerdict:
     return stack or StackVerdict(passed=None, detail="")
 
 
-def _timed(row: ModelRow, found: pipeline.ApplyResult) -> ModelRow:
-    """The row with what fresh processes say of the script as written, and of what is kept."""
+def _times(found: pipeline.ApplyResult, *, images: int, plain_us: float) -> dict[str, Any]:
+    """What of a row fresh processes say of the script as written, whose step takes `plain_us` by what else is known, and of what is kept."""
     import torch
 
-    stack, images = _stack(found), row.shape[0]
-    plain_us = statistics.median(stack.plain_us or (row.plain_ms * 1e3,))
+    stack = _stack(found)
+    plain_us = statistics.median(stack.plain_us or (plain_us,))
     advisor_us = statistics.median(stack.stack_us) if stack.stack_us else None
-    return replace(
-        row,
-        plain_ms=plain_us / 1e3,
-        advisor_ms=advisor_us / 1e3 if advisor_us else None,
-        spread=(max(stack.stack_us) - min(stack.stack_us)) / advisor_us if advisor_us else None,
-        n=len(stack.stack_us),
-        error=_difference(stack.losses_stack, stack.losses_plain),
-        plain_images_per_s=images / plain_us * 1e6,
-        advisor_images_per_s=images / advisor_us * 1e6 if advisor_us else None,
-        speedup=stack.speedup,
-        speedup_low=stack.speedup_low,
-        speedup_high=stack.speedup_high,
-        losses=stack.detail,
-        kernel_sha={source: sources.sha256(source) for source in sources.all_names()},
-        launched=stack.kernels,
-        torch=torch.__version__,
-        date=datetime.date.today().isoformat(),
-    )
+    return {
+        "plain_ms": plain_us / 1e3,
+        "advisor_ms": advisor_us / 1e3 if advisor_us else None,
+        "spread": (max(stack.stack_us) - min(stack.stack_us)) / advisor_us if advisor_us else None,
+        "n": len(stack.stack_us),
+        "error": _difference(stack.losses_stack, stack.losses_plain),
+        "plain_images_per_s": images / plain_us * 1e6,
+        "advisor_images_per_s": images / advisor_us * 1e6 if advisor_us else None,
+        "speedup": stack.speedup,
+        "speedup_low": stack.speedup_low,
+        "speedup_high": stack.speedup_high,
+        "losses": stack.detail,
+        "kernel_sha": {source: sources.sha256(source) for source in sources.all_names()},
+        "launched": stack.kernels,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
 
 
-def _dtype(kept: Sequence[str]) -> str:
+def _dtype(kept: Collection[str]) -> str:
     return next((dtype for transform, dtype in DTYPES.items() if transform in kept), "float32")
 
 
-def _limit_ms(profile: StepProfile, log: TrialLog, run_dir: Path, kept: Sequence[str]) -> float | None:
+def _limit_ms(profile: StepProfile, log: TrialLog, run_dir: Path, kept: Collection[str]) -> float | None:
     """Limit of the last step profiled, if it computed in the dtype of what was `kept`."""
     on: tuple[str, ...] = ()
     for again in log.rounds:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from advisor.core.profile import ConvFact, InputStats, ModelFacts
-from advisor.profiling import heap
+from advisor.profiling import heap, ranks
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import compiled_code_in_use, graph_breaks
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
@@ -315,9 +315,9 @@ def _world(device: torch.device) -> tuple[int, str]:
 
     A group may have one for each device ("cpu:gloo,cuda:nccl"), and has where the script names none.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not ranks.in_group():
         return 1, ""
+    distributed = torch.distributed
     by_device = dict(part.split(":") for part in distributed.get_backend_config().split(","))
     return distributed.get_world_size(), by_device.get(device.type, str(distributed.get_backend()))
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 
-import torch
+from torch import distributed
+
+
+def in_group() -> bool:
+    """Whether this process has joined a process group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def joined() -> tuple[int, int]:
+    """This process's rank and the number of ranks, of its process group: 0 of 1 where there is none."""
+    return (distributed.get_rank(), distributed.get_world_size()) if in_group() else (0, 1)
 
 
 def group() -> tuple[int, int]:
-    """This process's rank and the number of ranks: of the process group, or, before there is one, as its launcher told."""
-    if joined()[1] > 1:
+    """The same, and before there is a process group as the launcher told."""
+    if in_group():
         return joined()
     try:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:
         return 0, 1
-
-
-def joined() -> tuple[int, int]:
-    """The same of the process group alone: 0 of 1 where there is none."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1

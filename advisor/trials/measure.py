@@ -88,15 +88,19 @@ class MeasureDriver:
         self._first_ns = self._first_ns or event.host_ns
         if self._seen <= self.session.warmup + self.session.steps + 1:
             self._losses.append(event.loss)
-        if self._ranks > 1:
-            self._together(event)
-            return
+        self._take(event)
+        if self._is_over():
+            self._write(complete=self._ranks == 1 or self._clean >= self.session.steps)
+            stop(self.session, "measured")
+
+    def _take(self, event: StepEvent) -> None:
+        """Keep the boundary of a step that is to be timed."""
         if not self._settled:
             self._settled = self.kept.settle()
             return
         if self._seen <= self.session.warmup:
             return
-        if self._settling:
+        if self._settling and self._ranks == 1:
             self._unsettled.append(event)
             waited_s = (event.host_ns - self._first_ns) / 1e9
             self._settling = (
@@ -108,27 +112,16 @@ class MeasureDriver:
                 self._timing.touch()
         self._clean += bool(self._boundaries) and event.clean
         self._boundaries.append(event)
-        timed_s = (event.host_ns - self._boundaries[0].host_ns) / 1e9
+
+    def _is_over(self) -> bool:
+        """Whether enough steps are timed; of several processes, whether this is the last one of each."""
+        if self._ranks > 1:
+            return self._seen > self.session.warmup + RANKS_FACTOR * self.session.steps
+        if not self._boundaries:
+            return False
+        timed_s = (self._boundaries[-1].host_ns - self._boundaries[0].host_ns) / 1e9
         wanted = self.session.steps * (1 if timed_s >= self.session.timed_s else MOST_FACTOR)
-        if self._clean >= wanted or len(self._boundaries) > UNCLEAN_FACTOR * wanted + 1:
-            self._write(complete=True)
-            stop(self.session, "measured")
-
-    def _together(self, event: StepEvent) -> None:
-        """One boundary of several processes that train together.
-
-        Raises:
-            StopTraining: at the last step, the same in each.
-        """
-        last = self.session.warmup + 1 + RANKS_FACTOR * self.session.steps
-        if not self._settled:
-            self._settled = self.kept.settle()
-        elif self._seen > self.session.warmup:
-            self._clean += bool(self._boundaries) and event.clean
-            self._boundaries.append(event)
-        if self._seen >= last:
-            self._write(complete=self._clean >= self.session.steps)
-            stop(self.session, "measured")
+        return self._clean >= wanted or len(self._boundaries) > UNCLEAN_FACTOR * wanted + 1
 
     def _at_exit(self) -> None:
         self._boundaries = max(self._boundaries, self._unsettled, key=len)

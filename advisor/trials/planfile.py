@@ -231,6 +231,11 @@ def model_hash(modules: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
+def hashes_here(script: str, *, environment: str, model: str = "") -> PlanHashes:
+    """What a plan that is proved now holds for. `script` is its path, or a module's name."""
+    return PlanHashes(script=script_hash(Path(script)), model=model, environment=environment, kernels=kernels_hash())
+
+
 def mismatches(plan: PlanHashes, now: PlanHashes, *, uses_kernels: bool = True) -> tuple[str, ...]:
     """What changed since the plan was proved, one clause each. A hash that is unknown on either side says nothing."""
     found = []

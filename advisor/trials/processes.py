@@ -43,7 +43,6 @@ class SearchProcesses:
     max_pairs: int
     late: bool = False  # candidates were left when their time was up
     ended_early: int = 0  # processes whose script came to its own end
-    restarted: set[str] = field(default_factory=set)  # transforms that only fresh processes could try
     on_top: list[Recommendation] = field(default_factory=list)  # and candidates among them whose turn comes last
     _crashes: int = 0
     _blamed: dict[str, Verdict] = field(default_factory=dict)  # by the error that ended the process
@@ -123,7 +122,6 @@ class SearchProcesses:
         asking = record.restart if record is not None else ""
         restart = next((c for c in records.untried(run_dir, left) if c.transform == asking), None)
         if restart is not None:
-            self.restarted.add(restart.transform)
             records.clear_current(run_dir)
             self.try_alone(restart)
             return True

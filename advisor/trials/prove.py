@@ -17,7 +17,7 @@ from pathlib import Path
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
-from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.plan import Plan, PlanItem
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
@@ -28,8 +28,6 @@ from advisor.trials.proof import Proof
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
 from advisor.trials.statistics import INCONCLUSIVE, KEPT
-
-NOT_WANTED = "not wanted"
 
 
 def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Plan:
@@ -42,7 +40,7 @@ def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) ->
     def chosen(item: PlanItem) -> PlanItem:
         if item.status != KEPT or (item.transform not in skip and (not only or item.transform in only)):
             return item
-        return dataclasses.replace(item, status="skipped", reason=NOT_WANTED)
+        return dataclasses.replace(item, status="skipped", reason="not wanted")
 
     left = dataclasses.replace(plan, items=tuple(chosen(item) for item in plan.items))
     if not any(item.status == KEPT for item in left.items):
@@ -67,7 +65,7 @@ def prove_plan(
     """Run what the plan keeps against the plain script in fresh processes, and write `trials.json` and `plan.yaml`.
 
     Of what does not hold the last changes are dropped until the rest does, as at the end of a search. The plan written is the one
-    given with what became of its items, and the hashes of what it holds for now.
+    given, with what became of its items, and tied by its hashes to what is here.
 
     Args:
         environment: of this machine, as plans have it.
@@ -83,13 +81,13 @@ def prove_plan(
     relay = Relay()
     script = Script(command, run_dir, launch or relay, say)
     kept = [item for item in plan.items if item.status == KEPT]
-    loader = planner.RESTARTED & {item.transform for item in kept}
-    runs = FreshRuns(script, limits.trial_s, settle_s=budget.SETTLE_S if loader else 0.0)
+    settles = any(item.transform in planner.RESTARTED for item in kept)
+    runs = FreshRuns(script, limits.trial_s, settle_s=budget.SETTLE_S if settles else 0.0)
     for item in kept:
         records.save_verdict(run_dir, _verdict(item))
     proved: Proof | None = None
     try:
-        proved = StackTrial(script, runs, limits, 0.0, loader).prove()
+        proved = StackTrial(script, runs, limits, min_gain=0.0).prove()
     except KeyboardInterrupt:
         script.interrupted = True
     finally:
@@ -146,11 +144,10 @@ def _plan(script: Script, plan: Plan, log: TrialLog, proved: Proof | None, envir
         argv=script.command.words[1:],
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         items=tuple(after(item) for item in plan.items),
-        hashes=PlanHashes(
-            script=planfile.script_hash(Path(script.command.name)),
+        hashes=planfile.hashes_here(
+            script.command.name,
             model=next((m.model_hash for m in measured if m.model_hash), ""),
             environment=environment,
-            kernels=planfile.kernels_hash(),
         ),
         speedup=outcome.speedup(log),
         run=str(script.run_dir),

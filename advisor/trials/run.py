@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
-from advisor.core.plan import Plan, PlanHashes
+from advisor.core.plan import Plan
 from advisor.ops import catalog
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import ScriptCommand
@@ -38,11 +38,7 @@ def run_plan(
     """
     kept = tuple(item for item in plan.items if item.status == KEPT)
     own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
-    now = PlanHashes(
-        script=planfile.script_hash(Path(command.name)),
-        environment=_environment_text(),
-        kernels=planfile.kernels_hash(),
-    )
+    now = planfile.hashes_here(command.name, environment=_environment_text())
     changed = planfile.mismatches(plan.hashes, now, uses_kernels=bool(own_kernels))
     if changed and strict:
         raise AdvisorError(

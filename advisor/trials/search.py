@@ -14,7 +14,7 @@ from pathlib import Path
 
 from advisor.core import storage
 from advisor.core.findings import Interval, Recommendation, Semantics
-from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import TrialLog
@@ -94,7 +94,7 @@ def apply_search(
             for candidate in processes.on_top:
                 if not (script.over or script.failed):
                     processes.try_alone(candidate)
-        trial = StackTrial(script, runs, budget, min_gain, processes.restarted)
+        trial = StackTrial(script, runs, budget, min_gain)
         proved = trial.prove()
         if proved is not None:
             proved = trial.add_on_top(proved, processes.on_top, share=CHEAP_SHARE)
@@ -164,11 +164,10 @@ def _plan(script: Script, log: TrialLog, profile: StepProfile | None) -> Plan:
             )
             for v in ordered
         ),
-        hashes=PlanHashes(
-            script=planfile.script_hash(Path(script.command.name)),
+        hashes=planfile.hashes_here(
+            script.command.name,
             model=script.model_hash,
             environment=planfile.environment_text(profile.environment) if profile is not None else "",
-            kernels=planfile.kernels_hash(),
         ),
         speedup=outcome.speedup(log),
         run=str(script.run_dir),

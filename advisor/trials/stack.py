@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -57,7 +57,6 @@ class StackTrial:
     runs: FreshRuns
     budget: Budget
     min_gain: float
-    restarted: Set[str]  # transforms that only fresh processes could try: they change the loader
 
     def prove(self) -> Proof | None:
         """The kept changes together against the plain script; drops the last ones until the rest holds. None: nothing kept."""
@@ -285,7 +284,7 @@ class StackTrial:
         return proof.judge(plain, stack, kept, flow=self._flow(kept))
 
     def _flow(self, kept: Sequence[PlanItem]) -> bool:
-        return any(item.transform in self.restarted for item in kept)
+        return any(item.transform in planner.RESTARTED for item in kept)
 
     # -- what becomes of the items ----------------------------------------------------------------------------------
 
