@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from advisor.ops.family import Case
 
@@ -76,3 +77,9 @@ GOALS = (
     Goal(title="group norm", family="group_norm", forward=0.7, backward=0.7),
     Goal(title="bilinear upsampling × 2", family="upsample", named=_begins("bilinear"), forward=0.7, backward=0.7),
 )
+
+
+def missed(family: str, case: Case, row: Mapping[str, Any]) -> bool:
+    """Whether a pass of a case that was measured (`row`) is to reach a goal and does not."""
+    reached = row["limit_ms"] / row["advisor_ms"]
+    return any(goal.holds_for(family, case) and reached < goal.shares[row["pass"]] for goal in GOALS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from advisor.bench import results, timing, units
+from advisor.bench import goals, results, timing, units
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
@@ -133,6 +133,16 @@ def _together(case: Case) -> tuple[object, ...]:
     return case.name.removesuffix(APART), case.shape, case.dtype
 
 
+def short(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]]) -> list[tuple[Family, Case]]:
+    """Of these cases those that `rows` show short of a goal."""
+    measured = {key(row): row for row in rows}
+    return [
+        (kind, case)
+        for kind, case in cases
+        if any(goals.missed(kind.id, case, measured[k]) for k in keys(case) if k in measured)
+    ]
+
+
 @dataclass(slots=True)
 class Ceilings:
     """Rates measured in this run, each when it is first needed."""
@@ -157,12 +167,13 @@ def run(
     json_out: Path | None,
     baselines: tuple[str, ...],
     changed: bool,
+    short_only: bool,
     counters: bool,
     say: Callable[[str], None],
 ) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
-    With `changed` only what is `outdated` in that file.
+    With `changed` only what is `outdated` in that file, with `short_only` what it shows `short` of a goal.
     With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
@@ -182,6 +193,11 @@ def run(
         cases = outdated(cases, results.on_file(path))
         if not cases:
             print(f"every row in {path} is of the kernels as they are")
+            return ExitCode.OK
+    if short_only:
+        cases = short(cases, results.on_file(path))
+        if not cases:
+            print(f"no row in {path} is short of a goal")
             return ExitCode.OK
     file = _File(path)
     ceilings = Ceilings()

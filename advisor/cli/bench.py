@@ -36,6 +36,12 @@ from advisor.cli.progress import Progress
     "search kept is then proved and timed again, as `advisor apply --plan` does, not searched for.",
 )
 @click.option(
+    "--short",
+    "short_only",
+    is_flag=True,
+    help="`bench ops`: only the cases that the file shows short of their goal (docs/benchmarks/README.md, Goals).",
+)
+@click.option(
     "--counters",
     is_flag=True,
     help="`bench ops`: also count, with the GPU's performance monitors, what share of each unit's peak our kernels use: memory, "
@@ -62,6 +68,7 @@ def bench(
     json_out: Path | None,
     baselines: str,
     changed: bool,
+    short_only: bool,
     counters: bool,
     max_time: float,
     runs: Path | None,
@@ -77,6 +84,7 @@ def bench(
       advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
       advisor bench ops --filter "depthwise bfloat16" --counters
       advisor bench ops --changed --baseline eager
+      advisor bench ops --short --counters --baseline eager
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench models --changed
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
@@ -99,6 +107,7 @@ def bench(
                     json_out=json_out,
                     baselines=names,
                     changed=changed,
+                    short_only=short_only,
                     counters=counters,
                     say=say,
                 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from advisor.bench import ops, timing, units
+from advisor.bench import goals, ops, timing, units
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, nvrtc
@@ -51,12 +51,12 @@ def bench(
         pattern: str = "batchnorm_act bn+hardswish float32",
         *,
         changed: bool = False,
+        short_only: bool = False,
         counters: bool = False,
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
-        out = tmp_path / "ops.json"
-        given = {"pattern": pattern, "json_out": out, "baselines": (), "changed": changed, "counters": counters}
-        code = ops.run(**given, say=lambda text: None)
+        chosen = {"changed": changed, "short_only": short_only, "counters": counters}
+        code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), **chosen, say=lambda text: None)
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
     return run
@@ -74,7 +74,7 @@ def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        ops.run(pattern="", json_out=None, baselines=(), changed=False, counters=True, say=print)
+        ops.run(pattern="", json_out=None, baselines=(), changed=False, short_only=False, counters=True, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -130,6 +130,36 @@ def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: 
     monkeypatch.setattr(ops.family, "kernel_sha", lambda work: "new" if work.kernels == changed else sha(work))
     bench(measure, pattern, changed=True)
     assert measured == [case.label for _, case in ops.chosen(pattern) if case.passes["backward"].kernels == changed]
+
+
+def test_short_takes_what_the_file_shows_short_of_its_goal(bench, capsys) -> None:
+    """Of two large cases one that misses 0.85 of its limit; a small one has no goal."""
+    measured: list[str] = []
+    reached: dict[str, float] = {}
+
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+        measured.append(case.label)
+        return [
+            replace(row, limit_ms=row.advisor_ms * reached.get(f"{case.label} {row.pass_}", 0.86))
+            for row in rows_of(case)
+        ]
+
+    pattern = "batchnorm_act bn+add+relu bfloat16"
+    cases = [case for _, case in ops.chosen(pattern) if not case.wins()]
+    large, small = [case for case in cases if goals.large(case)], [case for case in cases if not goals.large(case)]
+    assert len(large) > 2
+    assert small
+    reached = {f"{large[1].label} backward": 0.84, f"{small[0].label} forward": 0.1}
+    bench(measure, pattern)
+    measured.clear()
+    reached.clear()
+    bench(measure, pattern, short_only=True)
+    assert measured == [large[1].label]
+    measured.clear()
+    code, _ = bench(measure, pattern, short_only=True)
+    assert code == ExitCode.OK
+    assert not measured
+    assert "is short of a goal" in capsys.readouterr().out
 
 
 def test_a_case_that_fails_is_told_and_the_rest_goes_on(bench, capsys) -> None:
