@@ -1,7 +1,8 @@
 """Fused optimizer: one kernel for many parameters, in place of several for each.
 
 Takes SGD, Adam, AdamW and Adagrad to `fused=True`; any other optimizer that was told `foreach=False` on a GPU to the multi-tensor
-implementation. Loses at times with few, large parameters. Fused kernels round in another order.
+implementation. Loses at times with few, large parameters. Fused kernels round in another order. What torch does on the host around a
+fused kernel is left out of the steps in which nothing has changed for it (`steady_steps`).
 
 `optimizer.state_dict()` stays as the plain script's: its flags, and Adam's step counters on the host, so a checkpoint does not
 turn the fused implementation on in a script that did not ask for it.
@@ -21,6 +22,7 @@ from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.skip import lacks_momentum, skip_step_hooks
+from advisor.transforms.steady_steps import gather_once
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 # Operators of each implementation.
@@ -178,6 +180,8 @@ def _switch(optimizer: torch.optim.Optimizer, kind: str, undo: Undo) -> None:
     switch_on(optimizer)
     undo.push(optimizer.register_state_dict_post_hook(plain_state_dict).remove)
     undo.push(optimizer.register_load_state_dict_post_hook(switch_on).remove)
+    if kind == "fused":
+        gather_once(optimizer, undo)
     if isinstance(optimizer, torch.optim.SGD) and kind == "fused":
         skip_step_hooks(undo, optimizer, _first_fused_step_overflowed)
 

@@ -244,7 +244,7 @@ def test_a_copy_is_bound_by_memory_and_a_product_by_the_tensor_cores() -> None:
         counting = units.UnitCounters()
     except CountersUnavailable as error:
         pytest.skip(str(error))
-    source = torch.ones(1 << 29, dtype=torch.uint8, device="cuda")
+    source = torch.ones(1 << 27, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with counting:
