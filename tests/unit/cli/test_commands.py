@@ -343,11 +343,14 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--baseline", "eager").exit_code == 0
     ((name, options),) = called
     options.pop("say")
-    more = {"max_time_s": 600.0, "runs": None} if what == "models" else {"counters": False}
+    more = {"max_time_s": 600.0, "runs": None} if what == "models" else {"short_only": False, "counters": False}
     assert (name, options) == (
         what,
         {"pattern": "bn", "json_out": out, "baselines": ("eager",), "changed": False, **more},
     )
+    assert invoke("bench", what, "--changed", "--short", "--counters").exit_code == 0
+    flags = ("changed", "short_only", "counters") if what == "ops" else ("changed",)
+    assert all(called[1][1][name] is True for name in flags)
     assert invoke("bench", what, "--baseline", "cudnn").exit_code == ExitCode.USAGE
     assert invoke("bench", "ops", "--counters").exit_code == 0
     assert called[-1][1]["counters"] is True
