@@ -24,6 +24,8 @@ MAX_NODES = 20_000
 
 # libyaml is about ten times faster; both give the same events.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# What libyaml says, since PyYAML 6.0.4, of brackets that it reads ahead: a thousand levels, before it tells of the first.
+_TOO_DEEP_FOR_LIBYAML = "exceeded maximum nesting depth"
 _RESOLVER = Resolver()
 _TAG_KINDS = {
     "tag:yaml.org,2002:bool": "bool",
@@ -149,6 +151,9 @@ class _Builder:
     def fail(self, mark: Mark, found: str, expected: str = "", fix: str = "") -> RuleError:
         return _error(self.name, self.lines, mark, found, expected=expected, fix=fix)
 
+    def too_deep(self, mark: Mark) -> RuleError:
+        return self.fail(mark, f"nested deeper than {MAX_DEPTH} levels")
+
     def build(self, text: str) -> Node:
         events = yaml.parse(text, Loader=_LOADER)
         root: Node | None = None
@@ -161,6 +166,8 @@ class _Builder:
         except yaml.MarkedYAMLError as error:
             raw = error.problem_mark or error.context_mark
             mark = Mark(raw.line + 1, raw.column + 1) if raw else Mark(1, 1)
+            if error.problem == _TOO_DEEP_FOR_LIBYAML:
+                raise self.too_deep(mark) from None
             raise self.fail(
                 mark, f"not YAML: {error.problem or error.context}", fix=_hint(str(error.problem))
             ) from None
@@ -174,7 +181,7 @@ class _Builder:
         mark = _mark(event)
         self.count += 1
         if depth > MAX_DEPTH:
-            raise self.fail(mark, f"nested deeper than {MAX_DEPTH} levels")
+            raise self.too_deep(mark)
         if self.count > MAX_NODES:
             raise self.fail(mark, f"more than {MAX_NODES} values in one file")
         if isinstance(event, yaml.AliasEvent):
