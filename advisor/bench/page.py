@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import gaps, models, plots
+from advisor.bench import checks, gaps, models, plots
 from advisor.bench.gaps import Measured, Row
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
@@ -58,7 +58,8 @@ def files(folder: Path) -> dict[str, str]:
             parts.append(_models(models, f"![Speed of whole trainings, as written = 1]({name})"))
         if ops:
             families = _families(ops["rows"])
-            parts += [_facts(ops), _summary(families), gaps.section(families)]
+            checked = _document(machine / checks.FILE).get("rows", ())
+            parts += [_facts(ops), _summary(families), gaps.section(families), checks.section(checked)]
             for family, cases in families:
                 name = f"{machine.name}/{family.id}.svg"
                 measured = [(case, rows) for case, rows in cases if rows]

@@ -3,6 +3,8 @@
     python tests/kernels/sanitize.py [--tool memcheck] [--seconds 300] [FAMILY ...]
     make sanitize SANITIZE="--tool initcheck pooling"
 
+What each tool found is written to docs/benchmarks/<gpu>/sanitizer.json as soon as it is known, in the place of what was there.
+
 memcheck finds accesses outside allocations, racecheck hazards between threads in shared memory, initcheck reads of device
 memory that nobody has written. Torch's caching allocator is off for the first and the last, so that an allocation is one
 tensor. memcheck watches the whole verification, with sliced and misaligned tensors; the other two, which are slow and do not
@@ -17,20 +19,21 @@ import argparse
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+from advisor.bench import checks, results  # noqa: E402
 from advisor.ops import catalog  # noqa: E402
 from advisor.ops.family import Case, Family  # noqa: E402
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
+SANITIZER = "compute-sanitizer"
 AT_ONCE = 8  # each holds some GB of device memory and one core
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -39,14 +42,12 @@ def check(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
     """Whether the tool has found nothing, and what it says."""
     filters = [f"--kernel-name=kne={entry}" for entry in ours()]
     watched = ["-m", "advisor", "kernels", "verify"] if tool == "memcheck" else [__file__, "--exercise"]
-    command = ["compute-sanitizer", "--tool", tool, *filters, sys.executable, *watched, family.id]
+    command = [SANITIZER, "--tool", tool, *filters, sys.executable, *watched, family.id]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0" if tool == "racecheck" else "1"}
     try:
         ended = subprocess.run(command, cwd=REPO, env=environment, timeout=seconds, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return False, f"not through in {seconds:g} s"
-    except FileNotFoundError:
-        return False, "compute-sanitizer is not installed; it comes with the CUDA toolkit"
     return judged(ended.stdout + ended.stderr, ended.returncode)
 
 
@@ -112,7 +113,7 @@ def judged(text: str, exit_code: int) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="ids of `advisor kernels list`; default: all")
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all three")
+    parser.add_argument("--tool", action="append", choices=tuple(checks.TOOLS), help="default: all three")
     parser.add_argument("--exercise", action="store_true", help="no tool: run each case's kernels once, here")
     parser.add_argument("--seconds", type=float, default=300.0, help="for one family and tool")
     asked = parser.parse_args()
@@ -121,13 +122,22 @@ def main() -> int:
         for family in families:
             exercise(family, "cuda")
         return 0
-    pairs = list(product(asked.tool or TOOLS, families))
+    if shutil.which(SANITIZER) is None:
+        parser.error(f"{SANITIZER} is not installed; it comes with the CUDA toolkit")
+    file = results.folder() / checks.FILE
     clean = True
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        results: Iterator[tuple[bool, str]] = pool.map(lambda pair: check(*pair, asked.seconds), pairs)
-        for (tool, family), (passed, text) in zip(pairs, results, strict=True):
+        pairs = {
+            pool.submit(check, tool, family, asked.seconds): (tool, family)
+            for tool, family in product(asked.tool or checks.TOOLS, families)
+        }
+        for ended in as_completed(pairs):
+            (tool, family), (passed, text) = pairs[ended], ended.result()
             clean &= passed
             print(f"{tool:10} {family.id:20} {text}", flush=True)
+            results.write(
+                file, "sanitizer", checks.merged(results.on_file(file), checks.row(family, tool, passed, text))
+            )
     return 0 if clean else 1
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sanitize
+import torch
 
+from advisor.bench import checks, results
 from advisor.ops import catalog
 from advisor.ops.family import Case, Family
 
@@ -40,7 +45,7 @@ def test_reads_of_memory_that_nobody_wrote_are_told() -> None:
     assert "at max_pool_forward" in told
 
 
-@pytest.mark.parametrize("tool", sanitize.TOOLS)
+@pytest.mark.parametrize("tool", checks.TOOLS)
 def test_what_a_tool_is_asked(monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     asked: dict[str, Any] = {}
 
@@ -58,17 +63,48 @@ def test_what_a_tool_is_asked(monkeypatch: pytest.MonkeyPatch, tool: str) -> Non
     assert asked["environment"]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == ("0" if tool == "racecheck" else "1")
 
 
-def test_a_tool_that_hangs_or_is_not_there_has_proved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_hangs_has_proved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(command: list[str], **rest: Any) -> Any:
         raise subprocess.TimeoutExpired(command, rest["timeout"])
 
-    def absent(command: list[str], **rest: Any) -> Any:
-        raise FileNotFoundError(command[0])
-
     monkeypatch.setattr(subprocess, "run", hangs)
     assert sanitize.check("initcheck", catalog.get("pooling"), 7.0) == (False, "not through in 7 s")
-    monkeypatch.setattr(subprocess, "run", absent)
-    assert not sanitize.check("initcheck", catalog.get("pooling"), 7.0)[0]
+
+
+def test_without_the_tool_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(results, "folder", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "pooling"])
+    with pytest.raises(SystemExit) as ended:
+        sanitize.main()
+    assert ended.value.code == 2
+    assert "compute-sanitizer is not installed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_found_goes_on_file_as_soon_as_it_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An interrupted run keeps what it had; what another run found of other families stays."""
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(results, "folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    file = tmp_path / checks.FILE
+    earlier = checks.row(catalog.get("upsample"), "memcheck", True, "clean")
+    results.write(file, "sanitizer", [earlier, checks.row(catalog.get("pooling"), "memcheck", False, "3 errors")])
+
+    def checked(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
+        if tool == "racecheck":
+            raise KeyboardInterrupt
+        return True, "clean"
+
+    monkeypatch.setattr(sanitize, "AT_ONCE", 1)
+    monkeypatch.setattr(sanitize, "check", checked)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "pooling"])
+    with pytest.raises(KeyboardInterrupt):
+        sanitize.main()
+    found = [(row["family"], row["tool"], row["clean"]) for row in results.on_file(file)]
+    assert found == [("pooling", "memcheck", True), ("upsample", "memcheck", True)]
 
 
 @pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
