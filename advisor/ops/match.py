@@ -408,6 +408,16 @@ def _rewrite_or_leave(
         report.unmatched[f"graph {report.graphs}"] = f"the rewrite failed: {type(error).__name__}: {error}"
 
 
+def twin(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph once more, over the same tensors: rewrites of one leave the other as it is, bodies of checkpoints included."""
+    found = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    found.meta = dict(graph_module.meta)
+    for name, child in graph_module.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(found, name, twin(child))
+    return found
+
+
 def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable[..., Any]:
     """A Dynamo backend that puts in the operations of the families named in `reports`, in the catalog's order.
 

@@ -1,21 +1,26 @@
 """One Dynamo capture a root module, shared by the transforms that want one: kernel families, torch.compile, or both.
 
-They sit in the same layer because Inductor must see the rewritten graph; switching either exchanges the layer.
+Capturing is what takes long (2 to 5 s for an EfficientNet, of which its rewrites are a tenth), and every set of families starts from the same
+graph. So what lies below is captured once, and that graph is rewritten for each set when it is first asked for. Only Inductor, which must see
+the rewritten graph, has a capture of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import fx
 
-from advisor.ops import match
+from advisor.ops import catalog, match
 from advisor.profiling.attach import Attached
 from advisor.transforms.base import Undo
-from advisor.transforms.forward import CAPTURE, ForwardStack, KeptLayers
+from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers
 from advisor.transforms.patch import all_or_nothing
 
 # Dynamo keeps at most this many versions of one code object before it silently runs eagerly. Trials switch layers below
@@ -23,33 +28,101 @@ from advisor.transforms.patch import all_or_nothing
 _RECOMPILE_LIMIT = 128
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class CaptureLayer:
     """A layer for ForwardStack: captured in training, the inner forward as it is in evaluation."""
 
     families: frozenset[str]  # kernel families whose operations are put in, and weight_casts.ID
     mode: str | None  # torch.compile's mode, None for eager
     reports: dict[str, match.MatchReport] = field(init=False)  # by family
+    _rewritten: WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = field(init=False)  # by the graph as captured
 
     def __post_init__(self) -> None:
         self.reports = {family: match.MatchReport() for family in sorted(self.families)}
+        self._rewritten = WeakKeyDictionary()
 
     @property
     def graphs(self) -> int:
         """Graphs captured so far, as far as a rewrite has seen them; 1 where none looks."""
         return max((report.graphs for report in self.reports.values()), default=1)
 
+    def rewritten(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """What runs in the place of a captured graph, which stays as it is."""
+        run = self._rewritten.get(graph)
+        if run is None:
+            run = self._rewritten[graph] = match.backend(self.reports, mode=None)(match.twin(graph), ())
+        return run
+
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-        backend = match.backend(self.reports, mode=self.mode)
-        captured = torch.compile(inner, backend=backend, dynamic=False)
+        shared = cast(_Captured, inner)  # `_install` puts it there
+        plain = shared.inner
+        captured: Callable[..., Any] = functools.partial(shared.run, self)
+        if self.mode is not None:
+            captured = torch.compile(plain, backend=match.backend(self.reports, mode=self.mode), dynamic=False)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
-                return inner(*args, **kwargs)
+                return plain(*args, **kwargs)
             with _unobserved():
                 return captured(*args, **kwargs)
 
         return forward
+
+
+@dataclass(slots=True, eq=False)
+class _InForce:
+    """Whose rewrite of the graphs runs. The code that Dynamo keeps holds this, and through it no module."""
+
+    layer: CaptureLayer | None = None
+
+
+class _Captured:
+    """One capture of what lies below, `inner`, for all layers above; called itself, it is `inner`."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+        self._in_force = _InForce()
+        self._forward = torch.compile(inner, backend=_dispatching(self._in_force), dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def run(self, layer: CaptureLayer, /, *args: Any, **kwargs: Any) -> Any:
+        """The captured forward, its graphs as `layer` rewrites them."""
+        outer, self._in_force.layer = self._in_force.layer, layer
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._in_force.layer = outer
+
+
+def _dispatching(in_force: _InForce) -> Callable[..., Any]:
+    """A Dynamo backend whose graphs run as the layer in force at each call rewrites them."""
+
+    def keep(graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graph = match.twin(graph_module)  # Dynamo takes its values out of the nodes when it is done
+
+        def run(*args: Any) -> Any:
+            assert in_force.layer is not None
+            return in_force.layer.rewritten(graph)(*args)
+
+        return run
+
+    return keep
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedLayer:
+    """A layer for ForwardStack below all CaptureLayers.
+
+    Attributes:
+        restated: families that exchange the forward of modules inside, which Dynamo would not see changing: they are captured apart.
+    """
+
+    restated: frozenset[str]
+
+    def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> _Captured:
+        return _Captured(inner)
 
 
 def _unobserved() -> contextlib.AbstractContextManager[None]:
@@ -59,15 +132,26 @@ def _unobserved() -> contextlib.AbstractContextManager[None]:
 
 
 _layers = KeptLayers(CAPTURE, CaptureLayer)
-current, release = _layers.current, _layers.release
+_shared = KeptLayers(CAPTURED, _SharedLayer)
+current = _layers.current
+_RESTATED = frozenset(family.id for family in catalog.FAMILIES if family.restated is not None)
+
+
+def release(modules: Iterable[torch.nn.Module]) -> None:
+    """Drop what is kept of these modules and not in force, so that it can be freed."""
+    for module in modules:
+        _layers.release([module])
+        _shared.release([module])
 
 
 def _install(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> None:
     stack = ForwardStack.of(module)
     if families or mode is not None:
+        stack.set(CAPTURED, _shared.of(module, families & _RESTATED))
         stack.set(CAPTURE, _layers.of(module, families, mode))
     else:
         stack.clear(CAPTURE)
+        stack.clear(CAPTURED)
 
 
 def set_family(modules: Iterable[torch.nn.Module], family: str) -> Undo:

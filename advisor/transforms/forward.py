@@ -26,6 +26,7 @@ Layer = Callable[[Callable[..., Any], torch.nn.Module], Callable[..., Any]]
 SUBMODULE = 0  # around the forward of a layer inside a root
 INPUT_LAYOUT = 10
 AUTOCAST = 20
+CAPTURED = 25  # what those at CAPTURE share
 CAPTURE = 30
 GRAPH = 40
 WRAPPER = 50  # around a root that only calls the module in it

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from advisor.ops import dispatch, match
 from advisor.profiling.training import RootModule, Training
@@ -72,6 +74,59 @@ def test_a_cumulative_average_runs_on_the_kernels(emulated, nets) -> None:
             torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
     assert emulated.launches["batchnorm_act_held_forward"] == 4
     undo.run()
+
+
+class Parts(nn.Module):
+    """A norm and a pooling, in a checkpoint or behind a break of the graph where that is asked for."""
+
+    def __init__(self, *, checkpointed: bool = False, broken: bool = False, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=momentum)
+        self.head = nn.Linear(8, 4)
+        self.checkpointed, self.broken = checkpointed, broken
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn(self.conv(x)))
+        if self.broken:
+            torch._dynamo.graph_break()
+        return F.avg_pool2d(x, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return self.head(x.mean((2, 3)))
+
+
+# How a net is made, and the graphs of all its captures: one without norms, whose kernels exchange the forward of some of them, and one with.
+WAYS = [({}, 1 + 1), ({"checkpointed": True}, 1 + 1), ({"broken": True}, 3 + 3), ({"momentum": None}, 3 + 1)]
+
+
+@pytest.mark.parametrize(("way", "graphs"), WAYS, ids=["plain", "checkpointed", "broken", "cumulative"])
+def test_sets_of_families_share_a_capture_and_each_runs_its_own(emulated, nets, way, graphs) -> None:
+    """Of every set that a search switches between: what it launches, in whatever order, and the numbers of the plain net."""
+    x = nets[2]
+    torch.manual_seed(0)
+    model, plain = (Parts(**way).to(memory_format=torch.channels_last).train() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    training = Training(device=torch.device("cpu"), roots=[RootModule(module=model, name="Parts", args=(x,))])
+    counters.clear()
+    undos = {}
+
+    def launched() -> set[str]:
+        before = emulated.launches.copy()
+        for mine, want in zip(step(model, x), step(plain, x), strict=True):
+            torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
+        entries = emulated.launches - before
+        return {"norm" if "batchnorm" in entry else "pooling" for entry in entries}
+
+    for wanted in ({"pooling"}, {"pooling", "norm"}, {"norm"}, {"pooling", "norm"}, {"pooling"}, set(), {"pooling"}):
+        for kind, transform in (("pooling", "fused_pooling"), ("norm", "fused_bn_act")):
+            if kind in wanted and kind not in undos:
+                undos[kind] = registry.get(transform).apply(training, {})
+            elif kind not in wanted and kind in undos:
+                undos.pop(kind).run()
+        assert launched() == wanted
+    assert counters["stats"]["unique_graphs"] == graphs
+    undos.pop("pooling").run()
 
 
 def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,94 @@ def test_looks_hidden_twice_come_back_when_the_outer_call_ends(attached: Trainin
     with discovery.out_of_sight():
         discovery.stop_looking()
     assert torch.nn.Module.__call__ is plain
+
+
+def stepped(net: nn.Module, n: int = 4) -> None:
+    net(torch.randn(n, 3, 8, 8)).sum().backward()
+
+
+def test_a_graph_is_captured_once_for_all_sets_and_rewritten_once_for_each() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net()
+    undos = [capture.set_family([net], family) for family in ("pooling", "bias_act")]
+    stepped(net)
+    both = capture.current(net)
+    undos.pop().run()
+    stepped(net)
+    undos.append(capture.set_family([net], "bias_act"))
+    stepped(net)
+    stepped(net)
+    assert capture.current(net) is both
+    assert both is not None
+    assert both.graphs == 1
+    assert counters["stats"]["unique_graphs"] == 1
+    stepped(net, 6)  # another size is another graph, for each set when it comes to it
+    assert both.graphs == 2
+    undos.pop().run()
+    stepped(net, 6)
+    assert counters["stats"]["unique_graphs"] == 2
+    undos.pop().run()
+
+
+def test_in_evaluation_and_without_gradients_nothing_is_captured() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net()
+    undo = capture.set_family([net], "pooling")
+    with torch.no_grad():
+        net(torch.randn(2, 3, 8, 8))
+    net.eval()(torch.randn(2, 3, 8, 8))
+    assert counters["stats"]["unique_graphs"] == 0
+    undo.run()
+
+
+def test_a_forward_that_fails_fails_as_it_was_and_is_captured_the_next_time() -> None:
+    torch._dynamo.reset()
+    net = Net()
+    undo = capture.set_family([net], "pooling")
+    with pytest.raises(RuntimeError, match="channels"):
+        net(torch.randn(2, 5, 8, 8))
+    stepped(net)
+    undo.run()
+
+
+def test_what_is_released_goes_and_what_is_in_force_stays() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net()
+    undos, layers = [], []
+    for family in ("pooling", "bias_act"):
+        undos.append(capture.set_family([net], family))
+        stepped(net)
+        layers.append(weakref.ref(capture.current(net)))
+    capture.release([net])
+    gc.collect()
+    assert [layer() for layer in layers] == [None, capture.current(net)]
+    undos.pop().run()
+    capture.release([net])
+    gc.collect()
+    assert layers[1]() is None
+    stepped(net)
+    assert counters["stats"]["unique_graphs"] == 1  # the capture was in force all the while
+    undos.pop().run()
+    capture.release([net])
+    undos.append(capture.set_family([net], "pooling"))
+    stepped(net)
+    assert counters["stats"]["unique_graphs"] == 2
+    undos.pop().run()
+
+
+def test_a_module_goes_with_all_that_was_captured_of_it() -> None:
+    torch._dynamo.reset()
+    net = Net()
+    for families in ({"pooling"}, {"pooling", "bias_act"}):
+        capture._install(net, frozenset(families), None)  # an undo would hold it
+        stepped(net)
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("first", [0, 1])
