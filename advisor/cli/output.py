@@ -81,9 +81,15 @@ def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) ->
 def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO) -> str:
     from advisor.reporting import terminal
 
-    plan = run_dir / "plan.yaml" if run_dir is not None else None
-    path = str(plan) if plan is not None and plan.exists() else ""
-    return terminal.trials_text(trials, width(), color(stream), command=program(), plan=path)
+    present = {name: run_dir / name for name in FILES if run_dir is not None and (run_dir / name).exists()}
+    return terminal.trials_text(
+        trials,
+        width(),
+        color(stream),
+        command=program(),
+        plan=str(present.get("plan.yaml", "")),
+        listed_in="report.html" if "report.html" in present else "trials.json",
+    )
 
 
 def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:

@@ -18,11 +18,12 @@ from advisor.core.metrics import BY_NAME
 from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.verdict import TrialLog, Verdict
-from advisor.reporting import breakdown, charts, machine, wording
+from advisor.reporting import breakdown, charts, machine, places, wording
 
-# With these the file stays near 1 MB for any run; what is left out is in profile.json.
+# With these the file stays near 1 MB for any run; what is left out is in profile.json and trials.json.
 MAX_KERNELS = 500
 MAX_MODULES = 400
+MAX_PLACES = 1000  # of which the same is said
 MAX_NAME = 400  # of a kernel's full name, which can be ten thousand characters of template arguments
 PROVENANCE_MARKS = {Provenance.MEASURED: "●", Provenance.MODELLED: "◐", Provenance.UNAVAILABLE: "○"}
 
@@ -79,13 +80,19 @@ def _environment() -> jinja2.Environment:
         "counted": units.counted,
         "tracing": wording.tracing,
         "sentence": wording.sentence,
+        "grouped": places.grouped,
         "px": lambda value: f"{value:.1f}",
         "name": wording.kernel_name,
         "ticks": code_spans,
         "cut": lambda text: text if len(text) <= MAX_NAME else text[:MAX_NAME] + "…",
     }
     environment.tests["web_address"] = web_address
-    environment.globals |= {"semantics": wording.SEMANTICS, "mark": PROVENANCE_MARKS, "kinds": breakdown.KIND_LABELS}
+    environment.globals |= {
+        "semantics": wording.SEMANTICS,
+        "mark": PROVENANCE_MARKS,
+        "kinds": breakdown.KIND_LABELS,
+        "max_places": MAX_PLACES,
+    }
     return environment
 
 

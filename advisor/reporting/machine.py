@@ -9,11 +9,12 @@ from advisor.core.profile import StepProfile
 from advisor.core.storage import to_plain
 from advisor.core.units import bytes_text, counted, percent_text, samples_text, time_text
 from advisor.core.verdict import TrialLog
-from advisor.reporting import breakdown, wording
+from advisor.reporting import breakdown, places, wording
 
 # Raised when a key is removed or changes its meaning; new keys may come at any time.
 REPORT_SCHEMA_VERSION = 1
 MARKDOWN_FINDINGS = 20
+MARKDOWN_PLACES = 20  # of which the same is said
 
 
 def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> dict[str, Any]:
@@ -140,8 +141,21 @@ def _trials(trials: TrialLog) -> list[str]:
         lines.append(
             f"| {v.round} | {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(wording.reason(v))} |"
         )
+    for v in places.told(trials):
+        lines += ["", f"<details><summary>{cell(places.headline(v))}</summary>", ""]
+        lines += [_listed(group) for group in places.grouped(v.matched)]
+        lines += [_listed(group, "left as before") for group in places.grouped(v.unmatched)]
+        lines += ["", "</details>"]
     stack = trials.stack
     if stack is not None:
         word = {True: "passed", False: "**failed**", None: "undecided"}[stack.passed]
         lines += ["", f"All kept changes together against the plain script: {word}. {cell(stack.detail)}"]
     return lines
+
+
+def _listed(group: places.Group, left: str = "") -> str:
+    """A group of places as an item of a list."""
+    what = ", ".join(text for text in (left, group.text, counted(len(group.places), "place")) if text)
+    shown = ", ".join(f"{path} ({own})" if own else path for path, own in group.places[:MARKDOWN_PLACES])
+    more = len(group.places) - MARKDOWN_PLACES
+    return f"- {cell(what)}: {cell(shown)}" + (f" and {more:,} more in trials.json" if more > 0 else "")

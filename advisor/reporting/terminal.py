@@ -13,7 +13,7 @@ from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommen
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text, unbroken
 from advisor.core.verdict import TrialLog
-from advisor.reporting import breakdown, wording
+from advisor.reporting import breakdown, places, wording
 from advisor.reporting.compare import Comparison, Delta
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "94", "cyan": "36"}
@@ -24,6 +24,8 @@ MIN_WIDTH = 72
 LEAST_COLUMN = 10
 TOP_GAPS = 5
 TOP_FINDINGS = 6
+TOP_REASONS = 3
+EXAMPLES = 2  # of the places of one reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +282,19 @@ def _next(page: _Page, profile: StepProfile, findings: Findings | None, command:
 
 
 def trials_text(
-    log: TrialLog, width: int = 100, color: bool = False, *, command: str = "advisor", plan: str = ""
+    log: TrialLog,
+    width: int = 100,
+    color: bool = False,
+    *,
+    command: str = "advisor",
+    plan: str = "",
+    listed_in: str = "report.html",
 ) -> str:
-    """What `apply` shows: a line for each trial, then the stack against the plain script, then files and the next command."""
+    """What `apply` shows: a line for each trial, then how many places those kept have, then the stack against the plain script,
+    files and the next command. `listed_in` is the file that has every place by its path.
+    """
     page = _Page(max(width, MIN_WIDTH), color)
-    blocks = [_trials(page, log), _stack(page, log), _written(page, log)]
+    blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
     if wording.usable(log):
         blocks.append(
             [page.heading("Next"), "  " + page.paint(printable(wording.next_run(log, command, plan)), "cyan")]
@@ -328,6 +338,26 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
         if percent := wording.confidence(log):
             text += f" Measured: share of the step at that point, {percent} interval."
         lines += page.wrap(text, 2, "dim")
+    return lines
+
+
+def _places(page: _Page, log: TrialLog, listed_in: str) -> list[str]:
+    told = places.told(log)
+    if not told:
+        return []
+    lines = [page.heading("Where kept changes took effect", f"by path in {listed_in} or --format json")]
+    for verdict in told:
+        lines += page.wrap(places.headline(verdict), 4, first=2)
+        reasons = places.grouped(verdict.unmatched)
+        shown = TOP_REASONS + (len(reasons) == TOP_REASONS + 1)  # its line may as well say the one that is left
+        for reason in reasons[:shown]:
+            examples = ", ".join(clip_path(path, page.width // 2) for path in reason.paths[:EXAMPLES])
+            also = ", …" if len(reason.paths) > EXAMPLES else ""
+            text = clip(reason.text or "no reason was recorded", 2 * page.width)
+            lines += page.wrap(f"{len(reason.paths):>5,}  {text}, at {examples}{also}", 11, "dim", first=4)
+        if rest := reasons[shown:]:
+            count = sum(len(reason.paths) for reason in rest)
+            lines += page.wrap(f"{count:>5,}  for {counted(len(rest), 'other reason')}", 11, "dim", first=4)
     return lines
 
 

@@ -292,7 +292,7 @@ def reason(verdict: Verdict) -> str:
         parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.blocks.exponent:
         parts.append("inputs differ in size, and steps were compared at one size")
-    if verdict.unmatched:
+    if verdict.unmatched and verdict.status != "kept":  # of what is kept the reports say which places and why
         parts.append(f"{counted(len(verdict.unmatched), 'place')} left as before")
     return "; ".join(p for p in parts if p)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from networks import LIBRARIES, Library, Network  # noqa: E402
 
 from advisor.ops import catalog  # noqa: E402
 from advisor.ops.family import Family  # noqa: E402
+from advisor.reporting import places  # noqa: E402
 
 PAGE = REPO / "docs" / "networks.md"
 RECORDS = REPO / "docs" / "networks"
@@ -52,8 +52,8 @@ Seen by capturing each net as `advisor apply` does, with Dynamo and all families
 autocast (`tests/kernels/fake_gpu.py`): the graphs have a GPU's dtypes and shapes, no GPU is needed, nothing is computed. The rewrites
 ask for shapes and dtypes. What a call looks at beside them is taken to hold: sm_80 or newer, channels_last, aligned memory. Versions
 and dates stand with each table. `python tests/kernels/networks_page.py --capture` makes the page anew, `tests/kernels/test_zoo.py`
-says of some nets how many places there must be, and `advisor apply` lists the places of your own network by module path, with what
-was left alone and why.
+says of some nets how many places there must be, and the report of `advisor apply` lists the places of your own network by module
+path, with what was left alone and why.
 """
 
 _TAIL = """
@@ -189,31 +189,22 @@ def _captured(found: Record) -> str:
 
 def _aggregated(records: Iterable[Record], kind: str, column: str) -> list[str]:
     """By family what the records hold of this kind, over all networks; texts that differ in numbers alone are one."""
-    places: dict[tuple[str, str], Counter[str]] = {}  # (family, template) → networks' places
-    numbers: dict[tuple[str, str], list[list[int]]] = {}
+    found_in: dict[tuple[str, str], Counter[str]] = {}  # (family, text without its numbers) → networks' places
+    alike: dict[tuple[str, str], list[str]] = {}
     for found in records:
         for name, seen in found["networks"].items():
             for family, texts in seen[kind].items():
                 for text, count in texts.items():
-                    key = family, _NUMBER.sub("{}", text)
-                    places.setdefault(key, Counter())[name] += count
-                    numbers.setdefault(key, []).append([int(number) for number in _NUMBER.findall(text)])
+                    key = family, places.numberless(text)
+                    found_in.setdefault(key, Counter())[name] += count
+                    alike.setdefault(key, []).append(text)
     lines = _table("family", column, "places", "networks")
     for family in families():
-        mine = [key for key in places if key[0] == family.id]
-        for key in sorted(mine, key=lambda key: -places[key].total()):
-            text = key[1].format(*map(_span, zip(*numbers[key], strict=True)))
-            lines.append(_row(f"`{family.id}`", text, places[key].total(), _some(places[key])))
+        mine = [key for key in found_in if key[0] == family.id]
+        for key in sorted(mine, key=lambda key: -found_in[key].total()):
+            text, networks = places.spanned(alike[key]), found_in[key]
+            lines.append(_row(f"`{family.id}`", text, networks.total(), _some(networks)))
     return lines
-
-
-_NUMBER = re.compile(r"\d+")
-
-
-def _span(values: Sequence[int]) -> str:
-    """`16–96`."""
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}–{high}"
 
 
 def _some(counts: Counter[str]) -> str:

@@ -316,6 +316,7 @@ class Styles(nn.Module):
         self.stem, self.transition = nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2)
         self.same, self.halved, self.uneven = (nn.AdaptiveAvgPool2d(n) for n in (4, 2, 3))
         self.last, self.indexed = nn.AdaptiveAvgPool2d((1, 1)), nn.MaxPool2d(2, return_indices=True)
+        self.largest, self.where = nn.AdaptiveMaxPool2d(1), nn.AdaptiveMaxPool2d(2, return_indices=True)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.stem(x)
@@ -328,10 +329,17 @@ class Styles(nn.Module):
             + b.mean((2, 3), keepdim=True)[:, :, 0, 0]
         )
         large = F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 10)  # more pixels than a window may have, and all there are
-        return self.halved(b), self.uneven(b), c, self.indexed(b)[0], b.mean(1), x.mean((2, 3)), large
+        adaptive = self.largest(b) + self.where(b)[0]
+        return self.halved(b), self.uneven(b), c, self.indexed(b)[0], b.mean(1), x.mean((2, 3)), large, adaptive
 
 
-LEFT_ALONE = {"uneven": "windows of unequal size", "indexed": "return_indices=True"}
+NO_KERNEL = "no kernel for adaptive max-pooling"
+LEFT_ALONE = {
+    "uneven": "windows of unequal size",
+    "indexed": "return_indices=True",
+    "largest": NO_KERNEL,
+    "where": NO_KERNEL,
+}
 FOUND = [
     "avg_pool k2s2", "avg_pool k2s2", "avg_pool k2s2ceil", *["global_avg_pool"] * 6, "identity",
     "max_pool k3s1", "max_pool k3s1", "max_pool k3s2",

@@ -274,6 +274,13 @@ def test_report_of_a_proof_has_no_page(invoke, pipeline):
         assert "no page" in result.stderr
 
 
+def test_places_are_looked_up_in_the_page_where_there_is_one(invoke, pipeline):
+    pipeline.proofs["proof"] = samples.trials()
+    (pipeline.run_dir / "report.html").touch()
+    assert "by path in report.html or --format json" in invoke("report", "last").stdout
+    assert "by path in trials.json or --format json" in invoke("report", "proof").stdout
+
+
 def test_report_html_file(invoke, tmp_path):
     target = tmp_path / "out" / "r.html"
     result = invoke("report", "last", "--html", str(target))

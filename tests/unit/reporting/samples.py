@@ -568,6 +568,25 @@ def trials() -> TrialLog:
     )
 
 
+def many_places(matched: int = 250, unmatched: int = 120) -> TrialLog:
+    """The sample's trials, with the kernels of a deep network: two patterns, and four reasons, the rarest recorded first."""
+    log = trials()
+    norms = [f"stages.{i // 40}.blocks.{i % 40}.norm" for i in range(matched)]
+    convs = [f"stages.{i // 40}.blocks.{i % 40}.conv" for i in range(unmatched)]
+    reasons = (
+        *['left to <Inductor> & "others" {0}'] * 5,
+        *["no measurement on file"] * 20,
+        *(f"{64 << i % 3} channels in, 32 out: cuDNN is faster" for i in range(35)),
+    )
+    named = [f"{p}: {reasons[i] if i < 60 else 'the norm behind it has no use for it'}" for i, p in enumerate(convs)]
+    patterns = tuple(f"{p}: bn{'+add' if i % 3 == 2 else ''}+relu" for i, p in enumerate(norms))
+    deep = [
+        replace(v, matched=patterns, unmatched=tuple(named)) if v.transform == "fused_bn_act" else v
+        for v in log.verdicts
+    ]
+    return replace(log, verdicts=tuple(deep))
+
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'\x1b[2J\u2028"
 
 

@@ -9,7 +9,7 @@ import pytest
 import samples
 
 from advisor.core.profile import StepProfile
-from advisor.reporting.html import json_script, report_html, web_address
+from advisor.reporting.html import MAX_PLACES, json_script, report_html, web_address
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
 
@@ -77,7 +77,7 @@ def test_sections_and_findings(applied):
         "Timing undecided",
         "Pays off after 16 steps",
         "Left out of the whole, 25–27 % of the step are lost.",
-        "layer1.0.downsample.1: no activation follows",
+        "no activation follows 1 place layer1.0.downsample.1",
         "idle: waiting for copies",
         "train_imagenet.py:81",
         "5 quiet: looked at and in order",
@@ -174,3 +174,37 @@ def test_on_a_cpu_an_operator_is_named_once():
     text = report_html(samples.cpu_run(), None, None)
     assert "One row for each operator, module, phase" in text
     assert "One row for each kernel, operator, module" in report_html(samples.resnet50(), None, None)
+
+
+def test_every_place_is_listed_and_each_reason_said_once():
+    log = samples.many_places()
+    html = report_html(samples.resnet50(), samples.findings(), log)
+    text = " ".join(Page(html).text.split())
+    fused = next(v for v in log.verdicts if len(v.matched) == 250)
+    assert not [path for entry in fused.matched + fused.unmatched if (path := entry.partition(": ")[0]) not in text]
+    assert "Took effect on 250 places bn+relu 167 places stages.0.blocks.0.norm stages.0.blocks.1.norm" in text
+    left = text[text.index("Left 120 places as before") :]
+    reasons = (
+        "the norm behind it has no use for it 60 places",
+        "64–256 channels in, 32 out: cuDNN is faster 35 places stages.0.blocks.25.conv 64 stages.0.blocks.26.conv 128",
+        "no measurement on file 20 places",
+        'left to <Inductor> & "others" {0} 5 places',
+    )
+    assert [left.count(reason) for reason in reasons] == [1, 1, 1, 1]
+    assert sorted(reasons, key=left.index) == list(reasons)
+    assert "<Inductor>" not in html
+
+
+def test_more_places_than_a_page_holds_are_counted():
+    html = report_html(samples.resnet50(), None, samples.many_places(3 * MAX_PLACES, 0))
+    assert "bn+relu</b>" in html
+    assert Page(html).text.count(".norm\n") == 2 * MAX_PLACES
+    assert "and 1,000 more in trials.json" in html
+
+
+def test_a_change_without_places_has_no_list_of_them():
+    log = samples.many_places(0, 0)
+    text = report_html(samples.resnet50(), None, replace(log, verdicts=log.verdicts[2:3]))
+    assert "fused batch norm" in text
+    assert "Took effect" not in text
+    assert "as before" not in text

@@ -10,7 +10,7 @@ import samples
 
 from advisor.core.profile import StepProfile
 from advisor.core.storage import from_plain
-from advisor.reporting.machine import cell, markdown, report_json
+from advisor.reporting.machine import cell, markdown, proof_markdown, report_json
 
 
 def test_json_is_stable_strict_and_complete():
@@ -50,6 +50,23 @@ def test_markdown_escapes():
     assert "<script" not in text
     assert "<img" not in text
     assert cell("a|b\n`c` [x](y) <b>") == "a\\|b \\`c\\` \\[x\\](y) &lt;b&gt;"
+
+
+def test_markdown_says_where_kept_changes_took_effect():
+    log = samples.many_places()
+    text = markdown(samples.resnet50(), None, log)
+    assert text.count("<details>") == 1
+    lines = text[text.index("<summary>fused batch norm, add and ReLU: 250 places, 120 left as before</summary>") :]
+    items = [line for line in lines.splitlines() if line.startswith("- ")]
+    assert [item.partition(":")[0] for item in items[:2]] == ["- bn+relu, 167 places", "- bn+add+relu, 83 places"]
+    assert items[0].count(".norm") == 20
+    assert items[0].endswith(" and 147 more in trials.json")
+    assert "- left as before, no measurement on file, 20 places: stages.0.blocks.5.conv, " in text
+    assert "stages.0.blocks.24.conv\n- left as before, left to &lt;Inductor&gt; &amp; " in text
+    assert "stages.0.blocks.25.conv (64), stages.0.blocks.26.conv (128), " in text
+    assert len(items) == 6
+    assert items == [line for line in proof_markdown(log).splitlines() if line.startswith("- ")]
+    assert "<details>" not in markdown(samples.resnet50(), None, samples.many_places(0, 0))
 
 
 def test_reports_import_neither_torch_nor_cupy():

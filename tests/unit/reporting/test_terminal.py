@@ -205,3 +205,48 @@ def test_a_question_says_what_would_be_tried_in_lines_that_fit():
     assert text.splitlines()[0] == "bf16 mixed precision  [amp_bf16]"
     assert "predicted to save" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def _where(text: str) -> list[str]:
+    """The lines that say where kept changes took effect."""
+    _, _, after = text.partition("Where kept changes took effect  ")
+    return after.partition("\n\n")[0].splitlines()
+
+
+def test_places_of_what_is_kept_are_counted_with_reasons_most_frequent_first():
+    note, *lines = _where(terminal.trials_text(samples.many_places(), 160))
+    assert note == "by path in report.html or --format json"
+    assert lines == [
+        "  fused batch norm, add and ReLU: 250 places, 120 left as before",
+        "       60  the norm behind it has no use for it, at stages.1.blocks.20.conv, stages.1.blocks.21.conv, …",
+        "       35  64–256 channels in, 32 out: cuDNN is faster, at stages.0.blocks.25.conv, stages.0.blocks.26.conv, …",
+        "       20  no measurement on file, at stages.0.blocks.5.conv, stages.0.blocks.6.conv, …",
+        '        5  left to <Inductor> & "others" {0}, at stages.0.blocks.0.conv, stages.0.blocks.1.conv, …',
+    ]
+
+
+@pytest.mark.parametrize("width", [72, 80, 160])
+def test_many_places_take_few_lines_that_fit(width):
+    log = samples.many_places()
+    fused = next(v for v in log.verdicts if v.unmatched)
+    left = (*fused.unmatched, *[f"{'deep.' * 900}: {'because ' * 900}"] * 80, "x: y", "y: z")
+    crowded = replace(log, verdicts=(replace(fused, unmatched=left),))
+    lines = _where(terminal.trials_text(crowded, width))
+    assert len(lines) < 14
+    assert lines[2].startswith("       80  because because ")
+    assert max(map(len, lines[1:])) <= width
+    assert lines[-1] == "       27  for 4 other reasons"
+
+
+def test_without_places_nothing_is_said_of_them():
+    log = samples.many_places(0, 0)
+    assert "Where kept changes" not in terminal.trials_text(log, 80)
+    reverted = [replace(v, status="reverted") for v in samples.many_places().verdicts]
+    text = " ".join(terminal.trials_text(replace(log, verdicts=tuple(reverted)), 80).split())
+    assert "Where kept changes" not in text
+    assert "120 places left as before" in text
+
+
+def test_a_proof_has_no_page_to_look_places_up_in():
+    text = terminal.trials_text(samples.many_places(), 80, listed_in="trials.json")
+    assert _where(text)[0] == "by path in trials.json or --format json"
