@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import checks, gaps, models, plots
+from advisor.bench import beside_eager, checks, gaps, inferred, models, plots
 from advisor.bench.gaps import Measured, Row
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
@@ -26,8 +26,7 @@ Made from the JSON files in this folder by `python -m advisor.bench.page`; the J
 
 How it is measured: all contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
 behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
-2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)): of that time are the rows that
-have compiled code beside. *Limit* is the time for the
+2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)). *Limit* is the time for the
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 *Units* are counted by the GPU's performance monitors (`--counters`), after the timing, in rows of our calls that take about 3 ms, sampled every
@@ -59,7 +58,8 @@ def files(folder: Path) -> dict[str, str]:
         if ops:
             families = _families(ops["rows"])
             checked = _document(machine / checks.FILE).get("rows", ())
-            parts += [_facts(ops), _summary(families), gaps.section(families), checks.section(checked)]
+            parts += [_facts(ops), _summary(families), gaps.section(families)]
+            parts += [beside_eager.section(families), inferred.section(families), checks.section(checked)]
             for family, cases in families:
                 name = f"{machine.name}/{family.id}.svg"
                 measured = [(case, rows) for case, rows in cases if rows]
@@ -86,8 +86,16 @@ def _facts(document: Row) -> str:
     torch = ", ".join(sorted({row["torch"] for row in rows}))
     return (
         f"### Kernels\n\n{len(rows)} measurements, torch {torch}, CUDA {document['cuda']}, copy bandwidth "
-        f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
+        f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_compiled(rows)}\n"
     )
+
+
+def _compiled(rows: Sequence[Row]) -> str:
+    """How many rows have what torch.compile makes of the operation beside them."""
+    beside = sum(row["compile_ms"] is not None for row in rows)
+    if not beside:
+        return "None has compiled code beside it: they are of `advisor bench ops --baseline eager`."
+    return f"{beside if beside < len(rows) else 'All'} have compiled code beside them."
 
 
 def _families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:

@@ -9,8 +9,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 
 UNMEASURED = "no measurement on file"
+
+# What a family's `wins` tells apart beside sizes: the name that its rows on file have, without sizes, and the dtype.
+Kind = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """Kinds that are dispatched without a row of their own on file: each is taken to do as another kind, which has one.
+
+    In a family's spec, as INFERRED. A test holds it to the rows (tests/kernels/test_results_on_file.py), and the page of benchmarks shows it.
+
+    Attributes:
+        names, dtypes: of the kinds, each name in each dtype, as far as `wins` takes it.
+        like: name of the kind that they are taken to do as; empty: the same name, in another dtype.
+        like_dtype: its dtype; empty: the same one.
+        because: what speaks for it, as far as anything does.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    like: str = ""
+    like_dtype: str = ""
+    because: str
+
+    @property
+    def pairs(self) -> tuple[tuple[Kind, Kind], ...]:
+        """Each kind, with the one that it is taken to do as."""
+        return tuple(
+            ((name, dtype), (self.like or name, self.like_dtype or dtype))
+            for name, dtype in product(self.names, self.dtypes)
+        )
+
+
+def with_moments(kind: str) -> str:
+    """Name of a convolution's kind with a batch norm behind it, which takes its statistics from the convolution."""
+    return f"{kind}+bn"
+
+
+# Reasons that several families have.
+OTHER_HALF = "16 bits as well: as many bytes and products, other conversions"
+OTHER_DTYPE = "the same passes, over as many bytes or twice as many"
+OTHER_ACTIVATION = "the activation changes the arithmetic, not the bytes"
 
 # By family: how often the kernels ran, by variant; and why they did not, by reason. Read by the effect check and the report.
 engaged: dict[str, Counter[str]] = {}

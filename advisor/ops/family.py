@@ -59,6 +59,7 @@ class Case:
         gradient_floor: relative errors of gradients are taken of the larger of the gradient and this share of the norm of
             what comes from above. For gradients that are what cancellation leaves (batch norm's dx on few rows).
         layout: of the input.
+        kind: its name in the spec's `kinds`: the operation without sizes; empty for what no call is, a comparison.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Case:
     steady: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
     gradient_floor: float = 0.0
     layout: str = "nhwc"
+    kind: str = ""
 
     @property
     def label(self) -> str:
@@ -129,6 +131,17 @@ class Family:
     def variants(self) -> tuple[tuple[str, dict[str, int]], ...]:
         """Every (source, macros) that a launch can ask for."""
         return tuple((source, defines) for source in self.kernels for defines in self.spec.variants(source))
+
+    @property
+    def kinds(self) -> frozenset[dispatch.Kind]:
+        """Every kind of call that is dispatched at some size."""
+        return frozenset(self.spec.kinds())
+
+    @property
+    def inferred(self) -> tuple[dispatch.Inferred, ...]:
+        """Those of them without a row on file."""
+        found: tuple[dispatch.Inferred, ...] = self.spec.INFERRED
+        return found
 
     @property
     def benchmark(self) -> tuple[Case, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 
@@ -72,6 +73,7 @@ def cases(
     leaving_norm = {**norm, "forward": _norm(result, conv.dtype, backward=False, moments=True)}
     leaving = Case(
         name=f"{conv.name}+{spec.name(_ACTIVATION, False)}",
+        kind=dispatch.with_moments(conv.kind),
         shape=conv.shape,
         dtype=conv.dtype,
         passes={kind: _together(work, leaving_norm[kind]) for kind, work in conv.passes.items()},
@@ -86,6 +88,7 @@ def cases(
     apart = replace(
         leaving,
         name=leaving.name + APART,
+        kind="",
         passes={kind: _together(work, norm[kind]) for kind, work in conv.passes.items()},
         ours=partial(_apart, conv=conv),
         wins=lambda: "" if unused() or wins() else "the norm takes its statistics from the convolution",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from advisor.bench import goals
 from advisor.ops import catalog, dispatch, storage
+from advisor.ops.dispatch import Inferred
 from advisor.ops.family import Case, Family, kernel_sha
 from advisor.ops.moments_cases import APART
 from advisor.resources import kernels_dir
@@ -66,6 +70,53 @@ def test_dispatch_follows_the_results(family: Family, rows: list[Row]) -> None:
     assert faults(family.benchmark, rows) == []
     if not any(of(case, rows) for case in family.benchmark):
         assert not [case.label for case in family.verification if not case.wins()]
+
+
+def unaccounted(family: Family, cases: Sequence[Case], rows: Sequence[Row], inferred: Sequence[Inferred]) -> list[str]:
+    """Kinds that are dispatched with neither a row of each pass nor a word of what they are taken to do as; and words that do not hold."""
+    won = [case for case in cases if not case.wins()]
+    measured = {(c.kind, c.dtype) for c in won if {row["pass"] for row in of(c, rows)} == set(c.passes)}
+    pairs = [pair for entry in inferred for pair in entry.pairs if pair[0] in family.kinds]
+    found = [
+        f"{name} {dtype}: dispatched without a row, or a word of why"
+        for name, dtype in sorted(family.kinds - measured - dict(pairs).keys())
+    ]
+    found += [
+        f"{' '.join(kind)}: taken to do as {' '.join(like)}, which has no row"
+        for kind, like in pairs
+        if like not in measured
+    ]
+    found += [f"{' '.join(kind)}: inferred, though measured" for kind, _ in pairs if kind in measured]
+    found += [
+        f"{' '.join(kind)}: inferred twice" for kind, times in Counter(kind for kind, _ in pairs).items() if times > 1
+    ]
+    stale = {name for entry in inferred for name in entry.names} - {name for (name, _), _ in pairs}
+    found += [f"{name}: inferred, and not dispatched" for name in sorted(stale)]
+    return found
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_what_is_dispatched_is_measured_or_said_to_be_inferred(family: Family, rows: list[Row]) -> None:
+    """A kind without a row goes into INFERRED, in the family's spec, with what it is taken to do as and why; or `wins` refuses it."""
+    assert unaccounted(family, family.benchmark, rows, family.inferred) == []
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_the_spec_names_every_kind_that_a_case_finds_dispatched(family: Family) -> None:
+    cases = [case for case in (*family.benchmark, *family.verification) if not case.wins()]
+    assert {(c.kind, c.dtype) for c in cases if not c.name.endswith(APART)} <= family.kinds
+
+
+SIZES = {"channels", "rows", "nbytes", "elements", "tensors", "call", "group"}
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_the_spec_says_whether_sizes_are_asked(family: Family) -> None:
+    """Of the sizes that it is told, for some families `wins` looks at none: they are not in its body."""
+    functions = [getattr(family.spec, name) for name in ("wins", "moments_win") if hasattr(family.spec, name)]
+    trees = [ast.parse(inspect.getsource(function)) for function in functions]
+    read = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert bool(family.spec.SIZES_ASKED) == bool(read & SIZES)
 
 
 def test_every_row_is_of_a_case(rows: list[Row]) -> None:
@@ -132,6 +183,46 @@ def test_a_dispatched_loss_would_be_seen() -> None:
 def test_dispatch_without_a_measurement_would_be_seen() -> None:
     assert "without any measurement" in faults([CASE], [])[0]
     assert faults([replace(CASE, wins=lambda: dispatch.UNMEASURED)], []) == []
+
+
+def test_an_inference_that_is_not_told_would_be_seen(rows: list[Row]) -> None:
+    norms = catalog.get("batchnorm_act")
+    untold = [entry for entry in norms.inferred if "bn+relu6" not in entry.names]
+    assert unaccounted(norms, norms.benchmark, rows, untold) == [
+        f"bn+relu6 {dtype}: dispatched without a row, or a word of why" for dtype in ("bfloat16", "float16", "float32")
+    ]
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_no_inference_could_be_left_out(family: Family, rows: list[Row]) -> None:
+    for number in range(len(family.inferred)):
+        left = family.inferred[:number] + family.inferred[number + 1 :]
+        assert unaccounted(family, family.benchmark, rows, left) != []
+
+
+def test_a_row_that_is_gone_would_be_seen(rows: list[Row]) -> None:
+    norms = catalog.get("batchnorm_act")
+    left = [r for r in rows if (r["name"], r["dtype"]) != ("bn+silu", "float16")]
+    assert unaccounted(norms, norms.benchmark, left, norms.inferred) == [
+        "bn+silu float16: dispatched without a row, or a word of why"
+    ]
+    left = [r for r in rows if r["name"] != "bn+relu frozen"]
+    assert "taken to do as bn+relu frozen bfloat16, which has no row" in str(
+        unaccounted(norms, norms.benchmark, left, norms.inferred)
+    )
+    forwards = [r for r in rows if (r["name"], r["dtype"], r["pass"]) != ("bn+silu", "float16", "backward")]
+    assert len(unaccounted(norms, norms.benchmark, forwards, norms.inferred)) == 1
+
+
+def test_an_inference_that_has_been_overtaken_would_be_seen(rows: list[Row]) -> None:
+    norms = catalog.get("batchnorm_act")
+    measured = Inferred(names=("bn+relu",), dtypes=("bfloat16",), like="bn+silu", because="")
+    refused = Inferred(names=("bn+hardswish forked",), dtypes=("bfloat16",), like="bn+silu forked", because="")
+    assert unaccounted(norms, norms.benchmark, rows, (*norms.inferred, measured, refused, norms.inferred[0])) == [
+        "bn+relu bfloat16: inferred, though measured",
+        *(f"bn+relu6 {dtype}: inferred twice" for dtype in ("float32", "float16", "bfloat16")),
+        "bn+hardswish forked: inferred, and not dispatched",
+    ]
 
 
 def test_results_of_another_source_would_be_seen() -> None:

@@ -169,6 +169,7 @@ def _case(
         reference=plain,
         wins=wins,
         steady=_steady_twice if forked else _steady,
+        kind=spec.kind(activation, residual, variant),
         # With few rows a channel dx is what cancellation leaves of dy; of two rows nothing is left but rounding, times the inverse
         # deviation: of 30 draws in fp32 PyTorch's own error went from 2.5e-7 to 6e-4 of a twentieth of dy, and ours with it.
         gradient_floor=1.0 if n * h * w <= 2 else 0.05,
@@ -184,8 +185,10 @@ def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: 
         residual=residual,
         affine_gradients=affine_gradients,
     )
+    variant = spec.FROZEN if affine_gradients else spec.FROZEN_AFFINE
     return Case(
-        name=f"{spec.name(activation, residual)} {spec.FROZEN}{'' if affine_gradients else ' affine'}",
+        name=spec.kind(activation, residual, variant),
+        kind=spec.kind(activation, residual, variant),
         shape=shape,
         dtype=dtype,
         passes={

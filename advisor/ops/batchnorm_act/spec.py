@@ -8,7 +8,7 @@ from itertools import product
 
 from advisor.ops import channel_tiles
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
@@ -41,6 +41,7 @@ ACTIVATIONS = {"none": 0, "relu": 1, "relu6": 2, "leaky_relu": 3, "silu": 4, "ha
 RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
 # What a batch norm may do without, and the one that normalises by its running statistics.
 NO_AFFINE, NO_STATISTICS, FROZEN = "no affine parameters", "no running statistics", "frozen"
+FROZEN_AFFINE = "frozen affine"  # whose parameters are frozen too; `wins` is asked about FROZEN
 # A batch norm whose result is used twice: it gives out two handles of it and takes a gradient for each, which the kernels add
 # up (docs/decisions/0014-two-gradients.md).
 FORKED = "forked"
@@ -124,8 +125,8 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN and FORKED, or empty for the batch norm that most networks train.
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
-    128x512x4x4, bn with LeakyReLU, SiLU and GELU, and bn+relu frozen, without affine parameters and without running statistics. ReLU6
-    is taken to do as ReLU and Hardswish. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
+    128x512x4x4, bn with LeakyReLU, SiLU and GELU, and bn+relu frozen, without affine parameters and without running statistics; what is
+    taken to do as these, INFERRED has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
     if variant == FORKED and (activation, residual) not in _MEASURED_FORKED:
@@ -133,6 +134,80 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     if activation == "none" and not residual and dtype == "float32":
         return f"nothing to fuse, and cuDNN's own batch norm is as fast in {dtype}"
     return ""
+
+
+def kind(activation: str, residual: bool, variant: str = "") -> str:
+    """`bn+add+relu forked`."""
+    return " ".join(filter(None, (name(activation, residual), variant)))
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    variants = {"": "", FORKED: FORKED, FROZEN: FROZEN, FROZEN_AFFINE: FROZEN}
+    variants |= {NO_AFFINE: NO_AFFINE, NO_STATISTICS: NO_STATISTICS}
+    return tuple(
+        (kind(activation, residual, variant), dtype)
+        for (variant, asked), (activation, residual), dtype in product(variants.items(), _PAIRS, STORAGE)
+        if not wins(activation=activation, residual=residual, dtype=dtype, variant=asked)
+    )
+
+
+_PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDUAL_ACTIVATIONS)))
+_OTHER_DTYPES = ("float16", "float32")
+
+
+def _frozen(*activations: str, residual: bool) -> tuple[str, ...]:
+    return tuple(
+        kind(activation, residual, variant) for activation in activations for variant in (FROZEN, FROZEN_AFFINE)
+    )
+
+
+# Of what `wins` takes, what has no row on file.
+INFERRED = (
+    Inferred(names=("bn+relu6",), dtypes=tuple(STORAGE), like="bn+relu", because=OTHER_ACTIVATION),
+    Inferred(names=("bn+add+relu6",), dtypes=tuple(STORAGE), like="bn+add+relu", because=OTHER_ACTIVATION),
+    Inferred(
+        names=("bn+add", "bn+add forked", "bn forked", "bn+relu forked", "bn+leaky_relu forked", "bn+silu forked"),
+        dtypes=_OTHER_DTYPES,
+        like_dtype="bfloat16",
+        because=OTHER_DTYPE,
+    ),
+    Inferred(
+        names=(*_frozen("relu", residual=False), *_frozen("relu", residual=True)),
+        dtypes=_OTHER_DTYPES,
+        like_dtype="bfloat16",
+        because=OTHER_DTYPE,
+    ),
+    Inferred(
+        names=_frozen(*(a for a in ACTIVATIONS if a != "relu"), residual=False),
+        dtypes=tuple(STORAGE),
+        like="bn+relu frozen",
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
+    ),
+    Inferred(
+        names=_frozen("none", "relu6", residual=True),
+        dtypes=tuple(STORAGE),
+        like="bn+add+relu frozen",
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
+    ),
+    *(
+        Inferred(
+            names=tuple(kind(*pair, variant) for pair in pairs),
+            dtypes=dtypes,
+            like=kind("relu", False, variant),
+            like_dtype="bfloat16",
+            because="the kernels are those of a norm that has them",
+        )
+        for variant in (NO_AFFINE, NO_STATISTICS)
+        for pairs, dtypes in (
+            ((("relu", False),), _OTHER_DTYPES),
+            (tuple(pair for pair in _PAIRS if pair != ("relu", False)), tuple(STORAGE)),
+        )
+    ),
+)
+SIZES_ASKED = ""
 
 
 def ways(nbytes: int, residual: bool, *, backward: bool, alone: bool = True) -> tuple[str, ...]:
@@ -143,9 +218,6 @@ def ways(nbytes: int, residual: bool, *, backward: bool, alone: bool = True) -> 
     """
     grid = (GRID,) if alone and GRID_LEAST_BYTES <= nbytes <= GRID_MOST_BYTES[backward, residual] else ()
     return (*grid, CLUSTER, TWO) if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else (*grid, TWO)
-
-
-_PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDUAL_ACTIVATIONS)))
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:

@@ -10,7 +10,6 @@ import torch
 
 from advisor.ops import storage
 from advisor.ops.batchnorm_act.spec import ACTIVATIONS
-from advisor.ops.batchnorm_act.spec import name as norm_name
 from advisor.ops.batchnorm_concat import api, reference, spec
 from advisor.ops.batchnorm_concat.reference import Norm
 from advisor.ops.family import Arguments, Case, Work
@@ -90,7 +89,8 @@ def _case(shape: tuple[int, ...], norms: int, growth: int, dtype: str, activatio
         rows=n * h * w, widths=_widths(shape, norms, growth), itemsize=storage.itemsize(dtype)
     )
     return Case(
-        name=f"{norms} x cat+{norm_name(activation, False)}",
+        name=f"{norms} x {spec.kind(activation)}",
+        kind=spec.kind(activation),
         shape=shape,
         dtype=dtype,
         passes={

@@ -72,7 +72,8 @@ def _case(shape: tuple[int, ...], window: Window, dtype: str, activation: str = 
         inputs=n * c * h * w, outputs=n * c * oh * ow, itemsize=getattr(torch, dtype).itemsize
     )
     return Case(
-        name=f"bn{'' if activation == 'none' else '+' + activation}+max_pool {window.label}",
+        name=f"{spec.kind(activation)} {window.label}",
+        kind=spec.kind(activation),
         shape=shape,
         dtype=dtype,
         passes={

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from advisor.ops import storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_ACTIVATION, UNMEASURED, Inferred, Kind
 from advisor.ops.pooling import spec as pooling
 from advisor.ops.pooling.spec import Window
 
@@ -57,9 +57,35 @@ def unsupported(
 def wins(*, activation: str, dtype: str) -> str:
     """Why the norm and the pooling are left apart; empty where the kernels are measured to win.
 
-    On file for one H200 is ReLU in all dtypes, forward and backward: 3 to 8 times faster. ReLU6 and LeakyReLU cost as much.
+    On file for one H200 is ReLU in all dtypes, forward and backward: 3 to 8 times faster.
     """
     return UNMEASURED if activation == "none" else ""
+
+
+def kind(activation: str) -> str:
+    """`bn+relu+max_pool`."""
+    return f"{batchnorm_act.name(activation, False)}+max_pool"
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    return tuple(
+        (kind(activation), dtype)
+        for activation in ACTIVATIONS
+        for dtype in storage.STORAGE
+        if not wins(activation=activation, dtype=dtype)
+    )
+
+
+INFERRED = (
+    Inferred(
+        names=(kind("relu6"), kind("leaky_relu")),
+        dtypes=tuple(storage.STORAGE),
+        like=kind("relu"),
+        because=OTHER_ACTIVATION,
+    ),
+)
+SIZES_ASKED = ""
 
 
 @dataclass(frozen=True, slots=True)

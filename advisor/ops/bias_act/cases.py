@@ -113,6 +113,7 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
     name = spec.name(activation, bias=bias, residual=residual)
     return Case(
         name=name,
+        kind=name,
         shape=shape,
         dtype=dtype,
         passes={
@@ -135,6 +136,7 @@ def _linear_case(shape: tuple[int, ...], dtype: str, activation: str, *, measure
     name = spec.name(activation, bias=True, residual=False, dim=-1)
     return Case(
         name=name,
+        kind=name,
         shape=shape,
         dtype=dtype,
         passes={
@@ -205,7 +207,8 @@ def _scale_case(
         variant=variant,
     )
     return Case(
-        name=variant.name if result == dtype else f"{variant.name} to {result}",
+        name=spec.scaled_kind(variant, dtype, result),
+        kind=spec.scaled_kind(variant, dtype, result),
         shape=shape,
         dtype=dtype,
         passes={

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from advisor.ops import channel_tiles
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, OTHER_HALF, UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
@@ -74,7 +74,7 @@ class Scaled(NamedTuple):
         return "+".join(part for part, there in parts.items() if there) + (" of 16 bits" if self.mixed else "")
 
 
-# Of `name` and `Scaled.name`: what a benchmark has shown to win (docs/benchmarks). ReLU6 and LeakyReLU cost what ReLU does.
+# Of `name` and `Scaled.name`: what a benchmark has shown to win (docs/benchmarks), and what INFERRED has.
 _MEASURED = frozenset(
     {f"{operands}+{activation}" for operands in ("bias", "add", "linear bias") for activation in FROM_OUTPUT}
     | {"bias+silu", "linear bias+silu", "linear bias+gelu", "linear bias+gelu_tanh"}
@@ -94,6 +94,76 @@ def wins(operation: str) -> str:
         operation: of `name` or `Scaled.name`.
     """
     return "" if operation in _MEASURED else UNMEASURED
+
+
+def scaled_kind(variant: Scaled, dtype: str, result: str) -> str:
+    """`scale+drop+add to float32` where the result is stored in another type."""
+    return variant.name if result == dtype else f"{variant.name} to {result}"
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    operations = (
+        name(activation, bias=bias, residual=not bias, dim=dim)
+        for activation in ACTIVATIONS
+        for bias, dim in ((True, 1), (False, 1), (True, -1))
+    )
+    scaled = (
+        (scaled_kind(variant, dtype, result), dtype)
+        for variant in itertools.starmap(Scaled, itertools.product((False, True), repeat=5))
+        for dtype in STORAGE
+        for result in dict.fromkeys((dtype, "float32"))
+        if not wins(variant.name) and (result != dtype or not (variant.mixed or variant.twin))
+    )
+    return (*((operation, dtype) for operation in operations for dtype in STORAGE if not wins(operation)), *scaled)
+
+
+_OTHER_DTYPES = ("float16", "float32")
+_FP32_STREAM = (  # bf16 branches on an fp32 residual stream, as ConvNeXt has them under autocast
+    "scale+drop+add to float32",
+    "scale+drop+add+cast to float32",
+    "scale+drop+add+cast of 16 bits to float32",
+    "bias+scale+drop+add to float32",
+    "bias+scale+add+cast to float32",
+    "bias+scale+drop+add+cast of 16 bits to float32",
+)
+INFERRED = (
+    Inferred(
+        names=("bias+relu6", "bias+leaky_relu"), dtypes=tuple(STORAGE), like="bias+relu", because=OTHER_ACTIVATION
+    ),
+    *(
+        Inferred(
+            names=(f"{operands}+relu6", f"{operands}+leaky_relu"),
+            dtypes=tuple(STORAGE),
+            like=f"{operands}+relu",
+            like_dtype="bfloat16",
+            because=OTHER_ACTIVATION,
+        )
+        for operands in ("add", "linear bias")
+    ),
+    Inferred(
+        names=("add+relu", "bias+silu", "linear bias+relu", "linear bias+silu", "linear bias+gelu_tanh", "drop+add"),
+        dtypes=_OTHER_DTYPES,
+        like_dtype="bfloat16",
+        because=OTHER_DTYPE,
+    ),
+    Inferred(names=("scale+drop+add", *_FP32_STREAM), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    Inferred(
+        names=("drop+add to float32",),
+        dtypes=("bfloat16", "float16"),
+        like="scale+drop+add to float32",
+        like_dtype="bfloat16",
+        because="one factor less",
+    ),
+    Inferred(
+        names=("bias+scale+drop+add",),
+        dtypes=tuple(STORAGE),
+        like="bias+scale+drop+add to float32",
+        like_dtype="bfloat16",
+        because="the same passes, with a residual of the branch's own dtype",
+    ),
+)
+SIZES_ASKED = ""
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:

@@ -32,6 +32,7 @@ def _case(name: str, sizes: Sizes, dtype: str = "bfloat16") -> Case:
     kind = getattr(torch, dtype)
     return Case(
         name=f"weights of {name}",
+        kind=spec.WEIGHTS,
         shape=(len(sizes), round(elements / len(sizes))),
         dtype=dtype,
         passes={"forward": work, "backward": work},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from advisor.ops.dispatch import OTHER_HALF, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH
 
 CAST = "casts/cast_tensors.cu"
@@ -47,6 +48,27 @@ def wins(tensors: int, elements: int, *, captured: bool) -> str:
         if captured or elements >= LEAST_OUTSIDE * tensors
         else "small tensors outside a CUDA graph: the host pays more"
     )
+
+
+WEIGHTS, CAPTURED = "weights", "weights in a CUDA graph"
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    return tuple((operation, half) for operation in (WEIGHTS, CAPTURED) for half in STORAGE)
+
+
+INFERRED = (
+    Inferred(names=(WEIGHTS,), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    Inferred(
+        names=(CAPTURED,),
+        dtypes=tuple(STORAGE),
+        like=WEIGHTS,
+        like_dtype="bfloat16",
+        because="timed in graphs by a script of its own (docs/decisions/0011), which `advisor bench ops` does not do",
+    ),
+)
+SIZES_ASKED = f"outside a CUDA graph {LEAST_OUTSIDE:,} values a tensor or more, on average; in one nothing"
 
 
 def launches(elements: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -47,6 +47,7 @@ def _case(
     nbytes, flops = spec.bytes_moved(call, 2), spec.flops(call)
     return Case(
         name=spec.name(call.inputs, call.outputs),
+        kind=spec.name(call.inputs, call.outputs),
         shape=shape,
         dtype=dtype,
         passes={

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from advisor.ops import dispatch
 from advisor.ops.conv3x3 import weight
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
 
 CONV = "conv3x3/conv3x3.cu"
 BACKWARD_WEIGHT = "conv3x3/conv3x3_backward_weight.cu"
@@ -154,6 +154,38 @@ def wins_between(inputs: int, outputs: int, dtype: str) -> str:
     """As `wins`, of convolutions from so many channels to so many, whatever their other sizes: those are told when one runs."""
     taken = {(inputs, outputs, False), (outputs, inputs, True)} & _FASTER
     return "" if dtype in STORAGE and (taken or (inputs, outputs) in _WEIGHT_FASTER) else UNMEASURED
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes."""
+    channels = sorted({32, *INPUTS} | set(OUTPUTS))
+    alone = (name(i, o) for i in channels for o in channels if not wins_between(i, o, "bfloat16"))
+    leaving = (with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER))
+    return tuple((operation, dtype) for operation in (*alone, *leaving) for dtype in STORAGE)
+
+
+INFERRED = (
+    Inferred(
+        names=(
+            *(name(*sizes) for sizes in sorted(_WEIGHT_FASTER - {(64, 64), (32, 128)})),
+            *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
+        ),
+        dtypes=("float16",),
+        like_dtype="bfloat16",
+        because=OTHER_HALF,
+    ),
+    Inferred(
+        names=(name(32, 128),),
+        dtypes=tuple(STORAGE),
+        like=name(128, 32),
+        like_dtype="bfloat16",
+        because="the weight's gradient alone: the same product with its two tensors exchanged",
+    ),
+)
+SIZES_ASKED = (
+    f"{_LEAST_PIXELS:,} pixels or more, {_LEAST_FILLED:.0%} of a tile's columns filled, channels, which name the kinds; for the weight's "
+    "gradient sums of its blocks no larger than the input's gradient"
+)
 
 
 def moments_win(inputs: int, outputs: int) -> str:

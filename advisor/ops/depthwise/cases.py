@@ -86,6 +86,7 @@ def _case(
     kernels = spec.sources(sized, dtype)
     return Case(
         name=spec.name(kernel, stride, dilation, bias=bias),
+        kind=spec.kind(kernel, stride, dilation, bias=bias, channels=shape[1]),
         shape=shape,
         dtype=dtype,
         passes={

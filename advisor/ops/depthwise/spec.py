@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from advisor.ops.depthwise import bands
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_DTYPE, UNMEASURED, Inferred, Kind, with_moments
 
 FORWARD = "depthwise/depthwise_forward.cu"
 BACKWARD_DATA = "depthwise/depthwise_backward_data.cu"
@@ -122,6 +122,49 @@ def wins(*, channels: int, kernel: int, stride: int, dilation: int) -> str:
     if channels % 8:
         measured = (kernel, stride) == (3, 1)
     return "" if measured and dilation == 1 else UNMEASURED
+
+
+def kind(kernel: int, stride: int, dilation: int = 1, *, bias: bool = False, channels: int = 8) -> str:
+    """`depthwise k3 s1 bias, odd`: odd are channel counts that are no multiple of 8."""
+    return name(kernel, stride, dilation, bias=bias) + (", odd" if channels % 8 else "")
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes."""
+    alone = (
+        kind(kernel, stride, bias=bias, channels=channels)
+        for kernel in TAPS
+        for stride in (1, 2)
+        for bias in (False, True)
+        for channels in (8, 4)
+        if not wins(channels=channels, kernel=kernel, stride=stride, dilation=1)
+    )
+    leaving = (with_moments(kind(kernel, stride)) for kernel, stride in sorted(_MOMENTS_FASTER))
+    return tuple((operation, dtype) for operation in (*alone, *leaving) for dtype in STORAGE)
+
+
+_OTHER_DTYPES = ("float16", "float32")
+INFERRED = (
+    *(
+        Inferred(
+            names=(kind(kernel, stride, bias=True, channels=channels),),
+            dtypes=tuple(STORAGE),
+            like=kind(kernel, stride, channels=channels),
+            because="a bias is one addition to a result; with 7 taps it is on file",
+        )
+        for kernel, stride, channels in ((3, 1, 8), (3, 1, 4), (3, 2, 8), (5, 1, 8), (5, 2, 8))
+    ),
+    Inferred(
+        names=(kind(7, 1),), dtypes=tuple(STORAGE), like=kind(7, 1, bias=True), because="one addition to a result less"
+    ),
+    Inferred(
+        names=tuple(with_moments(kind(kernel, stride)) for kernel, stride in sorted(_MOMENTS_FASTER)),
+        dtypes=_OTHER_DTYPES,
+        like_dtype="bfloat16",
+        because=OTHER_DTYPE,
+    ),
+)
+SIZES_ASKED = "channels: where they are no multiple of 8, 3 taps at stride 1 alone"
 
 
 def moments_win(call: Call, dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -76,6 +77,7 @@ def _case(
     moved, products = spec.bytes_moved(sized, storage.itemsize(dtype)), spec.flops(sized)
     return Case(
         name=spec.name(kernel, stride, channels, bias=bias),
+        kind=spec.kind(kernel, stride, bias=bias),
         shape=shape,
         dtype=dtype,
         passes={
@@ -106,6 +108,7 @@ def _with_norm(conv: Case, channels: int, kernel: int, stride: int) -> tuple[Cas
     call = spec.call(conv.shape, channels, kernel, stride, (kernel // 2, kernel // 2), False)
     result = (call.batch, channels, call.out_height, call.out_width)
     wins = partial(spec.moments_win, kernel, stride, channels)
+    conv = replace(conv, kind=conv.name)  # channels too decide whether the norm takes its moments
     return moments_cases.cases(conv, api.first_conv2d_moments, result, wins)
 
 

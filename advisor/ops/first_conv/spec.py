@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import occupancy, storage
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
 
 FORWARD = "first_conv/first_conv_forward.cu"
 BACKWARD_WEIGHT = "first_conv/first_conv_backward_weight.cu"
@@ -77,6 +77,62 @@ def wins(**_: object) -> str:
     2.3 and 1.6.
     """
     return ""
+
+
+def kind(kernel: int, stride: int, *, bias: bool = False) -> str:
+    """`first conv k7 s2`."""
+    return f"first conv k{kernel} s{stride}" + (" bias" if bias else "")
+
+
+IN_FP32 = "first conv of fp32 images"  # that autocast would cast: any taps
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes, and the dtype that is multiplied."""
+    alone = (kind(kernel, stride, bias=bias) for kernel in TAPS for stride in STRIDES for bias in (False, True))
+    leaving = (with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER))
+    return tuple((operation, dtype) for operation in (*alone, *leaving, IN_FP32) for dtype in COMPUTE)
+
+
+# In bf16, of which the first is on file in fp16 too.
+_MEASURED = ((7, 2, False), (3, 1, False), (3, 1, True), (3, 2, False), (4, 4, True))
+
+
+def _unmeasured(*taps: int) -> tuple[str, ...]:
+    sizes = ((kernel, stride, bias) for kernel in taps for stride in STRIDES for bias in (False, True))
+    return tuple(
+        kind(kernel, stride, bias=bias) for kernel, stride, bias in sizes if (kernel, stride, bias) not in _MEASURED
+    )
+
+
+INFERRED = (
+    Inferred(
+        names=(
+            *(kind(kernel, stride, bias=bias) for kernel, stride, bias in _MEASURED[1:]),
+            *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
+        ),
+        dtypes=("float16",),
+        like_dtype="bfloat16",
+        because=OTHER_HALF,
+    ),
+    *(
+        Inferred(
+            names=_unmeasured(*taps),
+            dtypes=COMPUTE,
+            like=kind(*like, bias=bias),
+            like_dtype="bfloat16",
+            because="the same kernels with other taps, strides or a bias: nothing nearer is on file",
+        )
+        for taps, like, bias in (((3,), (3, 2), False), ((4,), (4, 4), True), ((5, 6, 7), (7, 2), False))
+    ),
+    Inferred(
+        names=(IN_FP32,),
+        dtypes=COMPUTE,
+        like=kind(7, 2),
+        because="rounded as they are read, where PyTorch casts them in a pass of its own; on file in whole trainings alone",
+    ),
+)
+SIZES_ASKED = "with a norm behind it taps, stride and channels, which name the kinds; alone nothing"
 
 
 def moments_win(kernel: int, stride: int, channels: int) -> str:

@@ -77,6 +77,7 @@ def _case(groups: int, shape: tuple[int, ...], dtype: str, result: str, activati
     forward, backward = spec.bytes_moved(elements=elements, dtype=dtype, result=result)
     return Case(
         name=spec.name(groups, c, activation, dtype, result),
+        kind=spec.kind(groups == c, activation, dtype, result),
         shape=shape,
         dtype=dtype,
         passes={

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from advisor.ops import sample_geometry, storage
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, OTHER_HALF, UNMEASURED, Inferred, Kind
 
 FORWARD = "group_norm/group_norm_forward.cu"
 BACKWARD = "group_norm/group_norm_backward.cu"
@@ -47,6 +47,68 @@ def wins(*, channels: int, groups: int, activation: str, dtype: str, result: str
     On file for one H200, for 1, 32 and as many groups as channels: 4 to 12 times faster forward, 1.3 to 5.2 backward.
     """
     return "" if activation in ("none", "relu", "silu") else UNMEASURED
+
+
+def kind(instance: bool, activation: str, dtype: str, result: str) -> str:
+    """`groupnorm+silu to float32`; `instancenorm`, of as many groups as channels."""
+    named = name(1, 1 if instance else 2, activation, dtype, result)
+    return named if instance else named.replace("groupnorm1", "groupnorm")
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    return tuple(
+        (kind(instance, activation, *pair), pair[0])
+        for instance in (False, True)
+        for activation in ACTIVATIONS
+        for pair in storage.RESULT_PAIRS
+    )
+
+
+_HALVES = ("bfloat16", "float16")
+INFERRED = (
+    Inferred(
+        names=("groupnorm+relu", "groupnorm+silu", "instancenorm"),
+        dtypes=("float16", "float32"),
+        like_dtype="bfloat16",
+        because=OTHER_DTYPE,
+    ),
+    Inferred(
+        names=("instancenorm+relu", "instancenorm+silu"),
+        dtypes=tuple(storage.STORAGE),
+        like="instancenorm",
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
+    ),
+    Inferred(names=("groupnorm to float32",), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    Inferred(
+        names=("groupnorm+relu to float32", "groupnorm+silu to float32"),
+        dtypes=_HALVES,
+        like="groupnorm to float32",
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
+    ),
+    Inferred(
+        names=tuple(kind(True, activation, "bfloat16", "float32") for activation in ACTIVATIONS),
+        dtypes=_HALVES,
+        like="groupnorm to float32",
+        like_dtype="bfloat16",
+        because="the kernels are those of a group norm with a channel a group",
+    ),
+    Inferred(
+        names=tuple(
+            kind(instance, activation, "float32", half)
+            for instance in (False, True)
+            for activation in ACTIVATIONS
+            for half in _HALVES
+        ),
+        dtypes=("float32",),
+        like="groupnorm to float32",
+        like_dtype="bfloat16",
+        because="from fp32 to 16 bits as from 16 bits to fp32: as many bytes forward, and PyTorch casts here too",
+    ),
+)
+SIZES_ASKED = ""
 
 
 def unsupported(

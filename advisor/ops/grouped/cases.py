@@ -53,6 +53,7 @@ def _case(
     gradient = spec.backward_data_source(group, stride), spec.BACKWARD_WEIGHT
     return Case(
         name=spec.name(group, stride),
+        kind=spec.name(group, stride),
         shape=shape,
         dtype=dtype,
         passes={

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from advisor.ops import occupancy
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
 from advisor.ops.grouped import weight, whole
 
 FORWARD = "grouped/grouped_forward.cu"
@@ -100,6 +100,28 @@ def wins(*, dtype: str, group: int, stride: int) -> str:
     if dtype not in STORAGE:
         return UNMEASURED
     return "" if (group, stride) in _FASTER else UNMEASURED
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes."""
+    leaving = (with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER))
+    operations = (*(name(*sizes) for sizes in sorted(_FASTER)), *leaving)
+    return tuple((operation, dtype) for operation in operations for dtype in STORAGE)
+
+
+_FASTER_IN_FP16 = frozenset({(4, 1), (8, 2), (24, 1)})  # on file too
+INFERRED = (
+    Inferred(
+        names=(
+            *(name(*sizes) for sizes in sorted(_FASTER - _FASTER_IN_FP16)),
+            *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
+        ),
+        dtypes=("float16",),
+        like_dtype="bfloat16",
+        because=OTHER_HALF,
+    ),
+)
+SIZES_ASKED = "channels a group, which name the kinds"
 
 
 def forward_wins(group: int, stride: int) -> str:

@@ -51,6 +51,7 @@ def _case(shape: tuple[int, int, int, int], dtype: str, *, x_nhwc: bool = True, 
     orders = {True: "nhwc", False: "nchw"}
     return Case(
         name=f"uint8 {orders[x_nhwc]} to normalised {orders[y_nhwc]}",
+        kind=spec.kind(c, x_nhwc=x_nhwc, y_nhwc=y_nhwc),
         shape=shape,
         dtype=dtype,
         passes={"forward": work},

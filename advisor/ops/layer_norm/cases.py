@@ -56,6 +56,7 @@ def _case(shape: tuple[int, ...], dtype: str, result: str, dim: int = 1) -> Case
     forward, backward = spec.bytes_moved(elements=elements, dtype=dtype, result=result)
     return Case(
         name=spec.name(dtype, result),
+        kind=spec.name(dtype, result),
         shape=shape,
         dtype=dtype,
         passes={

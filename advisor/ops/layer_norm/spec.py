@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import storage
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind
 
 FORWARD = "layer_norm/layer_norm_forward.cu"
 BACKWARD = "layer_norm/layer_norm_backward.cu"
@@ -28,6 +28,7 @@ BACKWARD_THREADS = {1: 512, 2: 512, 3: 512, 4: 384, 6: 256, 8: 256}
 FORWARD_ROUNDS = 4
 # A tensor too small for that many takes fewer, so that an SM still has this many blocks.
 FORWARD_BLOCKS_PER_SM = 5
+LEAST_CHANNELS = 96  # that were measured
 FAN = 12  # kernels/include/tree_reduce.cuh
 # Constants that a tuning run may try other values of.
 TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_ROUNDS": (4, 8), "BACKWARD_BYTES": (32, 64)}
@@ -44,7 +45,19 @@ def wins(*, channels: int, dtype: str, result: str) -> str:
     On file for one H200, from 96 to 1024 channels, in all dtypes and into another: 2.4 to 19 times faster, either pass. Fewer
     channels have no measurement: PyTorch's own is then at its best, with a warp a row.
     """
-    return UNMEASURED if channels < 96 else ""
+    return UNMEASURED if channels < LEAST_CHANNELS else ""
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    return tuple((name(*pair), pair[0]) for pair in storage.RESULT_PAIRS)
+
+
+INFERRED = (
+    Inferred(names=("layernorm to float32",), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    Inferred(names=("layernorm to float16",), dtypes=("float32",), like="layernorm to bfloat16", because=OTHER_HALF),
+)
+SIZES_ASKED = f"{LEAST_CHANNELS} channels or more"
 
 
 def widest(dtype: str, result: str) -> int:

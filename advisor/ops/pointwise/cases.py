@@ -42,6 +42,7 @@ def _cases(shape: tuple[int, ...], out_channels: int, dtype: str) -> tuple[Case,
     nbytes, flops = spec.bytes_moved(rows, c, out_channels), spec.flops(rows, c, out_channels)
     pytorchs = Case(
         name=spec.name(c, out_channels),
+        kind="1x1",
         shape=shape,
         dtype=dtype,
         passes={
@@ -148,6 +149,7 @@ def _behind_cases(shape: tuple[int, ...], of: spec.BehindNorm, dtype: str) -> tu
     )
     together = Case(
         name=spec.behind_norm(of.activation, of.residual, c, of.out_channels) + (" forked" if of.forked else ""),
+        kind=spec.behind_kind(of.activation, of.residual, of.forked),
         shape=shape,
         dtype=dtype,
         passes={
@@ -169,6 +171,7 @@ def _behind_cases(shape: tuple[int, ...], of: spec.BehindNorm, dtype: str) -> tu
     apart = replace(
         together,
         name=together.name + moments_cases.APART,
+        kind="",
         passes=norm,
         ours=partial(_behind_apart, of=of),
         wins=lambda: "" if wins() else "the norm takes its gradient's sums from the convolution",

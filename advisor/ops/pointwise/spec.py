@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
 
 FORWARD = "pointwise/pointwise_forward.cu"
 NORM_GRADIENT = "pointwise/pointwise_norm_gradient.cu"
@@ -118,6 +118,32 @@ def gradient_wins(
         return f"{channels} channels: the norm's own launch is as fast"
     reason = batchnorm_act.takes_moments(2 * rows * channels, residual)  # for the backward as for the forward
     return reason or batchnorm_act.wins(activation=activation, residual=residual, dtype=dtype)
+
+
+def behind_kind(activation: str, residual: bool, forked: bool) -> str:
+    """`bn+add+relu+1x1 forked`."""
+    return f"{batchnorm_act.name(activation, residual)}+1x1" + (" forked" if forked else "")
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` and `gradient_wins` take."""
+    operations = (with_moments("1x1"), *(behind_kind(*behind) for behind in sorted(MEASURED_BEHIND)))
+    return tuple((operation, dtype) for operation in operations for dtype in STORAGE)
+
+
+INFERRED = (
+    Inferred(
+        names=(behind_kind("relu", False, False), behind_kind("none", False, True)),
+        dtypes=("float16",),
+        like_dtype="bfloat16",
+        because=OTHER_HALF,
+    ),
+)
+SIZES_ASKED = (
+    f"before a norm {FEWEST_ROWS:,} pixels or more, {MOST_IN_CHANNELS} channels in or fewer, CI·CO / (CI + CO) of at most "
+    f"{MOST_INTENSITY} ({MOST_INTENSITY_IN_L2} for results up to {IN_L2_BYTES >> 20} MiB); behind one at most "
+    f"{MOST_GRADIENT_INTENSITY[True]} with a residual, {MOST_GRADIENT_INTENSITY[False]} without; and a norm that has use for it"
+)
 
 
 def norm_forward_wins(*, activation: str, residual: bool, dtype: str, channels: int, out_channels: int) -> str:

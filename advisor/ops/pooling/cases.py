@@ -63,6 +63,7 @@ def _max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
     forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     return Case(
         name=f"max_pool {window.label}",
+        kind="max_pool",
         shape=shape,
         dtype=dtype,
         passes={
@@ -102,6 +103,7 @@ def _bias_max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
     forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     return Case(
         name=f"{spec.BIAS_RELU} {window.label}",
+        kind=spec.BIAS_RELU,
         shape=shape,
         dtype=dtype,
         passes={
@@ -123,6 +125,7 @@ def _avg(shape: tuple[int, ...], window: Window, dtype: str, include: bool = Tru
     variant = "" if include else " inside"
     return Case(
         name=f"avg_pool {window.label}{variant}" + ("" if divisor is None else f" over {divisor}"),
+        kind="avg_pool",
         shape=shape,
         dtype=dtype,
         passes={
@@ -144,6 +147,7 @@ def _global(shape: tuple[int, ...], dtype: str) -> Case:
     forward, backward = spec.bytes_avg(inputs=n * c * h * w, outputs=n * c, itemsize=getattr(torch, dtype).itemsize)
     return Case(
         name="global_avg_pool",
+        kind="global_avg_pool",
         shape=shape,
         dtype=dtype,
         passes={

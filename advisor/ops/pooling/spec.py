@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import pixel_columns
+from advisor.ops.dispatch import Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 MAX_FORWARD = "pooling/max_pool_forward.cu"
@@ -15,6 +16,7 @@ AVG_FORWARD = "pooling/avg_pool_forward.cu"
 AVG_BACKWARD = "pooling/avg_pool_backward.cu"
 GLOBAL_AVG = "pooling/global_avg_pool.cu"
 BIAS_RELU = "bias+relu+max_pool"  # the operation's name
+OPERATIONS = ("max_pool", BIAS_RELU, "avg_pool", "global_avg_pool")
 KERNELS = {
     MAX_FORWARD: ("max_pool_forward",),
     MAX_BACKWARD: ("max_pool_backward",),
@@ -168,6 +170,15 @@ def wins(operation: str, *, dtype: str, nbytes: int) -> str:
     if operation == BIAS_RELU and nbytes < FEWEST_BIAS_BYTES:
         return f"{nbytes / 1e6:.0f} MB: too little to gain"
     return ""
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    return tuple((operation, dtype) for operation in OPERATIONS for dtype in STORAGE)
+
+
+INFERRED: tuple[Inferred, ...] = ()
+SIZES_ASKED = f"behind a bias and ReLU {FEWEST_BIAS_BYTES / 1e6:.0f} MB of input or more"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def _case(hidden: int, shape: tuple[int, ...], activation: str, gate: str, dtype
     flops = spec.flops(shape=shape, hidden=hidden)
     return Case(
         name=spec.name(activation, gate),
+        kind=spec.name(activation, gate),
         shape=shape,
         dtype=dtype,
         passes={

@@ -29,6 +29,7 @@ def _case(shape: tuple[int, ...], outputs: int, dtype: str = "bfloat16") -> Case
     nbytes, flops = spec.bytes_moved(call, 2), spec.flops(call)
     return Case(
         name=spec.name(call.inputs, call.outputs),
+        kind=spec.KIND,
         shape=shape,
         dtype=dtype,
         passes={

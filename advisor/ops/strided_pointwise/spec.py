@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import dispatch
-from advisor.ops.dispatch import UNMEASURED
+from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
 from advisor.ops.pointwise import spec as pointwise
 from advisor.ops.storage import MIN_ARCH
 
@@ -112,6 +112,21 @@ def wins(call: Call, dtype: str) -> str:
         return UNMEASURED
     reasons = [product_wins(call, product) for product in (FORWARD, GRADIENT, WEIGHT)]
     return reasons[0] if all(reasons) else ""
+
+
+KIND = "1x1 s2"
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes: its three products are told apart by sizes alone."""
+    return tuple((KIND, dtype) for dtype in STORAGE)
+
+
+INFERRED: tuple[Inferred, ...] = ()
+SIZES_ASKED = (
+    f"of each product {LEAST_FLOPS / 1e9:g} GFLOP or more; of the forward at most {SHORT_FLOPS / 1e9:g}; of the input's gradient that or CI·CO / "
+    f"(CI + CO) of at most {MOST_INTENSITY}; of the weight's gradient channels and pixels"
+)
 
 
 # ---- what is supported

@@ -75,6 +75,7 @@ def _case(
     name = f"{mode}{' corners' if align else ''} to {size[0]}x{size[1]}" + (f"+cat{skip}" if skip else "")
     return Case(
         name=name,
+        kind=spec.kind(mode, align_corners=align, concatenates=bool(skip)),
         shape=shape,
         dtype=dtype,
         passes={

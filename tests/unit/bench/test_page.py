@@ -128,6 +128,26 @@ def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) 
     assert "| net | 100 | 200 | 300 | 3.0 × |" in page.trainings(document)  # no column of what nobody measured
 
 
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ((None, None), "None has compiled code beside it: they are of `advisor bench ops --baseline eager`."),
+        ((None, 1.0), "1 have compiled code beside them."),
+        ((2.0, 1.0), "All have compiled code beside them."),
+    ],
+)
+def test_whether_there_is_compiled_code_beside_is_what_the_rows_say(
+    tmp_path: Path, times: tuple[float | None, float | None], words: str
+) -> None:
+    rows = [row(**{"pass": way}, compile_ms=time) for way, time in zip(("forward", "backward"), times, strict=True)]
+    (tmp_path / "some-gpu").mkdir()
+    document = {"gpu": "Some GPU", "cuda": "13.0", "copy_gbps": 4000.0, "rows": rows}
+    (tmp_path / "some-gpu" / "ops.json").write_text(json.dumps(document))
+    text = page.files(tmp_path)[page.PAGE]
+    assert f"2026-01-02. {words}\n" in text
+    assert text.count("compiled code beside") == 1  # and nothing else speaks of it
+
+
 @pytest.mark.parametrize(("share", "expected"), [(0.0, "··········"), (0.93, "█████████·"), (1.3, "██████████")])
 def test_bar(share: float, expected: str) -> None:
     assert page.bar(share) == expected

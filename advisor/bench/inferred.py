@@ -1,0 +1,57 @@
+"""The page's sections on dispatch: which kinds of call run our kernels without a row of their own on file, and what is asked of size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from advisor.bench.gaps import Measured
+from advisor.core.units import bytes_text
+from advisor.ops import storage
+from advisor.ops.family import Family
+
+_TEXT = """### Dispatched without a row of their own
+
+What is dispatched is measured here, or taken to do as something that is: each kind of call that has no row, by dtype, with the kind that stands for it and
+what speaks for that. The list is `INFERRED` in each family's `spec.py`, beside `wins`, which decides; a test holds both to the rows.
+"""
+
+_SIZES = """### Sizes
+
+What `wins` asks of a call's size; beyond that a family is dispatched at every size that its kernels support, larger and smaller than what is on file. By
+family: kinds dispatched, those of them with rows, and the smallest input among the cases measured and dispatched.
+"""
+
+
+def section(families: Sequence[tuple[Family, Measured]]) -> str:
+    """In Markdown: a line for each of the lists' entries, and one a family on sizes."""
+    return _inferred(families) + "\n" + _sizes(families)
+
+
+def _inferred(families: Sequence[tuple[Family, Measured]]) -> str:
+    lines = [_TEXT, "| family | kind | dtype | taken to do as | because |", "|---|---|---|---|---|"]
+    for family, _ in families:
+        for entry in family.inferred:
+            like = " ".join(filter(None, (entry.like or "the same", entry.like_dtype and f"in {entry.like_dtype}")))
+            lines.append(
+                f"| {family.id} | {'; '.join(entry.names)} | {', '.join(entry.dtypes)} | {like} | {entry.because} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(families: Sequence[tuple[Family, Measured]]) -> str:
+    lines = [_SIZES, "| family | asked | kinds | on file | smallest dispatched | |", "|---|---|---:|---:|---|---:|"]
+    for family, cases in families:
+        won = [case for case, rows in cases if rows and case.kind and not case.wins()]
+        on_file = {(case.kind, case.dtype) for case in won}
+        smallest = "– | –"
+        if won:
+            nbytes, case = min(
+                ((math.prod(case.shape) * storage.itemsize(case.dtype), case) for case in won),
+                key=lambda found: found[0],
+            )
+            smallest = f"{case.name} {case.dtype} {'×'.join(map(str, case.shape))} | {bytes_text(nbytes)}"
+        lines.append(
+            f"| {family.id} | {family.spec.SIZES_ASKED or 'nothing'} | {len(family.kinds)} | {len(on_file & family.kinds)} | {smallest} |"
+        )
+    return "\n".join(lines) + "\n"
