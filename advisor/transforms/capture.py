@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from advisor.ops import catalog, match
+from advisor.ops import match
 from advisor.profiling.attach import Attached
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers
@@ -111,18 +111,9 @@ def _dispatching(in_force: _InForce) -> Callable[..., Any]:
     return keep
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedLayer:
-    """A layer for ForwardStack below all CaptureLayers.
-
-    Attributes:
-        restated: families that exchange the forward of modules inside, which Dynamo would not see changing: they are captured apart.
-    """
-
-    restated: frozenset[str]
-
-    def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> _Captured:
-        return _Captured(inner)
+def _captured(inner: Callable[..., Any], module: torch.nn.Module) -> _Captured:
+    """The layer for ForwardStack below all CaptureLayers."""
+    return _Captured(inner)
 
 
 def _unobserved() -> contextlib.AbstractContextManager[None]:
@@ -132,22 +123,22 @@ def _unobserved() -> contextlib.AbstractContextManager[None]:
 
 
 _layers = KeptLayers(CAPTURE, CaptureLayer)
-_shared = KeptLayers(CAPTURED, _SharedLayer)
 current = _layers.current
-_RESTATED = frozenset(family.id for family in catalog.FAMILIES if family.restated is not None)
 
 
 def release(modules: Iterable[torch.nn.Module]) -> None:
     """Drop what is kept of these modules and not in force, so that it can be freed."""
     for module in modules:
         _layers.release([module])
-        _shared.release([module])
+        stack = ForwardStack.of(module)
+        if stack.get(CAPTURED) is None:
+            stack.forget(_captured)
 
 
 def _install(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> None:
     stack = ForwardStack.of(module)
     if families or mode is not None:
-        stack.set(CAPTURED, _shared.of(module, families & _RESTATED))
+        stack.set(CAPTURED, _captured)
         stack.set(CAPTURE, _layers.of(module, families, mode))
     else:
         stack.clear(CAPTURE)
