@@ -19,9 +19,10 @@ from torch import fx
 
 from advisor.ops import match
 from advisor.profiling.attach import Attached
+from advisor.profiling.training import Training
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers
-from advisor.transforms.patch import all_or_nothing
+from advisor.transforms.patch import all_or_nothing, target_of
 
 # Dynamo keeps at most this many versions of one code object before it silently runs eagerly. Trials switch layers below
 # the capture, each combination a version of the same code, and torch's default of 8 is soon used up.
@@ -124,6 +125,19 @@ def _unobserved() -> contextlib.AbstractContextManager[None]:
 
 _layers = KeptLayers(CAPTURE, CaptureLayer)
 current = _layers.current
+
+
+def report(training: Training, family: str) -> match.MatchReport:
+    """What this family's rewrites have said of all roots' graphs; a place begins with its root's name where there are several roots."""
+    whole = match.MatchReport()
+    for root in training.roots:
+        layer = current(target_of(training, root))
+        found = layer.reports.get(family) if layer is not None else None
+        if found is not None:
+            within = f"{root.name}." if len(training.roots) > 1 else ""
+            whole.matched |= {within + place: what for place, what in found.matched.items()}
+            whole.unmatched |= {within + place: why for place, why in found.unmatched.items()}
+    return whole
 
 
 def release(modules: Iterable[torch.nn.Module]) -> None:

@@ -19,7 +19,6 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, weight_casts
-from advisor.ops.match import MatchReport
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.autocast import casts_weights
@@ -60,24 +59,15 @@ class FusedCasts(Transform):
     def release(self, training: Training) -> None:
         capture.release([target_of(training, root) for root in training.roots])
 
-    def _report(self, training: Training) -> MatchReport:
-        whole = MatchReport()
-        for root in training.roots:
-            layer = capture.current(target_of(training, root))
-            if layer is not None and weight_casts.ID in layer.reports:
-                whole.matched |= layer.reports[weight_casts.ID].matched
-                whole.unmatched |= layer.reports[weight_casts.ID].unmatched
-        return whole
-
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        report = self._report(training)
+        report = capture.report(training, weight_casts.ID)
         return (
             tuple(f"{place}: {what}" for place, what in report.matched.items()),
             tuple(f"{place}: {why_not}" for place, why_not in report.unmatched.items()),
         )
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        report = self._report(training)
+        report = capture.report(training, weight_casts.ID)
         ran = sum(weight_casts.engaged.values())
         numbers = {"weights": float(len(report.matched)), "calls": float(ran)}
         if not report.matched:

@@ -21,7 +21,6 @@ from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Family
-from advisor.ops.match import MatchReport
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
@@ -81,25 +80,15 @@ class KernelTransform(Transform):
     def release(self, training: Training) -> None:
         capture.release([target_of(training, root) for root in training.roots])
 
-    def _report(self, training: Training) -> MatchReport:
-        """What was put into the graphs of all roots."""
-        whole = MatchReport()
-        for root in training.roots:
-            layer = capture.current(target_of(training, root))
-            if layer is not None and self.family.id in layer.reports:
-                whole.matched |= layer.reports[self.family.id].matched
-                whole.unmatched |= layer.reports[self.family.id].unmatched
-        return whole
-
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        report = self._report(training)
+        report = capture.report(training, self.family.id)
         return (
             tuple(f"{path}: {pattern}" for path, pattern in report.matched.items()),
             tuple(f"{path}: {reason}" for path, reason in report.unmatched.items()),
         )
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        report = self._report(training)
+        report = capture.report(training, self.family.id)
         matched, unmatched = report.matched, report.unmatched
         if not matched:
             why = "; ".join(f"{path}: {reason}" for path, reason in list(unmatched.items())[:3])

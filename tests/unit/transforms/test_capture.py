@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from advisor.profiling import attach
 from advisor.profiling.session import Session
-from advisor.profiling.training import StepEvent, Training
+from advisor.profiling.training import RootModule, StepEvent, Training
 from advisor.transforms import capture
 from advisor.transforms.targets import targets
 
@@ -125,6 +125,21 @@ def test_a_graph_is_captured_once_for_all_sets_and_rewritten_once_for_each() -> 
     stepped(net, 6)
     assert counters["stats"]["unique_graphs"] == 2
     undos.pop().run()
+
+
+def test_places_of_several_roots_are_told_apart() -> None:
+    torch._dynamo.reset()
+    nets = Net(), Net()
+    training = Training(device=torch.device("cpu"))
+    training.roots.extend(RootModule(module=net, name=name) for net, name in zip(nets, ("Net", "Net#2"), strict=True))
+    undo = capture.set_family(nets, "batchnorm_act")
+    for net in nets:
+        stepped(net)
+    assert capture.report(training, "batchnorm_act").matched == {"Net.bn": "bn+relu", "Net#2.bn": "bn+relu"}
+    del training.roots[1]
+    assert capture.report(training, "batchnorm_act").matched == {"bn": "bn+relu"}
+    assert not capture.report(training, "pooling").matched  # not in force
+    undo.run()
 
 
 def test_in_evaluation_and_without_gradients_nothing_is_captured() -> None:
