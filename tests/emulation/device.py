@@ -355,7 +355,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
-    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "on_device", nvrtc.out_of_reach)
     monkeypatch.setattr(nvrtc, "refused", lambda name: "")
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
     for name in ("function", "sm_count", "arch", "tickets"):
