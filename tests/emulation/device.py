@@ -121,7 +121,7 @@ class Entry:
             raise EmulationError(f"no entry {name}; the source has {', '.join(module.entries)}")
         self._device, self._module, self.name = device, module, name
         self._parameters = module.parameters(name)
-        self._static = module.static_shared()
+        self._static = module.static_shared(name)
         self.most_dynamic = 0  # bytes of dynamic shared memory that were asked for
 
     def _check(
