@@ -260,6 +260,27 @@ def test_compiled_by_the_user(emulated) -> None:
     alike(step(net, compiled), step(plain))
 
 
+@pytest.mark.long
+def test_in_code_that_inductor_generates(emulated, tmp_path: Path) -> None:
+    """C++ around the operations, forward and backward, compiled here and not found in a cache."""
+    from torch._inductor import config as inductor
+    from torch._inductor.utils import fresh_inductor_cache
+
+    net, plain = pair()
+    capture.set_mode([net], "default")
+    with fresh_inductor_cache(dir=str(tmp_path)), inductor.patch(compile_threads=1):
+        for _ in range(2):
+            mine, theirs = step(net), step(plain)
+            as_near(mine, theirs, theirs)
+        code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+        assert list(tmp_path.rglob("*.so"))
+    named = {"layer_norm", "group_norm", "squeeze_excite", "batchnorm_act", "batchnorm_max_pool", "upsample_concat"}
+    for operation in {*named, "depthwise_conv2d", "bias_act", "avg_pool2d", "global_avg_pool2d"}:
+        assert f"torch.ops.advisor.{operation}." in code, operation
+    assert set(sites(net)) >= IN_FP32
+    assert_all_ran(net)
+
+
 def test_functional_transforms(emulated) -> None:
     net, plain = pair()
     for norm in (m for twin in (net, plain) for m in twin.modules() if isinstance(m, nn.BatchNorm2d)):
