@@ -25,7 +25,7 @@ def realigned(tensor: Parameter) -> Parameter:
     For operations of which PyTorch's own must not see such a tensor either: cuDNN's batch norm in fp32 ends in a misaligned
     address there, after which the process can use its GPU no more (seen with cuDNN 9.19 on an H200).
     """
-    if tensor is None or torch._C._are_functorch_transforms_active():
+    if tensor is None or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which has no memory of its own
         return tensor
     if tensor.data_ptr() % 16 == 0 or not tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor

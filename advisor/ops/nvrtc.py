@@ -43,9 +43,15 @@ def on_device(tensor: torch.Tensor) -> str:
     """Why kernels cannot run where this tensor is; empty when they can."""
     if not tensor.is_cuda:
         return "not on a CUDA device"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    return out_of_reach(tensor) or unavailable()
+
+
+def out_of_reach(tensor: torch.Tensor) -> str:
+    """Why no kernel may touch this tensor's memory, wherever it lies; empty when one may."""
+    reason = transformed()
+    if not reason and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "outlived a torch.func transform"
-    return transformed() or unavailable()
+    return reason
 
 
 def transformed() -> str:

@@ -104,9 +104,11 @@ class Module:
         for edge in (self.library.emulated_shared_begin, self.library.emulated_shared_end):
             edge.restype = ctypes.c_void_p
 
-    def static_shared(self) -> int:
-        """Bytes of static shared memory."""
-        return (self.library.emulated_shared_end() or 0) - (self.library.emulated_shared_begin() or 0)
+    def static_shared(self, entry: str) -> int:
+        """Bytes of static shared memory that a launch of this entry takes: not what other entries of the source have in theirs."""
+        whole = (self.library.emulated_shared_end() or 0) - (self.library.emulated_shared_begin() or 0)
+        others = tuple(f"_ZZ{len(name)}{name}E" for name in self.entries if name != entry)
+        return whole - sum(size for name, size in _sizes(self.path) if name.startswith(others)) if whole else 0
 
     def parameters(self, entry: str) -> tuple[str, ...]:
         """The entry's parameters, each as kind and size: "p8", "c8" (const pointer), "i4", "f4" …"""
@@ -136,6 +138,14 @@ def _symbol(library: Path, name: str) -> int:
     """Offset of a symbol in a shared library, from its own symbol table."""
     found = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=False)
     return next((int(line.split()[0], 16) for line in found.stdout.splitlines() if line.endswith(f" {name}")), 0)
+
+
+@cache
+def _sizes(library: Path) -> list[tuple[str, int]]:
+    """Variables of functions in a shared library, by their mangled names, in bytes."""
+    found = subprocess.run(["nm", "-S", str(library)], capture_output=True, text=True, check=False)
+    lines = [line.split() for line in found.stdout.splitlines()]
+    return [(words[3], int(words[1], 16)) for words in lines if len(words) == 4 and words[3].startswith("_ZZ")]
 
 
 @cache

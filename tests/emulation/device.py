@@ -121,7 +121,7 @@ class Entry:
             raise EmulationError(f"no entry {name}; the source has {', '.join(module.entries)}")
         self._device, self._module, self.name = device, module, name
         self._parameters = module.parameters(name)
-        self._static = module.static_shared()
+        self._static = module.static_shared(name)
         self.most_dynamic = 0  # bytes of dynamic shared memory that were asked for
 
     def _check(
@@ -355,7 +355,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
-    monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
+    monkeypatch.setattr(nvrtc, "on_device", nvrtc.out_of_reach)
     monkeypatch.setattr(nvrtc, "refused", lambda name: "")
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
     for name in ("function", "sm_count", "arch", "tickets"):

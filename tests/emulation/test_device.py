@@ -131,6 +131,33 @@ def test_a_misaligned_vector_is_found(emulated):
         four((1,), (1,), (x.data_ptr(), y.data_ptr(), np.int32(1)))
 
 
+def test_static_shared_memory_is_an_entrys_own(emulated):
+    """What another entry of the source declares takes nothing of a block's; what the entry itself declares does."""
+    source = """
+    extern "C" __global__ void lean(float* y) {
+      extern __shared__ __align__(16) float memory[];
+      memory[threadIdx.x] = 1.f;
+      y[threadIdx.x] = memory[threadIdx.x];
+    }
+    extern "C" __global__ void heavy(float* y) {
+      __shared__ float sums[1024];
+      extern __shared__ __align__(16) float memory[];
+      sums[threadIdx.x] = memory[threadIdx.x] = 1.f;
+      y[threadIdx.x] = memory[threadIdx.x] + sums[threadIdx.x];
+    }
+    """
+    y, most = vector(32), 227 * 1024
+    for name in ("lean", "heavy"):
+        entry = emulated.compiled(source, name)
+        entry.most_dynamic = most
+        if name == "lean":
+            entry((1, 1, 1), (32, 1, 1), (y.data_ptr(),), most)
+            assert y.tolist() == [1.0] * 32
+        else:
+            with pytest.raises(EmulationError, match=f"no block has {most + 4096} bytes"):
+                entry((1, 1, 1), (32, 1, 1), (y.data_ptr(),), most)
+
+
 def test_dynamic_shared_memory_has_its_size(emulated):
     source = """
     extern "C" __global__ void reverse(float* y) {

@@ -366,3 +366,23 @@ def test_the_torch_library_operation_gives_the_same_as_the_function(emulated) ->
     leaves = (x, residual, weight, bias)
     for mine, other in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(("activation", "residual"), [("relu", True), ("none", True), ("none", False), ("silu", False)])
+def test_the_operations_of_the_library(emulated, activation: str, residual: bool) -> None:
+    arguments = case("bfloat16", activation, residual, (2, 24, 5, 3)).inputs(torch.Generator().manual_seed(1), 2)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.advisor.batchnorm_act.default, arguments, test_utils=tests)
+    y, statistics, mask = torch.ops.advisor.batchnorm_act(*arguments)
+    assert torch.equal(arguments[2], torch.zeros_like(arguments[2]))  # no side effects
+    plain = api.batchnorm_act(*arguments)
+    assert torch.equal(y, plain)
+    assert torch.equal(statistics[2:], torch.stack(arguments[2:4]))
+    leaves, dy = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad], torch.randn_like(y)
+    for mine, other in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
+        assert torch.equal(mine, other)
+    x, _, _, _, weight, bias, _, _, _, slope = (a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+    given = dy, x, statistics, mask, weight, bias, activation, slope, residual
+    torch.library.opcheck(
+        torch.ops.advisor.batchnorm_act_backward.default, given, test_utils=("test_schema", "test_faketensor")
+    )

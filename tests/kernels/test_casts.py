@@ -130,6 +130,15 @@ def test_other_dtypes_are_torchs_own(emulated, tensor: torch.Tensor, dtype: torc
     assert torch.equal(tensor.to(dtype), found)
 
 
+def test_the_operation_of_the_library(emulated) -> None:
+    sources = [torch.randn(3, 5), torch.randn(7)]
+    copies = [torch.zeros_like(source, dtype=torch.bfloat16) for source in sources]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.advisor.cast_into.default, (copies, sources), test_utils=tests)
+    torch.ops.advisor.cast_into(copies, sources)
+    assert all(torch.equal(copy, source.bfloat16()) for copy, source in zip(copies, sources, strict=True))
+
+
 def test_an_old_gpu_is_left_to_torch(emulated) -> None:
     emulated.use(arch=75)
     assert torch.equal(api.copies(torch.bfloat16, (torch.ones(3),))[0], torch.ones(3, dtype=torch.bfloat16))

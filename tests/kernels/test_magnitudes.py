@@ -1,4 +1,4 @@
-"""Inputs far larger and far smaller than usual: errors against fp64 no worse than PyTorch's own."""
+"""Inputs, and gradients from above, far larger and far smaller than usual: errors against fp64 no worse than PyTorch's own."""
 
 from __future__ import annotations
 
@@ -42,17 +42,33 @@ def scaled(inputs: Callable[..., Any], factor: float) -> Callable[..., Any]:
     return made
 
 
+EACH = [
+    pytest.param(
+        family,
+        case,
+        id=f"{family.id}-{case.label}",
+        marks=[] if (family, case) == FIRST[family.id] else [pytest.mark.long],
+    )
+    for family, case in CASES.values()
+]
+
+
 @pytest.mark.parametrize("sign", [pytest.param(1, id="large"), pytest.param(-1, id="small", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [
-        pytest.param(family, case, marks=[] if (family, case) == FIRST[family.id] else [pytest.mark.long])
-        for family, case in CASES.values()
-    ],
-    ids=lambda v: getattr(v, "label", getattr(v, "id", "")),
-)
+@pytest.mark.parametrize(("family", "case"), EACH)
 def test_errors_are_no_worse_than_pytorchs_own(emulated, family: Family, case: Case, sign: int) -> None:
     case = replace(case, inputs=scaled(case.inputs, 2.0 ** (sign * POWERS[case.dtype])))
+    batch = case.shape[0]
+    mine, theirs = (verify.errors(case, f, "cpu", batch=batch, seed=3) for f in (case.ours, case.eager))
+    assert sum(family.engaged.values()), dispatch.told(family.id)
+    assert verify.accepted(case.dtype, mine, theirs) == ""
+
+
+@pytest.mark.parametrize("sign", [pytest.param(1, id="large"), pytest.param(-1, id="small")])
+@pytest.mark.parametrize(("family", "case"), EACH)
+def test_nor_of_gradients_from_above(emulated, monkeypatch, family: Family, case: Case, sign: int) -> None:
+    """As a loss scale makes them, and a mean over many pixels."""
+    usual, factor = verify.upstream, 2.0 ** (sign * POWERS[case.dtype])
+    monkeypatch.setattr(verify, "upstream", lambda *given: [dy * factor for dy in usual(*given)])
     batch = case.shape[0]
     mine, theirs = (verify.errors(case, f, "cpu", batch=batch, seed=3) for f in (case.ours, case.eager))
     assert sum(family.engaged.values()), dispatch.told(family.id)

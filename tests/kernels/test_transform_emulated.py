@@ -144,3 +144,24 @@ def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, mo
     assert isinstance(capture.current(model).reports["batchnorm_act"], match.MatchReport)
     mode.run()
     families.run()
+
+
+def test_in_code_that_inductor_generates(emulated, nets, tmp_path) -> None:
+    """As above with Inductor's own: C++ around the operation, compiled here and not found in a cache."""
+    from torch._inductor import config as inductor
+    from torch._inductor.utils import fresh_inductor_cache
+
+    model, plain, x = nets
+    families, mode = capture.set_family([model], "batchnorm_act"), capture.set_mode([model], "default")
+    with fresh_inductor_cache(dir=str(tmp_path)), inductor.patch(compile_threads=1):
+        for _ in range(2):
+            for mine, want in zip(step(model, x), step(plain, x), strict=True):
+                torch.testing.assert_close(mine, want, rtol=2e-4, atol=2e-5)
+        code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+        assert list(tmp_path.rglob("*.so"))
+    assert {f"torch.ops.advisor.{name}.default(" in code for name in ("batchnorm_act", "batchnorm_act_backward")} == {
+        True
+    }
+    assert emulated.launches["batchnorm_act_held_forward"] == emulated.launches["batchnorm_act_held_backward"] == 4
+    mode.run()
+    families.run()

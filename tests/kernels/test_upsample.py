@@ -96,6 +96,9 @@ def test_launches_cover_all_work_once(vectors: int, columns: int, rows: int, str
         ({"others": ((2, 16, 15, 16),)}, "differ in size"),
         ({"size": (160, 160)}, "more than 16"),
         ({"size": (16, 2**29)}, "2^31"),
+        ({"mode": "nearest-exact", "size": (32, 32)}, ""),
+        ({"mode": "nearest-exact", "size": (33, 16)}, "nearest-exact by more than 4"),
+        ({"mode": "nearest-exact", "size": (16, 33)}, "nearest-exact by more than 4"),
     ],
 )
 def test_unsupported_calls_are_named(change: dict, reason: str) -> None:
@@ -115,6 +118,29 @@ def test_unsupported_calls_are_named(change: dict, reason: str) -> None:
         merged["others"] = ()
     answer = spec.unsupported(**merged)
     assert reason in answer if reason else answer == ""
+
+
+def _begins_too_late(size: int, out_size: int) -> bool:
+    """Whether first_output of kernels/include/resample.cuh begins behind the first output of some pixel, nearest-exact."""
+    line = spec.axis(size, out_size, None, align_corners=False)
+    halves = torch.arange(max(size, out_size)).float() + 0.5
+    sources = (halves[:out_size] * line.scale).floor().clamp(max=size - 1)
+    begin = (halves[:size] * line.inverse - 2.0).clamp(min=0).int()
+    return bool((begin > torch.searchsorted(sources, torch.arange(size).float())).any())
+
+
+@given(st.integers(1, 2000), st.floats(1, spec.MOST_EXACT))
+def test_the_backward_of_nearest_exact_begins_with_a_pixels_first_output(size: int, factor: float) -> None:
+    assert not _begins_too_late(size, int(size * factor))
+    assert _begins_too_late(size, 6 * size)  # which is why more is refused
+
+
+@pytest.mark.parametrize("size", [(1, 6), (6, 1), (2, 12), (4, 4)], ids=str)
+def test_no_gradient_of_nearest_exact_is_lost(emulated, size: tuple[int, int]) -> None:
+    case = cases._case((1, 8, 1, 1), "float32", "nearest-exact", size=size)
+    x, dy = torch.ones(1, 8, 1, 1, requires_grad=True), torch.ones(1, 8, *size)
+    (dx,) = torch.autograd.grad(case.ours(x.to(memory_format=torch.channels_last)), x, dy)
+    assert dx.flatten().tolist() == [size[0] * size[1]] * 8
 
 
 def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> None:

@@ -27,20 +27,24 @@ def normalise(
     Returns:
         [N, C, H, W]; in fp32 its bits are the table's. It has no gradient.
     """
-    x_nhwc = pixels.dim() == 4 and pixels.is_contiguous(memory_format=torch.channels_last)
     y_nhwc = memory_format == torch.channels_last
-    reason = dispatch.refusal(_unsupported(pixels, dtype, x_nhwc=x_nhwc, y_nhwc=y_nhwc), spec.wins())
+    reason = dispatch.refusal(_unsupported(pixels, dtype, y_nhwc=y_nhwc), spec.wins())
     if reason:
         fell_back[reason] += 1
         return reference.normalise(pixels, table).to(dtype, memory_format=memory_format)
     engaged["normalise"] += 1
-    return cuda.normalise(pixels, table.contiguous(), dtype, x_nhwc=x_nhwc, y_nhwc=y_nhwc)
+    return cuda.normalise(pixels, table.contiguous(), dtype, x_nhwc=_is_nhwc(pixels), y_nhwc=y_nhwc)
 
 
-def _unsupported(pixels: torch.Tensor, dtype: torch.dtype, *, x_nhwc: bool, y_nhwc: bool) -> str:
+def _is_nhwc(pixels: torch.Tensor) -> bool:
+    return pixels.dim() == 4 and pixels.is_contiguous(memory_format=torch.channels_last)
+
+
+def _unsupported(pixels: torch.Tensor, dtype: torch.dtype, *, y_nhwc: bool) -> str:
     reason = nvrtc.on_device(pixels)
     if reason:
         return reason
+    x_nhwc = _is_nhwc(pixels)  # not before: inside torch.func.vmap nobody may ask
     if not x_nhwc and not pixels.is_contiguous():
         return "sliced images"
     return spec.unsupported(

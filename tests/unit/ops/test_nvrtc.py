@@ -41,7 +41,7 @@ def test_no_kernel_runs_where_tensors_have_no_memory_or_carry_tangents(monkeypat
     plain, said, seen = torch.ones(2), [], []
 
     def inside(x: torch.Tensor) -> torch.Tensor:
-        said.append(nvrtc.on_device(plain))
+        said.append((nvrtc.on_device(plain), nvrtc.on_device(x)))
         seen.append(x)
         return x.sum()
 
@@ -49,7 +49,9 @@ def test_no_kernel_runs_where_tensors_have_no_memory_or_carry_tangents(monkeypat
     torch.func.grad(inside)(torch.ones(2))
     with forward_ad.dual_level():
         inside(torch.ones(2))
-    assert said == ["", "inside a torch.func transform", "forward-mode differentiation"]
+    assert said == [
+        (reason, reason) for reason in ("", "inside a torch.func transform", "forward-mode differentiation")
+    ]
     assert [nvrtc.on_device(x) for x in seen] == ["", "outlived a torch.func transform", ""]
 
 

@@ -1,0 +1,201 @@
+"""NaN and Inf in each floating input and in what comes from above: they come out, of both passes, where PyTorch's own lets them.
+
+What would hide them is a kernel that selects or compares where PyTorch's own adds and multiplies: a training that has gone wrong would
+look sound, and a GradScaler would take a step that it should skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from emulation.device import forget_launches
+from emulation.planted import planted
+from torch.nn import functional as F
+
+from advisor.ops import catalog, verify
+from advisor.ops.batchnorm_act import reference
+from advisor.ops.family import Case, Family
+from advisor.ops.pooling import api as pooling_api
+
+# Of each family a small case of each set of kernels; the first in every run, the others with `make test-long`.
+SMALLEST: dict[tuple[Any, ...], tuple[Family, Case]] = {}
+for _family in catalog.FAMILIES:
+    for _case in sorted(_family.verification, key=lambda case: torch.Size(case.shape).numel(), reverse=True):
+        if _family.captured or "backward" in _case.passes:  # images are bytes
+            SMALLEST[(_family.id, *(work.kernels for work in _case.passes.values()))] = _family, _case
+FIRST = {family.id: case for family, case in reversed(SMALLEST.values())}
+CASES = [
+    pytest.param(
+        family, case, id=f"{family.id}-{case.label}", marks=[] if FIRST[family.id] is case else [pytest.mark.long]
+    )
+    for family, case in SMALLEST.values()
+]
+
+# Slopes of activations that PyTorch's own selects by, and kernels multiply by: 0 times Inf is NaN.
+_SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": lambda z: (z > 0).to(z.dtype),
+    "relu6": lambda z: ((z > 0) & (z < 6)).to(z.dtype),
+    "hardsigmoid": lambda z: ((z > -3) & (z < 3)).to(z.dtype) / 6,
+    "hardswish": lambda z: torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)).to(z.dtype),
+}
+
+
+class _TimesSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.save_for_backward(z)
+        ctx.slope = _SLOPES[name]
+        result: torch.Tensor = getattr(torch.ops.aten, name)(z)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (z,) = ctx.saved_tensors
+        return gradients[0] * ctx.slope(z), None
+
+
+@contextmanager
+def _gradients_times_slopes() -> Iterator[None]:
+    """Inside, the definitions multiply by an activation's slope."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _SLOPES:
+
+            def activate(z: torch.Tensor, name: str = name) -> torch.Tensor:
+                found: torch.Tensor = _TimesSlope.apply(z, name)
+                return found
+
+            patch.setattr(F, name, activate)
+            if name in reference._ACTIVATIONS:
+                patch.setitem(reference._ACTIVATIONS, name, activate)
+        yield
+
+
+def _values(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Not Inf in parameters of a channel: the CPU's batch norm folds mean and scale into an offset, Inf - Inf, as CUDA's does not."""
+    return (float("nan"), float("inf")) if tensor.dim() > 1 else (float("nan"),)
+
+
+def _all(result: verify.Result) -> list[torch.Tensor]:
+    return [*result.outputs, *result.gradients]
+
+
+def _by_filter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Of a filter's gradient whether any of its taps is not finite: who pads an image multiplies zeros, who does not has none."""
+    wrong = ~torch.isfinite(tensor)
+    return wrong.flatten(2).any(2) if like.dim() == 4 and like.is_leaf and like.shape[2] > 1 else wrong
+
+
+def _differences(
+    mine: verify.Result, theirs: Sequence[verify.Result], leaves: Sequence[torch.Tensor | None]
+) -> list[str]:
+    """Where all of `theirs` agree on what is finite and `mine` is not as they are."""
+    found = []
+    for number, leaf in enumerate(leaves):
+        tensors = [_all(result)[number] for result in (mine, *theirs)]
+        ours, *others = [_by_filter(t, leaf) if leaf is not None else ~torch.isfinite(t) for t in tensors]
+        lost = int((torch.stack(others).all(0) & ~ours).sum())
+        more = int((ours & ~torch.stack(others).any(0)).sum())
+        if lost or more:
+            found.append(f"tensor {number}: {lost} finite that should not be, {more} not finite that should be")
+    return found
+
+
+def _untouched(mine: verify.Result, theirs: Sequence[verify.Result], clean: Sequence[verify.Result]) -> list[Any]:
+    """`mine` and `theirs`, 0 wherever something planted has changed one of `theirs` from `clean`, or `mine` is not finite."""
+    kept = [torch.isfinite(t) for t in _all(mine)]
+    for dirty, before in zip(theirs, clean, strict=True):
+        kept = [k & (a == b) for k, a, b in zip(kept, _all(dirty), _all(before), strict=True)]
+    found = [[torch.where(k, t, 0.0) for k, t in zip(kept, _all(result), strict=True)] for result in (mine, *theirs)]
+    count = len(mine.outputs)
+    return [verify.Result(tuple(tensors[:count]), tuple(tensors[count:])) for tensors in found]
+
+
+class Planting:
+    """A case's arguments and what comes from above, into which values are planted."""
+
+    def __init__(self, case: Case) -> None:
+        generator = verify.seeded("cpu", 3)
+        self.case, self.arguments = case, case.inputs(generator, case.shape[0])
+        with torch.no_grad():
+            like = verify.tensors(case.eager(*verify._copies(self.arguments, wide=False)))
+        self.above = verify.upstream(case, self.arguments, like, generator)
+        self.clean = self._theirs(self.arguments, self.above)
+
+    def _theirs(self, arguments: Sequence[Any], above: Sequence[torch.Tensor]) -> list[verify.Result]:
+        """PyTorch's own, the definition, and the definition with gradients times slopes."""
+
+        def definition() -> verify.Result:
+            wide = verify._copies(arguments, wide=True)
+            return verify._run(self.case, self.case.reference, wide, [dy.double() for dy in above])
+
+        with _gradients_times_slopes():
+            times = definition()
+        return [verify.run(self.case, self.case.eager, arguments, above), definition(), times]
+
+    def places(self) -> dict[int, torch.Tensor]:
+        """Where values are planted: floating arguments by their number, and behind all arguments what comes from above."""
+        given = [*self.arguments, *(self.above if "backward" in self.case.passes else [])]
+        return {i: a for i, a in enumerate(given) if isinstance(a, torch.Tensor) and a.is_floating_point()}
+
+    def _spot(self, place: int, tensor: torch.Tensor) -> tuple[int, ...]:
+        """In the middle of an argument; above an output where most activations let a gradient through: next to 1."""
+        number = place - len(self.arguments)
+        if number < 0:
+            return tuple(size // 2 for size in tensor.shape)
+        nearest = int((self.clean[1].outputs[number] - 1).abs().argmin())
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(nearest), tensor.shape))
+
+    def all_wrong(self) -> dict[str, str]:
+        """What is wrong, by what was planted where."""
+        found = {
+            f"{value} in number {place} of {len(self.arguments)} arguments and what comes from above": self.wrong(
+                place, value
+            )
+            for place, tensor in self.places().items()
+            for value in _values(tensor)
+        }
+        return {what: wrong for what, wrong in found.items() if wrong}
+
+    def wrong(self, place: int, value: float) -> str:
+        """What is wrong with the kernels' results where `value` stands in this place; empty for nothing."""
+        case, above = self.case, [dy.clone() for dy in self.above]
+        arguments = list(verify._copies(self.arguments, wide=False))
+        tensor = [*arguments, *above][place]
+        with torch.no_grad():
+            tensor[self._spot(place, tensor)] = value
+        mine, theirs = verify.run(case, case.ours, arguments, above), self._theirs(arguments, above)
+        leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad] if mine.gradients else []
+        found = _differences(mine, theirs, [*[None] * len(mine.outputs), *leaves])
+        # Of a window all NaN by its bias PyTorch's own takes the last, the kernel that adds the bias behind it the largest.
+        if not found and not (case.ours is pooling_api.bias_relu_max_pool2d and place == 1):
+            ours, eager, want, _ = _untouched(mine, theirs, self.clean)
+            errors = [verify.compare(case, got, want, self.above) for got in (ours, eager)]
+            found += filter(None, [verify.accepted(case.dtype, *errors)])
+        return "; ".join(found)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_what_is_not_finite_comes_out_where_pytorchs_own_lets_it(emulated: Any, family: Family, case: Case) -> None:
+    wrong = Planting(case).all_wrong()
+    assert sum(family.engaged.values())
+    assert not wrong
+
+
+FAULTS = {
+    "forward": ("return z > 0.f ? z : (z != z ? z : 0.f);", "return fmaxf(z, 0.f);"),
+    "backward": ("g[j] *= slope_streaming(", "g[j] = fmaxf(fminf(g[j], 1e30f), -1e30f) * slope_streaming("),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_a_kernel_is_found(emulated: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    family = catalog.get("batchnorm_act")
+    case = next(case for case in family.verification if case.name == "bn+relu two launches" and case.shape[2] > 1)
+    assert not Planting(case).all_wrong()
+    forget_launches()
+    with planted(monkeypatch, *FAULTS[fault]):
+        assert Planting(case).all_wrong()
