@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from advisor.bench.gaps import Measured, Row
+from advisor.core.units import shape_text
 from advisor.ops.family import Case, Family
 from advisor.ops.moments_cases import APART
 
@@ -59,7 +60,7 @@ def _line(title: str, way: str, rows: Sequence[Row]) -> str:
         if over:
             worst = max(over, key=share)
             more = worst["advisor_peak_bytes"] - worst["eager_peak_bytes"]
-            memory += f"{share(worst):.2f} | {worst['name']} {worst['dtype']} {'×'.join(map(str, worst['shape']))}: +{more / 2**20:.1f} MiB"
+            memory += f"{share(worst):.2f} | {worst['name']} {worst['dtype']} {shape_text(worst['shape'])}: +{more / 2**20:.1f} MiB"
         else:
             memory += "– |"
     return f"| {title} | {way} | {len(rows)} | {median(host):+.0f} | {near} of {len(rows)} | {memory} |"

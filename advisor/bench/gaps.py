@@ -10,7 +10,7 @@ from typing import Any
 
 from advisor.bench import units
 from advisor.bench.goals import DTYPE, GOALS, LARGE_BYTES, Goal
-from advisor.core.units import percent_text
+from advisor.core.units import percent_text, shape_text
 from advisor.ops.family import Case, Family
 
 Row = Mapping[str, Any]
@@ -85,7 +85,7 @@ def _short(found: Iterable[Place]) -> str:
     for place in sorted(found, key=lambda place: place.reached - place.goal):
         case, row, counted = place.case, place.row, place.row.get("units")
         lines.append(
-            f"| {case.name} | {'×'.join(map(str, case.shape))} | {row['pass']} | {place.reached:.3f} | {place.goal:.2f} "
+            f"| {case.name} | {shape_text(case.shape)} | {row['pass']} | {place.reached:.3f} | {place.goal:.2f} "
             f"| {row['eager_ms'] / row['advisor_ms']:.2f} | {units.text(counted) if counted else '–'} "
             f"| {held_by(counted) if counted else NOT_COUNTED} |"
         )

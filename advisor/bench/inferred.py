@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from advisor.bench.gaps import Measured
-from advisor.core.units import bytes_text
+from advisor.core.units import bytes_text, shape_text
 from advisor.ops import storage
 from advisor.ops.family import Family
 
@@ -50,7 +50,7 @@ def _sizes(families: Sequence[tuple[Family, Measured]]) -> str:
                 ((math.prod(case.shape) * storage.itemsize(case.dtype), case) for case in won),
                 key=lambda found: found[0],
             )
-            smallest = f"{case.name} {case.dtype} {'×'.join(map(str, case.shape))} | {bytes_text(nbytes)}"
+            smallest = f"{case.name} {case.dtype} {shape_text(case.shape)} | {bytes_text(nbytes)}"
         lines.append(
             f"| {family.id} | {family.spec.SIZES_ASKED or 'nothing'} | {len(family.kinds)} | {len(on_file & family.kinds)} | {smallest} |"
         )

@@ -13,6 +13,7 @@ from advisor.bench import beside_eager, checks, gaps, inferred, models, plots
 from advisor.bench.gaps import Measured, Row
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
+from advisor.core.units import shape_text
 from advisor.ops import catalog
 from advisor.ops.family import Case, Family
 from advisor.resources import kernels_dir
@@ -68,7 +69,7 @@ def files(folder: Path) -> dict[str, str]:
                 parts.append(
                     _family(family, measured, f"![{family.id}: share of the limit reached]({name})" if plot else "")
                 )
-                missing = sorted({f"{case.name} {case.dtype}" for case, rows in cases if not rows})
+                missing = [f"{case.name} {case.dtype} {shape_text(case.shape)}" for case, rows in cases if not rows]
                 parts += [f"Not measured: {', '.join(missing)}.\n"] if missing else []
     return {PAGE: "\n".join(parts).rstrip() + "\n", **drawn}
 
@@ -148,7 +149,7 @@ def _family_plot(family: Family, measured: Measured) -> str:
             largest[case.name] = case, rows
     shown = [
         plots.Dots(
-            label=f"{case.name} {'×'.join(map(str, case.shape))}{' backward' if row['pass'] == 'backward' else ''}",
+            label=f"{case.name} {shape_text(case.shape)}{' backward' if row['pass'] == 'backward' else ''}",
             values={who: row["limit_ms"] / row[f"{who}_ms"] for who in plots.COLOURS if row[f"{who}_ms"]},
         )
         for case, rows in largest.values()
@@ -174,7 +175,7 @@ def _family(family: Family, cases: Measured, plot: str) -> str:
                 f"{row['advisor_peak_bytes'] / row['eager_peak_bytes']:.2f}" if row.get("eager_peak_bytes") else "–"
             )
             lines.append(
-                f"| {case.name} | {'×'.join(map(str, case.shape))} | {case.dtype} | {row['pass']} "
+                f"| {case.name} | {shape_text(case.shape)} | {case.dtype} | {row['pass']} "
                 f"| {row['advisor_ms']:.4f} | {share:.2f} | {bar(share)} | {row['eager_ms'] / row['advisor_ms']:.2f} "
                 f"| {compiled} | {row['spread']:.1%} | {row['error']:.1e} | {row['baseline_error']:.1e} "
                 f"| {memory} | {row['advisor_host_us'] - row['eager_host_us']:+.0f} | {case.wins() or 'yes'} |"

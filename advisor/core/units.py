@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 _UNITS = "%|B|[KMGTP]iB|ns|µs|ms|s|min|h|[GT]B/s|[kMGTP]?FLOP(?:/s)?|W|MHz|°C|pairs?|steps?|×"
 
@@ -50,6 +51,11 @@ def percent_text(fraction: float) -> str:
     if 0 < abs(value) < 0.05:
         return "<0.1 %" if value > 0 else "0 %"
     return (f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %").replace("-", "−")
+
+
+def shape_text(sizes: Iterable[int]) -> str:
+    """`256×64×112×112`."""
+    return "×".join(map(str, sizes))
 
 
 def counted(count: int, what: str) -> str:

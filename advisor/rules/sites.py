@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
-from advisor.core.units import bytes_text, count_text, time_text
+from advisor.core.units import bytes_text, count_text, shape_text, time_text
 
 LIMIT = 5  # places a finding names; the report has the full tables
 _SHORT_US = 10.0  # the `short_kernel_frac` metric's boundary
@@ -108,7 +108,7 @@ def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[P
         for conv in profile.model.convs:
             if wanted(conv):
                 spent = time.get(conv.module, 0.0)
-                kernel = "×".join(str(extent) for extent in conv.kernel)
+                kernel = shape_text(conv.kernel)
                 groups = f", {conv.groups} groups" if conv.groups > 1 else ""
                 cost = f" ({time_text(spent)})" if spent else ""
                 text = f"{conv.module}: {kernel} {conv.in_channels}→{conv.out_channels}{groups}{cost}"

@@ -96,6 +96,8 @@ BENCHMARK = (
     _case((128, 64, 224, 224), K2S2, "bfloat16"),
     _case((32, 64, 256, 256), K2S2, "bfloat16"),
     *(_case((256, 64, 112, 112), K3S2, dtype) for dtype in ("float16", "float32")),
+    # Xception's first block, no activation between: not dispatched until it is measured.
+    _case((64, 128, 147, 147), K3S2, "bfloat16", "none"),
 )
 _WIDE = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
 # They run emulated in the tests too, where each variant is compiled.

@@ -246,6 +246,11 @@ BENCHMARK = (
     _scale_case(_CONVNEXT[1], "float16", "float32", _INNER),
     *(_scale_case(shape, dtype, dtype, _BOTH) for dtype in ("bfloat16", "float32") for shape in _CONVNEXT[:2]),
     *(_scale_case(shape, "bfloat16", "bfloat16", _DROP) for shape in _EFFICIENTNET),
+    # What other networks of docs/networks.md have, and nothing is dispatched for until it is measured: NFNet's and FastViT's GELU behind a
+    # convolution, a layer scale without drop path (PoolFormer's in half precision, the first block of a ConvNeXt).
+    *(_case(shape, "bfloat16", "gelu", True, False) for shape in _VGG[1:3]),
+    *(_scale_case(shape, "bfloat16", "float32", _SCALE) for shape in _CONVNEXT[:2]),
+    *(_scale_case(shape, "bfloat16", "bfloat16", _SCALE) for shape in _CONVNEXT[:2]),
 )
 _VARIANTS = tuple(
     (activation, bias, residual)

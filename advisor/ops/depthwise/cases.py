@@ -23,6 +23,10 @@ _TRAINED = (
     # ShuffleNetV2 x1.0
     ((3, 1), ((58, 28), (116, 14))),
 )
+# What other networks of docs/networks.md have, and nothing is dispatched for until it is measured: EdgeNeXt's 9 taps, with a bias, and
+# DeepLabV3+'s taps far apart.
+_ALSO = ((256, 160, 14), (256, 304, 7))
+_DILATED = ((64, 512, 16, 12), (64, 512, 16, 24), (16, 304, 64, 12))
 _BIASED = 7  # ConvNeXt's convolutions have a bias, the others a batch norm behind them
 
 
@@ -134,6 +138,8 @@ _ALONE = tuple(
 )
 BENCHMARK = (
     *_ALONE,
+    *(_case((n, c, side, side), "bfloat16", 9, bias=True) for n, c, side in _ALSO),
+    *(_case((n, c, side, side), "bfloat16", 3, dilation=dilation) for n, c, side, dilation in _DILATED),
     *(
         case
         for (kernel, stride), sizes in _WITH_NORM

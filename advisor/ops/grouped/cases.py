@@ -88,10 +88,21 @@ def _with_norm(conv: Case, group: int, stride: int) -> tuple[Case, ...]:
 # Of those behind whose forward a norm takes two launches (spec.TRAINED).
 _WITH_NORM = ((4, 128, 1, 56), (8, 256, 1, 28))
 _ALSO_FP16 = ((4, 1), (8, 2), (24, 1))
+# What other networks of docs/networks.md have, and nothing is dispatched for until it is measured: RegNetX-3.2GF (48 channels a group),
+# RegNetY-8GF (56), the last stage of ResNeXt-101 32x8d (64).
+_ALSO = (
+    *(
+        (48, channels, stride, side)
+        for channels, stride, side in ((96, 1, 56), (192, 2, 56), (192, 1, 28), (432, 2, 28))
+    ),
+    *((48, channels, stride, side) for channels, stride, side in ((432, 1, 14), (1008, 2, 14))),
+    *((56, channels, stride, side) for channels, stride, side in ((448, 2, 56), (448, 1, 28), (896, 1, 14))),
+    *((64, channels, stride, side) for channels, stride, side in ((2048, 2, 14), (2048, 1, 7))),
+)
 _ALONE = tuple(
     _case((256, channels, side, side), dtype, group, stride)
     for dtype in ("bfloat16", "float16")
-    for group, channels, stride, side in spec.TRAINED
+    for group, channels, stride, side in (*spec.TRAINED, *_ALSO)
     if dtype == "bfloat16" or (group, stride) in _ALSO_FP16
 )
 BENCHMARK = (

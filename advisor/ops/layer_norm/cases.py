@@ -10,6 +10,8 @@ from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.layer_norm import api, reference, spec
 
 # ConvNeXt-T at batch 256 (a norm in each block and before each downsampling) and ConvNeXt-B's widest at batch 128.
+# EdgeNeXt's and PVT's first stages: fewer channels than it is dispatched for, until it is measured.
+_NARROW = ((256, 48, 56, 56), (256, 64, 56, 56))
 _TRAINED = ((256, 96, 56, 56), (256, 192, 28, 28), (256, 384, 14, 14), (256, 768, 7, 7), (128, 1024, 7, 7))
 # Under autocast the stem's norm feeds a sum and stays fp32; behind the sums the input is fp32 and a convolution follows.
 _PAIRS = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16"))
@@ -75,6 +77,6 @@ def _case(shape: tuple[int, ...], dtype: str, result: str, dim: int = 1) -> Case
 BENCHMARK = tuple(
     _case(shape, *pair)
     for pair in (*_PAIRS, ("float32", "float32"))
-    for shape in (_TRAINED if pair == _PAIRS[0] else _TRAINED[:2])
+    for shape in ((*_TRAINED, *_NARROW) if pair == _PAIRS[0] else _TRAINED[:2])
 )
 VERIFICATION = tuple(_case(*case, dim=(1, -1)[number % 2]) for number, case in enumerate(_ODD))

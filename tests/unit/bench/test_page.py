@@ -80,7 +80,9 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
         "| [batchnorm_act](#batchnorm_act) | forward | 1 | 0.70 (0.70 to 0.70) | ███████··· | 0.80 (0.80 to 0.80) | 1 of 1 |"
         in text
     )
-    assert "Not measured: bn bfloat16" in text
+    missing = text[text.index("Not measured: ") :]
+    assert "bn bfloat16 256×64×112×112, " in missing
+    assert "bn+relu bfloat16 256×64×112×112" not in missing
     assert page.files(tmp_path / "some-gpu") == {page.PAGE: page._HEAD}  # a folder without machines
 
 
