@@ -70,13 +70,22 @@ class Budget:
         """
         if self.step_s is None:
             return max(STACK_LEAST_S, STACK_SHARE_UNTIMED * self.whole_s)
-        steps_s = {proof.PLAIN: self.step_s, proof.STACK: self.step_s * left}
+        needed_s = min(self._runs_s(start_s, left), STACK_MOST_SHARE * self.whole_s)
+        return max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
+
+    def _runs_s(self, start_s: float, left: float) -> float:
+        """What the stack's fresh runs take, whatever the whole is."""
+        step_s = self.step_s or 0.0
+        steps_s = {proof.PLAIN: step_s, proof.STACK: step_s * left}
         runs_s = [
             start_s + max(fresh.WARMUP * s, self.settle_s) + max(fresh.STEPS * s, fresh.TIMED_S)
             for s in (steps_s[kind] for kind in proof.ROUND)
         ]
-        needed_s = min(STACK_MARGIN * sum(runs_s), STACK_MOST_SHARE * self.whole_s)
-        return max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
+        return STACK_MARGIN * sum(runs_s)
+
+    def enough_s(self, start_s: float) -> float:
+        """Of a whole of this length, or a longer one, the comparison of the stack leaves half for trials."""
+        return max(STACK_LEAST_S, self._runs_s(max(START_S, start_s), 1.0)) / STACK_MOST_SHARE
 
     def candidates_until(self, start_s: float, left: float = 1.0) -> float:
         """When no new candidate begins: then it is the turn of the stack's comparison.

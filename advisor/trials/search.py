@@ -8,6 +8,7 @@ is started for that, and that the user's files are put back each time, is script
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -108,7 +109,10 @@ def apply_search(
     finally:
         relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
-    for candidate in records.untried(run_dir, rounds.known):
+    tried, waiting = records.verdicts(run_dir), records.untried(run_dir, rounds.known)
+    if not (tried or script.over or script.failed) and any(records.attempt(c) not in skipped for c in waiting):
+        script.notes.append(_too_short(budget, script.start_s, profiled_s))
+    for candidate in waiting:
         reason = skipped.get(records.attempt(candidate)) or _why_open(script)
         records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
     if processes.ended_early > 1:
@@ -139,6 +143,19 @@ def _never_tried(candidate: Recommendation, budget: Budget) -> str:
     if candidate.semantics is Semantics.TRAINING:
         return "it changes the recipe: advice for you, never applied"
     return budget.too_short_for(candidate.transform)
+
+
+def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:
+    """Where the time has gone when no trial came to an end, and how much there should be."""
+    given_s = profiled_s + budget.whole_s
+    needed_s = profiled_s + budget.enough_s(start_s)
+    if needed_s <= given_s:  # what took longer than foreseen may do so again
+        needed_s = 2 * given_s
+    enough = f"{math.ceil(needed_s / 60)}m" if needed_s > 120 else f"{math.ceil(needed_s / 10) * 10}s"
+    return (
+        f"no trial came to an end: of {given_s:.0f} s the first profile took {profiled_s:.0f}, and the rest was less than a trial and "
+        f"the comparison with the plain script take; try --max-time {enough}"
+    )
 
 
 def _why_open(script: Script) -> str:

@@ -789,6 +789,22 @@ def test_out_of_time(script):
     assert {v.reason for v in verdicts.values()} == {"out of time"}
     assert code == 4
     assert not log.complete
+    (note,) = log.notes
+    assert note.startswith("no trial came to an end: of 25 s the first profile took 0")
+    assert note.endswith("try --max-time 60s")
+
+
+def test_with_the_time_that_is_said_to_be_enough_half_is_left_for_trials() -> None:
+    for step_s in (0.001, 0.1, 0.5, 4.0, None):
+        short = budget.Budget(whole_s=1.0, until=0.0, step_s=step_s)
+        whole_s = short.enough_s(0.0)
+        assert budget.Budget(whole_s=whole_s, until=0.0, step_s=step_s).stack_s(budget.START_S) <= whole_s / 2 + 1e-6
+
+
+def test_what_was_tried_leaves_no_word_of_the_time(script) -> None:
+    script.verdicts = {"tf32": "reverted"}
+    log, *_ = apply(script, "tf32", max_time_s=25.0)
+    assert not any("came to an end" in note for note in log.notes)
 
 
 @pytest.mark.parametrize(
