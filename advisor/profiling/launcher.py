@@ -96,7 +96,9 @@ class ScriptCommand:
                 raise AdvisorError(f"no script {first}", expected="a file that exists", fix=_nearest(path))
             _compile(path / "__main__.py" if path.is_dir() else path)
             return cls(argv=(sys.executable, first, *arguments), name=first, arguments=arguments)
-        program = shutil.which(first)
+        # As the shell finds it, else beside the interpreter: an environment that is not activated has its torchrun there.
+        found = shutil.which(first)
+        program = found or shutil.which(first, path=str(Path(sys.executable).parent))
         if program is None:
             raise AdvisorError(
                 f"neither a script nor a command: {first}", expected="a Python script or a program", fix=_nearest(path)
@@ -109,7 +111,7 @@ class ScriptCommand:
                 fix=f"Leave {refused} away while measuring.",
             )
         script = next((word for word in arguments if word.endswith(".py")), first)
-        return cls(argv=(first, *arguments), name=script, arguments=arguments, literal=True)
+        return cls(argv=(first if found else program, *arguments), name=script, arguments=arguments, literal=True)
 
 
 def _isolating(program: Path, arguments: Sequence[str]) -> str:

@@ -106,9 +106,10 @@ class Module:
 
     def static_shared(self, entry: str) -> int:
         """Bytes of static shared memory that a launch of this entry takes: not what other entries of the source have in theirs."""
-        whole = (self.library.emulated_shared_end() or 0) - (self.library.emulated_shared_begin() or 0)
+        begin, end = (_symbol(self.path, f"__{edge}_emulated_shared") for edge in ("start", "stop"))
         others = tuple(f"_ZZ{len(name)}{name}E" for name in self.entries if name != entry)
-        return whole - sum(size for name, size in _sizes(self.path) if name.startswith(others)) if whole else 0
+        found = (size for name, at, size in _variables(self.path) if name.startswith(others) and begin <= at < end)
+        return end - begin - sum(found)
 
     def parameters(self, entry: str) -> tuple[str, ...]:
         """The entry's parameters, each as kind and size: "p8", "c8" (const pointer), "i4", "f4" …"""
@@ -141,11 +142,11 @@ def _symbol(library: Path, name: str) -> int:
 
 
 @cache
-def _sizes(library: Path) -> list[tuple[str, int]]:
-    """Variables of functions in a shared library, by their mangled names, in bytes."""
+def _variables(library: Path) -> list[tuple[str, int, int]]:
+    """Variables of functions in a shared library: mangled name, address in the file, bytes."""
     found = subprocess.run(["nm", "-S", str(library)], capture_output=True, text=True, check=False)
     lines = [line.split() for line in found.stdout.splitlines()]
-    return [(words[3], int(words[1], 16)) for words in lines if len(words) == 4 and words[3].startswith("_ZZ")]
+    return [(w[3], int(w[0], 16), int(w[1], 16)) for w in lines if len(w) == 4 and w[3].startswith("_ZZ")]
 
 
 @cache

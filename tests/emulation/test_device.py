@@ -140,7 +140,9 @@ def test_static_shared_memory_is_an_entrys_own(emulated):
       y[threadIdx.x] = memory[threadIdx.x];
     }
     extern "C" __global__ void heavy(float* y) {
+      static const float ones[2] = {1.f, 1.f};  // no shared memory
       __shared__ float sums[1024];
+      sums[0] = ones[threadIdx.x & 1];
       extern __shared__ __align__(16) float memory[];
       sums[threadIdx.x] = memory[threadIdx.x] = 1.f;
       y[threadIdx.x] = memory[threadIdx.x] + sums[threadIdx.x];

@@ -87,6 +87,23 @@ def test_neither_script_nor_command(here: Path) -> None:
         ScriptCommand.parse([])
 
 
+def test_a_program_is_the_shells_or_else_that_beside_the_interpreter(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.venv/bin/advisor … -- torchrun` without `activate`."""
+    for folder in ("bin", "usr"):
+        (here / folder).mkdir()
+        program = here / folder / "torchrun"
+        program.write_text("#!/bin/sh")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(here / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(here))
+    command = ScriptCommand.parse(["torchrun", "train.py"])
+    assert (command.argv, command.name) == ((str(here / "bin" / "torchrun"), "train.py"), "train.py")
+    monkeypatch.setenv("PATH", str(here / "usr"))
+    assert ScriptCommand.parse(["torchrun", "train.py"]).argv == ("torchrun", "train.py")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
