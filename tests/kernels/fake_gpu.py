@@ -10,7 +10,6 @@ value wants one, the first convolution's at the image and that of scaled sums at
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,7 +31,7 @@ def capture(model: nn.Module, shape: Sequence[int]) -> list[Reports]:
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
-        match.backend(reports, mode=None)(copy.deepcopy(graph), inputs)
+        match.backend(reports, mode=None)(match.twin(graph), inputs)
         found.append(reports)
         forward: Callable[..., Any] = graph.forward  # as it was: our operations would ask for a GPU
         return forward
