@@ -56,6 +56,12 @@ OTHER_HALF = "16 bits as well: as many bytes and products, other conversions"
 OTHER_DTYPE = "the same passes, over as many bytes or twice as many"
 OTHER_ACTIVATION = "the activation changes the arithmetic, not the bytes"
 
+
+def in_fp16(names: tuple[str, ...]) -> Inferred:
+    """Kinds that are on file in bf16 alone of the two, and are taken to do as well in fp16."""
+    return Inferred(names=names, dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF)
+
+
 # By family: how often the kernels ran, by variant; and why they did not, by reason. Read by the effect check and the report.
 engaged: dict[str, Counter[str]] = {}
 fell_back: dict[str, Counter[str]] = {}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from advisor.ops import channel_tiles
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, OTHER_HALF, UNMEASURED, Inferred, Kind
+from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind, in_fp16
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
@@ -147,7 +147,7 @@ INFERRED = (
         like_dtype="bfloat16",
         because=OTHER_DTYPE,
     ),
-    Inferred(names=("scale+drop+add", *_FP32_STREAM), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    in_fp16(("scale+drop+add", *_FP32_STREAM)),
     Inferred(
         names=("drop+add to float32",),
         dtypes=("bfloat16", "float16"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.ops.dispatch import OTHER_HALF, Inferred, Kind
+from advisor.ops.dispatch import Inferred, Kind, in_fp16
 from advisor.ops.storage import MIN_ARCH
 
 CAST = "casts/cast_tensors.cu"
@@ -59,7 +59,7 @@ def kinds() -> tuple[Kind, ...]:
 
 
 INFERRED = (
-    Inferred(names=(WEIGHTS,), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    in_fp16((WEIGHTS,)),
     Inferred(
         names=(CAPTURED,),
         dtypes=tuple(STORAGE),

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from advisor.ops import dispatch
 from advisor.ops.conv3x3 import weight
-from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
+from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
 
 CONV = "conv3x3/conv3x3.cu"
 BACKWARD_WEIGHT = "conv3x3/conv3x3_backward_weight.cu"
@@ -165,14 +165,11 @@ def kinds() -> tuple[Kind, ...]:
 
 
 INFERRED = (
-    Inferred(
-        names=(
+    in_fp16(
+        (
             *(name(*sizes) for sizes in sorted(_WEIGHT_FASTER - {(64, 64), (32, 128)})),
             *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
-        ),
-        dtypes=("float16",),
-        like_dtype="bfloat16",
-        because=OTHER_HALF,
+        )
     ),
     Inferred(
         names=(name(32, 128),),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import occupancy, storage
-from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
+from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
 
 FORWARD = "first_conv/first_conv_forward.cu"
 BACKWARD_WEIGHT = "first_conv/first_conv_backward_weight.cu"
@@ -106,14 +106,11 @@ def _unmeasured(*taps: int) -> tuple[str, ...]:
 
 
 INFERRED = (
-    Inferred(
-        names=(
+    in_fp16(
+        (
             *(kind(kernel, stride, bias=bias) for kernel, stride, bias in _MEASURED[1:]),
             *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
-        ),
-        dtypes=("float16",),
-        like_dtype="bfloat16",
-        because=OTHER_HALF,
+        )
     ),
     *(
         Inferred(

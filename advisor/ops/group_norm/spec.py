@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from advisor.ops import sample_geometry, storage
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, OTHER_HALF, UNMEASURED, Inferred, Kind
+from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind, in_fp16
 
 FORWARD = "group_norm/group_norm_forward.cu"
 BACKWARD = "group_norm/group_norm_backward.cu"
@@ -80,7 +80,7 @@ INFERRED = (
         like_dtype="bfloat16",
         because=OTHER_ACTIVATION,
     ),
-    Inferred(names=("groupnorm to float32",), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    in_fp16(("groupnorm to float32",)),
     Inferred(
         names=("groupnorm+relu to float32", "groupnorm+silu to float32"),
         dtypes=_HALVES,

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from advisor.ops import occupancy
-from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
+from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
 from advisor.ops.grouped import weight, whole
 
 FORWARD = "grouped/grouped_forward.cu"
@@ -111,14 +111,11 @@ def kinds() -> tuple[Kind, ...]:
 
 _FASTER_IN_FP16 = frozenset({(4, 1), (8, 2), (24, 1)})  # on file too
 INFERRED = (
-    Inferred(
-        names=(
+    in_fp16(
+        (
             *(name(*sizes) for sizes in sorted(_FASTER - _FASTER_IN_FP16)),
             *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
-        ),
-        dtypes=("float16",),
-        like_dtype="bfloat16",
-        because=OTHER_HALF,
+        )
     ),
 )
 SIZES_ASKED = "channels a group, which name the kinds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from advisor.ops.dispatch import OTHER_HALF, Inferred, Kind
+from advisor.ops.dispatch import Inferred, Kind, in_fp16
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
 
 NORMALISE = "input/normalise_images.cu"
@@ -66,9 +66,7 @@ def kinds() -> tuple[Kind, ...]:
 
 _PLANES = kind(3, x_nhwc=False, y_nhwc=False)
 INFERRED = (
-    Inferred(
-        names=(kind(3, x_nhwc=True, y_nhwc=False),), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF
-    ),
+    in_fp16((kind(3, x_nhwc=True, y_nhwc=False),)),
     Inferred(
         names=(_PLANES,),
         dtypes=("bfloat16", "float16"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import storage
-from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind
+from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, in_fp16
 
 FORWARD = "layer_norm/layer_norm_forward.cu"
 BACKWARD = "layer_norm/layer_norm_backward.cu"
@@ -54,7 +54,7 @@ def kinds() -> tuple[Kind, ...]:
 
 
 INFERRED = (
-    Inferred(names=("layernorm to float32",), dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF),
+    in_fp16(("layernorm to float32",)),
     Inferred(names=("layernorm to float16",), dtypes=("float32",), like="layernorm to bfloat16", because=OTHER_HALF),
 )
 SIZES_ASKED = f"{LEAST_CHANNELS} channels or more"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, with_moments
+from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
 
 FORWARD = "pointwise/pointwise_forward.cu"
 NORM_GRADIENT = "pointwise/pointwise_norm_gradient.cu"
@@ -131,14 +131,7 @@ def kinds() -> tuple[Kind, ...]:
     return tuple((operation, dtype) for operation in operations for dtype in STORAGE)
 
 
-INFERRED = (
-    Inferred(
-        names=(behind_kind("relu", False, False), behind_kind("none", False, True)),
-        dtypes=("float16",),
-        like_dtype="bfloat16",
-        because=OTHER_HALF,
-    ),
-)
+INFERRED = (in_fp16((behind_kind("relu", False, False), behind_kind("none", False, True))),)
 SIZES_ASKED = (
     f"before a norm {FEWEST_ROWS:,} pixels or more, {MOST_IN_CHANNELS} channels in or fewer, CI·CO / (CI + CO) of at most "
     f"{MOST_INTENSITY} ({MOST_INTENSITY_IN_L2} for results up to {IN_L2_BYTES >> 20} MiB); behind one at most "
