@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from advisor.bench.gaps import Row
 from advisor.ops import catalog, sources
 from advisor.ops.family import Family
 
@@ -16,8 +16,6 @@ TOOLS = {
     "racecheck": "threads that race for shared memory",
     "initcheck": "reads of what nobody has written",
 }
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,7 @@ def section(rows: Sequence[Row]) -> str:
         f"{watched}.\n"
     )
     if not rows:
-        return f"{text}Nothing is on file of these kernels: until now the command left no record.\n"
+        return f"{text}Nothing is on file of these kernels.\n"
     lines = [
         f"{text}*Older*: the kernels have changed since. –: no result on file.\n",
         f"| family | {' | '.join(TOOLS)} |",

@@ -140,6 +140,15 @@ def report(training: Training, family: str) -> match.MatchReport:
     return whole
 
 
+def sites(training: Training, family: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The report's places as a transform tells them: taken, with what was put there, and left, with why."""
+    found = report(training, family)
+    return (
+        tuple(f"{place}: {what}" for place, what in found.matched.items()),
+        tuple(f"{place}: {why}" for place, why in found.unmatched.items()),
+    )
+
+
 def release(modules: Iterable[torch.nn.Module]) -> None:
     """Drop what is kept of these modules and not in force, so that it can be freed."""
     for module in modules:

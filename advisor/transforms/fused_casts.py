@@ -60,11 +60,7 @@ class FusedCasts(Transform):
         capture.release([target_of(training, root) for root in training.roots])
 
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        report = capture.report(training, weight_casts.ID)
-        return (
-            tuple(f"{place}: {what}" for place, what in report.matched.items()),
-            tuple(f"{place}: {why_not}" for place, why_not in report.unmatched.items()),
-        )
+        return capture.sites(training, weight_casts.ID)
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         report = capture.report(training, weight_casts.ID)

@@ -81,11 +81,7 @@ class KernelTransform(Transform):
         capture.release([target_of(training, root) for root in training.roots])
 
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        report = capture.report(training, self.family.id)
-        return (
-            tuple(f"{path}: {pattern}" for path, pattern in report.matched.items()),
-            tuple(f"{path}: {reason}" for path, reason in report.unmatched.items()),
-        )
+        return capture.sites(training, self.family.id)
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         report = capture.report(training, self.family.id)

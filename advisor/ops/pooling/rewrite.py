@@ -184,10 +184,10 @@ def is_whole(window: Window, x: fx.Node) -> bool:
 
 
 def _adaptive(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
-    if node.op != "call_function" or node.target not in (F.adaptive_avg_pool2d, F.adaptive_max_pool2d):
-        return None
     if node.target is F.adaptive_max_pool2d:
         return "", "no kernel for adaptive max-pooling"
+    if node.op != "call_function" or node.target is not F.adaptive_avg_pool2d:
+        return None
     bound = match.bound(node, ("input", "output_size"), {})
     wanted = bound["output_size"]
     x = match.value(bound["input"])
