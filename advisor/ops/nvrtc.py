@@ -195,3 +195,38 @@ def tickets(device: torch.device) -> int:
     if slot >= _STREAMS:
         raise AdvisorError(f"kernels were launched on more than {_STREAMS} streams")
     return counters.data_ptr() + slot * _TICKETS_PER_STREAM * 4
+
+
+# Of include/exchange.cuh: words of state ahead of two halves, and what stands in a word that has not come yet.
+_EXCHANGE_STATE, _ABSENT = 4, 0x7FEDCBA9
+_STREAMS_AT_A_TIME = 8
+_exchanges: dict[
+    int, tuple[list[torch.Tensor], int]
+] = {}  # by device: memory, for some streams at a time, and streams that have theirs
+_exchange_of: dict[tuple[int, int], int] = {}  # by device and stream: an address
+
+
+def exchange(device: torch.device, half: int) -> int:
+    """Address of the memory through which blocks of a launch on torch's current stream tell each other sums; 0 where there is none.
+
+    It is this stream's alone and has room for `half` words at a time, the same for all calls of a device. It comes for some streams at a
+    time, and there is none for the next one inside a capture, which would own it, or beyond as many streams as `tickets` foresees.
+    """
+    index = device.index or 0
+    stream = index, torch._C._cuda_getCurrentRawStream(index)
+    return _exchange_of.get(stream) or _new_exchange(device, stream, half)
+
+
+def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
+    words = _EXCHANGE_STATE + 2 * half
+    blocks, taken = _exchanges.get(stream[0], ([], 0))
+    if taken == _STREAMS_AT_A_TIME * len(blocks):
+        if taken >= _STREAMS or torch.cuda.is_current_stream_capturing():
+            return 0
+        made = torch.full((_STREAMS_AT_A_TIME, words), _ABSENT, dtype=torch.int32)
+        made[:, :_EXCHANGE_STATE] = 0
+        blocks.append(made.to(device))
+        torch.cuda.synchronize(device)  # another stream may be the next to use it
+    _exchanges[stream[0]] = blocks, taken + 1
+    found = blocks[-1].data_ptr() + taken % _STREAMS_AT_A_TIME * words * 4
+    return _exchange_of.setdefault(stream, found)

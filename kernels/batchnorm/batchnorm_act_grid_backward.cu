@@ -10,7 +10,7 @@
 // Bytes     2 reads (+1/16 mask; FORK: +1), 1 write (+1 where dresidual is not dy itself: an activation, or FORK): 3 passes over the
 //           tensor in place of 5, or 4 in place of 6, or with FORK 5 in place of 7. STREAM: and what is not kept again, x with dy (and
 //           dy2), or with g where that is written in the first reading (KEEPS_G), from L2 as far as that holds it.
-// Bound     as in batchnorm_act_grid_forward.cu: L2 or DRAM, and a chain of some 5 us. Arithmetic: 100 instructions a pair of
+// Bound     as in batchnorm_act_grid_forward.cu: L2 or DRAM, and a chain of some 4 us. Arithmetic: 100 instructions a pair of
 //           vectors and warp. Expected on an H200, bf16, ReLU, x from DRAM and dy from L2 (two launches measured 23.5 us at 12.6
 //           MB on average):
 //             16.8 MB 128x64x32x32  loads 7, stores 4.2: 17 us          8.4 MB 128x128x16x16  11 us       4.2 MB 128x256x8x8 8 us
@@ -29,6 +29,8 @@
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "cp_async.cuh"
+#include "slots.cuh"
+#include "written.cuh"
 #include "grid_tile.cuh"
 #include "prefetch.cuh"
 
@@ -42,7 +44,7 @@
 #define HOLDS_G (!MAKES_G_TWICE && (ACT != 0 || FORK))
 
 #ifndef UNROLL
-#define UNROLL (FORK ? 4 : 8)  // rows of shared memory at a time: their masks, or their other gradients, are under way together
+#define UNROLL (FORK ? 2 : 4)  // rows of shared memory at a time: their masks, or their other gradients, are under way together
 #endif
 
 // Constants of this thread's VEC channels.
@@ -125,23 +127,33 @@ __device__ __forceinline__ void store_gradients(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_backward(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ dy2, const Vec16* __restrict__ x,
-    const unsigned char* __restrict__ mask, float* __restrict__ partial, unsigned int* __restrict__ ticket,
+    const unsigned char* __restrict__ mask, unsigned int* __restrict__ memory, int half,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
     int rows, int vectors, int tile, int kept, float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [2][kept][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
   __shared__ float constant[5 * GRID_WIDTH];
+  const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
   const int width = tile * VEC, channels = vectors * VEC;
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
-  Vec16 *const slot = slots + threadIdx.x, *const above = slot + kept * THREADS;
-  for (int k = 0; k < kept; ++k) {
+  const Slot slot = first_slot(slots), above = slot + kept * SLOTS_APART;
+#if STREAM
+  const unsigned long long policy = evict_first();  // what is read again has L2 to itself
+#endif
+  Slot to = slot, to_above = above;
+  for (int k = 0; k < kept; ++k, go_on(to), go_on(to_above)) {
     const int place = at + (HOLD + k) * step;
     if (t.first + (HOLD + k) * t.stride < end) {
-      hold(slot + k * THREADS, x + place);
-      hold(above + k * THREADS, dy + place);
+#if STREAM
+      copy_to(to, x + place, policy);
+      copy_to(to_above, dy + place, policy);
+#else
+      copy_to(to, x + place);
+      copy_to(to_above, dy + place);
+#endif
 #if FORK
       prefetch_l2(dy2 + place);
 #endif
@@ -223,38 +235,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
   }
 #endif
   cp_async_wait<0>();
-  for (int base = 0; base < kept; base += UNROLL) {
-    Vec16 other[UNROLL];
+  // This thread's rows, and those in shared memory: whole batches of loads need no branch between them.
+  const int passes = t.first < end ? (end - t.first + t.stride - 1) / t.stride : 0;
+  const int own = (passes < HOLD + kept ? passes : HOLD + kept) - HOLD;
+  for (int base = 0; base < own; base += UNROLL) {
+    Vec16 kept_x[UNROLL], held[UNROLL], other[UNROLL];
     unsigned int kept_bits[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const int row = HOLD + base + u;
       kept_bits[u] = 0u;
-      if (base + u < kept && t.first + row * t.stride < end) {
+      if (base + u < own) {
 #if FORK
-        other[u] = load_last(dy2 + at + row * step);
+        other[u] = load_last(dy2 + at + (HOLD + base + u) * step);
 #endif
 #if BY_MASK
-        kept_bits[u] = mask[at + row * step];
+        kept_bits[u] = mask[at + (HOLD + base + u) * step];
 #endif
       }
     }
+    if (base + UNROLL <= own) {
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int row = base + u;
-      if (row < kept && t.first + (HOLD + row) * t.stride < end) {
-        Vec16 held = above[row * THREADS];
-        accumulate(k, slot[row * THREADS], held, other[u], kept_bits[u], slope, sum, product);
+      for (int u = 0; u < UNROLL; ++u) {
+        kept_x[u] = load_slot(slot + (base + u) * SLOTS_APART);
+        held[u] = load_slot(above + (base + u) * SLOTS_APART);
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        accumulate(k, kept_x[u], held[u], other[u], kept_bits[u], slope, sum, product);
 #if HOLDS_G
-        above[row * THREADS] = held;
+        store_slot(above + (base + u) * SLOTS_APART, held[u]);
 #endif
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        if (base + u < own) {
+          held[0] = load_slot(above + (base + u) * SLOTS_APART);
+          accumulate(
+              k, load_slot(slot + (base + u) * SLOTS_APART), held[0], other[u], kept_bits[u], slope, sum, product);
+#if HOLDS_G
+          store_slot(above + (base + u) * SLOTS_APART, held[0]);
+#endif
+        }
       }
     }
   }
   double first, second;
-  const unsigned int leave = sum_over_grid(tile, sum, product, scratch, partial, ticket, first, second);
+  const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
+  sum_over_grid(tile, sum, product, scratch, exchange, first, second);
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   if (c >= 0) {
-    const double invstd = (double)saved[channels + c], inverse = 1.0 / (double)rows;
+    const double invstd = (double)saved[channels + c];
     constant[3 * width + threadIdx.x] = (float)(first * inverse);
     constant[4 * width + threadIdx.x] = (float)(second * inverse * invstd * invstd);
     if (blockIdx.x == 0) {
@@ -267,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
   fetch(constant + 3 * width, tile, t.tx, c1);
   fetch(constant + 4 * width, tile, t.tx, c2);
 #if STREAM
-  const int passes = t.first < end ? (end - t.first + t.stride - 1) / t.stride : 0;
+  // Read again, the last of it first, which L2 still has.
   for (int last = passes - 1; last >= HOLD + kept; last -= STREAM) {
     Vec16 wx[STREAM], wg[STREAM], wdy2[STREAM];
 #pragma unroll
@@ -303,10 +334,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) store_gradients(k, vx[u], vdy[u], c1, c2, dx, dresidual, at + u * step, slope);
-#pragma unroll UNROLL
-  for (int row = 0; row < kept; ++row)
-    if (t.first + (HOLD + row) * t.stride < end)
-      store_gradients(
-          k, slot[row * THREADS], above[row * THREADS], c1, c2, dx, dresidual, at + (HOLD + row) * step, slope);
-  if (threadIdx.x == 0) grid_left(ticket + blockIdx.y, gridDim.x, leave);
+  for (int base = 0; base < own; base += UNROLL) {
+    if (base + UNROLL <= own) {
+      Vec16 kept_x[UNROLL], held[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        kept_x[u] = load_slot(slot + (base + u) * SLOTS_APART);
+        held[u] = load_slot(above + (base + u) * SLOTS_APART);
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u)
+        store_gradients(k, kept_x[u], held[u], c1, c2, dx, dresidual, at + (HOLD + base + u) * step, slope);
+    } else {
+#pragma unroll 1
+      for (int row = base; row < own; ++row)
+        store_gradients(
+            k, load_slot(slot + row * SLOTS_APART), load_slot(above + row * SLOTS_APART), c1, c2, dx, dresidual,
+            at + (HOLD + row) * step, slope);
+    }
+  }
+  if (threadIdx.x == 0) close_exchange(exchange, left, gridDim.x * gridDim.y * 2 * width);
 }

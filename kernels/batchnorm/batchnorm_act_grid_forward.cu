@@ -12,15 +12,15 @@
 // Bytes     1 read (+1 residual), 1 write (+1/16 mask): a third, or a quarter, less than in two launches. STREAM: and what is not
 //           kept again, from L2 as far as that holds it: it is the last to be read first.
 // Bound     L2 where x still lies there (H200: some 5.5 TB/s), else DRAM (4.2), and a chain that no size shortens: launch and
-//           first load 2 us, sums of the block 0.5, store + arrive + see + read the column's partial sums 4 x 0.6, constants
-//           0.3: some 5 us. Arithmetic: 70 instructions a vector and warp, 1 us per 64 KiB an SM, half of it under loads.
+//           first load 2 us, sums of the block 0.5, send and receive the column's partial sums 2 x 0.6, constants 0.2: some
+//           4 us. Arithmetic: 70 instructions a vector and warp, 1 us per 64 KiB an SM, half of it under loads.
 //           Expected on an H200, warm, bf16, ReLU (two launches measured 20 us at 12.6 MB on average):
 //             16.8 MB 128x64x32x32  loads 3.2, stores 4.2: 12 us        25.7 MB 256x256x14x14  16 us
 //              8.4 MB 128x128x16x16 9 us     4.2 MB 128x256x8x8 7 us    12.8 MB 256x512x7x7    11 us
 //             24.1 MB 256x960x7x7   15 us    8.0 MB 256x80x14x14 9 us
-//           STREAM, 29 MB kept: 51 MB 33 us, 103 MB 74 us (measured 38 and 81, two launches 51 and 90).
+//           STREAM, 29 MB kept: 51 MB 33 us, 103 MB 74 us (two launches measured 51 and 90).
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of 16 bytes a thread in registers, `kept` more in shared
-//           memory, all under way at once: x first, then `ahead` rows of the residual, which land during the barrier.
+//           memory, all under way at once: x first, then `ahead` rows of the residual, which land during the exchange of sums.
 // Numerics  those of the two launches: fp32 sums of x - x[0,c], fp64 across warps and blocks.
 // Limits    without STREAM M <= (HOLD + kept) * blocks * (THREADS / tile); fewer than 2^31 vectors; every block on an SM at once.
 
@@ -31,10 +31,11 @@
 #include "vector.cuh"
 #include "gelu.cuh"
 #include "cp_async.cuh"
+#include "slots.cuh"
 #include "grid_tile.cuh"
 
 #ifndef UNROLL
-#define UNROLL (STREAM ? 8 : 4)  // rows that come from shared memory, or residual rows that were not fetched ahead, at a time
+#define UNROLL 4  // rows that come from shared memory at a time
 #endif
 
 struct Channel {
@@ -78,21 +79,30 @@ __device__ __forceinline__ void accumulate(const Vec16& v, const float (&shift)[
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forward(
-    const Vec16* __restrict__ x, const Vec16* __restrict__ residual, float* __restrict__ partial,
-    unsigned int* __restrict__ ticket, const float* running_mean, const float* running_var,
-    const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ saved, float* running_mean_out,
-    float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile, int kept,
+    const Vec16* __restrict__ x, const Vec16* __restrict__ residual, unsigned int* __restrict__ memory, int half,
+    const float* running_mean, const float* running_var, const float* __restrict__ weight, const float* __restrict__ bias,
+    float* __restrict__ saved, float* running_mean_out, float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile, int kept,
     int ahead, float momentum, float eps, float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [kept + ahead][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
   __shared__ float constant[5 * GRID_WIDTH];
+  const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
   const int width = tile * VEC, channels = vectors * VEC;
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
-  Vec16* const slot = slots + threadIdx.x;
-  for (int k = 0; k < kept; ++k)
-    if (t.first + (HOLD + k) * t.stride < end) hold(slot + k * THREADS, x + at + (HOLD + k) * step);
+  const Slot slot = first_slot(slots);
+#if STREAM
+  const unsigned long long policy = evict_first();  // what is read again has L2 to itself
+#endif
+  Slot to = slot;
+  for (int k = 0; k < kept; ++k, go_on(to))
+    if (t.first + (HOLD + k) * t.stride < end)
+#if STREAM
+      copy_to(to, x + at + (HOLD + k) * step, policy);
+#else
+      copy_to(to, x + at + (HOLD + k) * step);
+#endif
   cp_async_commit();
   Vec16 v[HOLD];
 #pragma unroll
@@ -103,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
   for (int j = 0; j < VEC; ++j) sum[j] = square[j] = shift[j] = 0.f;
   if (t.vector >= 0) widen(load(x + t.vector), shift);
   const int c = grid_channel(tile, vectors);
-  if (c >= 0) {  // while the loads are under way: behind the barrier they would be waited for
+  if (c >= 0) {  // while the loads are under way: behind the sums they would be waited for
     constant[width + threadIdx.x] = weight[c];
     constant[2 * width + threadIdx.x] = bias[c];
     if (blockIdx.x == 0) {
@@ -116,41 +126,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     for (int j = 0; j < VEC; ++j) constant[j * tile + t.tx] = shift[j];
   }
 #if RESIDUAL
-  Vec16* const other = slot + kept * THREADS;
+  const Slot other = slot + kept * SLOTS_APART;
   for (int k = 0; k < ahead; ++k)
-    if (t.first + k * t.stride < end) cp_async16(other + k * THREADS, residual + at + k * step);
+    if (t.first + k * t.stride < end) copy_to(other + k * SLOTS_APART, residual + at + k * step);
 #endif
   cp_async_commit();
 #if STREAM
   // What is not kept goes by while the copies are under way.
   for (int row = t.first + (HOLD + kept) * t.stride; row < end; row += STREAM * t.stride) {
-    const Vec16* const from = x + row * vectors + t.vector;
     Vec16 w[STREAM];
 #pragma unroll
     for (int u = 0; u < STREAM; ++u)
-      if (row + u * t.stride < end) w[u] = load(from + u * step);
+      if (row + u * t.stride < end) w[u] = load(x + (row + u * t.stride) * vectors + t.vector);
 #pragma unroll
     for (int u = 0; u < STREAM; ++u)
       if (row + u * t.stride < end) accumulate(w[u], shift, sum, square);
   }
 #endif
   cp_async_wait<1>();  // x is here, the residual may be under way
-#pragma unroll UNROLL
-  for (int k = 0; k < kept; ++k)
-    if (t.first + (HOLD + k) * t.stride < end) accumulate(slot[k * THREADS], shift, sum, square);
+  // This thread's rows, those on chip, and of these those in shared memory: whole batches of loads need no branch between them.
+  const int passes = t.first < end ? (end - t.first + t.stride - 1) / t.stride : 0;
+  const int held = passes < HOLD + kept ? passes : HOLD + kept, own = held - HOLD;
+  for (int base = 0; base < own; base += UNROLL) {
+    if (base + UNROLL <= own) {
+      Vec16 w[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) w[u] = load_slot(slot + (base + u) * SLOTS_APART);
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) accumulate(w[u], shift, sum, square);
+    } else {
+#pragma unroll 1
+      for (int row = base; row < own; ++row) accumulate(load_slot(slot + row * SLOTS_APART), shift, sum, square);
+    }
+  }
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) accumulate(v[u], shift, sum, square);
   double first, second, var;
   float mean, invstd;
-  const unsigned int leave = sum_over_grid(tile, sum, square, scratch, partial, ticket, first, second);
+  const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
+  sum_over_grid(tile, sum, square, scratch, exchange, first, second);
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   if (c >= 0) {
-    const double inverse = 1.0 / (double)rows;
     const double d = first * inverse;
     var = second * inverse - d * d;
     var = var > 0.0 ? var : (var != var ? var : 0.0);
     mean = (float)(d + (double)constant[threadIdx.x]);
-    invstd = (float)(1.0 / sqrt(var + (double)eps));
+    invstd = (float)rsqrt(var + (double)eps);
     constant[threadIdx.x] = mean;
     constant[width + threadIdx.x] *= invstd;
   }
@@ -164,51 +186,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     k.offset[j] = constant[2 * width + j * tile + t.tx];
   }
 #if STREAM
-  constexpr int at_a_time = RESIDUAL ? STREAM / 2 : STREAM;
-  const int passes = t.first < end ? (end - t.first + t.stride - 1) / t.stride : 0;
-  for (int last = passes - 1; last >= HOLD + kept; last -= at_a_time) {
-    Vec16 w[at_a_time], q[at_a_time];
-#pragma unroll
-    for (int u = 0; u < at_a_time; ++u) {
-      if (last - u < HOLD + kept) continue;
-      w[u] = load(x + at + (last - u) * step);
+  // Read again, the last of it first, which L2 still has.
 #if RESIDUAL
-      q[u] = load(residual + at + (last - u) * step);
-#endif
-    }
+  // Of two tensors, a few rows at a time: the next ones come while these are done with.
+  constexpr int few = STREAM / 4;
+  Vec16 even_x[few], even_r[few], odd_x[few], odd_r[few];
+  const auto again = [&](int pass, Vec16 (&w)[few], Vec16 (&q)[few]) {
 #pragma unroll
-    for (int u = 0; u < at_a_time; ++u)
-      if (last - u >= HOLD + kept) apply(k, w[u], q[u], y, mask, at + (last - u) * step, slope);
+    for (int u = 0; u < few; ++u) {
+      if (pass - u < HOLD + kept) continue;
+      w[u] = load(x + at + (pass - u) * step);
+      q[u] = load(residual + at + (pass - u) * step);
+    }
+  };
+  const auto finish = [&](int pass, const Vec16 (&w)[few], const Vec16 (&q)[few]) {
+#pragma unroll
+    for (int u = 0; u < few; ++u)
+      if (pass - u >= HOLD + kept) apply(k, w[u], q[u], y, mask, at + (pass - u) * step, slope);
+  };
+  again(passes - 1, even_x, even_r);
+  for (int last = passes - 1; last >= HOLD + kept; last -= 2 * few) {
+    again(last - few, odd_x, odd_r);
+    finish(last, even_x, even_r);
+    again(last - 2 * few, even_x, even_r);
+    finish(last - few, odd_x, odd_r);
+  }
+#else
+  for (int last = passes - 1; last >= HOLD + kept; last -= STREAM) {
+    Vec16 w[STREAM];
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u)
+      if (last - u >= HOLD + kept) w[u] = load(x + at + (last - u) * step);
+#pragma unroll
+    for (int u = 0; u < STREAM; ++u)
+      if (last - u >= HOLD + kept) apply(k, w[u], w[u], y, mask, at + (last - u) * step, slope);
   }
 #endif
-  Vec16 r[UNROLL];
-#pragma unroll
-  for (int base = 0; base < HOLD; base += UNROLL) {
+#endif
+  // What is on chip, with the residual's next rows on their way.
+  Vec16 r[UNROLL], next[UNROLL];
+  const auto others = [&](int first, Vec16 (&q)[UNROLL]) {
 #if RESIDUAL
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (base + u < HOLD && t.first + (base + u) * t.stride < end)
-        r[u] = base + u < ahead ? other[(base + u) * THREADS] : load(residual + at + (base + u) * step);
+      if (first + u < held)
+        q[u] = first + u < ahead ? load_slot(other + (first + u) * SLOTS_APART) : load(residual + at + (first + u) * step);
 #endif
+  };
+  static_assert(HOLD <= UNROLL, "");
+  others(0, r);
+  others(HOLD, next);
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (base + u < HOLD && t.first + (base + u) * t.stride < end)
-        apply(k, v[base + u], r[u], y, mask, at + (base + u) * step, slope);
-  }
-  for (int base = 0; base < kept; base += UNROLL) {
-#if RESIDUAL
+  for (int u = 0; u < HOLD; ++u)
+    if (t.first + u * t.stride < end) apply(k, v[u], r[u], y, mask, at + u * step, slope);
+  for (int base = 0; base < own; base += UNROLL) {
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int row = HOLD + base + u;
-      if (base + u < kept && t.first + row * t.stride < end)
-        r[u] = row < ahead ? other[row * THREADS] : load(residual + at + row * step);
-    }
-#endif
+    for (int u = 0; u < UNROLL; ++u) r[u] = next[u];
+    others(HOLD + base + UNROLL, next);
+    if (base + UNROLL <= own) {
+      Vec16 w[UNROLL];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int row = HOLD + base + u;
-      if (base + u < kept && t.first + row * t.stride < end)
-        apply(k, slot[(base + u) * THREADS], r[u], y, mask, at + row * step, slope);
+      for (int u = 0; u < UNROLL; ++u) w[u] = load_slot(slot + (base + u) * SLOTS_APART);
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) apply(k, w[u], r[u], y, mask, at + (HOLD + base + u) * step, slope);
+    } else {
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u)
+        if (base + u < own)
+          apply(k, load_slot(slot + (base + u) * SLOTS_APART), r[u], y, mask, at + (HOLD + base + u) * step, slope);
     }
   }
   if (c >= 0 && blockIdx.x == 0) {  // last: nobody in this launch waits for it
@@ -218,5 +263,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     running_mean_out[c] = old_mean + momentum * (mean - old_mean);
     running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
   }
-  if (threadIdx.x == 0) grid_left(ticket + blockIdx.y, gridDim.x, leave);
+  if (threadIdx.x == 0) close_exchange(exchange, left, gridDim.x * gridDim.y * 2 * width);
 }

@@ -6,16 +6,14 @@
 // of its vector: the first HOLD in registers, the next `kept` in shared memory, each thread's own column of slots. With STREAM
 // there are more, which it reads again.
 //
-// Sums go: thread -> block (shared memory, a warp a sum) -> global memory -> barrier of the column -> every block adds its
-// column's partial sums, in one order: deterministic, without floating-point atomics, and nobody waits for one block that would
-// add them for all.
+// Sums go: thread -> block (shared memory, a warp a sum) -> exchange.cuh -> every block adds its column's partial sums as they come, in
+// one order: deterministic, without floating-point atomics, and nobody waits for one block that would add them for all.
 //
-// partial: [tiles][blocks][2][VEC][tile] fp32. ticket: one zeroed counter a tile; left zeroed.
+// The exchange has [tiles][blocks][2][VEC][tile] words.
 
-#include "cp_async.cuh"
-#include "grid_barrier.cuh"
-#include "keep.cuh"
+#include "exchange.cuh"
 
+#define AT_ONCE 4  // partial sums under way a thread, four words each
 #define GRID_WIDTH (MAX_TILE * VEC)  // channels of the widest tile
 #define GRID_SCRATCH (VEC == 8 ? 16 * THREADS : 8 * THREADS)  // floats: as many as the threads' sums, or THREADS times four doubles
 
@@ -46,21 +44,12 @@ __device__ __forceinline__ int grid_channel(int tile, int vectors) {
   return threadIdx.x < tile * VEC && vector < vectors ? vector * VEC + threadIdx.x / tile : -1;
 }
 
-// A row to its slot, past the registers. What is read again has L2 to itself.
-__device__ __forceinline__ void hold(Vec16* to, const Vec16* from) {
-#if STREAM
-  keep(to, from);
-#else
-  cp_async16(to, from);
-#endif
-}
-
 // Adds a[] and b[] over all rows of the tile. Afterwards thread o < tile * VEC of every block has the sums of its channel
-// (grid_channel) in `first` and `second`. All threads of the column's blocks call it; thread 0 passes what it returns to
-// grid_left() before it ends. scratch: GRID_SCRATCH floats of shared memory, 16-byte aligned.
-__device__ __forceinline__ unsigned int sum_over_grid(
-    int tile, const float (&a)[VEC], const float (&b)[VEC], float* scratch, float* partial, unsigned int* ticket,
-    double& first, double& second) {
+// (grid_channel) in `first` and `second`. All threads of the column's blocks call it. scratch: GRID_SCRATCH floats of shared memory,
+// 16-byte aligned.
+__device__ __forceinline__ void sum_over_grid(
+    int tile, const float (&a)[VEC], const float (&b)[VEC], float* scratch, const Exchange& exchange, double& first,
+    double& second) {
   const int width = tile * VEC, columns = 2 * width, blocks = gridDim.x;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -68,8 +57,9 @@ __device__ __forceinline__ unsigned int sum_over_grid(
     scratch[j * THREADS + threadIdx.x] = a[j];
     scratch[(VEC + j) * THREADS + threadIdx.x] = b[j];
   }
+  const unsigned int before = exchanged_before(exchange);
   __syncthreads();
-  float* const mine = partial + ((i64)blockIdx.y * blocks + blockIdx.x) * columns;
+  float* const mine = exchanged(exchange) + (blockIdx.y * blocks + blockIdx.x) * columns;
   const int turns = 32 / tile, lanes = turns * tile, used = THREADS / tile * tile;  // lanes `tile` apart have the same vector
   for (int s = threadIdx.x / 32; s < 2 * VEC; s += THREADS / 32) {
     float sum = 0.f;
@@ -79,31 +69,30 @@ __device__ __forceinline__ unsigned int sum_over_grid(
     }
     double all = sum;
     for (int k = 1; k < turns; ++k) all += __shfl_down_sync(0xffffffffu, sum, k * tile);
-    if (lane < tile) mine[s * tile + lane] = (float)all;
-  }
-  unsigned int leave = 0u;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    grid_arrive(ticket + blockIdx.y);
-    grid_wait(ticket + blockIdx.y, blocks);
-    leave = grid_leave(ticket + blockIdx.y);
+    if (lane < tile) send(mine + s * tile + lane, (float)all);
   }
   __syncthreads();
   const int quads = columns / 4, groups = THREADS / quads < blocks ? THREADS / quads : blocks;
   const int quad = threadIdx.x % quads, group = threadIdx.x / quads;
   if (group < groups) {
-    const float4* const at = (const float4*)(partial + (i64)blockIdx.y * blocks * columns) + quad;
+    const float4* const at = (const float4*)(exchanged(exchange) + blockIdx.y * blocks * columns) + quad;
     Double4 sum = {0.0, 0.0, 0.0, 0.0};
-#pragma unroll 4
-    for (int p = group; p < blocks; p += groups) {
-      const float4 v = __ldcg(at + p * quads);
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
+    for (int p = group; p < blocks; p += AT_ONCE * groups) {
+      float4 v[AT_ONCE];
+      const int count = (blocks - p + groups - 1) / groups;
+      receive(at + p * quads, groups * quads, count, v);
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u) {
+        if (u >= count) break;
+        sum.x += v[u].x;
+        sum.y += v[u].y;
+        sum.z += v[u].z;
+        sum.w += v[u].w;
+      }
     }
     ((Double4*)scratch)[group * quads + quad] = sum;
   }
+  clear_before(exchange, before);
   __syncthreads();
   first = second = 0.0;
   if (threadIdx.x < width) {
@@ -114,5 +103,4 @@ __device__ __forceinline__ unsigned int sum_over_grid(
       second += sums[g * columns + width];
     }
   }
-  return leave;
 }

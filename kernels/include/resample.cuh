@@ -26,7 +26,8 @@ __device__ __forceinline__ Source source_of(int out, float scale, int size) {
 
 // The first output pixel whose source index is at least `index`; `out_size` when there is none. `inverse` is 1 / scale, or 0.
 __device__ __forceinline__ int first_output(int index, float scale, float inverse, int size, int out_size) {
-  const float estimate = ((float)index + (HALF_PIXEL ? 0.5f : 0.f)) * inverse - 2.f;  // never too late
+  // Bilinear's lies at (index + 0.5) / scale - 0.5, nearest-exact's at index / scale - 0.5: two ahead of either is never too late.
+  const float estimate = ((float)index + (BILINEAR && HALF_PIXEL ? 0.5f : 0.f)) * inverse - 2.f;
   int out = estimate > 0.f ? (int)estimate : 0;
   while (out < out_size && source_of(out, scale, size).index < index) ++out;
   return out;

@@ -22,6 +22,7 @@ from emulation.compiler import EmulationError
 
 _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
+_STATE, _ABSENT = 4, 0x7FEDCBA9  # of include/exchange.cuh
 _LIMITS = (2**31 - 1, 65535, 65535)
 _STATIC_AND_DYNAMIC_SHARED = 227 * 1024
 _READ = ("from",)  # fields of a struct whose addresses a kernel only reads
@@ -198,6 +199,8 @@ class Entry:
         device.launches[self.name] += 1
         if device.counters.any():
             raise EmulationError(f"{self.name} leaves a ticket that is not zero")
+        if device.exchanged is not None and not _ready(device.exchanged):
+            raise EmulationError(f"{self.name} leaves the exchange so that the next launch finds what is not its own")
 
     def _copied(self, buffers: dict[int, _Buffer], address: int, name: str, written: bool) -> int:
         """Where the storage at this address lies for the launch. The null pointer stays what it is."""
@@ -255,6 +258,12 @@ class Entry:
         raise EmulationError(f"{self.name} {what} ({at})" + (f", near: {line}" if line else ""))
 
 
+def _ready(exchange: torch.Tensor) -> bool:
+    """Whether nobody is counted as leaving, and the half that the next launch takes holds nothing yet."""
+    state, halves = exchange[:_STATE], exchange[_STATE:].view(2, -1)
+    return not state[0] and bool((halves[int(state[1]) % 2] == _ABSENT).all())
+
+
 class Device:
     """What stands in for the GPU while the `emulated` fixture is active. `launches` counts per kernel entry."""
 
@@ -262,6 +271,7 @@ class Device:
         self.memory = _Memory()
         self.launches: Counter[str] = Counter()
         self.counters = torch.zeros(1024, dtype=torch.int32)
+        self.exchanged: torch.Tensor | None = None
         self.seeds = itertools.count(1)
         self._sm_count, self._arch = 3, 90
 
@@ -280,6 +290,14 @@ class Device:
 
     def tickets(self, device: torch.device) -> int:
         return self.counters.data_ptr()
+
+    def exchange(self, device: torch.device, half: int) -> int:
+        """As nvrtc's, of one stream."""
+        if self.exchanged is None or len(self.exchanged) != _STATE + 2 * half:
+            self.exchanged = torch.full((_STATE + 2 * half,), _ABSENT, dtype=torch.int32)
+            self.exchanged[:_STATE] = 0
+            self.memory.note(self.exchanged)
+        return self.exchanged.data_ptr()
 
     def function(
         self, name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0
@@ -358,7 +376,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(nvrtc, "on_device", nvrtc.out_of_reach)
     monkeypatch.setattr(nvrtc, "refused", lambda name: "")
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
-    for name in ("function", "sm_count", "arch", "tickets"):
+    for name in ("function", "sm_count", "arch", "tickets", "exchange"):
         monkeypatch.setattr(nvrtc, name, getattr(device, name))
     monkeypatch.setattr(tensor_map, "unavailable", lambda: "")
     monkeypatch.setattr(tensor_map, "boxes", _boxes)

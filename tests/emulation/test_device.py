@@ -343,55 +343,64 @@ def clusters(emulated, grid: int = 8, **change: str) -> torch.Tensor:
     return y
 
 
-# Each block publishes its rank in global memory, and adds up what the others published.
-GRID = """
-#include "grid_barrier.cuh"
-extern "C" __global__ void ranks(float* mine, float* y, unsigned int* ticket) {
-  unsigned int leave = 0u;
-  if (threadIdx.x == 0) {
-    mine[blockIdx.x] = blockIdx.x;
-    %s grid_arrive(ticket);
-    %s grid_wait(ticket, gridDim.x);
-    leave = grid_leave(ticket);
-  }
-  __syncthreads();
+# Each block tells the others its rank, and adds up what they tell.
+EXCHANGE = """
+extern "C" __global__ void ranks(unsigned int* memory, int half, float* y) {
+  const Exchange e = open_exchange(memory, half);
+  const unsigned int before = exchanged_before(e);
+  if (threadIdx.x < 4) SEND send(exchanged(e) + blockIdx.x * 4 + threadIdx.x, (float)blockIdx.x + threadIdx.x);
   float sum = 0.f;
-  for (int i = 0; i < gridDim.x; ++i) sum += mine[i];
+  float4 v[2];
+  for (int i = 0; i < gridDim.x; i += 2) {
+    receive((const float4*)exchanged(e) + i, 1, (int)gridDim.x - i, v);
+    for (int u = 0; u < 2 && i + u < gridDim.x; ++u) sum += v[u].x + v[u].w;
+  }
+  CLEAR clear_before(e, before);
+  __syncthreads();
+  if (threadIdx.x == 0) close_exchange(e, leave_exchange(e), WORDS);
   y[blockIdx.x * blockDim.x + threadIdx.x] = sum;
-  if (threadIdx.x == 0) grid_left(ticket, gridDim.x, leave);
 }
 """
+WHOLE = {"SEND": "", "CLEAR": "", "WORDS": "4 * gridDim.x"}
 
 
 @pytest.mark.parametrize(
-    ("arrive", "wait", "cooperative", "message"),
+    ("change", "cooperative", "message"),
     [
-        ("", "", True, ""),
-        ("", "//", True, "nan"),
-        ("if (blockIdx.x)", "", True, "never come to the grid's barrier"),
-        ("", "", False, "not cooperative"),
+        ({}, True, ""),
+        ({"SEND": "if (blockIdx.x)"}, True, "never come to the grid's barrier"),
+        ({"CLEAR": "if (blockIdx.x)"}, True, "finds what is not its own"),
+        ({"WORDS": "4 * gridDim.x - 1"}, True, "finds what is not its own"),
+        ({}, False, "not cooperative"),
     ],
 )
-def test_blocks_of_a_cooperative_launch_wait_for_each_other(
-    emulated, arrive: str, wait: str, cooperative: bool, message: str
+def test_blocks_of_a_cooperative_launch_exchange_words(
+    emulated, change: dict[str, str], cooperative: bool, message: str
 ) -> None:
     emulated.use(sm_count=4)
-    kernel = emulated.compiled(
-        (INCLUDE / "grid_barrier.cuh").read_text() + GRID.replace('#include "grid_barrier.cuh"', "") % (arrive, wait),
-        "ranks",
-    )
-    mine, y = torch.full((4,), float("nan")), vector(4 * 40)
-    arguments = (mine.data_ptr(), y.data_ptr(), emulated.tickets(mine.device))
-    emulated.memory.note(emulated.counters)
-    if message not in ("", "nan"):
-        with pytest.raises(EmulationError, match=message):
-            kernel((4,), (40,), arguments, 0, 0, cooperative=cooperative)
+    text = EXCHANGE
+    for name, part in {**WHOLE, **change}.items():
+        text = text.replace(name, part)
+    kernel = emulated.compiled((INCLUDE / "exchange.cuh").read_text() + text, "ranks")
+
+    def launch(blocks: int) -> torch.Tensor:
+        y = vector(4 * 40)
+        arguments = (emulated.exchange(y.device, 64), np.int32(64), y.data_ptr())
+        kernel((blocks,), (40,), arguments, 0, 0, cooperative=cooperative)
+        return y
+
+    if message:
+        with pytest.raises(
+            EmulationError, match=message
+        ):  # what is left behind is seen once the next launch has begun on it
+            for _ in range(3):
+                launch(4)
         return
-    kernel((4,), (40,), arguments, 0, 0, cooperative=cooperative)
-    assert bool(y.isnan().any()) is (message == "nan")
-    assert message or torch.equal(y, torch.full((160,), 6.0))
+    for blocks in (4, 3, 4, 2, 4):
+        total = sum(2 * rank + 3 for rank in range(blocks))
+        assert torch.equal(launch(blocks)[: blocks * 40], torch.full((blocks * 40,), float(total)))
     with pytest.raises(EmulationError, match=r"not all of .* run at the same time"):
-        kernel((5,), (40,), arguments, 0, 0, cooperative=True)
+        launch(5)
 
 
 def test_blocks_of_a_cluster_read_each_others_shared_memory(emulated):

@@ -120,7 +120,7 @@ def upsample() -> st.SearchStrategy[Case]:
     exact = st.builds(
         lambda s, up: cases._case(s, "bfloat16", "nearest-exact", size=(int(s[2] * up[0]), int(s[3] * up[1]))),
         shapes(multiples(8, 24), most=MOST // 8),
-        st.tuples(st.floats(1, 4), st.floats(1, 4)),
+        st.tuples(st.floats(1, 14), st.floats(1, 14)),
     )
     return st.one_of(bilinear, sized, exact)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -168,25 +169,42 @@ def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "arch", "forward", "backward"),
+    ("shape", "arch", "residual", "forward", "backward"),
     [
-        ((256, 1024, 14, 14), 90, True, True),
-        ((256, 1024, 14, 14), 80, False, False),  # not measured
-        ((256, 672, 14, 14), 90, True, False),  # tiles of 14 vectors split lines
-        ((256, 960, 7, 7), 90, True, True),  # as do these, but what is read twice lies in L2
-        ((256, 72, 56, 56), 90, True, True),  # whole rows split none
-        ((256, 512, 28, 28), 90, False, False),
-        ((128, 64, 32, 32), 80, True, False),  # held on chip
+        ((256, 1024, 14, 14), 90, False, True, True),
+        ((256, 1024, 14, 14), 80, False, False, False),  # not measured
+        ((256, 672, 14, 14), 90, False, True, False),  # tiles of 14 vectors split lines
+        ((256, 960, 7, 7), 90, False, True, True),  # as do these, but what is read twice lies in L2
+        ((256, 72, 56, 56), 90, False, True, True),  # whole rows split none
+        ((256, 512, 28, 28), 90, False, False, False),
+        ((128, 64, 32, 32), 80, False, True, False),  # held on chip
+        ((256, 1024, 14, 14), 90, True, True, False),
+        ((256, 672, 14, 14), 90, True, False, False),  # two tensors in tiles that split lines
+        ((256, 480, 14, 14), 90, True, True, False),  # as here, but they are smaller
+        ((256, 72, 56, 56), 90, True, True, False),
     ],
 )
 def test_rows_are_read_twice_in_one_launch_where_that_was_measured_to_win(
-    shape: tuple[int, ...], arch: int, forward: bool, backward: bool
+    shape: tuple[int, ...], arch: int, residual: bool, forward: bool, backward: bool
 ) -> None:
     n, c, h, w = shape
     for of, expected in ((False, forward), (True, backward)):
-        size = {"residual": False, "forked": False, "backward": of, "sm_count": 132, "arch": arch}
+        size = {"residual": residual, "forked": False, "backward": of, "sm_count": 132, "arch": arch}
         _, found = spec.launch(n * h * w, c, "bfloat16", "relu", **size)
         assert isinstance(found, spec.Grid) is expected
+
+
+@pytest.mark.parametrize("sm_count", [16, 132, 160])
+def test_the_exchange_has_room_for_the_sums_of_every_launch(sm_count: int) -> None:
+    room = spec.grid_exchange(sm_count)
+    assert room % 4 == 0  # its second half is read in fours too
+    for channels, dtype in product((8, 64, 72, 672, 1016, 2048), ("bfloat16", "float32")):
+        for rows in (98, 2048, 50176):
+            shape = spec.grid(
+                spec.GRID_FORWARD, rows, channels, dtype, "relu", residual=False, sm_count=sm_count, arch=90
+            )
+            if shape is not None:
+                assert shape.tiles * shape.blocks * 2 * shape.tile * storage.vector_width(dtype) <= room
 
 
 def test_what_is_read_twice_counts_twice() -> None:

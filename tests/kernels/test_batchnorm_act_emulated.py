@@ -9,7 +9,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, match, verify
+from advisor.ops import catalog, match, nvrtc, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_act")
@@ -63,18 +63,18 @@ def test_a_fault_planted_in_the_kernels_of_one_launch_is_found(
 
 # As above, in the launch of the whole grid, with one row a thread in registers and one in shared memory.
 GRID_FAULTS = {
-    "no barrier among the blocks": ("    grid_wait(ticket + blockIdx.y, blocks);\n", ""),
-    "a block that never arrives": ("    grid_arrive(ticket", "    if (blockIdx.x) grid_arrive(ticket"),
-    "ticket left": ("*ticket = 0u;", ";"),
-    "one block's sums left out": ("p < blocks; p += groups", "p < blocks - 1; p += groups"),
+    "a block that says nothing": ("if (lane < tile) send(", "if (lane < tile && blockIdx.x) send("),
+    "what the launch before has said left": ("  clear_before(exchange, before);\n", ""),
+    "less noted than was said": ("gridDim.x * gridDim.y * 2 * width);", "gridDim.x * gridDim.y * width);"),
+    "one block's sums left out": ("p < blocks; p += AT_ONCE", "p < blocks - 1; p += AT_ONCE"),
     "no barrier before the block's sums": ("  __syncthreads();\n  float* const mine", "  float* const mine"),
     "no barrier before the column's sums": ("  __syncthreads();\n  first = second", "  first = second"),
     "no barrier before the constants": ("  __syncthreads();\n  Channel k;\n#pragma", "  Channel k;\n#pragma"),
     "copies of x not waited for": ("cp_async_wait<1>();", ""),
     "copies of the residual not waited for": ("cp_async_wait<0>();\n  __syncthreads();", "__syncthreads();"),
-    "copies of dy not waited for": ("cp_async_wait<0>();\n  for", "for"),
+    "copies of dy not waited for": ("cp_async_wait<0>();\n  // This", "// This"),
     "one row less": ("t.vector < 0 ? 0 : rows;", "t.vector < 0 ? 0 : rows - 1;"),
-    "the neighbour's residual": ("? other[row * THREADS]", "? other[(row - 1) * THREADS]"),
+    "the neighbour's residual": ("? load_slot(other + (first + u) *", "? load_slot(other + (first + u - 1) *"),
 }  # fmt: skip
 
 
@@ -167,6 +167,14 @@ def test_beside_collectives_no_launch_waits_for_all_sms(one_row, monkeypatch: py
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
     assert not [kernel for kernel in one_row.launches if "grid" in kernel]
+
+
+def test_without_memory_to_exchange_sums_through_there_are_two_launches(one_row, monkeypatch) -> None:
+    monkeypatch.setattr(nvrtc, "exchange", lambda device, half: 0)
+    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
+    assert verify.check(FAMILY, grid, "cpu")["passed"]
+    assert not [kernel for kernel in one_row.launches if "grid" in kernel]
+    assert one_row.launches["batchnorm_act_stats"]
 
 
 FROZEN_FAULTS = {

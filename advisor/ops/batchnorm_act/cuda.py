@@ -65,25 +65,24 @@ def _launch(
 
 @dataclass(frozen=True, slots=True)
 class _OneLaunch:
-    """A launch in which a cluster holds its tile's rows, or, where it has partial sums, all blocks hold the tensor; ready to pass."""
+    """A launch in which a cluster holds its tile's rows, or, where blocks exchange their sums, all hold the tensor; ready to pass."""
 
     kernel: Any
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    sizes: tuple[Any, ...]  # rows, vectors, tile; with partial sums also kept, and of the forward ahead
+    sizes: tuple[Any, ...]  # rows, vectors, tile; with an exchange also kept, and of the forward ahead
     shared: int = 0  # bytes of dynamic shared memory
-    partials: int = 0  # fp32 values
+    half: int = 0  # words of an exchange
 
-    def run(self, device: torch.device, before: tuple[Any, ...], behind: tuple[Any, ...], stream: Any) -> None:
-        """Launch with these arguments before and behind the partial sums and their tickets, which a cluster has none of.
+    def run(self, memory: int, before: tuple[Any, ...], behind: tuple[Any, ...], stream: Any) -> None:
+        """Launch with these arguments before and behind the exchange, whose `memory` is nvrtc's; a cluster has none.
 
-        With partial sums the launch is cooperative: its blocks wait for each other.
+        With an exchange the launch is cooperative: its blocks wait for each other.
         """
-        if not self.partials:
+        if not self.half:
             self.kernel(self.grid, self.block, (*before, *behind), 0, stream)
             return
-        partial = torch.empty(self.partials, dtype=torch.float32, device=device)
-        arguments = (*before, partial.data_ptr(), nvrtc.tickets(device), *behind)
+        arguments = (*before, memory, np.int32(self.half), *behind)
         self.kernel(self.grid, self.block, arguments, self.shared, stream, cooperative=True)
 
 
@@ -137,8 +136,17 @@ def _one_launch(
         block=(spec.GRID_THREADS, 1, 1),
         sizes=tuple(map(np.int32, (*sizes, *kept))),
         shared=shape.slots * slot,
-        partials=shape.tiles * shape.blocks * 2 * shape.tile * storage.vector_width(name),
+        half=spec.grid_exchange(nvrtc.sm_count(device)),
     )
+
+
+def _one(device: torch.device, *of: Any) -> tuple[_OneLaunch, int] | None:
+    """`_one_launch` with the memory that it needs, where that can be had."""
+    one = _one_launch(*of, device.index or 0)
+    if one is None or not one.half:
+        return None if one is None else (one, 0)
+    memory = nvrtc.exchange(device, one.half)
+    return (one, memory) if memory else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +244,11 @@ def forward(
     stream = nvrtc.stream(device)
     n, _, h, w = x.shape
     shape = n * h * w, channels, x.dtype, activation, residual is not None
-    one = _one_launch(*shape, False, False, way if moments is None else spec.TWO, nvrtc.alone(), device)
-    if one is not None:
+    found = _one(x.device, *shape, False, False, way if moments is None else spec.TWO, nvrtc.alone())
+    if found is not None:
+        one, memory = found
         one.run(
-            x.device,
+            memory,
             (x.data_ptr(), 0 if residual is None else residual.data_ptr()),
             (
                 *running,
@@ -398,10 +407,11 @@ def backward(
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
     n, _, h, w = x.shape
-    one = _one_launch(n * h * w, channels, x.dtype, activation, residual, forked, True, way, nvrtc.alone(), device)
-    if one is not None:
+    found = _one(x.device, n * h * w, channels, x.dtype, activation, residual, forked, True, way, nvrtc.alone())
+    if found is not None:
+        one, memory = found
         one.run(
-            x.device,
+            memory,
             (*above, x.data_ptr(), mask.data_ptr()),
             (
                 *common,

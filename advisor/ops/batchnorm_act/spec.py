@@ -80,9 +80,15 @@ _LINE_VECTORS = 8  # 128 bytes
 # a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
 # cluster's launch is as fast (docs/decisions/0022-batch-norm-in-one-launch.md).
 GRID_LEAST_BYTES = 3 << 19
-# And up to so many, by pass and residual: beyond, two launches are as fast or faster (docs/decisions/0043-streamed-norms.md).
-GRID_MOST_BYTES = {(False, False): 128 << 20, (False, True): 56 << 20, (True, False): 128 << 20, (True, True): 36 << 20}
-# Of those the backward's where tiles split cache lines and rows are read twice: each such line is fetched by two SMs.
+# And up to so many, by pass and residual: beyond, two launches are as fast or faster (docs/decisions/0043-streamed-norms.md,
+# docs/decisions/0047-sums-without-a-barrier.md).
+GRID_MOST_BYTES = {
+    (False, False): 128 << 20,
+    (False, True): 128 << 20,
+    (True, False): 128 << 20,
+    (True, True): 36 << 20,
+}
+# Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs.
 GRID_SPLIT_LINES_MOST_BYTES = 56 << 20
 # Architectures on which reading some rows twice in one launch was measured to win.
 _STREAMS_ON = frozenset({90})
@@ -412,6 +418,11 @@ def grid_slots(arch: int, dtype: str) -> int:
     return (_SHARED_KIB.get(arch, 99) * 1024 - sums) // (16 * GRID_THREADS)
 
 
+def grid_exchange(sm_count: int) -> int:
+    """Words of the partial sums of any launch of the whole grid, at most (include/exchange.cuh): two sums of each channel of a block's tile."""
+    return sm_count * 2 * MAX_GRID_TILE * max(map(vector_width, STORAGE))
+
+
 @lru_cache(maxsize=4096)
 def grid(
     source: str,
@@ -503,17 +514,22 @@ def launch(
         elif wanted == GRID:
             options = {"residual": residual, "forked": forked, "sm_count": sm_count, "arch": arch}
             found = grid(source, rows, channels, dtype, activation, **options)
-            if found is not None and found.again and not way and not _streaming_wins(found, nbytes, backward, arch):
+            if (
+                found is not None
+                and found.again
+                and not way
+                and not _streaming_wins(found, nbytes, backward or residual, arch)
+            ):
                 found = None
         if found is not None:
             return source, found
     return (BACKWARD if backward else FORWARD), None
 
 
-def _streaming_wins(shape: Grid, nbytes: int, backward: bool, arch: int) -> bool:
-    """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
+def _streaming_wins(shape: Grid, nbytes: int, two_tensors: bool, arch: int) -> bool:
+    """Whether one launch that reads some rows twice, of one tensor or of two, was measured to be faster than two, within GRID_MOST_BYTES."""
     whole_lines = shape.tiles == 1 or shape.tile % _LINE_VECTORS == 0
-    return arch in _STREAMS_ON and (whole_lines or not backward or nbytes <= GRID_SPLIT_LINES_MOST_BYTES)
+    return arch in _STREAMS_ON and (whole_lines or not two_tensors or nbytes <= GRID_SPLIT_LINES_MOST_BYTES)
 
 
 def work(

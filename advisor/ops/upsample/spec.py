@@ -31,9 +31,6 @@ TUNABLE = {
 }
 # Outputs that one column goes into are unrolled when the backward is compiled: 16 are bilinear x 8.
 MAX_TAPS = 16
-# Outputs an input pixel of nearest-exact. The backward begins to look for the first one two before where bilinear has it, half an input
-# pixel later than nearest-exact's lies: beyond 5 that is too late, and the first gradients were lost. With room for rounding.
-MOST_EXACT = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +125,7 @@ def unsupported(
         return "an empty output"
     if size[0] * size[1] * channels // vector_width(dtype) >= 2**31:
         return "an image of 2^31 vectors or more"
-    rows, columns = axes(height, width, size, factors, align_corners=align_corners)
-    if mode == "nearest-exact" and max(rows.inverse, columns.inverse) > MOST_EXACT:
-        return f"nearest-exact by more than {MOST_EXACT:g}"
+    _, columns = axes(height, width, size, factors, align_corners=align_corners)
     wide = taps(columns, mode, align_corners=align_corners)
     if wide > MAX_TAPS:
         return f"a column goes into {wide} outputs, more than {MAX_TAPS}"

@@ -75,3 +75,54 @@ def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_m
         assert nvrtc.launched == {"f.cu"}  # for the record of what a training ran
     finally:
         nvrtc.function.cache_clear()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A device whose current stream and capture the test sets, with no memory had before. What is allocated lies on the CPU."""
+    found = SimpleNamespace(current=1, capturing=False, waits=0)
+
+    def synchronize(device: torch.device) -> None:
+        found.waits += 1
+
+    monkeypatch.setattr(nvrtc, "_exchanges", {})
+    monkeypatch.setattr(nvrtc, "_exchange_of", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return found
+
+
+def exchanges(streams: SimpleNamespace, numbers: range | list[int]) -> list[int]:
+    found = []
+    for streams.current in numbers:
+        found.append(nvrtc.exchange(torch.device("cpu"), 64))
+    return found
+
+
+def test_each_stream_has_memory_of_its_own_to_exchange_sums_through(streams: SimpleNamespace) -> None:
+    first = exchanges(streams, range(12))
+    assert exchanges(streams, range(12)) == first
+    assert len(set(first)) == 12
+    assert all(abs(a - b) >= (4 + 2 * 64) * 4 for a in first for b in first if a != b)
+    assert streams.waits == 2  # once for eight of them
+    blocks, _ = nvrtc._exchanges[0]
+    for words in torch.cat(blocks):
+        assert not words[:4].any()
+        assert bool((words[4:] == nvrtc._ABSENT).all())
+
+
+def test_a_capture_takes_what_is_there_and_allocates_nothing(streams: SimpleNamespace) -> None:
+    streams.capturing = True
+    assert exchanges(streams, [1]) == [0]
+    streams.capturing = False
+    exchanges(streams, [1])
+    streams.capturing = True
+    assert all(exchanges(streams, range(2, 9)))
+    assert exchanges(streams, [9]) == [0]
+    assert exchanges(streams, [1]) != [0]
+
+
+def test_there_is_an_end_to_streams(streams: SimpleNamespace) -> None:
+    assert all(exchanges(streams, range(nvrtc._STREAMS)))
+    assert exchanges(streams, [nvrtc._STREAMS]) == [0]
