@@ -390,11 +390,9 @@ def test_blocks_of_a_cooperative_launch_exchange_words(
         return y
 
     if message:
-        with pytest.raises(
-            EmulationError, match=message
-        ):  # what is left behind is seen once the next launch has begun on it
-            for _ in range(3):
-                launch(4)
+        # What is left behind is seen once the next launch has begun on it.
+        with pytest.raises(EmulationError, match=message):
+            [launch(4) for _ in range(3)]
         return
     for blocks in (4, 3, 4, 2, 4):
         total = sum(2 * rank + 3 for rank in range(blocks))

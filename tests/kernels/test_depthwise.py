@@ -153,11 +153,22 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
 
 def test_what_is_not_measured_is_not_dispatched(emulated) -> None:
     assert not FAMILY.not_dispatched()
-    assert spec.wins(channels=64, kernel=9, stride=1, dilation=1) == dispatch.UNMEASURED
-    assert spec.wins(channels=64, kernel=3, stride=1, dilation=2) == dispatch.UNMEASURED
-    assert spec.wins(channels=64, kernel=7, stride=2, dilation=1) == dispatch.UNMEASURED
-    assert spec.wins(channels=58, kernel=3, stride=2, dilation=1) == dispatch.UNMEASURED
-    assert spec.wins(channels=58, kernel=3, stride=1, dilation=1) == ""
+    for channels, kernel, stride, dilation, image, refusal in (
+        (64, 9, 1, 1, 7, ""),
+        (64, 9, 2, 1, 7, dispatch.UNMEASURED),
+        (64, 7, 2, 1, 7, dispatch.UNMEASURED),
+        (64, 11, 1, 1, 14, dispatch.UNMEASURED),
+        (58, 3, 1, 1, 14, ""),
+        (58, 3, 2, 1, 14, dispatch.UNMEASURED),
+        (64, 3, 1, 12, 13, ""),
+        (64, 3, 1, 12, 12, dispatch.UNMEASURED),  # taps outside the image
+        (64, 3, 1, 13, 64, dispatch.UNMEASURED),  # no network's
+        (64, 3, 2, 2, 64, dispatch.UNMEASURED),
+        (64, 5, 1, 2, 64, dispatch.UNMEASURED),
+        (58, 3, 1, 2, 64, dispatch.UNMEASURED),
+    ):
+        call = {"channels": channels, "kernel": kernel, "stride": stride, "dilation": dilation, "image": image}
+        assert spec.wins(**call) == refusal, call
     before = sum(api.fell_back.values())
     emulated.launches.clear()
     x, weight = nhwc(1, 4, 9, 9), torch.randn(4, 1, 9, 9)

@@ -77,8 +77,8 @@ class Scaled(NamedTuple):
 # Of `name` and `Scaled.name`: what a benchmark has shown to win (docs/benchmarks), and what INFERRED has.
 _MEASURED = frozenset(
     {f"{operands}+{activation}" for operands in ("bias", "add", "linear bias") for activation in FROM_OUTPUT}
-    | {"bias+silu", "linear bias+silu", "linear bias+gelu", "linear bias+gelu_tanh"}
-    | {"scale+drop+add", "scale+drop+add+cast", "scale+drop+add+cast of 16 bits", "drop+add"}
+    | {"bias+silu", "bias+gelu", "bias+gelu_tanh", "linear bias+silu", "linear bias+gelu", "linear bias+gelu_tanh"}
+    | {"scale+add", "scale+drop+add", "scale+drop+add+cast", "scale+drop+add+cast of 16 bits", "drop+add"}
     | {"bias+scale+drop+add", "bias+scale+drop+add+cast", "bias+scale+drop+add+cast of 16 bits", "bias+scale+add+cast"}
 )
 
@@ -86,9 +86,9 @@ _MEASURED = frozenset(
 def wins(operation: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels are measured to win.
 
-    On file for one H200, forward and backward together: bias+relu 1.8 to 2.5 times faster, bias+silu 2.3, add+relu 1.2 (its
+    On file for one H200, forward and backward together: bias+relu 1.8 to 2.5 times faster, bias+silu 2.3, bias+gelu 2.5, add+relu 1.2 (its
     backward alone is 9 % slower than PyTorch's), linear bias+gelu 1.4 (in fp32 1.1, its forward alone 12 % slower), with other
-    activations 1.2, scale+drop+add 2.8 to 4.6, with the bias, the cast or both 3.3 to 6.1, drop+add 1.4 to 2.0.
+    activations 1.2, scale+add 2.8 to 3.9, scale+drop+add 2.8 to 4.6, with the bias, the cast or both 3.3 to 6.1, drop+add 1.4 to 2.0.
 
     Args:
         operation: of `name` or `Scaled.name`.
@@ -142,12 +142,28 @@ INFERRED = (
         for operands in ("add", "linear bias")
     ),
     Inferred(
-        names=("add+relu", "bias+silu", "linear bias+relu", "linear bias+silu", "linear bias+gelu_tanh", "drop+add"),
+        names=(
+            "add+relu",
+            "bias+silu",
+            "bias+gelu",
+            "linear bias+relu",
+            "linear bias+silu",
+            "linear bias+gelu_tanh",
+            "drop+add",
+        ),
         dtypes=_OTHER_DTYPES,
         like_dtype="bfloat16",
         because=OTHER_DTYPE,
     ),
-    in_fp16(("scale+drop+add", *_FP32_STREAM)),
+    Inferred(
+        names=("bias+gelu_tanh",),
+        dtypes=tuple(STORAGE),
+        like="bias+gelu",
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
+    ),
+    in_fp16(("scale+add", "scale+add to float32", "scale+drop+add", *_FP32_STREAM)),
+    Inferred(names=("scale+add",), dtypes=("float32",), like="scale+drop+add", because="one factor less"),
     Inferred(
         names=("drop+add to float32",),
         dtypes=("bfloat16", "float16"),

@@ -83,7 +83,8 @@ def unsupported(
 def _refusal(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: Pair, dilation: int
 ) -> str:
-    wins = spec.wins(channels=weight.shape[0], kernel=weight.shape[-1], stride=stride, dilation=dilation)
+    channels, *_, kernel = weight.shape
+    wins = spec.wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=min(x.shape[2:]))
     return dispatch.refusal(unsupported(x, weight, bias, stride, padding, dilation), wins)
 
 

@@ -111,7 +111,9 @@ def _case(
         ours=api.depthwise_conv2d,
         eager=_eager,
         reference=reference.depthwise_conv2d,
-        wins=partial(spec.wins, channels=shape[1], kernel=kernel, stride=stride, dilation=dilation),
+        wins=partial(
+            spec.wins, channels=shape[1], kernel=kernel, stride=stride, dilation=dilation, image=min(shape[2:])
+        ),
     )
 
 

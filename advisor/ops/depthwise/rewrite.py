@@ -29,8 +29,9 @@ def _depthwise(node: fx.Node) -> match.Conv2d | str:
     if dtype not in spec.STORAGE:
         return f"dtype {dtype}"
     channels, *_, kernel = call.weight_shape
-    wins = spec.wins(channels=channels, kernel=kernel, stride=call.stride[0], dilation=call.dilation[0])
-    name = spec.name(kernel, call.stride[0], call.dilation[0])
+    stride, dilation, image = call.stride[0], call.dilation[0], min(result.shape[2:]) * call.stride[0]
+    wins = spec.wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=image)
+    name = spec.name(kernel, stride, dilation)
     return match.said_of(name, dispatch.refusal("", wins)) or call
 
 
