@@ -199,10 +199,9 @@ def tickets(device: torch.device) -> int:
 
 # Of include/exchange.cuh: words of state ahead of two halves, and what stands in a word that has not come yet.
 _EXCHANGE_STATE, _ABSENT = 4, 0x7FEDCBA9
-_STREAMS_AT_A_TIME = 8
-_exchanges: dict[
-    int, tuple[list[torch.Tensor], int]
-] = {}  # by device: memory, for some streams at a time, and streams that have theirs
+_STREAMS_AT_A_TIME, _STREAMS_TO_SPARE = 8, 4  # to spare: for captures, which may take but not add to them
+# By device: memory, for some streams at a time, and how many streams have theirs.
+_exchanges: dict[int, tuple[list[torch.Tensor], int]] = {}
 _exchange_of: dict[tuple[int, int], int] = {}  # by device and stream: an address
 
 
@@ -220,13 +219,16 @@ def exchange(device: torch.device, half: int) -> int:
 def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
     words = _EXCHANGE_STATE + 2 * half
     blocks, taken = _exchanges.get(stream[0], ([], 0))
-    if taken == _STREAMS_AT_A_TIME * len(blocks):
-        if taken >= _STREAMS or torch.cuda.is_current_stream_capturing():
-            return 0
+    left = _STREAMS_AT_A_TIME * len(blocks) - taken
+    if left <= _STREAMS_TO_SPARE and not torch.cuda.is_current_stream_capturing():
+        left += _STREAMS_AT_A_TIME
         made = torch.full((_STREAMS_AT_A_TIME, words), _ABSENT, dtype=torch.int32)
         made[:, :_EXCHANGE_STATE] = 0
         blocks.append(made.to(device))
         torch.cuda.synchronize(device)  # another stream may be the next to use it
+    if not left or taken >= _STREAMS:
+        return 0
     _exchanges[stream[0]] = blocks, taken + 1
-    found = blocks[-1].data_ptr() + taken % _STREAMS_AT_A_TIME * words * 4
+    block, place = divmod(taken, _STREAMS_AT_A_TIME)
+    found = blocks[block].data_ptr() + place * words * 4
     return _exchange_of.setdefault(stream, found)

@@ -123,6 +123,14 @@ def test_a_capture_takes_what_is_there_and_allocates_nothing(streams: SimpleName
     assert exchanges(streams, [1]) != [0]
 
 
+def test_some_are_kept_for_captures(streams: SimpleNamespace) -> None:
+    first = exchanges(streams, range(6))
+    streams.capturing = True
+    more = exchanges(streams, range(6, 16))
+    assert all(more)
+    assert len({*first, *more}) == 16
+
+
 def test_there_is_an_end_to_streams(streams: SimpleNamespace) -> None:
     assert all(exchanges(streams, range(nvrtc._STREAMS)))
     assert exchanges(streams, [nvrtc._STREAMS]) == [0]
