@@ -116,6 +116,21 @@ def test_every_width_of_a_tile_of_the_whole_grid_gives_the_same_result(
     assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
 
 
+def test_launches_of_all_sizes_keep_their_sums_apart(one_row) -> None:
+    one_row.use(sm_count=8)
+    found = []
+    for shape in ((4, 64, 9, 7), (2, 8, 3, 3), (3, 128, 5, 3), (4, 64, 9, 7), (4, 64, 9, 7)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+        c = shape[1]
+        running, weight, bias = [torch.zeros(c), torch.ones(c)], torch.ones(c), torch.zeros(c)
+        y, saved, mask = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "relu", 0.0, way=spec.GRID)
+        gradients = cuda.backward(x, None, x, saved, mask, weight, bias, "relu", 0.0, False, way=spec.GRID)
+        found.append([y, *running, *(g for g in gradients if g is not None)])
+    assert one_row.launches["batchnorm_act_grid_forward"] == one_row.launches["batchnorm_act_grid_backward"] == 5
+    for later in found[3:]:
+        assert all(torch.equal(a, b) for a, b in zip(later, found[0], strict=True))
+
+
 # As above, where rows that the chip has no room for are read twice.
 STREAM_FAULTS = {
     "rows left out of the sums": ("(HOLD + kept) * t.stride; row", "(HOLD + kept + 1) * t.stride; row"),

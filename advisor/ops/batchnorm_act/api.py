@@ -144,7 +144,7 @@ def _slope(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
 
 
 def differentiable_backward(
-    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
+    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """The backward in differentiable torch ops, so that it can be differentiated again. fp32 statistics.
 
@@ -158,7 +158,7 @@ def differentiable_backward(
     invstd = torch.rsqrt(centred.square().mean((0, 2, 3), keepdim=True) + ctx.eps)
     normal = centred * invstd
     scale = weight.view(1, -1, 1, 1)
-    if ctx.residual and ctx.activation != "none":
+    if mask is not None:
         g = dy.float() * _kept(mask, dy)
     else:
         g = dy.float() * _slope(normal * scale + bias.view(1, -1, 1, 1), ctx.activation, ctx.slope)
@@ -387,9 +387,10 @@ def batchnorm_act_op(
     if residual is not None:
         residual = nhwc(residual)
     engaged[activation if residual is None else f"add+{activation}"] += 1
-    return cuda.forward(
+    y, saved, mask = cuda.forward(
         x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope, in_place=False
     )
+    return y, saved, x.new_empty(0, dtype=torch.uint8) if mask is None else mask
 
 
 @batchnorm_act_op.register_fake
@@ -430,9 +431,9 @@ def batchnorm_act_backward_op(
     dy = nhwc(dy)
     x = nhwc(x)
     dx, dresidual, dweight, dbias = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, slope, residual)
-    if dresidual is dy:
+    if dresidual is None or dresidual is dy:
         dresidual = x.new_empty(0)
-    return dx, dresidual, dweight.clone(), dbias.clone()  # an op may not return two views of one tensor
+    return dx, dresidual, dweight, dbias
 
 
 @batchnorm_act_backward_op.register_fake

@@ -188,6 +188,13 @@ def _plan(x: torch.Tensor, activation: str, residual: bool, *, forked: bool = Fa
     return _launch(n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
 
 
+def mask_memory(x: torch.Tensor, activation: str, *, residual: bool) -> torch.Tensor | None:
+    """Memory for the bits of a forward's slopes, a byte a vector; None where the backward needs none."""
+    if not residual or activation == "none":
+        return None
+    return x.new_empty(x.numel() // storage.vector_width(storage.name(x.dtype)), dtype=torch.uint8)
+
+
 def _statistics_memory(
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
@@ -201,7 +208,7 @@ def _statistics_memory(
         # The kernels read old running values and write new ones, whoever wants them: they read what there is to read.
         running_mean, running_var, in_place = bias, weight, False
     channels = weight.shape[0]
-    saved = torch.empty((2 if in_place else 4, channels), dtype=torch.float32, device=weight.device)
+    saved = weight.new_empty(2 if in_place else 4, channels)
     running = (running_mean.data_ptr(), running_var.data_ptr())
     updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
     return saved, running, updated
@@ -222,8 +229,8 @@ def forward(
     in_place: bool = True,
     way: str | None = None,
     moments: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns y (like x), saved fp32, and mask (bytes; empty without a residual or an activation).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns y (like x), saved fp32, and mask (bytes; None without a residual or an activation).
 
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
     variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
@@ -237,10 +244,7 @@ def forward(
     y = torch.empty_like(x)
     channels = x.shape[1]
     saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
-    masked = residual is not None and activation != "none"
-    mask = torch.empty(
-        x.numel() // storage.vector_width(storage.name(x.dtype)) if masked else 0, dtype=torch.uint8, device=x.device
-    )
+    mask = mask_memory(x, activation, residual=residual is not None)
     stream = nvrtc.stream(device)
     n, _, h, w = x.shape
     shape = n * h * w, channels, x.dtype, activation, residual is not None
@@ -257,7 +261,7 @@ def forward(
                 saved.data_ptr(),
                 *updated,
                 y.data_ptr(),
-                mask.data_ptr(),
+                0 if mask is None else mask.data_ptr(),
                 *one.sizes,
                 np.float32(momentum),
                 np.float32(eps),
@@ -278,7 +282,7 @@ def forward(
             weight.data_ptr(),
             bias.data_ptr(),
             y.data_ptr(),
-            mask.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
             plan.rows,
             plan.vectors,
             plan.tile,
@@ -304,7 +308,7 @@ def _statistics(
     if moments is not None:
         merge_moments(moments, saved, running, updated, momentum, eps)
         return
-    partial = torch.empty(plan.stats_partials, dtype=torch.float32, device=x.device)
+    partial = saved.new_empty(plan.stats_partials)
     addresses = (x.data_ptr(), partial.data_ptr(), nvrtc.tickets(x.device), saved.data_ptr(), *running, *updated)
     sizes = (plan.rows, plan.vectors, plan.tile, np.float32(momentum), np.float32(eps))
     plan.stats(plan.stats_grid, plan.block, (*addresses, *sizes), 0, nvrtc.stream(x.device.index or 0))
@@ -377,7 +381,7 @@ def backward(
     dy2: torch.Tensor | None,
     x: torch.Tensor,
     saved: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor,
     activation: str,
@@ -385,8 +389,8 @@ def backward(
     residual: bool,
     *,
     way: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns dx (like x), dresidual (like x; empty without a residual), dweight and dbias [C] fp32.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Returns dx (like x), dresidual (like x; None without a residual), dweight and dbias [C] fp32.
 
     dy, dy2: like x, channels_last; the caller makes them so. What came from above is their sum, or dy alone, which is dresidual
     itself then where there is no activation. `way` as in `forward`; the two need not agree.
@@ -396,13 +400,13 @@ def backward(
     channels = x.shape[1]
     dx = torch.empty_like(x)
     forked = dy2 is not None
+    dresidual = dy if residual else None
     if spec.writes_residual_gradient(activation, residual, forked=forked):
         dresidual = torch.empty_like(x)
-    else:
-        dresidual = dy if residual else x.new_empty(0)
-    per_channel = torch.empty((4, channels), dtype=torch.float32, device=x.device)
-    dweight, dbias = per_channel[2], per_channel[3]
-    base = per_channel.data_ptr()
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
+    other = 0 if dresidual is None else dresidual.data_ptr()
+    bits = 0 if mask is None else mask.data_ptr()
+    sums = dweight.data_ptr(), dbias.data_ptr()
     above = (dy.data_ptr(), 0 if dy2 is None else dy2.data_ptr())
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
@@ -412,13 +416,12 @@ def backward(
         one, memory = found
         one.run(
             memory,
-            (*above, x.data_ptr(), mask.data_ptr()),
+            (*above, x.data_ptr(), bits),
             (
                 *common,
                 dx.data_ptr(),
-                dresidual.data_ptr(),
-                base + 8 * channels,
-                base + 12 * channels,
+                other,
+                *sums,
                 *one.sizes,
                 np.float32(slope),
             ),
@@ -426,21 +429,20 @@ def backward(
         )
         return dx, dresidual, dweight, dbias
     plan = _plan(x, activation, residual, forked=forked)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
+    partial, coefficients = weight.new_empty(plan.partials), weight.new_empty(2, channels)
     plan.reduce(
         plan.grid,
         plan.block,
         (
             *above,
             x.data_ptr(),
-            mask.data_ptr(),
+            bits,
             *common,
-            dresidual.data_ptr(),
+            other,
             partial.data_ptr(),
             nvrtc.tickets(x.device),
-            base,
-            base + 8 * channels,
-            base + 12 * channels,
+            coefficients.data_ptr(),
+            *sums,
             plan.rows,
             plan.vectors,
             plan.tile,
@@ -449,7 +451,7 @@ def backward(
         0,
         stream,
     )
-    _apply_gradient(plan, (dresidual.data_ptr(), 0) if residual else above, x, common, base, dx, slope)
+    _apply_gradient(plan, (other, 0) if residual else above, x, common, coefficients.data_ptr(), dx, slope)
     return dx, dresidual, dweight, dbias
 
 
@@ -479,16 +481,16 @@ def backward_of_sums(
     n, channels, h, w = x.shape
     device = x.device.index or 0
     dx = torch.empty_like(x)
-    per_channel = torch.empty((4, channels), dtype=torch.float32, device=x.device)
-    base = per_channel.data_ptr()
+    dweight, dbias, coefficients = torch.empty_like(weight), torch.empty_like(weight), weight.new_empty(2, channels)
     merge = _merge(spec.GRADIENT_SUMS, sums.shape[0], channels, device)
-    outputs = (base, base + 8 * channels, base + 12 * channels)
+    outputs = coefficients.data_ptr(), dweight.data_ptr(), dbias.data_ptr()
     arguments = (sums.data_ptr(), saved.data_ptr(), *outputs, *merge.sizes, np.int32(n * h * w))
     merge.kernel(merge.grid, merge.block, arguments, 0, nvrtc.stream(device))
     # Any variant whose first launch leaves g: its second one knows no activation.
     plan = _plan(x, "relu", True)
-    _apply_gradient(plan, (g.data_ptr(), 0), x, (saved.data_ptr(), weight.data_ptr(), bias.data_ptr()), base, dx, 0.0)
-    return dx, per_channel[2], per_channel[3]
+    norm = saved.data_ptr(), weight.data_ptr(), bias.data_ptr()
+    _apply_gradient(plan, (g.data_ptr(), 0), x, norm, coefficients.data_ptr(), dx, 0.0)
+    return dx, dweight, dbias
 
 
 def frozen_forward(

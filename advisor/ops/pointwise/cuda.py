@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.pointwise import spec
 
 
@@ -117,7 +118,7 @@ def run_gradient(
     conv_weight: torch.Tensor,
     dy: torch.Tensor | None,
     x: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +134,7 @@ def norm_gradient(
     conv_weight: torch.Tensor,
     dy: torch.Tensor | None,
     x: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     activation: str,
     slope: float,
@@ -189,7 +190,7 @@ def norm_forward(
     slope: float,
     *,
     moments: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """A norm's second pass and the 1 x 1 convolution of what it makes.
 
     Args:
@@ -205,8 +206,7 @@ def norm_forward(
         n * h * w, c, out, x.dtype, x.device.index or 0, activation, residual is not None, moments
     )
     y = torch.empty_like(x)
-    masked = residual is not None and activation != "none"
-    mask = torch.empty(x.numel() // spec.OCTET if masked else 0, dtype=torch.uint8, device=x.device)
+    mask = batchnorm_cuda.mask_memory(x, activation, residual=residual is not None)
     z = torch.empty((n, out, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     parts = torch.empty((launch.grid[0], 3, out), dtype=torch.float32, device=x.device) if moments else None
     outputs = (y, mask, z, *(() if parts is None else (parts,)))
