@@ -240,10 +240,10 @@ def backward(
     device = x.device.index or 0
     plan = _backward(n * h * w, c, x.dtype, activation, later is not None, device)
     gradient = torch.empty_like(x, memory_format=torch.channels_last)
-    corrections = torch.empty((2, c), dtype=torch.float32, device=x.device)
-    affine = torch.empty((2, c), dtype=torch.float32, device=x.device)
+    corrections = weight.new_empty(2, c)
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    own, dweight, mean = corrections.data_ptr(), affine.data_ptr(), moments.data_ptr()
+    own, mean = corrections.data_ptr(), moments.data_ptr()
     behind, a, b, pitch = 0, 0, 0, 0
     if later is not None:
         behind, a, pitch = later[0].data_ptr(), later[1].data_ptr(), later[0].stride(3)
@@ -266,8 +266,8 @@ def backward(
             gradient.data_ptr(),
             own,
             own + 4 * c,
-            dweight,
-            dweight + 4 * c,
+            dweight.data_ptr(),
+            dbias.data_ptr(),
             plan.rows,
             plan.vectors,
             _pitch(x.stride(3), x.dtype),
@@ -279,4 +279,4 @@ def backward(
         0,
         nvrtc.stream(device),
     )
-    return gradient, corrections, affine[0], affine[1]
+    return gradient, corrections, dweight, dbias

@@ -183,8 +183,7 @@ def backward(
     plan = _plan((n, c, h, w), x.dtype, activation, window, device)
     dx = torch.empty_like(x)
     partial = torch.empty(plan.reduce.partials, dtype=torch.float32, device=x.device)
-    per_channel = torch.empty((4, c), dtype=torch.float32, device=x.device)
-    base = per_channel.data_ptr()
+    dweight, dbias, coefficients = torch.empty_like(weight), torch.empty_like(weight), weight.new_empty(2, c)
     constants = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
     plan.reduce.kernel(
@@ -199,9 +198,9 @@ def backward(
             0,  # no gradient of a residual
             partial.data_ptr(),
             nvrtc.tickets(x.device),
-            base,
-            base + 8 * c,
-            base + 12 * c,
+            coefficients.data_ptr(),
+            dweight.data_ptr(),
+            dbias.data_ptr(),
             *plan.reduce.sizes,
             np.float32(slope),
         ),
@@ -216,7 +215,7 @@ def backward(
             index.data_ptr(),
             x.data_ptr(),
             *constants,
-            base,
+            coefficients.data_ptr(),
             dx.data_ptr(),
             *plan.backward.sizes,
             plan.share,
@@ -225,4 +224,4 @@ def backward(
         0,
         stream,
     )
-    return dx, per_channel[2], per_channel[3]
+    return dx, dweight, dbias

@@ -155,7 +155,8 @@ def backward(
     plan = _plan(x, groups, dy.dtype, activation)
     dx = torch.empty_like(x)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    gradients = torch.empty((2, x.shape[1]), dtype=torch.float32, device=x.device)
+    dweight = saved.new_empty(x.shape[1])
+    dbias = torch.empty_like(dweight)
     parameter_blocks = 0 if weight is None and bias is None else plan.parameter_blocks
     stream = nvrtc.stream(x.device.index or 0)
     common = (saved.data_ptr(), _address(weight), _address(bias), partial.data_ptr())
@@ -183,8 +184,8 @@ def backward(
             x.data_ptr(),
             *common,
             dx.data_ptr(),
-            gradients.data_ptr(),
-            gradients.data_ptr() + 4 * x.shape[1],
+            dweight.data_ptr(),
+            dbias.data_ptr(),
             plan.samples,
             plan.rows,
             plan.vectors,
@@ -200,4 +201,4 @@ def backward(
         0,
         stream,
     )
-    return dx, gradients[0], gradients[1]
+    return dx, dweight, dbias

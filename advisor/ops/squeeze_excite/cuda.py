@@ -142,7 +142,7 @@ def backward(
     activation: str,
     gate: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns dx (like x) and the gradients of w1, b1, w2, b2: fp32, views of one tensor, the weights in their shapes.
+    """Returns dx (like x) and the gradients of w1, b1, w2, b2: fp32, the weights in their shapes.
 
     dy: like x, channels_last.
     """
@@ -151,9 +151,8 @@ def backward(
     plan = _plan(x, hidden, activation, gate)
     dx = torch.empty_like(x)
     scratch = torch.empty(n * ((plan.parts + 2) * c + 2 * hidden), dtype=torch.float32, device=x.device)
-    gradients = torch.empty(2 * c * hidden + c + hidden, dtype=torch.float32, device=x.device)
-    # in this order each begins at 16 bytes, whatever the hidden width
-    dw1, dw2, db2, db1 = torch.split(gradients, [c * hidden, c * hidden, c, hidden])
+    dw1, dw2 = (saved.new_empty(weight.shape) for weight in (w1, w2))
+    db1, db2 = saved.new_empty(hidden), saved.new_empty(c)
     pooled = saved.data_ptr()
     z2, z1 = pooled + 4 * n * c, pooled + 8 * n * c
     partial = scratch.data_ptr()
@@ -190,4 +189,4 @@ def backward(
         stream,
     )
     plan.apply(plan.apply_grid, plan.block, (dy.data_ptr(), z2, dpool, dx.data_ptr(), *plan.written), 0, stream)
-    return dx, dw1.view(w1.shape), db1, dw2.view(w2.shape), db2
+    return dx, dw1, db1, dw2, db2
