@@ -171,6 +171,11 @@ def stream(device: int) -> int:
     return raw
 
 
+def address(tensor: torch.Tensor | None) -> int:
+    """Of a tensor's memory, as a launch wants it: 0 without one."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 _TICKETS_PER_STREAM = 1024
 _STREAMS = 64  # torch hands out 32 pooled streams a priority; the default stream and a few external ones come on top
 _tickets: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}
@@ -198,7 +203,7 @@ def tickets(device: torch.device) -> int:
 
 
 # Of include/exchange.cuh: words of state ahead of two halves, and what stands in a word that has not come yet.
-_EXCHANGE_STATE, _ABSENT = 4, 0x7FEDCBA9
+EXCHANGE_STATE, ABSENT = 4, 0x7FEDCBA9
 _STREAMS_AT_A_TIME, _STREAMS_TO_SPARE = 8, 4  # to spare: for captures, which may take but not add to them
 # By device: memory, for some streams at a time, and how many streams have theirs.
 _exchanges: dict[int, tuple[list[torch.Tensor], int]] = {}
@@ -216,19 +221,22 @@ def exchange(device: torch.device, half: int) -> int:
     return _exchange_of.get(stream) or _new_exchange(device, stream, half)
 
 
+def new_exchanges(streams: int, half: int) -> torch.Tensor:
+    """Memory for so many streams [streams, words] int32, on the CPU, as include/exchange.cuh wants to find it at first."""
+    found = torch.full((streams, EXCHANGE_STATE + 2 * half), ABSENT, dtype=torch.int32)
+    found[:, :EXCHANGE_STATE] = 0
+    return found
+
+
 def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
-    words = _EXCHANGE_STATE + 2 * half
     blocks, taken = _exchanges.get(stream[0], ([], 0))
     left = _STREAMS_AT_A_TIME * len(blocks) - taken
     if left <= _STREAMS_TO_SPARE and not torch.cuda.is_current_stream_capturing():
         left += _STREAMS_AT_A_TIME
-        made = torch.full((_STREAMS_AT_A_TIME, words), _ABSENT, dtype=torch.int32)
-        made[:, :_EXCHANGE_STATE] = 0
-        blocks.append(made.to(device))
+        blocks.append(new_exchanges(_STREAMS_AT_A_TIME, half).to(device))
         torch.cuda.synchronize(device)  # another stream may be the next to use it
     if not left or taken >= _STREAMS:
         return 0
     _exchanges[stream[0]] = blocks, taken + 1
     block, place = divmod(taken, _STREAMS_AT_A_TIME)
-    found = blocks[block].data_ptr() + place * words * 4
-    return _exchange_of.setdefault(stream, found)
+    return _exchange_of.setdefault(stream, blocks[block][place].data_ptr())

@@ -22,7 +22,6 @@ from emulation.compiler import EmulationError
 
 _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
-_STATE, _ABSENT = 4, 0x7FEDCBA9  # of include/exchange.cuh
 _LIMITS = (2**31 - 1, 65535, 65535)
 _STATIC_AND_DYNAMIC_SHARED = 227 * 1024
 _READ = ("from",)  # fields of a struct whose addresses a kernel only reads
@@ -260,8 +259,8 @@ class Entry:
 
 def _ready(exchange: torch.Tensor) -> bool:
     """Whether nobody is counted as leaving, and the half that the next launch takes holds nothing yet."""
-    state, halves = exchange[:_STATE], exchange[_STATE:].view(2, -1)
-    return not state[0] and bool((halves[int(state[1]) % 2] == _ABSENT).all())
+    state, halves = exchange[: nvrtc.EXCHANGE_STATE], exchange[nvrtc.EXCHANGE_STATE :].view(2, -1)
+    return not state[0] and bool((halves[int(state[1]) % 2] == nvrtc.ABSENT).all())
 
 
 class Device:
@@ -293,9 +292,8 @@ class Device:
 
     def exchange(self, device: torch.device, half: int) -> int:
         """As nvrtc's, of one stream."""
-        if self.exchanged is None or len(self.exchanged) != _STATE + 2 * half:
-            self.exchanged = torch.full((_STATE + 2 * half,), _ABSENT, dtype=torch.int32)
-            self.exchanged[:_STATE] = 0
+        if self.exchanged is None or len(self.exchanged) != nvrtc.EXCHANGE_STATE + 2 * half:
+            (self.exchanged,) = nvrtc.new_exchanges(1, half)
             self.memory.note(self.exchanged)
         return self.exchanged.data_ptr()
 

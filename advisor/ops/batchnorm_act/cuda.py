@@ -253,7 +253,7 @@ def forward(
         one, memory = found
         one.run(
             memory,
-            (x.data_ptr(), 0 if residual is None else residual.data_ptr()),
+            (x.data_ptr(), nvrtc.address(residual)),
             (
                 *running,
                 weight.data_ptr(),
@@ -261,7 +261,7 @@ def forward(
                 saved.data_ptr(),
                 *updated,
                 y.data_ptr(),
-                0 if mask is None else mask.data_ptr(),
+                nvrtc.address(mask),
                 *one.sizes,
                 np.float32(momentum),
                 np.float32(eps),
@@ -277,12 +277,12 @@ def forward(
         plan.block,
         (
             x.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
+            nvrtc.address(residual),
             saved.data_ptr(),
             weight.data_ptr(),
             bias.data_ptr(),
             y.data_ptr(),
-            0 if mask is None else mask.data_ptr(),
+            nvrtc.address(mask),
             plan.rows,
             plan.vectors,
             plan.tile,
@@ -404,10 +404,9 @@ def backward(
     if spec.writes_residual_gradient(activation, residual, forked=forked):
         dresidual = torch.empty_like(x)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
-    other = 0 if dresidual is None else dresidual.data_ptr()
-    bits = 0 if mask is None else mask.data_ptr()
+    other, bits = nvrtc.address(dresidual), nvrtc.address(mask)
     sums = dweight.data_ptr(), dbias.data_ptr()
-    above = (dy.data_ptr(), 0 if dy2 is None else dy2.data_ptr())
+    above = (dy.data_ptr(), nvrtc.address(dy2))
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
     n, _, h, w = x.shape
@@ -523,7 +522,7 @@ def frozen_forward(
         plan.block,
         (
             x.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
+            nvrtc.address(residual),
             running_mean.data_ptr(),
             running_var.data_ptr(),
             weight.data_ptr(),
@@ -570,7 +569,7 @@ def frozen_backward(
         plan.block,
         (
             dy.data_ptr(),
-            0 if x is None else x.data_ptr(),
+            nvrtc.address(x),
             mask.data_ptr(),
             running_mean.data_ptr(),
             running_var.data_ptr(),

@@ -135,8 +135,7 @@ def batchnorm_max_pool(
     """
     pool = window(kernel, stride, padding, dilation, ceil_mode)
     x = alignment.realigned(x)
-    wins = spec.wins(activation=activation, dtype=storage.name(x.dtype))
-    reason = dispatch.refusal(unsupported(x, activation, slope, pool), wins)
+    reason = dispatch.refusal(unsupported(x, activation, slope, pool), spec.wins())
     if reason:
         fell_back[reason] += 1
         return reference.batchnorm_max_pool(

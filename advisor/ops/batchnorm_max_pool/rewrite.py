@@ -82,7 +82,7 @@ def _refused(norm: BatchNorm, nodes: tuple[fx.Node, ...], activation: str, slope
         slope=slope,
         arch=storage.MIN_ARCH,
     )
-    return dispatch.refusal(unsupported, spec.wins(activation=activation, dtype=norm.dtype))
+    return dispatch.refusal(unsupported, spec.wins())
 
 
 def _substitute(

@@ -77,10 +77,6 @@ def _scale_add(
     return _launch_of(source, defines, x, 1, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=True)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def bias_act(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -102,8 +98,8 @@ def bias_act(
         plan.block,
         (
             x.data_ptr(),
-            _address(bias),
-            _address(residual),
+            nvrtc.address(bias),
+            nvrtc.address(residual),
             out.data_ptr(),
             plan.rows,
             plan.vectors,
@@ -133,7 +129,7 @@ def bias_act_backward(
         (
             dy.data_ptr(),
             saved.data_ptr(),
-            _address(bias),
+            nvrtc.address(bias),
             dx.data_ptr(),
             partial.data_ptr(),
             nvrtc.tickets(dy.device),
@@ -175,12 +171,12 @@ def scale_add(
         plan.block,
         (
             branch.data_ptr(),
-            _address(bias),
-            _address(scale),
-            _address(keep),
+            nvrtc.address(bias),
+            nvrtc.address(scale),
+            nvrtc.address(keep),
             residual.data_ptr(),
             y.data_ptr(),
-            _address(half),
+            nvrtc.address(half),
             plan.rows,
             plan.pixels,
             plan.vectors,
@@ -222,13 +218,13 @@ def scale_add_backward(
         plan.block,
         (
             dy.data_ptr(),
-            _address(half),
-            _address(branch),
-            _address(bias),
-            _address(scale),
-            _address(keep),
+            nvrtc.address(half),
+            nvrtc.address(branch),
+            nvrtc.address(bias),
+            nvrtc.address(scale),
+            nvrtc.address(keep),
             dbranch.data_ptr(),
-            _address(dresidual),
+            nvrtc.address(dresidual),
             partial.data_ptr(),
             nvrtc.tickets(dy.device),
             dscale.data_ptr(),

@@ -96,7 +96,7 @@ def _convolve(
         kernel, grid, block, sizes = _strips(call, x.dtype, weight.dtype, device, flip, bias is not None)
     else:
         kernel, grid, block, sizes = _forward(call, x.dtype, weight.dtype, device, flip)
-    pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    pointers = (x.data_ptr(), weight.data_ptr(), nvrtc.address(bias), y.data_ptr())
     kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
 
 
@@ -119,7 +119,7 @@ def forward(
     device = x.device.index or 0
     kernel, grid, block, sizes = _strips(call, x.dtype, weight.dtype, device, False, bias is not None, True)
     parts = torch.empty((grid[0], 3, call.channels), dtype=torch.float32, device=x.device)
-    pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    pointers = (x.data_ptr(), weight.data_ptr(), nvrtc.address(bias), y.data_ptr())
     kernel(grid, block, (*pointers, *sizes, parts.data_ptr()), 0, nvrtc.stream(device))
     return y, parts
 
@@ -202,7 +202,7 @@ def backward_weight(
     kernel, grid, block, sizes = plan.partial
     kernel(grid, block, (dy.data_ptr(), x.data_ptr(), partial.data_ptr(), *sizes), 0, stream)
     kernel, grid, block, sizes = plan.total
-    pointers = (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr())
+    pointers = (partial.data_ptr(), dweight.data_ptr(), nvrtc.address(dbias))
     kernel(grid, block, (*pointers, *sizes), 0, stream)
     return dweight, dbias
 
@@ -235,7 +235,7 @@ def backward(
     kernel(
         grid,
         block,
-        (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), *sizes),
+        (partial.data_ptr(), dweight.data_ptr(), nvrtc.address(dbias), *sizes),
         0,
         stream,
     )

@@ -22,15 +22,15 @@ def _depthwise(node: fx.Node) -> match.Conv2d | str:
     reason = call.unsupported(spec)
     if reason:
         return reason
-    result = match.value(node)
-    if result is None:
+    x, result = match.value(call.x), match.value(node)
+    if x is None or result is None:
         return "the result's dtype is not known"
     dtype = match.dtype_name(result)
     if dtype not in spec.STORAGE:
         return f"dtype {dtype}"
     channels, *_, kernel = call.weight_shape
-    stride, dilation, image = call.stride[0], call.dilation[0], min(result.shape[2:]) * call.stride[0]
-    wins = spec.wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=image)
+    stride, dilation = call.stride[0], call.dilation[0]
+    wins = spec.wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=min(x.shape[2:]))
     name = spec.name(kernel, stride, dilation)
     return match.said_of(name, dispatch.refusal("", wins)) or call
 

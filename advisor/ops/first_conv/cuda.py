@@ -92,7 +92,7 @@ def forward(
     weight = _parameter(weight)
     shape = (call.batch, call.channels, call.out_height, call.out_width)
     y = torch.empty(shape, dtype=compute, device=x.device, memory_format=torch.channels_last)
-    pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    pointers = (x.data_ptr(), weight.data_ptr(), nvrtc.address(bias), y.data_ptr())
     layout = _LAYOUT[_channels_last(weight)]
     arguments: tuple[Any, ...] = (*pointers, plan.tiles, *_strides(*x.stride()), *plan.sizes, layout)
     left = None
@@ -142,6 +142,6 @@ def backward_weight(
     launch = plan.partial
     arguments = (x.data_ptr(), dy.data_ptr(), partial.data_ptr(), launch.tiles, *_strides(*x.stride()), *launch.sizes)
     launch.kernel(launch.grid, launch.block, arguments, 0, stream)
-    pointers = (partial.data_ptr(), dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr())
+    pointers = (partial.data_ptr(), dweight.data_ptr(), nvrtc.address(dbias))
     plan.total(plan.total_grid, launch.block, (*pointers, plan.blocks, _LAYOUT[_channels_last(weight)]), 0, stream)
     return dweight, dbias

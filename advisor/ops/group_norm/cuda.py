@@ -85,10 +85,6 @@ def _plan(x: torch.Tensor, groups: int, result: torch.dtype, activation: str) ->
     return _launch(tuple(x.shape), groups, x.dtype, result, activation, x.device.index or 0)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def forward(
     x: torch.Tensor,
     groups: int,
@@ -120,8 +116,8 @@ def forward(
         (
             x.data_ptr(),
             partial.data_ptr(),
-            _address(weight),
-            _address(bias),
+            nvrtc.address(weight),
+            nvrtc.address(bias),
             saved.data_ptr(),
             y.data_ptr(),
             plan.rows,
@@ -159,7 +155,7 @@ def backward(
     dbias = torch.empty_like(dweight)
     parameter_blocks = 0 if weight is None and bias is None else plan.parameter_blocks
     stream = nvrtc.stream(x.device.index or 0)
-    common = (saved.data_ptr(), _address(weight), _address(bias), partial.data_ptr())
+    common = (saved.data_ptr(), nvrtc.address(weight), nvrtc.address(bias), partial.data_ptr())
     plan.reduce(
         plan.sums_grid,
         plan.block,

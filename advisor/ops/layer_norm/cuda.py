@@ -72,8 +72,8 @@ def forward(
         plan.forward_block,
         (
             x.data_ptr(),
-            0 if weight is None else weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            nvrtc.address(weight),
+            nvrtc.address(bias),
             y.data_ptr(),
             plan.rows,
             plan.vectors,
@@ -100,7 +100,7 @@ def backward(
         (
             dy.data_ptr(),
             x.data_ptr(),
-            0 if weight is None else weight.data_ptr(),
+            nvrtc.address(weight),
             dx.data_ptr(),
             partial.data_ptr(),
             nvrtc.tickets(x.device),

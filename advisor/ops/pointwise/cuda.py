@@ -27,7 +27,7 @@ class _Launch:
 
     def run(self, *tensors: torch.Tensor | None, numbers: tuple[Any, ...] = ()) -> None:
         """Launch with the tensors' addresses (None: no address), the sizes and these numbers. The first tensor's device is taken."""
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = map(nvrtc.address, tensors)
         device = 0 if tensors[0] is None else tensors[0].device.index or 0
         arguments = (*addresses, *self.sizes, *numbers)
         self.kernel(self.grid, self.block, arguments, self.shared_bytes, nvrtc.stream(device))

@@ -90,10 +90,6 @@ def _plan(x: torch.Tensor, hidden: int, activation: str, gate: str) -> _Launch:
     return _launch(tuple(x.shape), hidden, x.dtype, activation, gate, x.device.index or 0)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 _NO_SLOPE = np.float32(0.0)  # neither activation has one
 
 
@@ -124,11 +120,11 @@ def forward(
     plan.squeeze(
         plan.squeeze_grid,
         plan.gate_block,
-        (partial, w1.data_ptr(), _address(b1), pooled, z1, h, *plan.joined, plan.inverse, _NO_SLOPE),
+        (partial, w1.data_ptr(), nvrtc.address(b1), pooled, z1, h, *plan.joined, plan.inverse, _NO_SLOPE),
         0,
         stream,
     )
-    plan.excite(plan.excite_grid, plan.gate_block, (h, w2.data_ptr(), _address(b2), z2, *plan.expanded), 0, stream)
+    plan.excite(plan.excite_grid, plan.gate_block, (h, w2.data_ptr(), nvrtc.address(b2), z2, *plan.expanded), 0, stream)
     plan.scale(plan.apply_grid, plan.block, (x.data_ptr(), z2, y.data_ptr(), *plan.written), 0, stream)
     return y, saved
 

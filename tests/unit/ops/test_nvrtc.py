@@ -109,7 +109,7 @@ def test_each_stream_has_memory_of_its_own_to_exchange_sums_through(streams: Sim
     blocks, _ = nvrtc._exchanges[0]
     for words in torch.cat(blocks):
         assert not words[:4].any()
-        assert bool((words[4:] == nvrtc._ABSENT).all())
+        assert bool((words[4:] == nvrtc.ABSENT).all())
 
 
 def test_a_capture_takes_what_is_there_and_allocates_nothing(streams: SimpleNamespace) -> None:
