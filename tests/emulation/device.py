@@ -318,11 +318,11 @@ def forget_launches() -> None:
                     value.cache_clear()
 
 
-def _boxes(x: torch.Tensor, channels: int, columns: int, rows: int) -> Any:
+def _boxes(x: torch.Tensor, channels: int, columns: int, rows: int, groups: int = 1, step: int = 1) -> Any:
     """What tensor_map.cuh's twin takes for a map."""
     n, c, h, w = x.shape
     words = np.zeros(32, dtype=np.int32)
-    words[:7] = c, w, h, n, channels, columns, rows
+    words[:9] = c // groups, groups, w, h, n, channels, columns, rows, step
     return words.view(np.dtype((np.void, 128)))
 
 

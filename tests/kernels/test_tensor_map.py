@@ -39,13 +39,22 @@ def test_a_map_is_of_the_tensors_sizes_and_is_made_once(asked: list[Any]) -> Non
     assert bytes(found[0]) == b"\x07" * 128
     ((at, dtype, dimensions, address, sizes, strides, box, steps, _, swizzle, *_),) = asked
     assert at % 64 == 0
-    assert (dtype, dimensions, address.value) == (1, 4, x.data_ptr())
-    assert list(sizes) == [64, 6, 5, 2]
-    assert list(strides) == [2 * 64, 2 * 64 * 6, 2 * 64 * 6 * 5]  # bytes
-    assert (list(box), list(steps)) == ([64, 10, 34, 1], [1, 1, 1, 1])
+    assert (dtype, dimensions, address.value) == (1, 5, x.data_ptr())
+    assert list(sizes) == [64, 1, 6, 5, 2]
+    assert list(strides) == [2 * 64, 2 * 64, 2 * 64 * 6, 2 * 64 * 6 * 5]  # bytes
+    assert (list(box), list(steps)) == ([64, 1, 10, 34, 1], [1, 1, 1, 1, 1])
     assert swizzle == 3
     tensor_map.boxes(x, 32, 10, 34)
     assert asked[1][9] == 2
+
+
+def test_of_groups_a_box_has_one_and_of_every_other_pixel_as_many(asked: list[Any]) -> None:
+    x = torch.zeros(2, 5, 6, 96, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    tensor_map.boxes(x, 64, 9, 15, 2, 2)
+    _, _, _, _, sizes, strides, box, steps, *_ = asked[0]
+    assert list(sizes) == [48, 2, 6, 5, 2]  # so that a box's last channels are no neighbour's
+    assert list(strides) == [2 * 48, 2 * 96, 2 * 96 * 6, 2 * 96 * 6 * 5]
+    assert (list(box), list(steps)) == ([64, 1, 17, 29, 1], [1, 1, 2, 2, 1])  # the driver divides by the steps
 
 
 def test_a_map_that_the_driver_refuses_is_told(asked: list[Any]) -> None:

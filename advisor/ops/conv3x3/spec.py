@@ -2,11 +2,12 @@
 
 A product takes pixels of `inputs` channels to pixels of `outputs`: the forward from the convolution's input to its result, the
 gradient of the input the other way. The gradient of the weight is a third, with kernels and blocks of its own (weight.py).
+What is dense is dispatched by this family; groups of channels, and stride 2 with them, by `grouped`, which launches these kernels too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from advisor.ops import dispatch
@@ -34,8 +35,7 @@ SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
 # Warpgroups take tiles by turns. A stage has to be one warpgroup's alone: one that sees every other filling of a stage only cannot tell,
 # by the parity that its barrier has, the filling it waits for from the one before the last. So stages are a multiple of twice a tile's
 # lines of channels; four are one tile under way for each warpgroup beside the one that it works on.
-STAGES = 4
-PITCH = 10  # pixels of a tile's row with its halo
+STAGES, PLANE_STAGES = 4, 8  # of tiles that are whole, and of those in four planes
 TILE_COST = 32  # what a tile takes beside its products, in columns of them (H200: 256 for 0.9 of the time of 2 x 128)
 TUNABLE = {"COLUMNS": ((64, 112, 128, 224, 256), (64, 112, 128))}
 MAX_OFFSET = 2**31 - 1  # of values inside an image
@@ -60,7 +60,10 @@ _MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input."""
+    """One product, from `inputs` channels of each group to `outputs`; `turned` is the one that gives the gradient of an input.
+
+    `height` x `width` is the convolution's input: what the product reads, or with `turned` what it makes.
+    """
 
     batch: int
     inputs: int
@@ -68,10 +71,32 @@ class Call:
     height: int
     width: int
     turned: bool = False
+    groups: int = 1
+    stride: int = 1
 
     def gradient(self) -> Call:
         """Of a forward: the product that gives the gradient of its input."""
-        return Call(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
+        return replace(self, inputs=self.outputs, outputs=self.inputs, turned=True)
+
+    @property
+    def reduced(self) -> tuple[int, int]:
+        """Height and width of the convolution's result, which tiles cover; of a gradient with stride 2 four times."""
+        return (self.height - 1) // self.stride + 1, (self.width - 1) // self.stride + 1
+
+    @property
+    def halo(self) -> int:
+        """Rows and columns that a tile reads beyond its own."""
+        return 2 if self.stride == 1 else 1
+
+    @property
+    def planes(self) -> int:
+        """Parts in which a tile is read."""
+        return 4 if self.stride == 2 and not self.turned else 1
+
+    @property
+    def classes(self) -> int:
+        """Pixels that are made of one."""
+        return 4 if self.stride == 2 and self.turned else 1
 
 
 @lru_cache(maxsize=4096)
@@ -260,7 +285,7 @@ def _fits(inputs: int, outputs: int, turned: bool) -> bool:
     """Whether a block holds the weights of this product, and tiles beside them."""
     if outputs not in OUTPUTS or inputs not in INPUTS:
         return False
-    return any(_shared_bytes(inputs, outputs, columns, turned) for columns in COLUMNS)
+    return any(_shared_bytes(Call(1, inputs, outputs, 1, 1, turned), columns) for columns in COLUMNS)
 
 
 def _weight_fits(inputs: int, outputs: int) -> bool:
@@ -276,6 +301,7 @@ class Plan:
     """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image."""
 
     columns: int
+    stages: int
     shared_bytes: int
     bands: int
     strips: int
@@ -294,27 +320,34 @@ def _round_up(nbytes: int) -> int:
 
 def _weight_bytes(inputs: int, outputs: int, turned: bool) -> int:
     lines, rows = (outputs, inputs) if turned else (inputs, outputs)
-    return _round_up(9 * -(-lines // LINE) * rows * 2 * LINE)
+    return _round_up(9 * -(-lines // LINE) * (-(-rows // 16) * 16) * 2 * LINE)
 
 
-def _stage_bytes(columns: int) -> int:
-    return _round_up((columns // 8 + 2) * PITCH * 2 * LINE)
+def _stage_bytes(product: Call, columns: int) -> int:
+    return _round_up((columns // 8 + product.halo) * (8 + product.halo) * 2 * LINE)
 
 
-def _shared_bytes(inputs: int, outputs: int, columns: int, turned: bool) -> int:
+def _stages(product: Call) -> int:
+    return STAGES if product.planes == 1 else PLANE_STAGES
+
+
+def _shared_bytes(product: Call, columns: int) -> int:
     """Of a block, with a KiB for barriers; 0 where there is not as much, or the sums need more registers than there are."""
-    found = _weight_bytes(inputs, outputs, turned) + STAGES * _stage_bytes(columns) + 1024
-    return found if found <= SHARED_BYTES and -(-outputs // 64) * columns <= SUMS else 0
+    own = 2 * columns * 2 * LINE if product.classes > 1 else 0  # of the two warpgroups
+    weights = _weight_bytes(product.inputs, product.outputs, product.turned)
+    found = weights + own + _stages(product) * _stage_bytes(product, columns) + 1024
+    return found if found <= SHARED_BYTES and -(-product.outputs // 64) * columns <= SUMS else 0
 
 
 def _bands(product: Call, columns: int) -> int:
-    return -(-product.height // (columns // 8))
+    return -(-product.reduced[0] // (columns // 8))
 
 
 def _filled(product: Call) -> float:
     """The share of pixels in tiles that are the image's, of the tiles that fit it best."""
+    height, width = product.reduced
     rows = min(_bands(product, columns) * (columns // 8) for columns in COLUMNS)
-    return product.height / rows * product.width / (-(-product.width // 8) * 8)
+    return height / rows * width / (-(-width // 8) * 8)
 
 
 @lru_cache(maxsize=4096)
@@ -322,14 +355,15 @@ def plan(product: Call, sm_count: int) -> Plan:
     """The launch that should end first: the longest block's tiles, with what each takes beside its products."""
     best: tuple[float, Plan] | None = None
     for columns in COLUMNS:
-        nbytes = _shared_bytes(product.inputs, product.outputs, columns, product.turned)
+        nbytes = _shared_bytes(product, columns)
         if not nbytes:
             continue
-        bands, strips = _bands(product, columns), -(-product.width // 8)
+        bands, strips = _bands(product, columns), -(-product.reduced[1] // 8)
         tiles = product.batch * bands * strips
-        cost = -(-tiles // sm_count) * (columns + TILE_COST)
+        lines = max(1, min(sm_count // product.groups, tiles))
+        cost = -(-tiles // lines) * (columns + TILE_COST)
         if best is None or cost < best[0]:
-            best = cost, Plan(columns, nbytes, bands, strips, tiles, min(tiles, sm_count))
+            best = cost, Plan(columns, _stages(product), nbytes, bands, strips, tiles, lines * product.groups)
     if best is None:  # `_fits` said otherwise
         raise ValueError(f"no launch for {product}")
     return best[1]
@@ -344,7 +378,8 @@ def defines(product: Call, plan: Plan, dtype: str, weight_dtype: str, *, moments
         "OUT": product.outputs,
         "TRANSPOSED": int(product.turned),
         "WGMMA_N": plan.columns,
-        "STAGES": STAGES,
+        "STRIDE": product.stride,
+        "STAGES": plan.stages,
         "MOMENTS": int(moments),
     }
 
@@ -377,20 +412,24 @@ def weight_defines(call: Call, plan: weight.Plan, dtype: str, weight_dtype: str)
         "COLUMNS": plan.columns,
         "ROWS": plan.rows,
         "WIDE": plan.wide,
+        "STRIDE": plan.stride,
         "STAGES": plan.stages,
-        "WGMMA_N": 3 * plan.columns,
+        "WGMMA_N": 3 * plan.columns if plan.stride == 1 else plan.columns,
     }
 
 
 def weight_plan(call: Call, sm_count: int) -> weight.Plan:
     """The launch of BACKWARD_WEIGHT."""
-    return weight.plan(call.batch, call.inputs, call.outputs, call.height, call.width, sm_count)
+    return weight.plan(call.batch, call.inputs, call.outputs, *call.reduced, sm_count, call.groups, call.stride)
+
+
+# (channels a group, stride, side) of wide groups: RegNetX-3.2GF, RegNetY-8GF, ResNeXt-101 64x8d.
+_WIDE = ((48, 1, 56), (48, 1, 14), (48, 2, 112), (48, 2, 14), (56, 1, 28), (56, 2, 56), (64, 1, 7), (64, 2, 14))
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
-    """Macros to compile `source` with in the test for spills: all widths of a tile and both directions."""
-    found = []
-    for inputs, outputs, side, moments in (
+    """Macros to compile `source` with in the test for spills: all widths of a tile, both directions, groups of both strides."""
+    dense = (
         (64, 64, 256, True),
         (64, 64, 56, False),
         (128, 32, 56, True),
@@ -398,17 +437,20 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         (64, 128, 112, True),
         (64, 64, 14, False),
         (64, 64, 8, False),
-    ):
-        forward = call((256, inputs, side, side), outputs)
-        names = ("float16", "float16") if side == 14 else ("bfloat16", "float32")
+    )
+    calls = [(call((256, inputs, side, side), outputs), moments) for inputs, outputs, side, moments in dense]
+    calls += [(Call(256, wide, wide, side, side, groups=4, stride=stride), False) for wide, stride, side in _WIDE]
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for forward, moments in calls:
+        names = ("float16", "float16") if forward.height == 14 else ("bfloat16", "float32")
         if source == BACKWARD_WEIGHT:
-            found.append(weight_defines(forward, weight_plan(forward, 132), *names))
+            found[tuple(weight_defines(forward, weight_plan(forward, _SMS), *names).items())] = None
             continue
         for product in (forward, forward.gradient()):
-            if _fits(product.inputs, product.outputs, product.turned):
-                chosen = plan(product, 132)
-                found.append(defines(product, chosen, *names, moments=moments and not product.turned))
-    return tuple(found)
+            if forward.groups > 1 or _fits(product.inputs, product.outputs, product.turned):
+                macros = defines(product, plan(product, _SMS), *names, moments=moments and not product.turned)
+                found[tuple(macros.items())] = None
+    return tuple(dict(macros) for macros in found)
 
 
 def kernels(call: Call, *, backward: bool = False) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Launches of the grouped convolution kernels. Shapes and dtypes have been checked by the caller (spec)."""
+"""Launches of the grouped convolution kernels, or of wide groups those of conv3x3. Shapes and dtypes have been checked by the caller (spec)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.grouped import spec, weight
+from advisor.ops.conv3x3 import cuda as conv3x3
+from advisor.ops.grouped import spec, weight, wide
 from advisor.ops.grouped.spec import Call
 
 
@@ -76,6 +77,8 @@ def forward(
     x: channels_last; weight [C, C / groups, 3, 3], any strides.
     """
     device = x.device.index or 0
+    if wide.taken(call.group, call.stride) and not wide.unavailable(device):
+        return conv3x3.forward(x, weight, wide.convolution(call))
     y = _output(x, call.out_height, call.out_width)
     source = spec.forward_source(call.group, call.stride)
     launch = _convolution(source, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
@@ -90,6 +93,8 @@ def forward(
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     device = dy.device.index or 0
+    if wide.taken(call.group, call.stride) and not wide.unavailable(device):
+        return conv3x3.backward_data(dy, weight, wide.convolution(call))
     dx = _output(dy, call.height, call.width)
     source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
     launch = _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True)
@@ -119,6 +124,8 @@ def _weight(
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, one dtype."""
     device = x.device.index or 0
+    if wide.taken(call.group, call.stride) and not wide.unavailable(device):
+        return conv3x3.backward_weight(dy, x, weight, wide.convolution(call))
     dweight = torch.empty_like(weight)
     first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
     partial = torch.empty(values, dtype=torch.float32, device=x.device)
