@@ -1,41 +1,28 @@
-// 3 x 3 convolution, dense or of wide groups, and with TRANSPOSED the gradient of its input, on Hopper's tensor cores.
+// 3 x 3 convolution of stride 1, and with TRANSPOSED the gradient of its input, on Hopper's tensor cores.
 //
-//   y[n,h,w,o] = sum over (r, s, i) of weight[o,i,r,s] * x[n, STRIDE h - 1 + r, STRIDE w - 1 + s, i]
-//   TRANSPOSED:  y[n,h,w,i] = sum over (r, s, o) of weight[o,i,r,s] * x[n, (h + 1 - r) / STRIDE, (w + 1 - s) / STRIDE, o], where that is
-//                whole
+//   y[n,h,w,o] = sum over (r, s, i) of weight[o,i,r,s] * x[n, h - 1 + r, w - 1 + s, i]
+//   TRANSPOSED:  y[n,h,w,i] = sum over (r, s, o) of weight[o,i,r,s] * x[n, h + 1 - r, w + 1 - s, o]
 //
-// Shapes    x: [N, H, W, groups * IN], y: [N, OH, OW, groups * OUT], fp16 or bf16; weight: [groups * OUT, IN, 3, 3] ([groups * IN, OUT, 3,
-//           3] with TRANSPOSED) in the same dtype or fp32, any strides; i and o are of one group.
-//           With MOMENTS those of y, two parts a block: [2 * gridDim.x][3][OUT] fp32, include/moments.cuh.
-// Replaces  aten::convolution (cuDNN's implicit product, which reads each pixel nine times from L2; of groups it slices, transposes and
-//           pads).
+// Shapes    x: [N, H, W, IN], y: [N, H, W, OUT], fp16 or bf16; weight: [OUT, IN, 3, 3] ([IN, OUT, 3, 3] with TRANSPOSED) in the same
+//           dtype or fp32, any strides. With MOMENTS those of y, two parts a block: [2 * gridDim.x][3][OUT] fp32, include/moments.cuh.
+// Replaces  aten::convolution (cuDNN's implicit product, which reads each pixel nine times from L2).
 // Bytes     x once and its halo again (1.33 of it for 32 x 8 pixels a tile), y once. [128,64,32,32] in bf16: 16.8 + 16.8 MB.
-// Flops     18 * IN * OUT a pixel: 9.7 G there. OUT below 64 uses as much of each product: three quarters of it with 48.
+// Flops     18 * IN * OUT a pixel: 9.7 G there. OUT 32 uses half of each product.
 // Bound     tensor cores: 0.012 ms there at 800 TFLOP/s; DRAM bandwidth 0.008 ms at 4.24 TB/s.
 //           Shared memory, bytes a product of 64 x WGMMA_N x 16: 2048 of weights and 32 * WGMMA_N of pixels. With 256 columns that is
 //           10 KB in 128 clocks, where 128 bytes a clock can be had; so weights are the rows and pixels the columns.
-// Grid      as many blocks as SMs, as many for each group; each walks over tiles of WGMMA_N pixels: HEIGHT rows of 8. All weights of a
-//           group stay in shared memory. A thread has tiles with their halo copied into STAGES stages, 64 channels each; two warpgroups
-//           take tiles by turns, so that one's stores run beside the other's products. A tap is the same operand begun some lines later.
-//           y leaves through the tile's own stage.
-//           Of STRIDE 2 an operand's pixels are every other one of x, so a tile is copied as four PLANES (odd or even rows and columns),
-//           each with the taps that meet it. TRANSPOSED, a tile of x makes four CLASSES of y's pixels, each from those taps, and they
-//           leave through a warpgroup's own memory.
+// Grid      as many blocks as SMs, each walks over tiles of WGMMA_N pixels: HEIGHT rows of 8. All weights stay in shared memory. A thread
+//           has tiles with their halo copied into STAGES stages, 64 channels each; two warpgroups take tiles by turns, so that one's
+//           stores run beside the other's products. A tap is the same operand begun some lines later. y leaves through the tile's own stage.
 // Numerics  fp32 sums in a fixed order, rounded once; fp32 weights are rounded to x's dtype before. Moments of the rounded values, about
 //           the warpgroup's first pixel, so that a mean far from zero does not cancel. Two runs are bit-equal.
-// Limits    padding 1, dilation 1; IN a multiple of 64, or of 8 below that, with STRIDE 2 at most 64; OUT 64, 128 or a multiple of 8 below
-//           64; MOMENTS of one group and STRIDE 1; H * W * groups * max(IN, OUT) below 2^31; sm_90a.
+// Limits    padding 1, dilation 1, one group; IN a multiple of 64, OUT 32, 64 or 128; H * W * max(IN, OUT) below 2^31; sm_90a.
 
 #define THREADS 288
 #define HEIGHT (WGMMA_N / 8)
-#define CHUNKS ((IN + 63) / 64)            // of channels: a line each
-#define STEPS (IN < 64 ? (IN + 15) / 16 : 4)  // of a chunk: 16 channels a product; what IN does not have of them is zeros on both sides
-#define PLANES (STRIDE == 2 && !TRANSPOSED ? 4 : 1)
-#define CLASSES (STRIDE == 2 && TRANSPOSED ? 4 : 1)
-#define ITEMS (CHUNKS * PLANES)            // of a tile: a stage each
-#define HALO (STRIDE == 1 ? 2 : 1)
-#define PITCH (8 + HALO)                   // pixels of a tile's row with its halo
-#define PIXELS ((HEIGHT + HALO) * PITCH)
+#define CHUNKS (IN / 64)              // of channels: a line each
+#define PITCH 10                      // pixels of a tile's row with its halo
+#define PIXELS ((HEIGHT + 2) * PITCH)
 #define ROUND_UP(bytes) (((bytes) + 1023) / 1024 * 1024)
 #define STAGE_BYTES ROUND_UP(PIXELS * 128)
 #define BANDS ((OUT + 63) / 64)       // of 64 rows of products
@@ -47,10 +34,8 @@
 #define WEIGHT_OUT OUT
 #define WEIGHT_IN IN
 #endif
-#define WEIGHT_LINES ((WEIGHT_IN + 63) / 64)      // of one tap of one output
-#define WEIGHT_ROWS ((WEIGHT_OUT + 15) / 16 * 16)  // outputs, and zeros up to whole products
-#define WEIGHT_BYTES ROUND_UP(9 * WEIGHT_LINES * WEIGHT_ROWS * 128)
-#define STAGED_BYTES (CLASSES > 1 ? WGMMA_N * 128 : 0)  // of a warpgroup
+#define WEIGHT_LINES ((WEIGHT_IN + 63) / 64)  // of one tap of one output
+#define WEIGHT_BYTES ROUND_UP(9 * WEIGHT_LINES * WEIGHT_OUT * 128)
 
 #include "vector.cuh"
 #include "half.cuh"
@@ -117,16 +102,6 @@ __device__ __forceinline__ Tile tile_of(int index, int strips, int bands) {
   return {index / (strips * bands), index / strips % bands * HEIGHT, index % strips * 8};
 }
 
-// How many pixels of x behind the tile's first a tap of a row (or column) stands.
-__device__ constexpr int behind(int tap) {
-  return STRIDE == 1 ? (TRANSPOSED ? 2 - tap : tap) : tap == (TRANSPOSED ? 0 : 2);
-}
-
-// Whether a tap meets a plane, or makes a class: the middle one of a row (or column) the even, the others the odd.
-__device__ constexpr bool meets(int tap, int part) {
-  return PLANES * CLASSES == 1 || (tap / 3 != 1) * 2 + (tap % 3 != 1) == part;
-}
-
 // The unit of a line, behind the begin of a buffer.
 __device__ __forceinline__ int unit_at(int line, int unit) { return line * 128 + (unit ^ (line & 7)) * 16; }
 
@@ -135,36 +110,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
 #if MOMENTS
     float* __restrict__ moments,
 #endif
-    int tiles, int strips, int bands, int height, int width, int groups, int weight_out, int weight_in, int weight_row,
-    int weight_column) {
+    int tiles, int strips, int bands, int height, int width, int weight_out, int weight_in, int weight_row, int weight_column) {
   overlap_launches();
   extern __shared__ __align__(1024) unsigned char shared[];
   unsigned char* weights = shared;
-  unsigned char* stages = weights + WEIGHT_BYTES + 2 * STAGED_BYTES;
+  unsigned char* stages = weights + WEIGHT_BYTES;
   Barrier* full = (Barrier*)(stages + STAGES * STAGE_BYTES);
   Barrier* empty = full + STAGES;
-  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   if (threadIdx.x == 0)
     for (int i = 0; i < STAGES; ++i) {
       initialise(full + i, 1);
       initialise(empty + i, 128);
     }
   __syncthreads();
-  const int group = blockIdx.x % groups, line = blockIdx.x / groups, lines = gridDim.x / groups;
-  const int mine = (tiles - line + lines - 1) / lines;  // tiles of this block
-  const int octets = groups * (OUT / 8);                // of a pixel of y
+  const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;  // tiles of this block
 
-  if (warpgroup == 2) {
+  if (group == 2) {
     if (thread > 0) return;
     int stage = 0, parity = 1;
     for (int i = 0; i < mine; ++i) {
-      const Tile tile = tile_of(line + i * lines, strips, bands);
-      for (int item = 0; item < ITEMS; ++item) {
-        const int column = PLANES > 1 ? tile.column * 2 - item % 2 : tile.column - (CLASSES > 1 ? 0 : 1);
-        const int row = PLANES > 1 ? tile.row * 2 - item / 2 : tile.row - (CLASSES > 1 ? 0 : 1);
+      const Tile tile = tile_of(blockIdx.x + i * gridDim.x, strips, bands);
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         wait(empty + stage, parity);
         arrive_for_bytes(full + stage, PIXELS * 128);
-        copy_box(stages + stage * STAGE_BYTES, boxes, x, full + stage, PLANES > 1 ? 0 : item * 64, group, column, row, tile.image);
+        copy_box(stages + stage * STAGE_BYTES, boxes, x, full + stage, chunk * 64, 0, tile.column - 1, tile.row - 1, tile.image);
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;
@@ -176,14 +146,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
 
   const bool dense = weight_in == 1 && (weight_out | weight_row | weight_column) % 8 == 0 && (unsigned long long)weight % 16 == 0;
 #pragma unroll 6
-  for (int i = threadIdx.x; i < 9 * WEIGHT_ROWS * WEIGHT_LINES * 8; i += 256) {
-    const int octet = i % (WEIGHT_LINES * 8), tap = i / (WEIGHT_LINES * 8) % 9, o = i / (WEIGHT_LINES * 8 * 9);
-    Vec16 v = {{0u, 0u, 0u, 0u}};
-    if (octet < WEIGHT_IN / 8 && o < WEIGHT_OUT)
-      v = octet_of(
-          weight + (i64)(group * WEIGHT_OUT + o) * weight_out + octet * 8 * weight_in + tap / 3 * weight_row + tap % 3 * weight_column,
-          weight_in, dense);
-    *(Vec16*)(weights + unit_at((tap * WEIGHT_LINES + octet / 8) * WEIGHT_ROWS + o, octet % 8)) = v;
+  for (int i = threadIdx.x; i < 9 * WEIGHT_OUT * (WEIGHT_IN / 8); i += 256) {
+    const int octet = i % (WEIGHT_IN / 8), tap = i / (WEIGHT_IN / 8) % 9, o = i / (WEIGHT_IN / 8 * 9);
+    const Weight* from = weight + (i64)o * weight_out + octet * 8 * weight_in + tap / 3 * weight_row + tap % 3 * weight_column;
+    *(Vec16*)(weights + unit_at((tap * WEIGHT_LINES + octet / 8) * WEIGHT_OUT + o, octet % 8)) = octet_of(from, weight_in, dense);
   }
   order_with_hardware();
   wait_for_part(1, 256);
@@ -196,104 +162,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
     for (int half = 0; half < 2; ++half) shift[band][half] = sum[band][half] = square[band][half] = 0.f;
   int count = 0;
 #endif
-  for (int i = warpgroup; i < mine; i += 2) {
-    const Tile tile = tile_of(line + i * lines, strips, bands);
-    unsigned char* staged = weights + WEIGHT_BYTES + warpgroup * STAGED_BYTES;
-#pragma unroll
-    for (int made = 0; made < CLASSES; ++made) {
-      float d[BANDS][WGMMA_N / 2];
-      int stage = 0;
+  for (int i = group; i < mine; i += 2) {
+    float d[BANDS][WGMMA_N / 2];
+    int stage = 0;
 #pragma unroll 1
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-#pragma unroll
-        for (int plane = 0; plane < PLANES; ++plane) {
-          const int item = i * ITEMS + chunk * PLANES + plane, before = stage;
-          stage = item % STAGES;
-          if (made == 0) wait(full + stage, item / STAGES % 2);
-          products_begin();
-          const Operand pixels = operand_at<128>(stages + stage * STAGE_BYTES, PITCH * 128);
-#if TRANSPOSED  // the lines of a tap are the outputs that are summed over
-          const Operand taps = operand_at<128>(weights + chunk * 64 * 128, 1024);
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      const int item = i * CHUNKS + chunk;
+      stage = item % STAGES;
+      wait(full + stage, item / STAGES % 2);
+      products_begin();
+      const Operand pixels = operand_at<128>(stages + stage * STAGE_BYTES, PITCH * 128);
+#if TRANSPOSED  // the lines of a tap are the outputs that are summed over, turned taps
+      const Operand taps = operand_at<128>(weights + chunk * 64 * 128, 1024);
 #else
-          const Operand taps = operand_at<128>(weights + chunk * WEIGHT_ROWS * 128, 1024);
+      const Operand taps = operand_at<128>(weights + chunk * WEIGHT_OUT * 128, 1024);
 #endif
-          int first = 1;  // of the products of this tile and class, whose sums are set
 #pragma unroll
-          for (int tap = 0; tap < 9; ++tap) {
-            if (!meets(tap, plane + made)) continue;
+      for (int tap = 0; tap < 9; ++tap)
 #pragma unroll
-            for (int k = 0; k < STEPS; ++k) {
+        for (int k = 0; k < 4; ++k)
 #pragma unroll
-              for (int band = 0; band < BANDS; ++band) {
-                const int row = TRANSPOSED ? (tap * WEIGHT_LINES + band) * WEIGHT_ROWS + k * 16 : tap * WEIGHT_LINES * WEIGHT_ROWS + band * 64;
-                wgmma<TRANSPOSED, 0>(
-                    d[band], operand_behind(taps, row * 128 + (TRANSPOSED ? 0 : k * 32)),
-                    operand_behind(pixels, (behind(tap / 3) * PITCH + behind(tap % 3)) * 128 + k * 32), chunk + plane + 1 - first);
-              }
-              first = 0;
-            }
+          for (int band = 0; band < BANDS; ++band) {
+            const int line = TRANSPOSED ? ((8 - tap) * WEIGHT_LINES + band) * WEIGHT_OUT + k * 16 : tap * WEIGHT_LINES * WEIGHT_OUT + band * 64;
+            wgmma<TRANSPOSED, 0>(
+                d[band], operand_behind(taps, line * 128 + (TRANSPOSED ? 0 : k * 32)),
+                operand_behind(pixels, (tap / 3 * PITCH + tap % 3) * 128 + k * 32), chunk + tap + k);
           }
-          products_close();
-          if (PLANES > 1 && plane > 0) {
-            products_wait<1>();  // those of the plane before
-            arrive(empty + before);
-          }
-        }
-        if (PLANES == 1 || chunk + 1 == CHUNKS) products_wait<0>();
-        if (chunk + 1 < CHUNKS) arrive(empty + stage);
-      }
-      if (CLASSES == 1) staged = stages + stage * STAGE_BYTES;
-      if (CLASSES > 1 && made + 1 == CLASSES) arrive(empty + stage);
+      products_close();
+      products_wait<0>();
+      if (chunk + 1 < CHUNKS) arrive(empty + stage);
+    }
+    const Tile tile = tile_of(blockIdx.x + i * gridDim.x, strips, bands);
+    unsigned char* staged = stages + stage * STAGE_BYTES;
 #pragma unroll
-      for (int band = 0; band < BANDS; ++band) {
-        wait_for_part(2 + warpgroup, 128);  // the other warps' products, and what they have stored of the band or class before
-        if (warp * 16 < STORED) {
+    for (int band = 0; band < BANDS; ++band) {
+      wait_for_part(2 + group, 128);  // the other warps' products, and what they have stored of the band before
+      if (warp * 16 < STORED) {
 #pragma unroll
-          for (int j = 0; j < HEIGHT; j += 2) {
-            const float* v = d[band] + 4 * j;
-            const unsigned int turned[4] = {narrowed(v[0], v[1]), narrowed(v[2], v[3]), narrowed(v[4], v[5]), narrowed(v[6], v[7])};
-            stmatrix_x4_trans(staged + unit_at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), turned);
+        for (int j = 0; j < HEIGHT; j += 2) {
+          const float* v = d[band] + 4 * j;
+          const unsigned int turned[4] = {narrowed(v[0], v[1]), narrowed(v[2], v[3]), narrowed(v[4], v[5]), narrowed(v[6], v[7])};
+          stmatrix_x4_trans(staged + unit_at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), turned);
 #if MOMENTS
-            if (j == 0 && i == warpgroup) {  // the tile's first pixel is one of the image
+          if (j == 0 && i == group) {  // the tile's first pixel is one of the image
 #pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                float low, high;
-                widened(__shfl_sync(0xffffffffu, turned[half], lane & ~3), low, high);
-                shift[band][half] = finite_or_zero(low);
-              }
+            for (int half = 0; half < 2; ++half) {
+              float low, high;
+              widened(__shfl_sync(0xffffffffu, turned[half], lane & ~3), low, high);
+              shift[band][half] = finite_or_zero(low);
             }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              const int half = k % 2, row = tile.row + j + k / 2, column = tile.column + lane % 4 * 2;
-              float values[2];
-              widened(turned[k], values[0], values[1]);
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                const float distance = row < height && column + e < width ? values[e] - shift[band][half] : 0.f;
-                sum[band][half] += distance;
-                square[band][half] += distance * distance;
-              }
-            }
-#endif
           }
-        }
-        wait_for_part(2 + warpgroup, 128);
-        Vec16* image = y + (i64)tile.image * height * width * octets + group * (OUT / 8) + band * 8;
-#pragma unroll 4
-        for (int u = thread; u < WGMMA_N * (STORED / 8); u += 128) {
-          const int pixel = u / (STORED / 8), unit = u % (STORED / 8);
-          const int row = CLASSES > 1 ? (tile.row + pixel / 8) * 2 + made / 2 : tile.row + pixel / 8;
-          const int column = CLASSES > 1 ? (tile.column + pixel % 8) * 2 + made % 2 : tile.column + pixel % 8;
-          const Vec16 v = *(const Vec16*)(staged + unit_at(pixel, unit));
-          if (row < height && column < width)
-            store(image + (row * width + column) * octets + unit, v);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int half = k % 2, row = tile.row + j + k / 2, column = tile.column + lane % 4 * 2;
+            float values[2];
+            widened(turned[k], values[0], values[1]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float distance = row < height && column + e < width ? values[e] - shift[band][half] : 0.f;
+              sum[band][half] += distance;
+              square[band][half] += distance * distance;
+            }
+          }
+#endif
         }
       }
-      if (CLASSES == 1) {
-        order_with_hardware();
-        arrive(empty + stage);
+      wait_for_part(2 + group, 128);
+#pragma unroll 4
+      for (int u = thread; u < WGMMA_N * (STORED / 8); u += 128) {
+        const int pixel = u / (STORED / 8), unit = u % (STORED / 8), row = tile.row + pixel / 8, column = tile.column + pixel % 8;
+        const Vec16 v = *(const Vec16*)(staged + unit_at(pixel, unit));
+        if (row < height && column < width)
+          store(y + ((i64)tile.image * height * width + row * width + column) * (OUT / 8) + band * 8 + unit, v);
       }
     }
+    order_with_hardware();
+    arrive(empty + stage);
 #if MOMENTS
     const int rows = height - tile.row, columns = width - tile.column;
     count += (rows < HEIGHT ? rows : HEIGHT) * (columns < 8 ? columns : 8);
@@ -311,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
         q += __shfl_xor_sync(0xffffffffu, q, lanes);
       }
       if (lane % 4 == 0 && warp * 16 < STORED)
-        leave_moments(moments, blockIdx.x * 2 + warpgroup, OUT, band * 64 + warp * 16 + half * 8 + lane / 4, count, shift[band][half], s, q);
+        leave_moments(moments, blockIdx.x * 2 + group, OUT, band * 64 + warp * 16 + half * 8 + lane / 4, count, shift[band][half], s, q);
     }
 #endif
 }

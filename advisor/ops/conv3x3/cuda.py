@@ -28,8 +28,7 @@ def _launch(
     names = storage.name(dtype), storage.name(weight_dtype)
     macros = spec.defines(product, plan, *names, moments=moments)
     kernel = nvrtc.function(spec.CONV, spec.KERNELS[spec.CONV][0], tuple(macros.items()), device, plan.shared_bytes)
-    made = (product.height, product.width) if product.turned else product.reduced
-    sizes = (plan.tiles, plan.strips, plan.bands, *made, product.groups, *weight_strides)
+    sizes = (plan.tiles, plan.strips, plan.bands, product.height, product.width, *weight_strides)
     return kernel, plan, tuple(map(np.int32, sizes))
 
 
@@ -38,11 +37,9 @@ def _product(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     device = x.device.index or 0
     kernel, plan, sizes = _launch(product, x.dtype, weight.dtype, weight.stride(), device, moments)
-    made = (product.height, product.width) if product.turned else product.reduced
-    shape = (product.batch, product.groups * product.outputs, *made)
+    shape = (product.batch, product.outputs, product.height, product.width)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    columns, rows, step = 8 + product.halo, plan.columns // 8 + product.halo, 2 if product.planes > 1 else 1
-    boxes = tensor_map.boxes(x, spec.LINE, columns, rows, product.groups, step)
+    boxes = tensor_map.boxes(x, spec.LINE, spec.PITCH, plan.columns // 8 + 2)
     addresses = [boxes, x.data_ptr(), weight.data_ptr(), y.data_ptr()]
     parts = None
     if moments:
@@ -55,15 +52,15 @@ def _product(
 def forward(
     x: torch.Tensor, weight: torch.Tensor, call: Call, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns y [N, groups * O, OH, OW] channels_last in x's dtype and, if asked for, its moments [parts, 3, O] fp32 (ops/moments.py).
+    """Returns y [N, O, H, W] channels_last in x's dtype and, if asked for, its moments [parts, 3, O] fp32 (ops/moments.py).
 
-    x: channels_last, 16-byte aligned; weight [groups * O, I, 3, 3], any strides. Moments are of one group and stride 1.
+    x: channels_last, 16-byte aligned; weight [O, I, 3, 3], any strides.
     """
     return _product(x, weight, call, moments=moments)
 
 
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
-    """Returns dx [N, groups * I, H, W] channels_last in dy's dtype. dy: channels_last, 16-byte aligned."""
+    """Returns dx [N, I, H, W] channels_last in dy's dtype. dy: channels_last, 16-byte aligned."""
     return _product(dy, weight, call.gradient())[0]
 
 
@@ -77,10 +74,8 @@ def _weight(
     first, second = spec.KERNELS[spec.BACKWARD_WEIGHT]
     partial = nvrtc.function(spec.BACKWARD_WEIGHT, first, macros, device, plan.shared_bytes)
     total = nvrtc.function(spec.BACKWARD_WEIGHT, second, macros, device)
-    sizes, places = (
-        (plan.tiles, plan.strips, plan.bands, call.groups, plan.jobs),
-        (plan.lines, call.groups, *weight_strides),
-    )
+    sizes = (plan.tiles, plan.strips, plan.bands, call.groups, plan.jobs)
+    places = (plan.lines, call.groups, *weight_strides)
     return partial, total, plan, tuple(map(np.int32, sizes)), tuple(map(np.int32, places))
 
 
@@ -93,7 +88,7 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cal
     maps = (
         tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows, call.groups),
         tensor_map.boxes(
-            windowed, plan.columns, 8 * plan.wide + call.halo, plan.rows + call.halo, call.groups, call.stride
+            windowed, plan.columns, 8 * plan.wide + plan.halo, plan.rows + plan.halo, call.groups, call.stride
         ),
     )
     left = torch.empty(plan.left_bytes // 4, dtype=torch.float32, device=x.device)

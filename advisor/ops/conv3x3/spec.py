@@ -1,13 +1,13 @@
 """What the 3 x 3 convolution kernels support, where they win, and how they are launched. Plain arithmetic.
 
 A product takes pixels of `inputs` channels to pixels of `outputs`: the forward from the convolution's input to its result, the
-gradient of the input the other way. The gradient of the weight is a third, with kernels and blocks of its own (weight.py).
-What is dense is dispatched by this family; groups of channels, and stride 2 with them, by `grouped`, which launches these kernels too.
+gradient of the input the other way. The gradient of the weight is a third, with kernels and blocks of its own (weight.py);
+those of wide groups and stride 2 are made with it too (ops/grouped).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.ops import dispatch
@@ -35,7 +35,8 @@ SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
 # Warpgroups take tiles by turns. A stage has to be one warpgroup's alone: one that sees every other filling of a stage only cannot tell,
 # by the parity that its barrier has, the filling it waits for from the one before the last. So stages are a multiple of twice a tile's
 # lines of channels; four are one tile under way for each warpgroup beside the one that it works on.
-STAGES, PLANE_STAGES = 4, 8  # of tiles that are whole, and of those in four planes
+STAGES = 4
+PITCH = 10  # pixels of a tile's row with its halo
 TILE_COST = 32  # what a tile takes beside its products, in columns of them (H200: 256 for 0.9 of the time of 2 x 128)
 TUNABLE = {"COLUMNS": ((64, 112, 128, 224, 256), (64, 112, 128))}
 MAX_OFFSET = 2**31 - 1  # of values inside an image
@@ -60,9 +61,9 @@ _MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One product, from `inputs` channels of each group to `outputs`; `turned` is the one that gives the gradient of an input.
+    """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input.
 
-    `height` x `width` is the convolution's input: what the product reads, or with `turned` what it makes.
+    Of the gradient of a weight alone there are `groups` of so many channels, and a `stride`; `height` and `width` are x's.
     """
 
     batch: int
@@ -76,27 +77,7 @@ class Call:
 
     def gradient(self) -> Call:
         """Of a forward: the product that gives the gradient of its input."""
-        return replace(self, inputs=self.outputs, outputs=self.inputs, turned=True)
-
-    @property
-    def reduced(self) -> tuple[int, int]:
-        """Height and width of the convolution's result, which tiles cover; of a gradient with stride 2 four times."""
-        return (self.height - 1) // self.stride + 1, (self.width - 1) // self.stride + 1
-
-    @property
-    def halo(self) -> int:
-        """Rows and columns that a tile reads beyond its own."""
-        return 2 if self.stride == 1 else 1
-
-    @property
-    def planes(self) -> int:
-        """Parts in which a tile is read."""
-        return 4 if self.stride == 2 and not self.turned else 1
-
-    @property
-    def classes(self) -> int:
-        """Pixels that are made of one."""
-        return 4 if self.stride == 2 and self.turned else 1
+        return Call(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
 
 
 @lru_cache(maxsize=4096)
@@ -285,7 +266,7 @@ def _fits(inputs: int, outputs: int, turned: bool) -> bool:
     """Whether a block holds the weights of this product, and tiles beside them."""
     if outputs not in OUTPUTS or inputs not in INPUTS:
         return False
-    return any(_shared_bytes(Call(1, inputs, outputs, 1, 1, turned), columns) for columns in COLUMNS)
+    return any(_shared_bytes(inputs, outputs, columns, turned) for columns in COLUMNS)
 
 
 def _weight_fits(inputs: int, outputs: int) -> bool:
@@ -301,7 +282,6 @@ class Plan:
     """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image."""
 
     columns: int
-    stages: int
     shared_bytes: int
     bands: int
     strips: int
@@ -320,34 +300,27 @@ def _round_up(nbytes: int) -> int:
 
 def _weight_bytes(inputs: int, outputs: int, turned: bool) -> int:
     lines, rows = (outputs, inputs) if turned else (inputs, outputs)
-    return _round_up(9 * -(-lines // LINE) * (-(-rows // 16) * 16) * 2 * LINE)
+    return _round_up(9 * -(-lines // LINE) * rows * 2 * LINE)
 
 
-def _stage_bytes(product: Call, columns: int) -> int:
-    return _round_up((columns // 8 + product.halo) * (8 + product.halo) * 2 * LINE)
+def _stage_bytes(columns: int) -> int:
+    return _round_up((columns // 8 + 2) * PITCH * 2 * LINE)
 
 
-def _stages(product: Call) -> int:
-    return STAGES if product.planes == 1 else PLANE_STAGES
-
-
-def _shared_bytes(product: Call, columns: int) -> int:
+def _shared_bytes(inputs: int, outputs: int, columns: int, turned: bool) -> int:
     """Of a block, with a KiB for barriers; 0 where there is not as much, or the sums need more registers than there are."""
-    own = 2 * columns * 2 * LINE if product.classes > 1 else 0  # of the two warpgroups
-    weights = _weight_bytes(product.inputs, product.outputs, product.turned)
-    found = weights + own + _stages(product) * _stage_bytes(product, columns) + 1024
-    return found if found <= SHARED_BYTES and -(-product.outputs // 64) * columns <= SUMS else 0
+    found = _weight_bytes(inputs, outputs, turned) + STAGES * _stage_bytes(columns) + 1024
+    return found if found <= SHARED_BYTES and -(-outputs // 64) * columns <= SUMS else 0
 
 
 def _bands(product: Call, columns: int) -> int:
-    return -(-product.reduced[0] // (columns // 8))
+    return -(-product.height // (columns // 8))
 
 
 def _filled(product: Call) -> float:
     """The share of pixels in tiles that are the image's, of the tiles that fit it best."""
-    height, width = product.reduced
     rows = min(_bands(product, columns) * (columns // 8) for columns in COLUMNS)
-    return height / rows * width / (-(-width // 8) * 8)
+    return product.height / rows * product.width / (-(-product.width // 8) * 8)
 
 
 @lru_cache(maxsize=4096)
@@ -355,15 +328,14 @@ def plan(product: Call, sm_count: int) -> Plan:
     """The launch that should end first: the longest block's tiles, with what each takes beside its products."""
     best: tuple[float, Plan] | None = None
     for columns in COLUMNS:
-        nbytes = _shared_bytes(product, columns)
+        nbytes = _shared_bytes(product.inputs, product.outputs, columns, product.turned)
         if not nbytes:
             continue
-        bands, strips = _bands(product, columns), -(-product.reduced[1] // 8)
+        bands, strips = _bands(product, columns), -(-product.width // 8)
         tiles = product.batch * bands * strips
-        lines = max(1, min(sm_count // product.groups, tiles))
-        cost = -(-tiles // lines) * (columns + TILE_COST)
+        cost = -(-tiles // sm_count) * (columns + TILE_COST)
         if best is None or cost < best[0]:
-            best = cost, Plan(columns, _stages(product), nbytes, bands, strips, tiles, lines * product.groups)
+            best = cost, Plan(columns, nbytes, bands, strips, tiles, min(tiles, sm_count))
     if best is None:  # `_fits` said otherwise
         raise ValueError(f"no launch for {product}")
     return best[1]
@@ -378,8 +350,7 @@ def defines(product: Call, plan: Plan, dtype: str, weight_dtype: str, *, moments
         "OUT": product.outputs,
         "TRANSPOSED": int(product.turned),
         "WGMMA_N": plan.columns,
-        "STRIDE": product.stride,
-        "STAGES": plan.stages,
+        "STAGES": STAGES,
         "MOMENTS": int(moments),
     }
 
@@ -420,15 +391,16 @@ def weight_defines(call: Call, plan: weight.Plan, dtype: str, weight_dtype: str)
 
 def weight_plan(call: Call, sm_count: int) -> weight.Plan:
     """The launch of BACKWARD_WEIGHT."""
-    return weight.plan(call.batch, call.inputs, call.outputs, *call.reduced, sm_count, call.groups, call.stride)
+    height, width = ((size - 1) // call.stride + 1 for size in (call.height, call.width))
+    return weight.plan(call.batch, call.inputs, call.outputs, height, width, sm_count, call.groups, call.stride)
 
 
-# (channels a group, stride, side) of wide groups: RegNetX-3.2GF, RegNetY-8GF, ResNeXt-101 64x8d.
-_WIDE = ((48, 1, 56), (48, 1, 14), (48, 2, 112), (48, 2, 14), (56, 1, 28), (56, 2, 56), (64, 1, 7), (64, 2, 14))
+# (channels a group, stride, side) of weights of wide groups: RegNetX-3.2GF, RegNetY-8GF, ResNeXt-101 64x8d.
+_GROUPED = ((48, 1, 56), (48, 1, 14), (48, 2, 112), (48, 2, 28), (56, 1, 28), (64, 1, 7), (64, 2, 14))
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
-    """Macros to compile `source` with in the test for spills: all widths of a tile, both directions, groups of both strides."""
+    """Macros to compile `source` with in the test for spills: all widths of a tile and both directions, weights of groups."""
     dense = (
         (64, 64, 256, True),
         (64, 64, 56, False),
@@ -438,19 +410,21 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         (64, 64, 14, False),
         (64, 64, 8, False),
     )
-    calls = [(call((256, inputs, side, side), outputs), moments) for inputs, outputs, side, moments in dense]
-    calls += [(Call(256, wide, wide, side, side, groups=4, stride=stride), False) for wide, stride, side in _WIDE]
-    found: dict[tuple[tuple[str, int], ...], None] = {}
-    for forward, moments in calls:
+    grouped = (Call(256, wide, wide, side, side, groups=4, stride=stride) for wide, stride, side in _GROUPED)
+    found = []
+    for forward, moments in (
+        *((call((256, inputs, side, side), outputs), moments) for inputs, outputs, side, moments in dense),
+        *((forward, False) for forward in grouped if source == BACKWARD_WEIGHT),
+    ):
         names = ("float16", "float16") if forward.height == 14 else ("bfloat16", "float32")
         if source == BACKWARD_WEIGHT:
-            found[tuple(weight_defines(forward, weight_plan(forward, _SMS), *names).items())] = None
+            found.append(weight_defines(forward, weight_plan(forward, _SMS), *names))
             continue
         for product in (forward, forward.gradient()):
-            if forward.groups > 1 or _fits(product.inputs, product.outputs, product.turned):
-                macros = defines(product, plan(product, _SMS), *names, moments=moments and not product.turned)
-                found[tuple(macros.items())] = None
-    return tuple(dict(macros) for macros in found)
+            if _fits(product.inputs, product.outputs, product.turned):
+                chosen = plan(product, _SMS)
+                found.append(defines(product, chosen, *names, moments=moments and not product.turned))
+    return tuple(found)
 
 
 def kernels(call: Call, *, backward: bool = False) -> tuple[str, ...]:

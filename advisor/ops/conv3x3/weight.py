@@ -13,6 +13,7 @@ PLAIN = 64  # channels of the tensor that is taken as it is, a job
 THREADS, SUM_THREADS, SUM_LANES = 416, 256, 32
 SHARED_BYTES = 226 * 1024  # for the stages; barriers stand behind them
 MAX_STAGES = 8
+GROUPED_ROWS = {1: (16, 14, 8), 2: (8, 14)}  # of a tile of groups, by stride
 # Below so many operations and with at most so many jobs of 32 channels the partial sums count: half of them with 32 channels a job (128 images
 # of 32x32, 64 to 64 channels, on an H200: 0.95 of the time).
 SHORT_FLOPS, SHORT_JOBS = 30e9, 8
@@ -38,6 +39,11 @@ class Plan:
     lines: int
 
     @property
+    def halo(self) -> int:
+        """Rows and columns that a tile's window has beyond its own."""
+        return _halo(self.stride)
+
+    @property
     def shared_bytes(self) -> int:
         """Of a block: stages, and a KiB for their barriers."""
         return self.stages * _stage_bytes(self.columns, self.rows, self.wide, self.stride) + 1024
@@ -58,10 +64,13 @@ def _filled(size: int, by: int) -> float:
     return -(-size // by) * by / size
 
 
+def _halo(stride: int) -> int:
+    return 2 if stride == 1 else 1
+
+
 def _stage_bytes(columns: int, rows: int, wide: int, stride: int) -> int:
-    halo, planes = (2, 1) if stride == 1 else (1, 4)
-    window = (rows + halo) * (8 * wide + halo) * columns * 2
-    return planes * -(-window // 1024) * 1024 + rows * wide * 8 * 2 * PLAIN
+    window = (rows + _halo(stride)) * (8 * wide + _halo(stride)) * columns * 2
+    return (1 if stride == 1 else 4) * -(-window // 1024) * 1024 + rows * wide * 8 * 2 * PLAIN
 
 
 @lru_cache(maxsize=4096)
@@ -80,12 +89,14 @@ def plan(
         x_windowed, columns = True, 32 if inputs <= 32 else 64
         plain_jobs = windowed_jobs = 1
         wide = 2 if stride == 1 and _filled(width, 16) <= _filled(width, 8) else 1
-        rows = min((16, 14, 8) if stride == 1 else (8, 14), key=lambda rows: _filled(height, rows))
+        rows = min(GROUPED_ROWS[stride], key=lambda rows: _filled(height, rows))
     else:
         x_windowed = inputs <= outputs and outputs >= PLAIN
         windowed, plain = (inputs, outputs) if x_windowed else (outputs, inputs)
         plain_jobs = -(-plain // PLAIN)
-        short = 18 * batch * height * width * inputs * outputs < SHORT_FLOPS and plain_jobs * (windowed // 32) <= SHORT_JOBS
+        short = (
+            18 * batch * height * width * inputs * outputs < SHORT_FLOPS and plain_jobs * (windowed // 32) <= SHORT_JOBS
+        )
         columns = 32 if short or windowed % 64 else 64
         windowed_jobs = windowed // columns
         wide = 2 if _filled(width, 16) <= _filled(width, 8) else 1

@@ -52,7 +52,7 @@ def _case(
     forward = () if spec.forward_wins(group, stride) else (spec.forward_source(group, stride),)
     gradient = spec.backward_data_source(group, stride), spec.BACKWARD_WEIGHT
     if wide.taken(group, stride):  # as they run on Hopper
-        forward, gradient = (wide.FORWARD,), (wide.FORWARD, wide.BACKWARD_WEIGHT)
+        forward, gradient = (wide.CONVOLUTION,), (wide.CONVOLUTION, wide.BACKWARD_WEIGHT)
     return Case(
         name=spec.name(group, stride),
         kind=spec.name(group, stride),

@@ -9,7 +9,7 @@ from typing import Any
 
 from advisor.ops import occupancy
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
-from advisor.ops.grouped import weight, whole
+from advisor.ops.grouped import weight, whole, wide
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
@@ -22,7 +22,9 @@ KERNELS = {
     BACKWARD_WEIGHT: ("grouped_backward_weight", "grouped_backward_weight_sum"),
     WHOLE_FORWARD: ("grouped_whole_forward",),
     WHOLE_BACKWARD_DATA: ("grouped_whole_backward_data",),
+    wide.CONVOLUTION: ("grouped_wide",),
 }
+NEEDS_ARCH = {wide.CONVOLUTION: wide.ARCH}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
@@ -475,6 +477,8 @@ _SMS = 132  # geometry differs little between devices; the macros do not depend 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with ahead: what the trained networks' layers ask for, and the widest groups."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
+    if source == wide.CONVOLUTION:
+        return _wide_variants()
     for group, channels, stride, side in (*TRAINED, *_OTHERS):
         used = {backward_data_source(group, stride), BACKWARD_WEIGHT}
         if not forward_wins(group, stride):
@@ -496,6 +500,24 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             if source == FORWARD and not leaves_moments(group, stride):
                 macros = defines(sized, planned, dtype, weight_dtype, transposed=False, moments=True)
                 found[tuple(macros.items())] = None
+    return tuple(dict(macros) for macros in found)
+
+
+def _wide_variants() -> tuple[dict[str, int], ...]:
+    """All widths of a tile, both strides and directions, one group a block and two."""
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for group, side, dtype in (
+        (48, 56, "bfloat16"),
+        (48, 14, "float16"),
+        (56, 28, "bfloat16"),
+        (64, 32, "bfloat16"),
+        (64, 7, "bfloat16"),
+    ):
+        for stride, transposed in product((1, 2), (False, True)):
+            sized = call((256, 4 * group, side, side), 4, stride)
+            planned = wide.plan(sized, _SMS, transposed=transposed)
+            weights = WEIGHT_STORAGE["float32" if dtype == "bfloat16" else dtype]
+            found[tuple(wide.defines(sized, planned, STORAGE[dtype], weights, transposed=transposed).items())] = None
     return tuple(dict(macros) for macros in found)
 
 
