@@ -64,8 +64,12 @@ __device__ __forceinline__ Weight as_stored(float v) {
 #endif
 }
 
+struct Windows {
+  TensorMap of[PLANES];
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3_backward_weight(
-    const __grid_constant__ TensorMap plain_boxes, const __grid_constant__ TensorMap window_boxes, const Vec16* __restrict__ plain,
+    const __grid_constant__ TensorMap plain_boxes, const __grid_constant__ Windows windows, const Vec16* __restrict__ plain,
     const Vec16* __restrict__ windowed, float4* __restrict__ partial, int tiles, int strips, int bands, int groups, int jobs) {
   overlap_launches();
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -91,10 +95,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3_backward_weight
       unsigned char* to = shared + stage * STAGE_BYTES;
       wait(empty + stage, parity);
       arrive_for_bytes(full + stage, PLANES * WINDOW_PIXELS * LINE + PIXELS * 128);
-      for (int plane = 0; plane < PLANES; ++plane) {
-        const int window_column = STRIDE == 1 ? column - 1 : column * 2 - plane % 2;
-        const int window_row = STRIDE == 1 ? row - 1 : row * 2 - plane / 2;
-        copy_box(to + plane * WINDOW_BYTES, window_boxes, windowed, full + stage, first, group, window_column, window_row, image);
+      for (int plane = 0; plane < PLANES; ++plane) {  // an odd row's or column's first neighbour is the odd one before
+        const int window_column = column - (STRIDE == 1 ? 1 : plane % 2), window_row = row - (STRIDE == 1 ? 1 : plane / 2);
+        copy_box(to + plane * WINDOW_BYTES, windows.of[plane], windowed, full + stage, first, group, window_column, window_row, image);
       }
       copy_box(to + PLANES * WINDOW_BYTES, plain_boxes, plain, full + stage, band * 64, group, column, row, image);
       if (++stage == STAGES) {

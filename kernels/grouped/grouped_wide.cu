@@ -32,8 +32,7 @@
 #define PITCH (8 + HALO)           // pixels of a tile's row with its halo
 #define PIXELS ((HEIGHT + HALO) * PITCH)
 #define PLANE_BYTES ((PIXELS * 128 + 1023) / 1024 * 1024)
-#define STAGED_BYTES (WGMMA_N * 128)
-#define UNITS (GROUP / 8)
+#define STAGED_BYTES (WGMMA_N * 128)  // of a warpgroup, twice
 
 #include "vector.cuh"
 #include "half.cuh"
@@ -80,18 +79,23 @@ struct Turn {
   int image, row, column, group;
 };
 
+template <int count>
+struct Maps {
+  TensorMap of[count];
+};
+
 // The unit of a line, behind the begin of a buffer.
 __device__ __forceinline__ int unit_at(int line, int unit) { return line * 128 + (unit ^ (line & 7)) * 16; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
-    const __grid_constant__ TensorMap boxes, const Vec16* __restrict__ x, const Weight* weight, Vec16* __restrict__ y, int tiles,
-    int strips, int bands, int height, int width, int groups, int weight_out, int weight_in, int weight_row, int weight_column) {
+    const __grid_constant__ Maps<PLANES> planes, const __grid_constant__ Maps<CLASSES> classes, const Vec16* x, const Weight* weight, Vec16* y,
+    int tiles, int strips, int bands, int groups, int weight_out, int weight_in, int weight_row, int weight_column) {
   overlap_launches();
   extern __shared__ __align__(1024) unsigned char shared[];
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  unsigned char* staged = shared + warpgroup * STAGED_BYTES;
-  unsigned char* stages = shared + 2 * STAGED_BYTES + warpgroup * DEPTH * PLANES * PLANE_BYTES;
-  Barrier* full = (Barrier*)(shared + 2 * STAGED_BYTES + 2 * DEPTH * PLANES * PLANE_BYTES) + warpgroup * DEPTH;
+  unsigned char* staged = shared + warpgroup * 2 * STAGED_BYTES;
+  unsigned char* stages = shared + 4 * STAGED_BYTES + warpgroup * DEPTH * PLANES * PLANE_BYTES;
+  Barrier* full = (Barrier*)(shared + 4 * STAGED_BYTES + 2 * DEPTH * PLANES * PLANE_BYTES) + warpgroup * DEPTH;
   const int slabs = groups / BESIDE, line = blockIdx.x / slabs, lines = gridDim.x / slabs;
   const int first_group = blockIdx.x % slabs * BESIDE;
   const int turns = (tiles - line + lines - 1) / lines * BESIDE;  // of this block
@@ -105,10 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
     const Turn turn = turn_of(i);
     const int stage = i / 2 % DEPTH;
     arrive_for_bytes(full + stage, PLANES * PIXELS * 128);
-    for (int plane = 0; plane < PLANES; ++plane) {
-      const int column = PLANES > 1 ? turn.column * 2 - plane % 2 : turn.column - HALO / 2;
-      const int row = PLANES > 1 ? turn.row * 2 - plane / 2 : turn.row - HALO / 2;
-      copy_box(stages + (stage * PLANES + plane) * PLANE_BYTES, boxes, x, full + stage, 0, turn.group, column, row, turn.image);
+    for (int plane = 0; plane < PLANES; ++plane) {  // an odd row's or column's first neighbour is the odd one before
+      const int column = turn.column - (PLANES > 1 ? plane % 2 : HALO / 2), row = turn.row - (PLANES > 1 ? plane / 2 : HALO / 2);
+      copy_box(stages + (stage * PLANES + plane) * PLANE_BYTES, planes.of[plane], x, full + stage, 0, turn.group, column, row, turn.image);
     }
   };
   if (thread == 0) {
@@ -122,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
   // nobody's, and are given the last one's values.
   unsigned int taps[9][STEPS][4];
   {
-    const unsigned int nothing = (unsigned int)(height >> 31);  // zero: as a constant it would be made anew at each product
+    const unsigned int nothing = (unsigned int)(tiles >> 31);  // zero: as a constant it would be made anew at each product
     const int along = TRANSPOSED ? weight_in : weight_out, across = TRANSPOSED ? weight_out : weight_in;
     const Weight* from = weight + (i64)(first_group + (BESIDE > 1 ? warpgroup : 0)) * GROUP * weight_out + lane % 4 * 2 * across;
 #pragma unroll
@@ -140,15 +143,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
     }
   }
 
-  const int octets = groups * UNITS;  // of a pixel of y
+#if APART
+  if (warpgroup == 1) asm volatile("bar.arrive 3, 256;" ::: "memory");
+#endif
   for (int i = warpgroup; i < turns; i += 2) {
     const Turn turn = turn_of(i);
-    Vec16* image = y + (i64)turn.image * height * width * octets + turn.group * UNITS;
 #pragma unroll
     for (int made = 0; made < CLASSES; ++made) {
       float d[WGMMA_N / 2];
       const int stage = i / 2 % DEPTH;
       if (made == 0) wait(full + stage, i / 2 / DEPTH % 2);
+#if APART
+      wait_for_part(3 + warpgroup, 256);
+#endif
       products_begin();
       bool sets = true;
 #pragma unroll
@@ -166,26 +173,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
         }
       }
       products_close();
+#if APART
+      asm volatile("bar.arrive %0, 256;" :: "r"(4 - warpgroup) : "memory");
+#endif
       products_wait<0>();
-      wait_for_part(1 + warpgroup, 128);  // the other warps' products, and what they have stored of the turn or class before
+      unsigned char* box = staged + (i / 2 * CLASSES + made) % 2 * STAGED_BYTES;
+      if (thread == 0) stores_wait<1>();
+      wait_for_part(1 + warpgroup, 128);  // the other warps' products are made, and the box that was stored from here is read
       if (made + 1 == CLASSES && thread == 0) copy(i + 2 * DEPTH);
       if (warp * 16 < GROUP) {
 #pragma unroll
         for (int j = 0; j < HEIGHT; j += 2) {
           const float* v = d + 4 * j;
           const unsigned int turned[4] = {narrowed(v[0], v[1]), narrowed(v[2], v[3]), narrowed(v[4], v[5]), narrowed(v[6], v[7])};
-          stmatrix_x4_trans(staged + unit_at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), turned);
+          stmatrix_x4_trans(box + unit_at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), turned);
         }
       }
+      order_with_hardware();
       wait_for_part(1 + warpgroup, 128);
-#pragma unroll 4
-      for (int u = thread; u < WGMMA_N * UNITS; u += 128) {
-        const int pixel = u / UNITS, unit = u % UNITS;
-        const int row = CLASSES > 1 ? (turn.row + pixel / 8) * 2 + made / 2 : turn.row + pixel / 8;
-        const int column = CLASSES > 1 ? (turn.column + pixel % 8) * 2 + made % 2 : turn.column + pixel % 8;
-        const Vec16 v = *(const Vec16*)(staged + unit_at(pixel, unit));
-        if (row < height && column < width) store(image + (row * width + column) * octets + unit, v);
+      if (thread == 0) {
+        store_box(classes.of[made], y, box, 0, turn.group, turn.column, turn.row, turn.image);
+        stores_close();
       }
     }
   }
+  if (thread == 0) stores_wait<0>();
 }

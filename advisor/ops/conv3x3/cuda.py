@@ -88,7 +88,8 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cal
     maps = (
         tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows, call.groups),
         tensor_map.boxes(
-            windowed, plan.columns, 8 * plan.wide + plan.halo, plan.rows + plan.halo, call.groups, call.stride
+            *(windowed, plan.columns, 8 * plan.wide + plan.halo, plan.rows + plan.halo, call.groups),
+            *(tensor_map.WHOLE if call.stride == 1 else tensor_map.QUARTERS, call.stride),
         ),
     )
     left = torch.empty(plan.left_bytes // 4, dtype=torch.float32, device=x.device)

@@ -13,7 +13,7 @@ PLAIN = 64  # channels of the tensor that is taken as it is, a job
 THREADS, SUM_THREADS, SUM_LANES = 416, 256, 32
 SHARED_BYTES = 226 * 1024  # for the stages; barriers stand behind them
 MAX_STAGES = 8
-GROUPED_ROWS = {1: (16, 14, 8), 2: (8, 14)}  # of a tile of groups, by stride
+GROUPED_ROWS = {1: (16, 14, 8), 2: (8,)}  # of a tile of groups, by stride
 # Below so many operations and with at most so many jobs of 32 channels the partial sums count: half of them with 32 channels a job (128 images
 # of 32x32, 64 to 64 channels, on an H200: 0.95 of the time).
 SHORT_FLOPS, SHORT_JOBS = 30e9, 8

@@ -92,8 +92,7 @@ def _wide_launch(
     macros = wide.defines(call, plan, *dtypes, transposed=transposed)
     entry = spec.KERNELS[wide.CONVOLUTION][0]
     kernel = nvrtc.function(wide.CONVOLUTION, entry, tuple(macros.items()), device, plan.shared_bytes)
-    made = (call.height, call.width) if transposed else (call.out_height, call.out_width)
-    sizes = _int32(plan.tiles, plan.strips, plan.bands, *made, call.channels // call.group, *weight_strides)
+    sizes = _int32(plan.tiles, plan.strips, plan.bands, call.channels // call.group, *weight_strides)
     return _Launch(kernel, (plan.grid, 1, 1), (wide.THREADS, 1, 1), sizes, plan.shared_bytes), plan
 
 
@@ -102,10 +101,11 @@ def _wide(x: torch.Tensor, weight: torch.Tensor, call: Call, *, transposed: bool
     device = x.device.index or 0
     launch, plan = _wide_launch(call, x.dtype, weight.dtype, weight.stride(), device, transposed)
     y = _output(x, *((call.height, call.width) if transposed else (call.out_height, call.out_width)))
-    halo, step = wide.halo(call.stride), 2 if wide.planes(call.stride, transposed=transposed) > 1 else 1
-    groups = call.channels // call.group
-    boxes = tensor_map.boxes(x, wide.LINE, 8 + halo, plan.columns // 8 + halo, groups, step)
-    launch.run(boxes, x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
+    halo, groups, rows = wide.halo(call.stride), call.channels // call.group, plan.columns // 8
+    whole, parted = (tensor_map.WHOLE, 1), (tensor_map.QUARTERS if call.stride > 1 else tensor_map.WHOLE, call.stride)
+    planes = tensor_map.boxes(x, wide.LINE, 8 + halo, rows + halo, groups, *(whole if transposed else parted))
+    classes = tensor_map.boxes(y, wide.LINE, 8, rows, groups, *(parted if transposed else whole))
+    launch.run(planes, classes, x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
     return y
 
 
@@ -117,7 +117,7 @@ def forward(
     x: channels_last; weight [C, C / groups, 3, 3], any strides.
     """
     device = x.device.index or 0
-    if wide.taken(call.group, call.stride) and not hopper_lacks(device):
+    if wide.takes(call) and not hopper_lacks(device):
         return _wide(x, weight, call, transposed=False), None
     y = _output(x, call.out_height, call.out_width)
     source = spec.forward_source(call.group, call.stride)
@@ -133,7 +133,7 @@ def forward(
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     device = dy.device.index or 0
-    if wide.taken(call.group, call.stride) and not hopper_lacks(device):
+    if wide.takes(call) and not hopper_lacks(device):
         return _wide(dy, weight, call, transposed=True)
     dx = _output(dy, call.height, call.width)
     source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
@@ -164,7 +164,7 @@ def _weight(
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, one dtype."""
     device = x.device.index or 0
-    if wide.taken(call.group, call.stride) and not hopper_lacks(device):
+    if wide.takes(call) and not hopper_lacks(device):
         return conv3x3.backward_weight(dy, x, weight, wide.convolution(call))
     dweight = torch.empty_like(weight)
     first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)

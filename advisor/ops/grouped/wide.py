@@ -24,8 +24,9 @@ WIDE_GROUPS = 1  # 0: the kernels of warps for these too
 THREADS = 256
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
 SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
-# Pixels of a tile, rows of 8. With stride 2, on an H200: 14 rows take 1.1 to 1.6 times as long as 8.
-COLUMNS = {1: (64, 112, 128), 2: (64,)}
+# Pixels of a tile, rows of 8, by stride.
+COLUMNS = {1: (64, 112, 128), 2: (64, 112)}
+APART = 0
 MAX_DEPTH = 4  # tiles that a warpgroup has copied ahead
 TILE_COST = 32  # what a tile takes beside its products, in columns of them
 SECTOR = 32  # bytes: a group that ends inside of one shares it with its neighbour
@@ -46,8 +47,13 @@ class Plan:
 
 
 def taken(group: int, stride: int) -> bool:
-    """Whether Hopper's products make this convolution, where they are to be had."""
+    """Whether Hopper's products make such convolutions, where they are to be had."""
     return bool(WIDE_GROUPS) and (group, stride) in TAKEN
+
+
+def takes(call: Call) -> bool:
+    """As `taken`, of one: with stride 2 there have to be odd rows and columns."""
+    return taken(call.group, call.stride) and min(call.height, call.width) >= call.stride
 
 
 def planes(stride: int, *, transposed: bool) -> int:
@@ -61,9 +67,9 @@ def halo(stride: int) -> int:
 
 
 def _shared_bytes(columns: int, depth: int, stride: int, parts: int) -> int:
-    """Of a block: what its two warpgroups have copied and what they stage of y, and a KiB for barriers."""
+    """Of a block: what its two warpgroups have copied, two boxes of y that each stores from, and a KiB for barriers."""
     pixels = (columns // 8 + halo(stride)) * (8 + halo(stride))
-    return 2 * depth * parts * -(-pixels * 2 * LINE // 1024) * 1024 + 2 * columns * 2 * LINE + 1024
+    return 2 * depth * parts * -(-pixels * 2 * LINE // 1024) * 1024 + 4 * columns * 2 * LINE + 1024
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +101,7 @@ def defines(call: Call, plan: Plan, storage: int, weight_storage: int, *, transp
         "BESIDE": plan.beside,
         "WGMMA_N": plan.columns,
         "DEPTH": plan.depth,
+        "APART": APART,
     }
 
 
