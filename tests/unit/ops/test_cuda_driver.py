@@ -137,7 +137,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("status", [201, 400], ids=["a thread without a context", "a script that moved its model to cuda:1"])
+@pytest.mark.parametrize(
+    "status", [201, 400], ids=["a thread without a context", "a script that moved its model to cuda:1"]
+)
 def test_the_kernels_device_is_made_current_where_it_is_not(cuda: Driver, current: list[int], status: int) -> None:
     cuda.statuses = [status, 0]
     run = cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", device=1)
