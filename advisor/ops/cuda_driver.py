@@ -6,10 +6,11 @@ launch (docs/decisions/0044-launches.md).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 
 from advisor.core.errors import AdvisorError
 
-_INVALID_CONTEXT = 201
+# Of a launch in a thread whose current device is another than the kernel's, or that has none yet: CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE.
+_ELSEWHERE = (201, 400)
 # CUlaunchConfig: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
 _CONFIG = struct.Struct("@7IPPI0P")
 # CUlaunchAttribute: what it is, and a union of 64 bytes that begins with its value.
@@ -53,12 +55,12 @@ class Kernel:
     Arguments keep their types from call to call: addresses as int, the rest numpy scalars, or structs as numpy arrays or voids.
     """
 
-    def __init__(self, function: Any, name: str, *, overlapping: bool = False) -> None:
-        """`function`: CuPy's, for the device that is current at each launch.
+    def __init__(self, function: Any, name: str, *, device: int = 0, overlapping: bool = False) -> None:
+        """`function`: CuPy's, loaded on `device`; launches need not find that current.
 
         `overlapping`: the source waits for the kernel ahead itself (include/overlap.cuh), so its blocks may come before that has ended.
         """
-        self.name = name
+        self.name, self.device = name, device
         self._loaded = function  # as long as it lives, the module stays on the device
         self._function = ctypes.c_void_p(function.ptr)
         # Address and number of its attributes, launched cooperatively or not.
@@ -113,20 +115,30 @@ class Kernel:
             layout.pack_into(self._values, 0, *arguments)
             _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, *self._attributes[cooperative])
             status = self._launch(self._config, self._function, self._places, None)
-            if status == _INVALID_CONTEXT:
-                _enter_context()
-                status = self._launch(self._config, self._function, self._places, None)
+            if status in _ELSEWHERE:
+                with _current(self.device):
+                    status = self._launch(self._config, self._function, self._places, None)
         if status:
             raise AdvisorError(
                 f"the driver refuses to launch {self.name}: {_reason(status)}", fix="Run `advisor doctor`."
             )
 
 
-def _enter_context() -> None:
-    """Make the current device's context this thread's own: one of autograd's may launch a kernel before it has called the runtime."""
-    import cupy
+@contextlib.contextmanager
+def _current(device: int) -> Iterator[None]:
+    """Inside, this thread's current context is the device's, whatever `torch.cuda.set_device` said.
 
-    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+    Scripts that only move a model to `cuda:1` leave device 0 current; and a thread of autograd's may launch a kernel before it has called
+    the runtime.
+    """
+    from cupy.cuda import runtime
+
+    before = runtime.getDevice()
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        runtime.setDevice(before)
 
 
 def _reason(status: int) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
+from torch import distributed, fx
 
 from advisor.ops import match
 from advisor.profiling.attach import Attached
@@ -92,7 +92,8 @@ class _Captured:
         """The captured forward, its graphs as `layer` rewrites them."""
         outer, self._in_force.layer = self._in_force.layer, layer
         try:
-            return self._forward(*args, **kwargs)
+            with _in_one_piece() if _in_a_group() else contextlib.nullcontext():
+                return self._forward(*args, **kwargs)
         finally:
             self._in_force.layer = outer
 
@@ -121,6 +122,26 @@ def _unobserved() -> contextlib.AbstractContextManager[None]:
     """Nothing of a close look at the first steps is in place, for Dynamo traces what it finds."""
     discovery = Attached.discovery
     return discovery.out_of_sight() if discovery is not None and discovery.looking else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _in_one_piece() -> Iterator[None]:
+    """Inside, Dynamo does not cut graphs where DistributedDataParallel's buckets end, patterns in two (and fails with buckets below 1 MiB).
+
+    Cuts let Inductor's backward, else one node, give gradients away before its end. These graphs run by autograd's own nodes, which do so
+    anyway.
+    """
+    config: Any = torch._dynamo.config
+    own = config.optimize_ddp
+    config.optimize_ddp = False  # not by `config.patch`, which takes ten times as long
+    try:
+        yield
+    finally:
+        config.optimize_ddp = own
+
+
+def _in_a_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 _layers = KeptLayers(CAPTURE, CaptureLayer)

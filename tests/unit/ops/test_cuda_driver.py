@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -127,22 +128,35 @@ def test_threads_do_not_mix_their_values(cuda: Driver) -> None:
         assert {grid[0], shared, stream, *values} == {shared}
 
 
-def test_a_thread_without_a_context_gets_one(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[bool] = []
-    monkeypatch.setattr(cuda_driver, "_enter_context", lambda: entered.append(True))
-    cuda.statuses = [201, 0]
-    kernel()(GRID, BLOCK, (), 0, 1)
-    assert len(cuda.launches) == len(entered) == 1
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The devices that were current, the present one last."""
+    seen = [0]
+    runtime = SimpleNamespace(getDevice=lambda: seen[-1], setDevice=seen.append)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "status", [201, 400], ids=["a thread without a context", "a script that moved its model to cuda:1"]
+)
+def test_the_kernels_device_is_made_current_where_it_is_not(cuda: Driver, current: list[int], status: int) -> None:
+    cuda.statuses = [status, 0]
+    run = cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", device=1)
+    run(GRID, BLOCK, (), 0, 1)
+    assert (len(cuda.launches), current) == (1, [0, 1, 0])
+    run(GRID, BLOCK, (), 0, 1)
+    assert (len(cuda.launches), len(current)) == (2, 3)
 
 
 @pytest.mark.parametrize(("statuses", "number"), [([700], 700), ([201, 201], 201)])
 def test_a_refused_launch_is_told_with_the_drivers_reason(
-    cuda: Driver, monkeypatch: pytest.MonkeyPatch, statuses: list[int], number: int
+    cuda: Driver, current: list[int], statuses: list[int], number: int
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "_enter_context", lambda: None)
     cuda.statuses = statuses
     with pytest.raises(AdvisorError, match=rf"refuses to launch sums: out of luck \({number}\)"):
         kernel()(GRID, BLOCK, (), 0, 1)
+    assert current[-1] == 0
 
 
 def test_a_machine_whose_driver_cannot_launch_says_so(monkeypatch: pytest.MonkeyPatch, cuda: Driver) -> None:

@@ -1,0 +1,72 @@
+"""The kernels under DistributedDataParallel, emulated: two processes over gloo. On two GPUs: test_ddp_gpu.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import data_parallel
+import pytest
+import torch
+from torch import distributed
+
+WAYS: dict[str, dict[str, Any]] = {
+    "no_sync, views, unused parameters": {
+        "accumulate": True,
+        "gradient_as_bucket_view": True,
+        "find_unused_parameters": True,
+    },
+    "static graph": {"static_graph": True},
+}
+# In fp32, on shapes that the emulator can go through.
+RUN = {
+    "batchnorm_act", "batchnorm_max_pool", "bias_act", "depthwise", "group_norm", "layer_norm", "pooling", "squeeze_excite", "upsample",
+}  # fmt: skip
+
+
+def train_all_ways(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
+    from emulation import device
+
+    patch = pytest.MonkeyPatch()
+    running = device.emulated.__wrapped__(patch)
+    next(running)
+    distributed._DEFAULT_FIRST_BUCKET_BYTES = 1024  # a bucket a layer: Dynamo would cut graphs there
+    for name, options in WAYS.items():
+        yield name, data_parallel.trained(torch.device("cpu"), steps=2, bucket_cap_mb=1 / 1024, **options)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], str]:
+    folder = tmp_path_factory.mktemp("ddp")
+    return data_parallel.in_two_processes(train_all_ways, folder, backend="gloo", limit_s=100)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_with_kernels_is_pytorchs_and_the_same_on_both_ranks(found, way: str) -> None:
+    ways, why = found
+    assert way in ways, why
+    for rank in ways[way]:
+        assert rank["same_on_all_ranks"]
+        assert rank["ranks_saw_other_data"]
+        assert rank["error"] <= 1.4 * rank["plain_error"] + 1e-4
+        assert rank["buffers"] <= 1.4 * rank["plain_buffers"] + 1e-4
+        assert set(rank["matched"]) >= RUN
+        assert set(rank["engaged"]) >= RUN
+        assert not rank["fell_back"]
+        assert rank["graphs"] == 1, "the captured graph was cut"
+
+
+def hang_for_good(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
+    yield "before", rank
+    if rank:
+        time.sleep(600)
+    distributed.barrier()
+
+
+def test_a_rank_that_waits_for_ever_is_killed_and_told(tmp_path: Path) -> None:
+    """What the tests on GPUs rest on: a deadlock fails, and keeps what was found before it."""
+    found, why = data_parallel.in_two_processes(hang_for_good, tmp_path, backend="gloo", limit_s=4)
+    assert found == {"before": [0, 1]}
+    assert "hung" in why
