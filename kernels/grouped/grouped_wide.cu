@@ -6,7 +6,7 @@
 //
 // Shapes    x: [N, H, W, C], y: [N, OH, OW, C], fp16 or bf16; w: [C, GROUP, 3, 3] in the same dtype or fp32, any strides. Below, x is what
 //           is read and y what is made, with TRANSPOSED dy and dx.
-// Replaces  aten::convolution with 40 to 64 channels a group (cuDNN slices, transposes and pads them in NHWC).
+// Replaces  aten::convolution with 48 to 64 channels a group (cuDNN slices, transposes and pads them in NHWC).
 // Bytes     x once and its halo again (1.43 of it for 14 x 8 pixels a tile), y once. RegNetX's [256,432,14,14] in bf16: 43 + 43 MB.
 // Flops     2 * 9 * GROUP a value of y: 18.7 G there. Of a product's 64 rows GROUP are used.
 // Bound     tensor cores from GROUP 48 on with STRIDE 1: 0.032 ms there at 790 TFLOP/s of whole products; with STRIDE 2 DRAM bandwidth.
@@ -143,9 +143,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
     }
   }
 
-#if APART
-  if (warpgroup == 1) asm volatile("bar.arrive 3, 256;" ::: "memory");
-#endif
   for (int i = warpgroup; i < turns; i += 2) {
     const Turn turn = turn_of(i);
 #pragma unroll
@@ -153,9 +150,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
       float d[WGMMA_N / 2];
       const int stage = i / 2 % DEPTH;
       if (made == 0) wait(full + stage, i / 2 / DEPTH % 2);
-#if APART
-      wait_for_part(3 + warpgroup, 256);
-#endif
       products_begin();
       bool sets = true;
 #pragma unroll
@@ -173,9 +167,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wide(
         }
       }
       products_close();
-#if APART
-      asm volatile("bar.arrive %0, 256;" :: "r"(4 - warpgroup) : "memory");
-#endif
       products_wait<0>();
       unsigned char* box = staged + (i / 2 * CLASSES + made) % 2 * STAGED_BYTES;
       if (thread == 0) stores_wait<1>();

@@ -48,13 +48,19 @@ def test_a_map_is_of_the_tensors_sizes_and_is_made_once(asked: list[Any]) -> Non
     assert asked[1][9] == 2
 
 
-def test_of_groups_a_box_has_one_and_of_every_other_pixel_as_many(asked: list[Any]) -> None:
-    x = torch.zeros(2, 5, 6, 96, dtype=torch.bfloat16).permute(0, 3, 1, 2)
-    tensor_map.boxes(x, 64, 9, 15, 2, 2)
-    _, _, _, _, sizes, strides, box, steps, *_ = asked[0]
-    assert list(sizes) == [48, 2, 6, 5, 2]  # so that a box's last channels are no neighbour's
-    assert list(strides) == [2 * 48, 2 * 96, 2 * 96 * 6, 2 * 96 * 6 * 5]
-    assert (list(box), list(steps)) == ([64, 1, 17, 29, 1], [1, 1, 2, 2, 1])  # the driver divides by the steps
+def test_of_groups_a_box_has_one_and_a_quarter_is_every_other_row_and_column(asked: list[Any]) -> None:
+    x = torch.zeros(2, 5, 7, 96, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    found = tensor_map.boxes(x, 64, 9, 15, 2, tensor_map.QUARTERS, 2)
+    assert found.nbytes == 4 * 128
+    assert len(asked) == 4
+    begins = [(call[3].value - x.data_ptr()) // (2 * 96) for call in asked]
+    assert begins == [0, 1, 7, 8]  # pixels
+    # channels of a group end at its own, so that what a box has beyond is no neighbour's
+    assert [list(call[4]) for call in asked] == [
+        [48, 2, columns, rows, 2] for rows, columns in ((3, 4), (3, 3), (2, 4), (2, 3))
+    ]
+    assert all(list(call[5]) == [2 * 48, 2 * 96 * 2, 2 * 96 * 7 * 2, 2 * 96 * 7 * 5] for call in asked)
+    assert all(list(call[6]) == [64, 1, 9, 15, 1] for call in asked)
 
 
 def test_a_map_that_the_driver_refuses_is_told(asked: list[Any]) -> None:

@@ -111,7 +111,7 @@ def product_left(product: Call) -> str:
 def weight_wins(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
     faster = (call.inputs, call.outputs) in _WEIGHT_FASTER
-    return _weight_unsupported(call) or (_sizes_win(call) or _room(call) if faster else UNMEASURED)
+    return _weight_unsupported(call) or (_sizes_win(call) or room(call) if faster else UNMEASURED)
 
 
 def weight_left(call: Call) -> str:
@@ -139,9 +139,12 @@ def _sizes_win(call: Call) -> str:
     return "" if _filled(call) >= _LEAST_FILLED else UNMEASURED
 
 
-def _room(call: Call) -> str:
+def room(call: Call) -> str:
     """Why the sums of the weight's blocks take too much memory; empty where they do not."""
-    left, gradient = weight_plan(call, _SMS).left_bytes, 2 * call.batch * call.inputs * call.height * call.width
+    left, gradient = (
+        weight_plan(call, _SMS).left_bytes,
+        2 * call.batch * call.groups * call.inputs * call.height * call.width,
+    )
     return (
         f"sums of {left / 1e6:.0f} MB beside a gradient of {gradient / 1e6:.0f} MB" if left > _ROOM * gradient else ""
     )

@@ -51,7 +51,7 @@ def _case(
     nbytes, flops = spec.bytes_moved(sized, 2), spec.flops(sized)
     forward = () if spec.forward_wins(group, stride) else (spec.forward_source(group, stride),)
     gradient = spec.backward_data_source(group, stride), spec.BACKWARD_WEIGHT
-    if wide.taken(group, stride):  # as they run on Hopper
+    if spec.has_wide_groups(group, stride):  # as they run on Hopper
         forward, gradient = (wide.CONVOLUTION,), (wide.CONVOLUTION, wide.BACKWARD_WEIGHT)
     return Case(
         name=spec.name(group, stride),
@@ -90,8 +90,7 @@ def _with_norm(conv: Case, group: int, stride: int) -> tuple[Case, ...]:
 # Of those behind whose forward a norm takes two launches (spec.TRAINED).
 _WITH_NORM = ((4, 128, 1, 56), (8, 256, 1, 28))
 _ALSO_FP16 = ((4, 1), (8, 2), (24, 1))
-# What other networks of docs/networks.md have, and nothing is dispatched for until it is measured: RegNetX-3.2GF (48 channels a group),
-# RegNetY-8GF (56), the last stage of ResNeXt-101 32x8d (64).
+# What other networks of docs/networks.md have: RegNetX-3.2GF (48 channels a group), RegNetY-8GF (56), the last stage of ResNeXt-101 32x8d (64).
 _ALSO = (
     *(
         (48, channels, stride, side)

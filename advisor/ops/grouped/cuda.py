@@ -117,7 +117,7 @@ def forward(
     x: channels_last; weight [C, C / groups, 3, 3], any strides.
     """
     device = x.device.index or 0
-    if wide.takes(call) and not hopper_lacks(device):
+    if spec.is_wide(call) and not hopper_lacks(device):
         return _wide(x, weight, call, transposed=False), None
     y = _output(x, call.out_height, call.out_width)
     source = spec.forward_source(call.group, call.stride)
@@ -133,7 +133,7 @@ def forward(
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     device = dy.device.index or 0
-    if wide.takes(call) and not hopper_lacks(device):
+    if spec.is_wide(call) and not hopper_lacks(device):
         return _wide(dy, weight, call, transposed=True)
     dx = _output(dy, call.height, call.width)
     source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
@@ -164,7 +164,7 @@ def _weight(
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, one dtype."""
     device = x.device.index or 0
-    if wide.takes(call) and not hopper_lacks(device):
+    if spec.is_wide(call) and not hopper_lacks(device) and wide.sums_fit(call):
         return conv3x3.backward_weight(dy, x, weight, wide.convolution(call))
     dweight = torch.empty_like(weight)
     first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)

@@ -1,5 +1,6 @@
-// Emulated twin of kernels/include/tensor_map.cuh. The map holds what the driver's would be made of (emulation/device.py). Stores are made as
-// they are asked for in half of the blocks and when they are waited for in the others, since the hardware promises neither.
+// Emulated twin of kernels/include/tensor_map.cuh. The map holds what the driver's would be made of (emulation/device.py). Boxes are copied as
+// they are asked for to half of the barriers, and stored so by half of the warpgroups, and by the others when they are waited for, since the
+// hardware promises neither.
 
 struct TensorMap {
   int channels, groups, columns, rows, images;  // of the tensor, 16-bit values; channels of a group
@@ -33,11 +34,46 @@ inline void emulated_box(
     }
 }
 
+struct EmulatedCopy {
+  const TensorMap* map;
+  char *box, *tensor;
+  Barrier* full;
+  int channel, group, column, row, image;
+
+  void make() const {
+    emulated_box(*map, box, tensor, false, channel, group, column, row, image);
+    emulated_bytes(full, map->box_columns * map->box_rows * map->box_channels * 2);
+  }
+};
+
+static EmulatedCopy emulated_copies[256];  // of a block, not yet made
+static int emulated_copy_count = 0;
+static unsigned long long emulated_copying = 0;  // whose they are
+
+inline void emulated_bring(const void* barrier) {
+  if (emulated_copying != emulation::blocks_run) return;
+  int left = 0;
+  for (int i = 0; i < emulated_copy_count; ++i)
+    if (emulated_copies[i].full == barrier)
+      emulated_copies[i].make();
+    else
+      emulated_copies[left++] = emulated_copies[i];
+  emulated_copy_count = left;
+}
+
 inline void copy_box(
     void* to, const TensorMap& map, const void* from, Barrier* full, int channel, int group, int column, int row, int image) {
+  if (emulated_copying != emulation::blocks_run) emulated_copy_count = 0;
+  emulated_copying = emulation::blocks_run;
+  emulated_coming = emulated_bring;
   char* tensor = static_cast<char*>(const_cast<void*>(from));
-  emulated_box(map, static_cast<char*>(to), tensor, false, channel, group, column, row, image);
-  emulated_bytes(full, map.box_columns * map.box_rows * map.box_channels * 2);
+  const EmulatedCopy mine{&map, static_cast<char*>(to), tensor, full, channel, group, column, row, image};
+  if (reinterpret_cast<uintptr_t>(full) / sizeof(Barrier) % 2 == 0)
+    mine.make();
+  else if (emulated_copy_count == 256)
+    emulation::fail("more than 256 copies of boxes that nobody waits for");
+  else
+    emulated_copies[emulated_copy_count++] = mine;
 }
 
 struct EmulatedStore {
