@@ -140,21 +140,23 @@ def _relayout(
 ) -> None:
     """Give `weight`, its gradient and its optimizer state the strides `new`, where they have the strides `old` (None: any).
 
-    They must agree: the multi-tensor and fused optimizers take their fast path only then.
+    They must agree: the multi-tensor and fused optimizers take their fast path only then. A gradient gets a new tensor: the old one may be
+    another's as well, as with DDP's gradient_as_bucket_view, whose all-reduce would go on over memory that nobody writes any more.
     """
-    tensors = [weight, weight.grad]
+    tensors: list[torch.Tensor] = [weight]
     for optimizer in training.optimizers:
         if weight in optimizer.state:
             tensors += [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     for tensor in tensors:
-        if (
-            tensor is not None
-            and tensor.shape == weight.shape
-            and old in (None, tensor.stride())
-            and tensor.stride() != new
-        ):
-            data = torch.empty_strided(tensor.shape, new, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = data.copy_(tensor.data)
+        if tensor.shape == weight.shape and old in (None, tensor.stride()) and tensor.stride() != new:
+            tensor.data = _with_strides(tensor, new)
+    if weight.grad is not None and old in (None, weight.grad.stride()) and weight.grad.stride() != new:
+        weight.grad = _with_strides(weight.grad, new)
+
+
+def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of `tensor` with memory of its own."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
 def _nhwc_inputs(inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:

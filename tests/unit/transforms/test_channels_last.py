@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from loops import ConvNet, ViewNet, assert_close, batches, check_undo_is_exact, make_loop, set_values, twins, values
-from torch import nn
+from torch import distributed, nn
 
 from advisor.core.profile import KernelRow
 from advisor.transforms import cuda_graphs
@@ -52,6 +54,23 @@ def test_undo_also_straightens_state_that_appeared_meanwhile() -> None:
     set_values(plain, values(loop))
     loop.batches, plain.batches = batches(torch.device("cpu"), 3), batches(torch.device("cpu"), 3)
     assert loop.run(1) == plain.run(1)
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")
+def test_gradients_that_are_views_of_data_parallel_buckets_stay_right(tmp_path: Path) -> None:
+    """Applied between two steps, when DDP's buckets have been built: their views are then the gradients themselves."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        loop = make_loop(model=lambda: nn.parallel.DistributedDataParallel(ConvNet(), gradient_as_bucket_view=True))
+        plain = make_loop()
+        undo = ChannelsLast().apply(loop.training, {})
+        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain))
+        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
+        undo.run()
+        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
+        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_one_channel_images_are_nhwc_too() -> None:
