@@ -335,7 +335,9 @@ def test_both_ranks_are_profiled(project: Path) -> None:
 
 
 def test_a_plan_is_proved_in_both_ranks(project: Path) -> None:
-    code, said = advisor(project, "apply", "--plan", "plan.yaml", "-o", "run", "--max-time", "1s", *torchrun(100_000), limit_s=280)
+    code, said = advisor(
+        project, "apply", "--plan", "plan.yaml", "-o", "run", "--max-time", "1s", *torchrun(100_000), limit_s=280
+    )
     assert code in (0, 4), said  # 4: on a small net it may be no faster beyond noise
     measured = saved(project / "run" / "measure.json")
     assert (measured["ranks"], measured["batch_size"], len(measured["losses"])) == (2, 128, 43)

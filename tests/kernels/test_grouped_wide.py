@@ -110,6 +110,12 @@ def test_taken_on_hopper_and_made_by_warps_elsewhere(emulated, monkeypatch: pyte
     assert not KERNELS & set(emulated.launches)
 
 
+def test_of_32_channels_the_weights_gradient_alone_is_taken(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide, "sums_fit", lambda call: True)
+    trained((1, 64, 4, 5), 32, 1)
+    assert set(emulated.launches) == {"grouped_forward", "conv3x3_backward_weight", "conv3x3_backward_weight_sum"}
+
+
 def test_one_row_has_no_odd_ones(emulated) -> None:
     trained((1, 96, 1, 5), 48, 2)
     assert not KERNELS & set(emulated.launches)
@@ -162,7 +168,7 @@ def fewest_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide, "MAX_DEPTH", 1)
     monkeypatch.setattr(weight, "MAX_STAGES", 2)
     monkeypatch.setattr(wide, "sums_fit", lambda call: True)
-    monkeypatch.setattr(wide, "COLUMNS", {1: (64,), 2: (64,)})
+    monkeypatch.setattr(wide, "COLUMNS", dict.fromkeys(wide.COLUMNS, (64,)))
     wide.plan.cache_clear()
     weight.plan.cache_clear()
 

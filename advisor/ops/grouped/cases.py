@@ -52,7 +52,9 @@ def _case(
     forward = () if spec.forward_wins(group, stride) else (spec.forward_source(group, stride),)
     gradient = spec.backward_data_source(group, stride), spec.BACKWARD_WEIGHT
     if spec.has_wide_groups(group, stride):  # as they run on Hopper
-        forward, gradient = (wide.CONVOLUTION,), (wide.CONVOLUTION, wide.BACKWARD_WEIGHT)
+        forward, gradient = (wide.CONVOLUTION,), (wide.CONVOLUTION, gradient[1])
+    if spec.has_wide_weight(group, stride):
+        gradient = gradient[0], wide.BACKWARD_WEIGHT
     return Case(
         name=spec.name(group, stride),
         kind=spec.name(group, stride),

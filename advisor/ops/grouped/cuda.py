@@ -164,7 +164,7 @@ def _weight(
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, one dtype."""
     device = x.device.index or 0
-    if spec.is_wide(call) and not hopper_lacks(device) and wide.sums_fit(call):
+    if spec.is_wide_weight(call) and not hopper_lacks(device):
         return conv3x3.backward_weight(dy, x, weight, wide.convolution(call))
     dweight = torch.empty_like(weight)
     first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)

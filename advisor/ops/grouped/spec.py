@@ -237,6 +237,17 @@ def is_wide(call: Call) -> bool:
     return has_wide_groups(call.group, call.stride) and min(call.height, call.width) >= call.stride
 
 
+def has_wide_weight(group: int, stride: int) -> bool:
+    """As `has_wide_groups`, of the weight's gradient."""
+    return bool(WIDE_GROUPS) and (group, stride) in wide.WEIGHT_TAKEN
+
+
+def is_wide_weight(call: Call) -> bool:
+    """As `is_wide`, of the weight's gradient; and what its blocks leave takes no more memory than the input's gradient."""
+    taken = has_wide_weight(call.group, call.stride) and min(call.height, call.width) >= call.stride
+    return taken and wide.sums_fit(call)
+
+
 def forward_source(group: int, stride: int) -> str:
     """The source of the forward and, with stride 1, of the gradient of the input, by warps."""
     return WHOLE_FORWARD if WHOLE_GROUPS and (group, stride) in whole.FORWARD else FORWARD
