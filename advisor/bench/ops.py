@@ -203,6 +203,7 @@ def run(
     ceilings = Ceilings()
     say("compiling")
     nvrtc.warm(variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants())
+    gc.freeze()  # torch's own objects: looking through them took most of a second a case
     failed: list[str] = []
     done: list[tuple[Case, list[OpRow]]] = []
     for number, (kind, case) in enumerate(cases):
@@ -304,8 +305,7 @@ def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> 
 def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
     times, hosts = timed(case, compiled=compiled, budget_s=CASE_BUDGET_S)
     batch = min(case.shape[0], ERROR_BATCH)
-    mine = verify.errors(case, case.ours, DEVICE, batch=batch, seed=1)
-    theirs = verify.errors(case, case.eager, DEVICE, batch=batch, seed=1)
+    mine, theirs = verify.errors(case, (case.ours, case.eager), DEVICE, batch=batch, seed=1)
     made = datetime.date.today().isoformat()
     memory = {name: peaks(case, function) for name, function in (("advisor", case.ours), ("eager", case.eager))}
     return [

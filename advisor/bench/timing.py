@@ -23,6 +23,7 @@ Inputs = TypeVar("Inputs")
 # Enough rounds for a median that two runs agree on within a per cent on an idle H200, in about 50 ms a contender and shape.
 ROUNDS = 25
 WARMUP_ROUNDS = 3
+HOST_ROUNDS = 50  # a host's times are further apart than a device's
 LEAST_ROUNDS = 7  # a median with quartiles of a sort, where the time budget ends earlier
 # Calls between two events: as many as take this long together, so that the events' own microseconds do not count.
 ROW_MS = 0.3
@@ -138,17 +139,15 @@ def interleaved(
 
 
 def host(contenders: Mapping[str, Callable[[Inputs], object]], sets: Sequence[Inputs]) -> dict[str, float]:
-    """Host microseconds that a call takes until it returns, the median of calls that never wait for the device."""
-    found: dict[str, float] = {}
-    for name, run in contenders.items():
-        times = []
-        for number in range(ROUNDS):
+    """Host microseconds that a call takes until it returns, the median of calls by turns that never wait for the device."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(HOST_ROUNDS):
+        for name, run in contenders.items():
             torch.cuda.synchronize()
             begin = time.perf_counter()
             run(sets[number % len(sets)])
-            times.append((time.perf_counter() - begin) * 1e6)
-        found[name] = statistics.median(times)
-    return found
+            times[name].append((time.perf_counter() - begin) * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def spread(values: Sequence[float]) -> Spread:

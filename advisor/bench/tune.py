@@ -153,8 +153,7 @@ def tune(family: Family, case: Case) -> list[Trial]:
 def _wrong(family: Family, case: Case) -> str:
     before = sum(family.engaged.values())
     batch = min(case.shape[0], ERROR_BATCH)
-    mine = verify.errors(case, case.ours, ops.DEVICE, batch=batch, seed=1)
-    theirs = verify.errors(case, case.eager, ops.DEVICE, batch=batch, seed=1)
+    mine, theirs = verify.errors(case, (case.ours, case.eager), ops.DEVICE, batch=batch, seed=1)
     if sum(family.engaged.values()) == before:
         return dispatch.told(family.id)
     return verify.accepted(case.dtype, mine, theirs)

@@ -108,15 +108,17 @@ def _run(
     return Result((*(y.detach() for y in outputs), *buffers), gradients)
 
 
-def errors(case: Case, function: Callable[..., Any], device: str | torch.device, *, batch: int, seed: int) -> Errors:
-    """Errors of `function`, one of the case's own, on fresh random inputs of `batch` in place of shape[0]."""
+def errors(
+    case: Case, functions: Sequence[Callable[..., Any]], device: str | torch.device, *, batch: int, seed: int
+) -> tuple[Errors, ...]:
+    """Errors of each of `functions`, the case's own, on the same fresh random inputs of `batch` in place of shape[0]."""
     generator = seeded(device, seed)
     arguments = case.inputs(generator, batch)
     with torch.no_grad():
         like = tensors(case.eager(*_copies(arguments, wide=False)))
     above = upstream(case, arguments, like, generator)
     want = _run(case, case.reference, _copies(arguments, wide=True), [dy.double() for dy in above])
-    return compare(case, run(case, function, arguments, above), want, above)
+    return tuple(compare(case, run(case, function, arguments, above), want, above) for function in functions)
 
 
 def compare(case: Case, got: Result, want: Result, above: Sequence[torch.Tensor]) -> Errors:

@@ -251,9 +251,7 @@ def check(identifier: str, case: Case) -> None:
     """Raises AssertionError where the kernels did not run, or their errors are larger than PyTorch's own and rounding."""
     family = catalog.get(identifier)
     before = sum(family.engaged.values())
-    mine, theirs = (
-        verify.errors(case, function, "cpu", batch=case.shape[0], seed=0) for function in (case.ours, case.eager)
-    )
+    mine, theirs = verify.errors(case, (case.ours, case.eager), "cpu", batch=case.shape[0], seed=0)
     assert sum(family.engaged.values()) > before, dispatch.told(identifier)
     assert verify.accepted(case.dtype, mine, theirs) == ""
 

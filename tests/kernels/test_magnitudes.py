@@ -58,7 +58,7 @@ EACH = [
 def test_errors_are_no_worse_than_pytorchs_own(emulated, family: Family, case: Case, sign: int) -> None:
     case = replace(case, inputs=scaled(case.inputs, 2.0 ** (sign * POWERS[case.dtype])))
     batch = case.shape[0]
-    mine, theirs = (verify.errors(case, f, "cpu", batch=batch, seed=3) for f in (case.ours, case.eager))
+    mine, theirs = verify.errors(case, (case.ours, case.eager), "cpu", batch=batch, seed=3)
     assert sum(family.engaged.values()), dispatch.told(family.id)
     assert verify.accepted(case.dtype, mine, theirs) == ""
 
@@ -70,6 +70,6 @@ def test_nor_of_gradients_from_above(emulated, monkeypatch, family: Family, case
     usual, factor = verify.upstream, 2.0 ** (sign * POWERS[case.dtype])
     monkeypatch.setattr(verify, "upstream", lambda *given: [dy * factor for dy in usual(*given)])
     batch = case.shape[0]
-    mine, theirs = (verify.errors(case, f, "cpu", batch=batch, seed=3) for f in (case.ours, case.eager))
+    mine, theirs = verify.errors(case, (case.ours, case.eager), "cpu", batch=batch, seed=3)
     assert sum(family.engaged.values()), dispatch.told(family.id)
     assert verify.accepted(case.dtype, mine, theirs) == ""

@@ -27,7 +27,7 @@ THREADS = 256
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
 SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
 # Pixels of a tile, rows of 8, by stride and whether it is transposed.
-COLUMNS = {(1, False): (64, 112, 128), (1, True): (64, 112, 128), (2, False): (64, 112), (2, True): (64, 112)}
+COLUMNS = {(1, False): (64, 112, 128), (1, True): (64, 112, 128), (2, False): (64, 112), (2, True): (64,)}
 MAX_DEPTH = 4  # tiles that a warpgroup has copied ahead
 TILE_COST = 32  # what a tile takes beside its products, in columns of them
 SECTOR = 32  # bytes: a group that ends inside of one shares it with its neighbour

@@ -65,7 +65,7 @@ def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_m
     monkeypatch.setattr(nvrtc, "_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
     monkeypatch.setattr(nvrtc, "_most_dynamic", {})
     monkeypatch.setattr(nvrtc, "launched", set())
-    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, *, overlapping: loaded)
+    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, *, device, overlapping: loaded)
     monkeypatch.setattr(nvrtc.sources, "overlaps", lambda _: False)
     nvrtc.function.cache_clear()
     try:
