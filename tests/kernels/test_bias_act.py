@@ -383,7 +383,8 @@ def test_a_rewritten_model_trains_as_the_plain_one_where_kernels_cannot_run(mode
                 function(x).square().sum().backward()
     assert api.fell_back["not on a CUDA device"] == 2 * LAUNCHES[model]
     for (name, mine), other in zip(rewritten.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+        rounding = 1e-6 * float(other.grad.abs().max())  # oneDNN adds up otherwise, and otherwise on other CPUs
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=rounding, msg=name)
 
 
 @pytest.mark.parametrize("model", [Plain, Scaled, Linears])

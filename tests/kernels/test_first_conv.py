@@ -171,10 +171,10 @@ def test_second_derivatives_are_pytorchs(emulated) -> None:
 
     def penalty(y: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(y.float().square().sum(), weight, create_graph=True)
-        return torch.autograd.grad(gradient.float().square().sum(), weight)[0]
+        return torch.autograd.grad(gradient.float().square().sum(), weight)[0].float()
 
-    ours = penalty(api.first_conv2d(x, weight, None, 1, (1, 1)))
-    torch.testing.assert_close(ours, penalty(F.conv2d(x, weight, None, 1, 1)), rtol=5e-2, atol=1.0)
+    ours, theirs = penalty(api.first_conv2d(x, weight, None, 1, (1, 1))), penalty(F.conv2d(x, weight, None, 1, 1))
+    assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())  # an element near zero is mostly rounding
 
 
 def test_the_operation_of_the_library(emulated) -> None:

@@ -1,5 +1,6 @@
 """A profile with kept changes on shows the loop as they have made it, not as it was written."""
 
+import pytest
 from searched_loop import Wrapped, find, train
 
 from advisor.core import storage
@@ -12,6 +13,12 @@ from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, Steps
 from advisor.profiling.session import Session
 from advisor.transforms import capture, registry
 from advisor.trials.profile import KeptProfileDriver
+
+
+@pytest.fixture(autouse=True)
+def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is left out on a CPU that bf16 slows down; what is tested here is not the CPU."""
+    monkeypatch.setattr("advisor.transforms.autocast._cpu_has_bf16", lambda: True)
 
 
 class Captured(Wrapped):

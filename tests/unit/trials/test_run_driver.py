@@ -17,6 +17,12 @@ from advisor.transforms.forward import AUTOCAST, ForwardStack
 from advisor.trials import kept, planfile
 
 
+@pytest.fixture(autouse=True)
+def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is left out on a CPU that bf16 slows down; what is tested here is not the CPU."""
+    monkeypatch.setattr("advisor.transforms.autocast._cpu_has_bf16", lambda: True)
+
+
 @pytest.fixture
 def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()  # optimizers of other tests: a step is to hold all that there are
