@@ -203,6 +203,7 @@ def _differs(value: float, device: torch.device) -> bool:
     return both[0].item() != both[1].item()
 
 
+START_S = 120  # two imports of torch, on a machine that does something else too
 Work = Callable[[int, Path], Iterator[tuple[str, Any]]]
 
 
@@ -212,6 +213,7 @@ def _process(rank: int, work: Work, folder: str, backend: str, limit_s: float) -
     distributed.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=limit_s)
     )
+    Path(folder, f"{rank}.begun").touch()
     for name, found in work(rank, Path(folder)):
         file = Path(folder, f"{rank}-{name}.part")
         file.write_text(json.dumps(found))
@@ -233,16 +235,18 @@ def _killed(context: Any) -> Iterator[None]:
 def in_two_processes(work: Work, folder: Path, *, backend: str, limit_s: float) -> tuple[dict[str, list[Any]], str]:
     """What `work(rank, folder)` yields by name, one entry a rank; and why it ended before its end, empty where it did not.
 
-    Both processes are killed after `limit_s`: what each was doing is on its stderr by then.
+    Both processes are killed `limit_s` after both have begun: what each was doing is on its stderr by then. To begin they have START_S.
     """
     context = mp.spawn(_process, (work, str(folder), backend, limit_s), nprocs=RANKS, join=False)
     assert context is not None
-    deadline, why = time.monotonic() + limit_s, ""
+    deadline, begun, why = time.monotonic() + START_S, False, ""
     with _killed(context):
         try:
-            while not context.join(timeout=max(0.1, deadline - time.monotonic())):
+            while not context.join(timeout=0.2):
+                if not begun and all((folder / f"{rank}.begun").exists() for rank in range(RANKS)):
+                    deadline, begun = time.monotonic() + limit_s, True
                 if time.monotonic() >= deadline:
-                    why = f"the processes hung: killed after {limit_s:g} s"
+                    why = f"the processes hung: killed after {limit_s:g} s" if begun else f"not begun after {START_S} s"
                     break
         except Exception as error:
             why = str(error)
