@@ -133,6 +133,16 @@ def _together(case: Case) -> tuple[object, ...]:
     return case.name.removesuffix(APART), case.shape, case.dtype
 
 
+def parted(cases: Sequence[tuple[Family, Case]], part: tuple[int, int]) -> list[tuple[Family, Case]]:
+    """Part `part[0]`, from 1 on, of `part[1]`: each `part[1]`-th case, with its counterpart (see `outdated`).
+
+    Which that is depends on no results: parts that begin one after the other, and see each other's rows, leave nothing out.
+    """
+    number, parts = part
+    place = {key: index for index, key in enumerate(dict.fromkeys(_together(case) for _, case in cases))}
+    return [(kind, case) for kind, case in cases if place[_together(case)] % parts == number - 1]
+
+
 def short(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]]) -> list[tuple[Family, Case]]:
     """Of these cases those that `rows` show short of a goal."""
     measured = {key(row): row for row in rows}
@@ -168,19 +178,20 @@ def run(
     baselines: tuple[str, ...],
     changed: bool,
     short_only: bool,
+    part: tuple[int, int],
     counters: bool,
     say: Callable[[str], None],
 ) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
-    With `changed` only what is `outdated` in that file, with `short_only` what it shows `short` of a goal.
+    With `changed` only what is `outdated` in that file, with `short_only` what it shows `short` of a goal. Of all that the `part`.
     With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
     Raises:
         AdvisorError: without a GPU or, if they are asked for, without its counters (exit code 5), or when `pattern` matches nothing.
     """
-    cases = chosen(pattern)
+    cases = parted(chosen(pattern), part)
     reason = nvrtc.unavailable()
     if reason:
         raise AdvisorError(f"no benchmark here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
@@ -202,7 +213,10 @@ def run(
     file = _File(path)
     ceilings = Ceilings()
     say("compiling")
-    nvrtc.warm(variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants())
+    variants = [variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants()]
+    number, parts = part
+    mine = variants[number - 1 :: parts]  # other parts compile the others meanwhile, and leave them in the cache
+    nvrtc.warm([*mine, *variants])
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
     failed: list[str] = []
     done: list[tuple[Case, list[OpRow]]] = []
@@ -235,13 +249,14 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows = results.on_file(path)
         self._known = [k for kind in catalog.FAMILIES for case in kind.benchmark for k in keys(case)]
 
     def keep(self, measured: Sequence[OpRow], ceilings: Ceilings) -> None:
-        """Write these rows, beside the others."""
-        self._rows = merged(self._rows, [storage.to_plain(row) for row in measured], self._known)
-        results.write(self._path, "ops", self._rows, copy_gbps=ceilings.copy_gbps)
+        """Write these rows, beside the others, also those that a process with another part has written meanwhile."""
+        copy_gbps = ceilings.copy_gbps  # measured at first: not with the file in hand
+        with results.alone(self._path):
+            rows = merged(results.on_file(self._path), [storage.to_plain(row) for row in measured], self._known)
+            results.write(self._path, "ops", rows, copy_gbps=copy_gbps)
 
 
 def _free() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from advisor.core import storage
+from advisor.core import locks, storage
 from advisor.core.errors import AdvisorError
 from advisor.resources import kernels_dir
 
@@ -56,3 +60,11 @@ def write(path: Path, kind: str, rows: Sequence[Any], **facts: object) -> None:
         "rows": [storage.to_plain(row) for row in rows],
     }
     storage.write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Inside, no other benchmark of this user and machine is between reading these results and writing them."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    with locks.exclusive(Path(tempfile.gettempdir()) / f"advisor-results-{os.getuid()}-{name}.lock"):
+        yield

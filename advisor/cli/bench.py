@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from advisor.cli import output
-from advisor.cli.parameters import Duration
+from advisor.cli.parameters import Duration, Part
 from advisor.cli.progress import Progress
 
 
@@ -42,6 +42,13 @@ from advisor.cli.progress import Progress
     help="`bench ops`: only the cases that the file shows short of their goal (docs/benchmarks/README.md, Goals).",
 )
 @click.option(
+    "--part",
+    type=Part(),
+    default="1/1",
+    metavar="I/N",
+    help="`bench ops`: only each N-th case, from the I-th on: one process for each of N GPUs of a kind, all into one file.",
+)
+@click.option(
     "--counters",
     is_flag=True,
     help="`bench ops`: also count, with the GPU's performance monitors, what share of each unit's peak our kernels use: memory, "
@@ -69,6 +76,7 @@ def bench(
     baselines: str,
     changed: bool,
     short_only: bool,
+    part: tuple[int, int],
     counters: bool,
     max_time: float,
     runs: Path | None,
@@ -85,6 +93,7 @@ def bench(
       advisor bench ops --filter "depthwise bfloat16" --counters
       advisor bench ops --changed --baseline eager
       advisor bench ops --short --counters --baseline eager
+      CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench models --changed
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
@@ -108,6 +117,7 @@ def bench(
                     baselines=names,
                     changed=changed,
                     short_only=short_only,
+                    part=part,
                     counters=counters,
                     say=say,
                 )

@@ -41,6 +41,22 @@ class Percent(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         return number
 
 
+class Part(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """One of several parts: `2/4`."""
+
+    name = "part"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Return its number, from 1 on, and how many there are."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", str(value))
+        number, parts = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= number <= parts:
+            self.fail(f"{value!r} is not a part; write 1/4 to 4/4", param, ctx)
+        return number, parts
+
+
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
     """A time span: `90s`, `10m`, `1h30m`; a bare number counts seconds."""
 

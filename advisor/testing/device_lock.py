@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.core import locks
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -43,17 +44,8 @@ def locked(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    try:
-        import fcntl
-    except ImportError:
+    with locks.exclusive(lock_file(device)):
         yield
-        return
-    with open(lock_file(device), "a", encoding="utf-8") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def lock_file(device: torch.device) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from advisor.core import locks
 from advisor.profiling.patches import say
 from advisor.profiling.session import UNFIT
 from advisor.trials.files import journal, owners, programs
@@ -261,14 +261,8 @@ class Guard:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """No other process of the search is inside such a block."""
-        lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locks.exclusive(self.root / "lock"):
             yield
-        finally:
-            # Not by closing it alone: a process that another thread forks meanwhile has it open for as long as it lives.
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
 
     def _not_held_by_another(self, marker: str) -> None:
         """Two searches that put the same file back would put back each other's.

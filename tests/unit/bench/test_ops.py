@@ -52,10 +52,11 @@ def bench(
         *,
         changed: bool = False,
         short_only: bool = False,
+        part: tuple[int, int] = (1, 1),
         counters: bool = False,
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
-        chosen = {"changed": changed, "short_only": short_only, "counters": counters}
+        chosen = {"changed": changed, "short_only": short_only, "part": part, "counters": counters}
         code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), **chosen, say=lambda text: None)
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
@@ -74,7 +75,16 @@ def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        ops.run(pattern="", json_out=None, baselines=(), changed=False, short_only=False, counters=True, say=print)
+        ops.run(
+            pattern="",
+            json_out=None,
+            baselines=(),
+            changed=False,
+            short_only=False,
+            part=(1, 1),
+            counters=True,
+            say=print,
+        )
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -130,6 +140,39 @@ def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: 
     monkeypatch.setattr(ops.family, "kernel_sha", lambda work: "new" if work.kernels == changed else sha(work))
     bench(measure, pattern, changed=True)
     assert measured == [case.label for _, case in ops.chosen(pattern) if case.passes["backward"].kernels == changed]
+
+
+def test_parts_make_the_whole_whatever_each_finds_on_file(bench) -> None:
+    """Here the second begins when the first has written its rows, and both see a file that lacks others."""
+    pattern = "pointwise"
+    measured: dict[int, list[Case]] = {1: [], 2: []}
+    for number in measured:
+
+        def measure(_: Any, case: Case, *__: Any, number: int = number, **___: Any) -> list[ops.OpRow]:
+            measured[number].append(case)
+            return rows_of(case)
+
+        _, rows = bench(measure, pattern, changed=True, part=(number, 2))
+    both = [case for cases in measured.values() for case in cases]
+    assert {case.label for case in both} == {case.label for _, case in ops.chosen(pattern)}
+    assert len(both) == len(ops.chosen(pattern))
+    assert len(rows) == sum(len(case.passes) for case in both)
+    assert abs(len(measured[1]) - len(measured[2])) <= 2
+    for cases in measured.values():  # one case made together and apart is compared with itself
+        labels = {case.label for case in cases}
+        assert {label.replace(ops.APART, "") for label in labels} <= labels
+
+
+def test_rows_that_another_process_writes_meanwhile_stay(bench, tmp_path: Path) -> None:
+    pattern = "batchnorm_act bn+hardswish float32"
+    (_, other), *_ = ops.chosen("batchnorm_act bn+hardswish float16")
+
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+        ops._File(tmp_path / "ops.json").keep(rows_of(other, ms=7.0), ops.Ceilings(copy_gbps=1.0))
+        return rows_of(case)
+
+    _, rows = bench(measure, pattern)
+    assert {row["dtype"] for row in rows} == {other.dtype, "float32"}
 
 
 def test_short_takes_what_the_file_shows_short_of_its_goal(bench, capsys) -> None:

@@ -350,7 +350,11 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--baseline", "eager").exit_code == 0
     ((name, options),) = called
     options.pop("say")
-    more = {"max_time_s": 600.0, "runs": None} if what == "models" else {"short_only": False, "counters": False}
+    more = (
+        {"max_time_s": 600.0, "runs": None}
+        if what == "models"
+        else {"short_only": False, "part": (1, 1), "counters": False}
+    )
     assert (name, options) == (
         what,
         {"pattern": "bn", "json_out": out, "baselines": ("eager",), "changed": False, **more},
@@ -359,6 +363,11 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     flags = ("changed", "short_only", "counters") if what == "ops" else ("changed",)
     assert all(called[1][1][name] is True for name in flags)
     assert invoke("bench", what, "--baseline", "cudnn").exit_code == ExitCode.USAGE
+    assert invoke("bench", "ops", "--part", "2/4").exit_code == 0
+    assert called[-1][1]["part"] == (2, 4)
+    for wrong in ("0/2", "3/2", "2", "a/b"):
+        refused = invoke("bench", "ops", "--part", wrong)
+        assert (refused.exit_code, "write 1/4 to 4/4" in refused.output) == (ExitCode.USAGE, True)
     assert invoke("bench", "ops", "--counters").exit_code == 0
     assert called[-1][1]["counters"] is True
     assert invoke("bench", what, "--changed").exit_code == 0

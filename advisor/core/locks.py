@@ -1,0 +1,26 @@
+"""One process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def exclusive(file: Path) -> Iterator[None]:
+    """Inside, no other process is inside of `exclusive` of this file; waits for its turn. The file is made, and stays. Not on Windows."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    lock = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        # Not by closing it alone: a process that another thread forks meanwhile has it open for as long as it lives.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
