@@ -74,3 +74,9 @@ def _forget_compiled_code() -> None:
 
     torch._dynamo.reset()
     utils.counters.clear()
+
+
+@pytest.fixture
+def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is left out on a CPU that bf16 slows down; for tests of which that is not the point."""
+    monkeypatch.setattr("advisor.transforms.autocast._cpu_has_bf16", lambda: True)

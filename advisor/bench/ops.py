@@ -214,8 +214,7 @@ def run(
     ceilings = Ceilings()
     say("compiling")
     variants = [variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants()]
-    number, parts = part
-    mine = variants[number - 1 :: parts]  # other parts compile the others meanwhile, and leave them in the cache
+    mine = variants[part[0] - 1 :: part[1]]  # other parts compile the others meanwhile, and leave them in the cache
     nvrtc.warm([*mine, *variants])
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
     failed: list[str] = []

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,5 +64,5 @@ def write(path: Path, kind: str, rows: Sequence[Any], **facts: object) -> None:
 def alone(path: Path) -> Iterator[None]:
     """Inside, no other benchmark of this user and machine is between reading these results and writing them."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    with locks.exclusive(Path(tempfile.gettempdir()) / f"advisor-results-{os.getuid()}-{name}.lock"):
+    with locks.exclusive(locks.of_user(f"results-{name}")):
         yield

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def of_user(name: str) -> Path:
+    """A file to be `exclusive` of, the same one in all of this user's processes on this machine that name it so."""
+    user = os.getuid() if hasattr(os, "getuid") else ""  # Windows has none
+    return Path(tempfile.gettempdir()) / f"advisor-{user}-{name}.lock"
 
 
 @contextlib.contextmanager

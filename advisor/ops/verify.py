@@ -108,16 +108,24 @@ def _run(
     return Result((*(y.detach() for y in outputs), *buffers), gradients)
 
 
-def errors(
-    case: Case, functions: Sequence[Callable[..., Any]], device: str | torch.device, *, batch: int, seed: int
-) -> tuple[Errors, ...]:
-    """Errors of each of `functions`, the case's own, on the same fresh random inputs of `batch` in place of shape[0]."""
+def _posed(
+    case: Case, device: str | torch.device, *, batch: int, seed: int
+) -> tuple[Sequence[Any], list[torch.Tensor], Result]:
+    """Fresh random inputs of `batch` in place of shape[0], gradients from above, and what the fp64 reference makes of both."""
     generator = seeded(device, seed)
     arguments = case.inputs(generator, batch)
     with torch.no_grad():
         like = tensors(case.eager(*_copies(arguments, wide=False)))
     above = upstream(case, arguments, like, generator)
     want = _run(case, case.reference, _copies(arguments, wide=True), [dy.double() for dy in above])
+    return arguments, above, want
+
+
+def errors(
+    case: Case, functions: Sequence[Callable[..., Any]], device: str | torch.device, *, batch: int, seed: int
+) -> tuple[Errors, ...]:
+    """Errors of each of `functions`, the case's own, on the same fresh random inputs of `batch` in place of shape[0]."""
+    arguments, above, want = _posed(case, device, batch=batch, seed=seed)
     return tuple(compare(case, run(case, function, arguments, above), want, above) for function in functions)
 
 
@@ -194,12 +202,7 @@ def check(family: Family, case: Case, device: str | torch.device, *, seed: int =
     wrong: list[str] = []
     with dispatch.everything(), _strict_fp32():
         before = sum(family.engaged.values())
-        generator = seeded(device, seed)
-        arguments = case.inputs(generator, case.shape[0])
-        with torch.no_grad():
-            like = tensors(case.eager(*_copies(arguments, wide=False)))
-        above = upstream(case, arguments, like, generator)
-        want = _run(case, case.reference, _copies(arguments, wide=True), [dy.double() for dy in above])
+        arguments, above, want = _posed(case, device, batch=case.shape[0], seed=seed)
         poison(device)
         got = run(case, case.ours, arguments, above)
         ran = sum(family.engaged.values()) - before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,4 +52,4 @@ def lock_file(device: torch.device) -> Path:
 
     index = device.index if device.index is not None else torch.cuda.current_device()
     identity = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
-    return Path(tempfile.gettempdir()) / f"advisor-gpu-{os.getuid()}-{identity}.lock"
+    return locks.of_user(f"gpu-{identity}")

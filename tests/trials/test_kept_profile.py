@@ -14,11 +14,7 @@ from advisor.profiling.session import Session
 from advisor.transforms import capture, registry
 from advisor.trials.profile import KeptProfileDriver
 
-
-@pytest.fixture(autouse=True)
-def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast is left out on a CPU that bf16 slows down; what is tested here is not the CPU."""
-    monkeypatch.setattr("advisor.transforms.autocast._cpu_has_bf16", lambda: True)
+pytestmark = pytest.mark.usefixtures("bf16_everywhere")
 
 
 class Captured(Wrapped):

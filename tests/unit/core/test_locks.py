@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from advisor.core import locks
 
@@ -43,3 +46,11 @@ def test_a_lock_is_free_behind_an_error_and_its_descriptor_too(tmp_path: Path) -
     with locks.exclusive(file):
         pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_windows_has_neither_locks_nor_users_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delattr(os, "getuid")
+    with locks.exclusive(locks.of_user("test")):
+        pass
+    assert not locks.of_user("test").exists()

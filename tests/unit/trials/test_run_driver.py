@@ -16,11 +16,7 @@ from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.transforms.forward import AUTOCAST, ForwardStack
 from advisor.trials import kept, planfile
 
-
-@pytest.fixture(autouse=True)
-def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast is left out on a CPU that bf16 slows down; what is tested here is not the CPU."""
-    monkeypatch.setattr("advisor.transforms.autocast._cpu_has_bf16", lambda: True)
+pytestmark = pytest.mark.usefixtures("bf16_everywhere")
 
 
 @pytest.fixture
