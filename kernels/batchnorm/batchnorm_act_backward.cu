@@ -81,7 +81,7 @@ __device__ __forceinline__ void gradient(
 #if RESIDUAL && ACT != 0
     g[j] = (bits >> j) & 1u ? g[j] : 0.f;
 #elif ACT != 0
-    g[j] *= slope_streaming(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] = through_streaming(g[j], d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 }

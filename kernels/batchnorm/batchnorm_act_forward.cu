@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_apply(
         float z = (f[j] - mean[j]) * scale[j] + offset[j];
 #if RESIDUAL
         z += g[j];
-        bits |= (slope_streaming(z, 0.f) != 0.f ? 1u : 0u) << j;
+        bits |= (lives(z) ? 1u : 0u) << j;
 #endif
         f[j] = activate_streaming(z, slope);
       }

@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batchnorm_act_frozen_backw
 #if MASKED
           g[j] = (bits[u] >> j) & 1u ? g[j] : 0.f;
 #elif NEEDS_Z
-          g[j] *= slope_streaming(d[j] * scale[j] + offset[j], slope);
+          g[j] = through_streaming(g[j], d[j] * scale[j] + offset[j], slope);
 #endif
 #if REDUCE
           sum[j] += g[j];

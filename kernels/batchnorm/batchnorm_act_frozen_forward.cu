@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_frozen_fo
         z += g[j];
 #endif
 #if MASKED
-        bits |= (slope_streaming(z, slope) != 0.f ? 1u : 0u) << j;
+        bits |= (lives(z) ? 1u : 0u) << j;
 #endif
         f[j] = activate_streaming(z, slope);
       }

@@ -78,7 +78,7 @@ __device__ __forceinline__ void gradient(
 #if BY_MASK
     g[j] = (bits >> j) & 1u ? g[j] : 0.f;
 #elif ACT != 0
-    g[j] *= slope_streaming(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] = through_streaming(g[j], d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_gradients(
   for (int j = 0; j < VEC; ++j) {
     d[j] -= k.mean[j];
 #if MAKES_G_TWICE
-    g[j] *= slope_streaming(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] = through_streaming(g[j], d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 #if KEEPS_G

@@ -57,7 +57,7 @@ __device__ __forceinline__ void apply(
     float z = (f[j] - k.mean[j]) * k.scale[j] + k.offset[j];
 #if RESIDUAL
     z += g[j];
-    bits |= (slope_streaming(z, 0.f) != 0.f ? 1u : 0u) << j;
+    bits |= (lives(z) ? 1u : 0u) << j;
 #endif
     f[j] = activate_streaming(z, slope);
   }
@@ -225,24 +225,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #endif
   // What is on chip, with the residual's next rows on their way.
   Vec16 r[UNROLL], next[UNROLL];
-  const auto others = [&](int first, Vec16 (&q)[UNROLL]) {
+  const auto others = [&](int first, int count, Vec16 (&q)[UNROLL]) {
 #if RESIDUAL
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (first + u < held)
+      if (u < count && first + u < held)
         q[u] = first + u < ahead ? load_slot(other + (first + u) * SLOTS_APART) : load(residual + at + (first + u) * step);
 #endif
   };
   static_assert(HOLD <= UNROLL, "");
-  others(0, r);
-  others(HOLD, next);
+  others(0, HOLD, r);
+  others(HOLD, UNROLL, next);
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) apply(k, v[u], r[u], y, mask, at + u * step, slope);
   for (int base = 0; base < own; base += UNROLL) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) r[u] = next[u];
-    others(HOLD + base + UNROLL, next);
+    others(HOLD + base + UNROLL, UNROLL, next);
     if (base + UNROLL <= own) {
       Vec16 w[UNROLL];
 #pragma unroll

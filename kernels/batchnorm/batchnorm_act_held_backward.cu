@@ -99,7 +99,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
 #if BY_MASK
       g[j] = (bits[u] >> j) & 1u ? g[j] : 0.f;
 #elif ACT != 0
-      g[j] *= slope_streaming(d[j] * scale[j] + offset[j], slope);
+      g[j] = through_streaming(g[j], d[j] * scale[j] + offset[j], slope);
 #endif
       sum[j] += g[j];
       product[j] += g[j] * d[j];
@@ -134,7 +134,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, 256 / THREADS) b
     for (int j = 0; j < VEC; ++j) {
       d[j] -= mean[j];
 #if MAKES_G_TWICE
-      g[j] *= slope_streaming(d[j] * scale[j] + offset[j], slope);
+      g[j] = through_streaming(g[j], d[j] * scale[j] + offset[j], slope);
 #endif
     }
 #if KEEPS_G

@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_concat_backwa
         for (int j = 0; j < VEC; ++j) {
           const float d = f[j] - centre[j];
 #if ACT != 0
-          g[j] *= slope_at(d * scale[j] + offset[j], slope);
+          g[j] = through(g[j], d * scale[j] + offset[j], slope);
 #endif
           sum[j] += g[j];
           product[j] += g[j] * d;

@@ -10,8 +10,7 @@
 //           blocks an SM, so that some load while others compute (BLOCKS).
 // Bound     DRAM bandwidth: 4.2 TB/s on an H200 is 0.59 ms for 128x64x224x224 in bf16.
 // Grid      (row blocks, channel tiles), rows walked from the end; the sums as in include/channel_reduce.cuh.
-// Numerics  a gradient is exactly zero where the slope is, also below an infinite one, as in threshold_backward. fp32 sums of the
-//           unrounded products, fp64 across blocks; the order is fixed.
+// Numerics  fp32 sums of the unrounded products, fp64 across blocks; the order is fixed.
 // Limits    sm_80.
 
 #include "vector.cuh"
@@ -60,8 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
 #if BIAS && ACT > 3
           f[j] += offset[j];
 #endif
-          const float s = slope_streaming(f[j], slope);
-          g[j] = s == 0.f ? 0.f : g[j] * s;
+          g[j] = through_streaming(g[j], f[j], slope);
 #if BIAS
           sum[j] += g[j];
 #endif

@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv3x3(
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         wait(empty + stage, parity);
         arrive_for_bytes(full + stage, PIXELS * 128);
-        copy_box(stages + stage * STAGE_BYTES, boxes, x, full + stage, chunk * 64, tile.column - 1, tile.row - 1, tile.image);
+        copy_box(stages + stage * STAGE_BYTES, boxes, x, full + stage, chunk * 64, 0, tile.column - 1, tile.row - 1, tile.image);
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;

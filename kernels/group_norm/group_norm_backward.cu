@@ -50,7 +50,7 @@ __device__ __forceinline__ void gradient(
   for (int j = 0; j < VEC; ++j) {
     d[j] = f[j] - k.mean[j];
 #if ACT != 0
-    g[j] *= slope_approx(d[j] * k.scale[j] + k.offset[j], slope);
+    g[j] = through_approx(g[j], d[j] * k.scale[j] + k.offset[j], slope);
 #endif
   }
 }

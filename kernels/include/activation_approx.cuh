@@ -11,11 +11,11 @@ __device__ __forceinline__ float activate_approx(float z, float slope) {
 #endif
 }
 
-__device__ __forceinline__ float slope_approx(float z, float slope) {
+__device__ __forceinline__ float through_approx(float g, float z, float slope) {
 #if ACT == 4
   const float s = sigmoid(z);
-  return s + z * s * (1.f - s);
+  return g * (s + z * s * (1.f - s));
 #else
-  return slope_at(z, slope);
+  return through(g, z, slope);
 #endif
 }

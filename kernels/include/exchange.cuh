@@ -9,7 +9,6 @@
 
 #define EXCHANGE_STATE 4
 #define ABSENT 0x7fedcba9u  // a NaN that no arithmetic makes
-#define BACKOFF_NS 0  // between two looks at what has not come
 
 struct Exchange {
   unsigned int* memory;
@@ -52,9 +51,8 @@ __device__ __forceinline__ void send(float* at, float value) {
 // Four words each at `at`, `at` + stride, ..., `count` of them or N, as soon as all have come.
 template <int N>
 __device__ __forceinline__ void receive(const float4* at, int stride, int count, float4 (&v)[N]) {
-  bool absent = false;
+  bool absent;
   do {
-    if (BACKOFF_NS && absent) __nanosleep(BACKOFF_NS);  // others still load what their sums are of
     absent = false;
 #pragma unroll
     for (int u = 0; u < N; ++u)

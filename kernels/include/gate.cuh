@@ -1,4 +1,4 @@
-// The gate of squeeze-and-excite and its derivative at the pre-activation z, in fp32.
+// The gate of squeeze-and-excite at the pre-activation z, and gradients through it, in fp32.
 // GATE is set by the build: 0 sigmoid, 1 hard sigmoid (relu6(z + 3) / 6).
 
 __device__ __forceinline__ float gate(float z) {
@@ -9,11 +9,12 @@ __device__ __forceinline__ float gate(float z) {
 #endif
 }
 
-__device__ __forceinline__ float gate_slope(float z) {
+// The gradient behind the gate, as `through` of activation.cuh: where the hard sigmoid is flat zero, whatever g.
+__device__ __forceinline__ float through_gate(float g, float z) {
 #if GATE == 0
   const float s = gate(z);
-  return s * (1.f - s);
+  return g * (s * (1.f - s));
 #else
-  return z > -3.f && z < 3.f ? 1.f / 6.f : 0.f;
+  return z > -3.f && z < 3.f ? g * (1.f / 6.f) : 0.f;
 #endif
 }

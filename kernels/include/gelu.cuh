@@ -38,16 +38,16 @@ __device__ __forceinline__ float activate_streaming(float z, float slope) {
 #endif
 }
 
-__device__ __forceinline__ float slope_streaming(float z, float slope) {
+__device__ __forceinline__ float through_streaming(float g, float z, float slope) {
 #if ACT == 6 && STORAGE != 0
   float e;
   const float cdf = normal_cdf(z, e);
-  return z * 0.39894228040143268f * e + cdf;
+  return g * (z * 0.39894228040143268f * e + cdf);
 #elif ACT == 7
   const float square = z * z;
   const float s = sigmoid(z * (TANH_CUBIC * square + TANH_LINEAR));
-  return s + z * s * (1.f - s) * (3.f * TANH_CUBIC * square + TANH_LINEAR);
+  return g * (s + z * s * (1.f - s) * (3.f * TANH_CUBIC * square + TANH_LINEAR));
 #else
-  return slope_approx(z, slope);
+  return through_approx(g, z, slope);
 #endif
 }

@@ -8,8 +8,8 @@ typedef unsigned int Slot;
 
 // The slot behind. Not as a sum of the first one and what all threads have alike: of a copy with a policy to such an address NVRTC 13
 // makes an illegal instruction.
-__device__ __forceinline__ void go_on(Slot& slot, int slots = 1) {
-  slot += slots * SLOTS_APART;
+__device__ __forceinline__ void go_on(Slot& slot) {
+  slot += SLOTS_APART;
   asm volatile("" : "+r"(slot));
 }
 

@@ -1,5 +1,5 @@
-// Matrix products of a warpgroup (four warps) on Hopper's tensor cores, operands in shared memory (wgmma), and the store that turns their
-// sums (stmatrix). sm_90a alone: no other architecture has them.
+// Matrix products of a warpgroup (four warps) on Hopper's tensor cores, operands in shared memory or the first in registers (wgmma), and the
+// store that turns their sums (stmatrix). sm_90a alone: no other architecture has them.
 //
 // d[64, N] += a[64, 16] b[16, N], fp32 accumulation, operands fp16 (STORAGE 1) or bf16 (2); N is WGMMA_N: 64, 96, 112, 128, 192, 224 or
 // 256. Set by the build. With warp w of the group, g = lane / 4 and t = lane % 4 a lane holds, for each 8 columns j,
@@ -62,6 +62,8 @@ __device__ __forceinline__ void products_wait() {
 #define PTX_NAMES PTX_NAMES_0 ", " PTX_NAMES_1 ", " PTX_NAMES_2 ", " PTX_NAMES_3
 #define PTX_REST "%32, %33, p, 1, 1, %35, %36"
 #define PTX_ADDS "%34"
+#define PTX_HELD "{%32, %33, %34, %35}, %36, p, 1, 1, %38"
+#define PTX_HELD_ADDS "%37"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3)
 #elif WGMMA_N == 96
 #define PTX_NAME "m64n96k16"
@@ -69,6 +71,8 @@ __device__ __forceinline__ void products_wait() {
   PTX_NAMES_5
 #define PTX_REST "%48, %49, p, 1, 1, %51, %52"
 #define PTX_ADDS "%50"
+#define PTX_HELD "{%48, %49, %50, %51}, %52, p, 1, 1, %54"
+#define PTX_HELD_ADDS "%53"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3), PTX_EIGHT(4), PTX_EIGHT(5)
 #elif WGMMA_N == 112
 #define PTX_NAME "m64n112k16"
@@ -76,6 +80,8 @@ __device__ __forceinline__ void products_wait() {
   PTX_NAMES_5 ", " PTX_NAMES_6
 #define PTX_REST "%56, %57, p, 1, 1, %59, %60"
 #define PTX_ADDS "%58"
+#define PTX_HELD "{%56, %57, %58, %59}, %60, p, 1, 1, %62"
+#define PTX_HELD_ADDS "%61"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3), PTX_EIGHT(4), PTX_EIGHT(5), PTX_EIGHT(6)
 #elif WGMMA_N == 128
 #define PTX_NAME "m64n128k16"
@@ -83,6 +89,8 @@ __device__ __forceinline__ void products_wait() {
   PTX_NAMES_5 ", " PTX_NAMES_6 ", " PTX_NAMES_7
 #define PTX_REST "%64, %65, p, 1, 1, %67, %68"
 #define PTX_ADDS "%66"
+#define PTX_HELD "{%64, %65, %66, %67}, %68, p, 1, 1, %70"
+#define PTX_HELD_ADDS "%69"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3), PTX_EIGHT(4), PTX_EIGHT(5), PTX_EIGHT(6), PTX_EIGHT(7)
 #elif WGMMA_N == 192
 #define PTX_NAME "m64n192k16"
@@ -91,6 +99,8 @@ __device__ __forceinline__ void products_wait() {
   PTX_NAMES_10 ", " PTX_NAMES_11
 #define PTX_REST "%96, %97, p, 1, 1, %99, %100"
 #define PTX_ADDS "%98"
+#define PTX_HELD "{%96, %97, %98, %99}, %100, p, 1, 1, %102"
+#define PTX_HELD_ADDS "%101"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3), PTX_EIGHT(4), PTX_EIGHT(5), PTX_EIGHT(6), PTX_EIGHT(7), \
   PTX_EIGHT(8), PTX_EIGHT(9), PTX_EIGHT(10), PTX_EIGHT(11)
 #elif WGMMA_N == 224
@@ -100,6 +110,8 @@ __device__ __forceinline__ void products_wait() {
   PTX_NAMES_10 ", " PTX_NAMES_11 ", " PTX_NAMES_12 ", " PTX_NAMES_13
 #define PTX_REST "%112, %113, p, 1, 1, %115, %116"
 #define PTX_ADDS "%114"
+#define PTX_HELD "{%112, %113, %114, %115}, %116, p, 1, 1, %118"
+#define PTX_HELD_ADDS "%117"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3), PTX_EIGHT(4), PTX_EIGHT(5), PTX_EIGHT(6), PTX_EIGHT(7), \
   PTX_EIGHT(8), PTX_EIGHT(9), PTX_EIGHT(10), PTX_EIGHT(11), PTX_EIGHT(12), PTX_EIGHT(13)
 #elif WGMMA_N == 256
@@ -110,6 +122,8 @@ __device__ __forceinline__ void products_wait() {
   PTX_NAMES_15
 #define PTX_REST "%128, %129, p, 1, 1, %131, %132"
 #define PTX_ADDS "%130"
+#define PTX_HELD "{%128, %129, %130, %131}, %132, p, 1, 1, %134"
+#define PTX_HELD_ADDS "%133"
 #define PTX_SUMS PTX_EIGHT(0), PTX_EIGHT(1), PTX_EIGHT(2), PTX_EIGHT(3), PTX_EIGHT(4), PTX_EIGHT(5), PTX_EIGHT(6), PTX_EIGHT(7), \
   PTX_EIGHT(8), PTX_EIGHT(9), PTX_EIGHT(10), PTX_EIGHT(11), PTX_EIGHT(12), PTX_EIGHT(13), PTX_EIGHT(14), PTX_EIGHT(15)
 #endif
@@ -120,6 +134,15 @@ __device__ __forceinline__ void wgmma(float (&d)[WGMMA_N / 2], Operand a, Operan
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " PTX_ADDS ", 0;\n"
                "wgmma.mma_async.sync.aligned." PTX_NAME "." PTX_TYPES " {" PTX_NAMES "}, " PTX_REST ";\n}"
                : PTX_SUMS : "l"(a), "l"(b), "r"(adds), "n"(A_ALONG), "n"(B_ALONG));
+}
+
+// As wgmma, with a in registers: (g, 2 t ..), (g + 8, 2 t ..), (g, 2 t + 8 ..), (g + 8, 2 t + 8 ..) of the warp's 16 rows, two values each. They
+// may not change while the product is under way.
+template <int B_ALONG>
+__device__ __forceinline__ void wgmma_held(float (&d)[WGMMA_N / 2], const unsigned int (&a)[4], Operand b, int adds) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " PTX_HELD_ADDS ", 0;\n"
+               "wgmma.mma_async.sync.aligned." PTX_NAME "." PTX_TYPES " {" PTX_NAMES "}, " PTX_HELD ";\n}"
+               : PTX_SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(B_ALONG));
 }
 
 // Stores four 8x8 matrices of 16-bit values turned: lanes 8i..8i+7 pass where column 0..7 of matrix i goes, 16 bytes each; r[i] holds

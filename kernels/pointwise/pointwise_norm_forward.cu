@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pointwise_norm_forward(
           float s = (f[j] - mean[j]) * scale[j] + offset[j];
 #if RESIDUAL
           s += r[j];
-          bits |= (slope_at(s, 0.f) != 0.f ? 1u : 0u) << j;
+          bits |= (lives(s) ? 1u : 0u) << j;
 #endif
           f[j] = activate(s, slope);
         }

@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) pointwise_norm
 #if MASKED
           f[j] = (bits[m][half] >> j) & 1u ? f[j] : 0.f;
 #elif SLOPED
-          f[j] *= slope_at(away[j] * scale[j] + offset[j], slope);
+          f[j] = through(f[j], away[j] * scale[j] + offset[j], slope);
 #endif
           sum[j] += f[j];
           product[j] += f[j] * away[j];

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_max_pool_back
             float f[VEC];
             widen(v[i][j], f);
             const float d = f[c] - mean;
-            const float g = sum[i][j][c] * slope_at(d * scale + offset, slope);
+            const float g = through(sum[i][j][c], d * scale + offset, slope);
             sum[i][j][c] = scale * (g - c1 - d * c2);
           }
       }

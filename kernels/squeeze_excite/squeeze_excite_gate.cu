@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite_b
           const Operand4 z = four<true>(z2 + (i64)n * channels, k, channels);
           out[r] = joined(partial, n, parts, k, channels);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) out[r].v[i] *= gate_slope(z.v[i]);
+          for (int i = 0; i < 4; ++i) out[r].v[i] = through_gate(out[r].v[i], z.v[i]);
           if (p.n == 0 && k < channels) store4(dz2 + (i64)n * channels + k, out[r]);
         }
       },
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite_b
         if (n >= samples || j >= hidden) return;
         const i64 at = (i64)n * hidden + j;
         const float z = z1[at];
-        dz1[at] = sum * slope_at(z, slope);
+        dz1[at] = through(sum, z, slope);
         h[at] = activate(z, slope);
       },
       shared);

@@ -318,12 +318,21 @@ def forget_launches() -> None:
                     value.cache_clear()
 
 
-def _boxes(x: torch.Tensor, channels: int, columns: int, rows: int) -> Any:
-    """What tensor_map.cuh's twin takes for a map."""
+def _boxes(
+    x: torch.Tensor,
+    channels: int,
+    columns: int,
+    rows: int,
+    groups: int = 1,
+    parts: Sequence[tuple[int, int]] = ((0, 0),),
+    step: int = 1,
+) -> Any:
+    """What tensor_map.cuh's twin takes for maps."""
     n, c, h, w = x.shape
-    words = np.zeros(32, dtype=np.int32)
-    words[:7] = c, w, h, n, channels, columns, rows
-    return words.view(np.dtype((np.void, 128)))
+    words = np.zeros((len(parts), 32), dtype=np.int32)
+    for at, (row, column) in enumerate(parts):
+        words[at, :11] = c // groups, groups, w, h, n, channels, columns, rows, step, column, row
+    return words.reshape(-1).view(np.dtype((np.void, 128 * len(parts))))
 
 
 def _poisoned(make: Any) -> Any:

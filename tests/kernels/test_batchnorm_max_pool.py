@@ -181,7 +181,7 @@ FAULTS = {
     "negative weights forgotten": ("if (scale < 0.f) turn", "if (false) turn"),
     "padding chosen": ("outside.w[i] = LOWEST ^ turn.w[i]", "outside.w[i] = LOWEST"),
     "mean over the outputs": ("coefficient[c] * share", "coefficient[c] * 1.f"),
-    "slope at the output alone": ("slope_at(d * scale + offset, slope)", "1.f"),
+    "slope at the output alone": ("through(sum[i][j][c], d * scale + offset, slope)", "sum[i][j][c]"),
     "no barrier": ("__syncthreads();\n  if (vector >= vectors) return;", "if (vector >= vectors) return;"),
 }
 

@@ -524,7 +524,7 @@ GELU = """
 
 extern "C" __global__ void gelu(const float* z, float* y, float* dy) {
   y[threadIdx.x] = activate_streaming(z[threadIdx.x], 0.f);
-  dy[threadIdx.x] = slope_streaming(z[threadIdx.x], 0.f);
+  dy[threadIdx.x] = through_streaming(1.f, z[threadIdx.x], 0.f);
 }
 """
 
@@ -560,8 +560,8 @@ def test_gelu_of_what_is_not_finite_is_pytorch_s(emulated) -> None:
 FAULTS = {
     "bias of the neighbour": ("offset[j] = bias[t.vector * VEC + j]", "offset[j] = bias[t.vector * VEC + (j ^ 1)]"),
     "slope from the wrong tensor": (
-        "const float s = slope_streaming(f[j], slope);",
-        "const float s = slope_streaming(g[j], slope);",
+        "through_streaming(g[j], f[j], slope)",
+        "through_streaming(g[j], g[j], slope)",
     ),
     "a row left out of the sum": ("sum[j] += g[j];", "if (row - u * stride > 0) sum[j] += g[j];"),
     "first row left out": ("row - u * stride < 0", "row - u * stride <= 0"),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match, sources, verify
 from advisor.ops.conv3x3 import api, cases, reference, spec, weight
+from advisor.ops.grouped import wide
 
 FAMILY = catalog.get("conv3x3")
 
@@ -328,7 +329,7 @@ def test_the_operation_of_the_library(emulated) -> None:
 
 def test_only_sources_with_hoppers_products_are_compiled_for_hopper_alone() -> None:
     alone = {name for name in sources.all_names() if sources.target(name)}
-    assert alone == set(spec.KERNELS)
+    assert alone == {*spec.KERNELS, wide.CONVOLUTION}
     assert sources.target(spec.CONV) == ("-arch=sm_90a",)
 
 
@@ -349,15 +350,15 @@ FAULTS = {
         (3, 64, 9, 13),
     ),
     "the second chunk's weights": ("weights + chunk * WEIGHT_OUT * 128", "weights", (2, 128, 7, 9)),
-    "the second chunk's pixels": ("chunk * 64, tile.column", "0, tile.column", (2, 128, 7, 9)),
+    "the second chunk's pixels": ("chunk * 64, 0, tile.column", "0, 0, tile.column", (2, 128, 7, 9)),
     "the second band's weights": ("+ band * 64;", ";", (1, 64, 10, 5)),
     "a store beyond the image": ("if (row < height && column < width)", "if (true)", (1, 64, 10, 5)),
-    "a row of taps for another": ("tile + group * PITCH * LINE", "tile", (3, 64, 9, 13)),
-    "a window's taps not turned": ("(2 - group) * weight_row", "group * weight_row", (2, 128, 7, 9)),
-    "another job's channels": ("job / BANDS * COLUMNS, column - 1", "0, column - 1", (3, 64, 9, 13)),
+    "a row of taps for another": ("tile + tap_row * PITCH * LINE", "tile", (3, 64, 9, 13)),
+    "a window's taps not turned": ("(2 - tap_row) * weight_row", "tap_row * weight_row", (2, 128, 7, 9)),
+    "another job's channels": ("full + stage, first, group, window_column", "full + stage, 0, group, window_column", (3, 64, 9, 13)),
     "pixels of the weight read before they are there": ("    wait(full + stage, parity);\n", "", (3, 64, 9, 13)),
     "pixels of the weight overwritten": ("    products_wait<1>();  // those of the tile before are made\n", "", (3, 64, 9, 13)),
-    "the last tile's products": ("  products_wait<0>();\n  float4* to", "  float4* to", (3, 64, 9, 13)),
+    "the last tile's products": ("  products_wait<0>();\n  // Of rows", "  // Of rows", (3, 64, 9, 13)),
     "a line of blocks that nobody adds up": ("for (int line = part;", "for (int line = part + 1;", (3, 64, 9, 13)),
     "added up before all have": ("  __syncthreads();\n  if (threadIdx.x >= 4", "  if (threadIdx.x >= 4", (3, 64, 9, 13)),
 }  # fmt: skip

@@ -39,13 +39,28 @@ def test_a_map_is_of_the_tensors_sizes_and_is_made_once(asked: list[Any]) -> Non
     assert bytes(found[0]) == b"\x07" * 128
     ((at, dtype, dimensions, address, sizes, strides, box, steps, _, swizzle, *_),) = asked
     assert at % 64 == 0
-    assert (dtype, dimensions, address.value) == (1, 4, x.data_ptr())
-    assert list(sizes) == [64, 6, 5, 2]
-    assert list(strides) == [2 * 64, 2 * 64 * 6, 2 * 64 * 6 * 5]  # bytes
-    assert (list(box), list(steps)) == ([64, 10, 34, 1], [1, 1, 1, 1])
+    assert (dtype, dimensions, address.value) == (1, 5, x.data_ptr())
+    assert list(sizes) == [64, 1, 6, 5, 2]
+    assert list(strides) == [2 * 64, 2 * 64, 2 * 64 * 6, 2 * 64 * 6 * 5]  # bytes
+    assert (list(box), list(steps)) == ([64, 1, 10, 34, 1], [1, 1, 1, 1, 1])
     assert swizzle == 3
     tensor_map.boxes(x, 32, 10, 34)
     assert asked[1][9] == 2
+
+
+def test_of_groups_a_box_has_one_and_a_quarter_is_every_other_row_and_column(asked: list[Any]) -> None:
+    x = torch.zeros(2, 5, 7, 96, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    found = tensor_map.boxes(x, 64, 9, 15, 2, tensor_map.QUARTERS, 2)
+    assert found.nbytes == 4 * 128
+    assert len(asked) == 4
+    begins = [(call[3].value - x.data_ptr()) // (2 * 96) for call in asked]
+    assert begins == [0, 1, 7, 8]  # pixels
+    # channels of a group end at its own, so that what a box has beyond is no neighbour's
+    assert [list(call[4]) for call in asked] == [
+        [48, 2, columns, rows, 2] for rows, columns in ((3, 4), (3, 3), (2, 4), (2, 3))
+    ]
+    assert all(list(call[5]) == [2 * 48, 2 * 96 * 2, 2 * 96 * 7 * 2, 2 * 96 * 7 * 5] for call in asked)
+    assert all(list(call[6]) == [64, 1, 9, 15, 1] for call in asked)
 
 
 def test_a_map_that_the_driver_refuses_is_told(asked: list[Any]) -> None:

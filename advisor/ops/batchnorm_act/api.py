@@ -129,18 +129,18 @@ def affine(
 
 
 def _kept(mask: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The forward's bits as ones and zeros [N, C, H, W] like dy."""
+    """dy [N, C, H, W] in fp32 where the forward's bits are set, else zero."""
     width = storage.vector_width(storage.name(dy.dtype))
     n, c, h, w = dy.shape
     bits = (mask.unsqueeze(-1) >> torch.arange(width, device=dy.device)) & 1
-    return bits.view(n, h, w, c).permute(0, 3, 1, 2)
+    return dy.float().where(bits.view(n, h, w, c).permute(0, 3, 1, 2).bool(), 0.0)
 
 
-def _slope(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
-    """The activation's derivative at z, differentiable itself."""
+def _through(dy: torch.Tensor, z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
+    """The gradient at z in fp32, where dy is the activation's, differentiable itself."""
     if activation == "none":
-        return torch.ones_like(z)
-    return differentiable.gradient(lambda z: reference.activate(z, activation, slope), torch.ones_like(z), z)
+        return dy.float()
+    return differentiable.gradient(lambda z: reference.activate(z, activation, slope), dy.float(), z)
 
 
 def differentiable_backward(
@@ -159,9 +159,9 @@ def differentiable_backward(
     normal = centred * invstd
     scale = weight.view(1, -1, 1, 1)
     if mask is not None:
-        g = dy.float() * _kept(mask, dy)
+        g = _kept(mask, dy)
     else:
-        g = dy.float() * _slope(normal * scale + bias.view(1, -1, 1, 1), ctx.activation, ctx.slope)
+        g = _through(dy, normal * scale + bias.view(1, -1, 1, 1), ctx.activation, ctx.slope)
     dbias = g.sum((0, 2, 3))
     dweight = (g * normal).sum((0, 2, 3))
     count = x.numel() // x.shape[1]
@@ -322,11 +322,12 @@ def _frozen_differentiable_backward(
     invstd = torch.rsqrt(running_var + eps).view(1, -1, 1, 1)
     scale = weight.view(1, -1, 1, 1)
     normal = None if x is None else (x.float() - running_mean.view(1, -1, 1, 1)) * invstd
-    g = dy.float()
     if spec.frozen_masked(activation, residual, affine_gradients):
-        g = g * _kept(mask, dy)
+        g = _kept(mask, dy)
     elif normal is not None:
-        g = g * _slope(normal * scale + bias.view(1, -1, 1, 1), activation, slope)
+        g = _through(dy, normal * scale + bias.view(1, -1, 1, 1), activation, slope)
+    else:
+        g = dy.float()
     dweight = (g * normal).sum((0, 2, 3)) if affine_gradients and normal is not None else None
     dbias = g.sum((0, 2, 3)) if affine_gradients else None
     return (g * scale * invstd).to(dy.dtype), g.to(dy.dtype), dweight, dbias

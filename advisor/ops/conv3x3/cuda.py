@@ -74,7 +74,8 @@ def _weight(
     first, second = spec.KERNELS[spec.BACKWARD_WEIGHT]
     partial = nvrtc.function(spec.BACKWARD_WEIGHT, first, macros, device, plan.shared_bytes)
     total = nvrtc.function(spec.BACKWARD_WEIGHT, second, macros, device)
-    sizes, places = (plan.tiles, plan.strips, plan.bands), (plan.lines, *weight_strides)
+    sizes = (plan.tiles, plan.strips, plan.bands, call.groups, plan.jobs)
+    places = (plan.lines, call.groups, *weight_strides)
     return partial, total, plan, tuple(map(np.int32, sizes)), tuple(map(np.int32, places))
 
 
@@ -85,8 +86,11 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cal
     first, second, plan, sizes, places = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
     plain, windowed = (dy, x) if plan.x_windowed else (x, dy)
     maps = (
-        tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows),
-        tensor_map.boxes(windowed, plan.columns, 8 * plan.wide + 2, plan.rows + 2),
+        tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows, call.groups),
+        tensor_map.boxes(
+            *(windowed, plan.columns, 8 * plan.wide + plan.halo, plan.rows + plan.halo, call.groups),
+            *(tensor_map.WHOLE if call.stride == 1 else tensor_map.QUARTERS, call.stride),
+        ),
     )
     left = torch.empty(plan.left_bytes // 4, dtype=torch.float32, device=x.device)
     stream = nvrtc.stream(device)

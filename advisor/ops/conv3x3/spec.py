@@ -1,7 +1,8 @@
 """What the 3 x 3 convolution kernels support, where they win, and how they are launched. Plain arithmetic.
 
 A product takes pixels of `inputs` channels to pixels of `outputs`: the forward from the convolution's input to its result, the
-gradient of the input the other way. The gradient of the weight is a third, with kernels and blocks of its own (weight.py).
+gradient of the input the other way. The gradient of the weight is a third, with kernels and blocks of its own (weight.py);
+those of wide groups and stride 2 are made with it too (ops/grouped).
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ _MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input."""
+    """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input.
+
+    Of the gradient of a weight alone there are `groups` of so many channels, and a `stride`; `height` and `width` are x's.
+    """
 
     batch: int
     inputs: int
@@ -68,6 +72,8 @@ class Call:
     height: int
     width: int
     turned: bool = False
+    groups: int = 1
+    stride: int = 1
 
     def gradient(self) -> Call:
         """Of a forward: the product that gives the gradient of its input."""
@@ -105,7 +111,7 @@ def product_left(product: Call) -> str:
 def weight_wins(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
     faster = (call.inputs, call.outputs) in _WEIGHT_FASTER
-    return _weight_unsupported(call) or (_sizes_win(call) or _room(call) if faster else UNMEASURED)
+    return _weight_unsupported(call) or (_sizes_win(call) or room(call) if faster else UNMEASURED)
 
 
 def weight_left(call: Call) -> str:
@@ -133,9 +139,12 @@ def _sizes_win(call: Call) -> str:
     return "" if _filled(call) >= _LEAST_FILLED else UNMEASURED
 
 
-def _room(call: Call) -> str:
+def room(call: Call) -> str:
     """Why the sums of the weight's blocks take too much memory; empty where they do not."""
-    left, gradient = weight_plan(call, _SMS).left_bytes, 2 * call.batch * call.inputs * call.height * call.width
+    left, gradient = (
+        weight_plan(call, _SMS).left_bytes,
+        2 * call.batch * call.groups * call.inputs * call.height * call.width,
+    )
     return (
         f"sums of {left / 1e6:.0f} MB beside a gradient of {gradient / 1e6:.0f} MB" if left > _ROOM * gradient else ""
     )
@@ -377,20 +386,25 @@ def weight_defines(call: Call, plan: weight.Plan, dtype: str, weight_dtype: str)
         "COLUMNS": plan.columns,
         "ROWS": plan.rows,
         "WIDE": plan.wide,
+        "STRIDE": plan.stride,
         "STAGES": plan.stages,
-        "WGMMA_N": 3 * plan.columns,
+        "WGMMA_N": 3 * plan.columns if plan.stride == 1 else plan.columns,
     }
 
 
 def weight_plan(call: Call, sm_count: int) -> weight.Plan:
     """The launch of BACKWARD_WEIGHT."""
-    return weight.plan(call.batch, call.inputs, call.outputs, call.height, call.width, sm_count)
+    height, width = ((size - 1) // call.stride + 1 for size in (call.height, call.width))
+    return weight.plan(call.batch, call.inputs, call.outputs, height, width, sm_count, call.groups, call.stride)
+
+
+# (channels a group, stride, side) of weights of wide groups: RegNetX-3.2GF, RegNetY-8GF, ResNeXt-101 64x8d.
+_GROUPED = ((48, 1, 56), (48, 1, 14), (48, 2, 112), (48, 2, 28), (56, 1, 28), (64, 1, 7), (64, 2, 14))
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
-    """Macros to compile `source` with in the test for spills: all widths of a tile and both directions."""
-    found = []
-    for inputs, outputs, side, moments in (
+    """Macros to compile `source` with in the test for spills: all widths of a tile and both directions, weights of groups."""
+    dense = (
         (64, 64, 256, True),
         (64, 64, 56, False),
         (128, 32, 56, True),
@@ -398,15 +412,20 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         (64, 128, 112, True),
         (64, 64, 14, False),
         (64, 64, 8, False),
+    )
+    grouped = (Call(256, wide, wide, side, side, groups=4, stride=stride) for wide, stride, side in _GROUPED)
+    found = []
+    for forward, moments in (
+        *((call((256, inputs, side, side), outputs), moments) for inputs, outputs, side, moments in dense),
+        *((forward, False) for forward in grouped if source == BACKWARD_WEIGHT),
     ):
-        forward = call((256, inputs, side, side), outputs)
-        names = ("float16", "float16") if side == 14 else ("bfloat16", "float32")
+        names = ("float16", "float16") if forward.height == 14 else ("bfloat16", "float32")
         if source == BACKWARD_WEIGHT:
-            found.append(weight_defines(forward, weight_plan(forward, 132), *names))
+            found.append(weight_defines(forward, weight_plan(forward, _SMS), *names))
             continue
         for product in (forward, forward.gradient()):
             if _fits(product.inputs, product.outputs, product.turned):
-                chosen = plan(product, 132)
+                chosen = plan(product, _SMS)
                 found.append(defines(product, chosen, *names, moments=moments and not product.turned))
     return tuple(found)
 

@@ -28,8 +28,13 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> str:
+    reason = unsupported(x, weight, stride, groups)
+    if reason:
+        return reason
     wins = spec.wins(dtype=storage.name(x.dtype), group=weight.shape[1], stride=stride)
-    return dispatch.refusal(unsupported(x, weight, stride, groups), wins)
+    if not wins and cuda.hopper_lacks(x.device.index or 0):
+        wins = spec.wins_elsewhere(weight.shape[1], stride)
+    return dispatch.refusal("", wins)
 
 
 def _pytorch(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from advisor.ops import moments_cases
 from advisor.ops.family import Arguments, Case, Work
-from advisor.ops.grouped import api, reference, spec
+from advisor.ops.grouped import api, reference, spec, wide
 
 
 def _inputs(
@@ -51,6 +51,10 @@ def _case(
     nbytes, flops = spec.bytes_moved(sized, 2), spec.flops(sized)
     forward = () if spec.forward_wins(group, stride) else (spec.forward_source(group, stride),)
     gradient = spec.backward_data_source(group, stride), spec.BACKWARD_WEIGHT
+    if spec.has_wide_groups(group, stride):  # as they run on Hopper
+        forward, gradient = (wide.CONVOLUTION,), (wide.CONVOLUTION, gradient[1])
+    if spec.has_wide_weight(group, stride):
+        gradient = gradient[0], wide.BACKWARD_WEIGHT
     return Case(
         name=spec.name(group, stride),
         kind=spec.name(group, stride),
@@ -88,8 +92,7 @@ def _with_norm(conv: Case, group: int, stride: int) -> tuple[Case, ...]:
 # Of those behind whose forward a norm takes two launches (spec.TRAINED).
 _WITH_NORM = ((4, 128, 1, 56), (8, 256, 1, 28))
 _ALSO_FP16 = ((4, 1), (8, 2), (24, 1))
-# What other networks of docs/networks.md have, and nothing is dispatched for until it is measured: RegNetX-3.2GF (48 channels a group),
-# RegNetY-8GF (56), the last stage of ResNeXt-101 32x8d (64).
+# What other networks of docs/networks.md have: RegNetX-3.2GF (48 channels a group), RegNetY-8GF (56), the last stage of ResNeXt-101 32x8d (64).
 _ALSO = (
     *(
         (48, channels, stride, side)
@@ -136,6 +139,12 @@ VERIFICATION = (
     _case((2, 40, 4, 5), "bfloat16", 40),
     _case((1, 64, 3, 4), "bfloat16", 64),
     _case((2, 64, 3, 4), "bfloat16", 64, 2),
+    _case((3, 96, 9, 13), "bfloat16", 48),
+    _case((2, 96, 10, 19), "bfloat16", 48, 2, weight_dtype="bfloat16"),
+    _case((2, 112, 7, 6), "float16", 56, weight_format=torch.contiguous_format),
+    _case((3, 112, 17, 8), "bfloat16", 56, 2),
+    _case((1, 128, 8, 33), "bfloat16", 64, weight_dtype="bfloat16", weight_format=torch.contiguous_format),
+    _case((1, 80, 1, 1), "float16", 40, 2, weight_dtype="float16"),
     *(
         _with_norm(_case(shape, dtype, group, stride), group, stride)[0]
         for shape, dtype, group, stride in (

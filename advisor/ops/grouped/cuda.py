@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc, storage
-from advisor.ops.grouped import spec, weight
+from advisor.ops import nvrtc, storage, tensor_map
+from advisor.ops.conv3x3 import cuda as conv3x3
+from advisor.ops.grouped import spec, weight, wide
 from advisor.ops.grouped.spec import Call
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A kernel with all that depends on shapes only; addresses stand before `sizes`."""
+    """A kernel with all that depends on shapes only; addresses, and maps of tensors, stand before `sizes`."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -24,7 +25,7 @@ class _Launch:
     sizes: tuple[Any, ...]
     shared_bytes: int
 
-    def run(self, *addresses: int, device: int) -> None:
+    def run(self, *addresses: Any, device: int) -> None:
         self.kernel(self.grid, self.block, (*addresses, *self.sizes), self.shared_bytes, nvrtc.stream(device))
 
 
@@ -68,6 +69,46 @@ def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
+@cache
+def hopper_lacks(device: int) -> str:
+    """Why this device runs no kernels of wide groups; empty when it does."""
+    arch = nvrtc.arch(device)
+    if arch != wide.ARCH:
+        return f"sm_{arch} lacks the products of warpgroups that sm_{wide.ARCH} has"
+    return tensor_map.unavailable() or nvrtc.refused(wide.CONVOLUTION)
+
+
+@lru_cache(maxsize=4096)
+def _wide_launch(
+    call: Call,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    weight_strides: tuple[int, ...],
+    device: int,
+    transposed: bool,
+) -> tuple[_Launch, wide.Plan]:
+    plan = wide.plan(call, nvrtc.sm_count(device), transposed=transposed)
+    dtypes = spec.STORAGE[storage.name(dtype)], spec.WEIGHT_STORAGE[storage.name(weight_dtype)]
+    macros = wide.defines(call, plan, *dtypes, transposed=transposed)
+    entry = spec.KERNELS[wide.CONVOLUTION][0]
+    kernel = nvrtc.function(wide.CONVOLUTION, entry, tuple(macros.items()), device, plan.shared_bytes)
+    sizes = _int32(plan.tiles, plan.strips, plan.bands, call.channels // call.group, *weight_strides)
+    return _Launch(kernel, (plan.grid, 1, 1), (wide.THREADS, 1, 1), sizes, plan.shared_bytes), plan
+
+
+def _wide(x: torch.Tensor, weight: torch.Tensor, call: Call, *, transposed: bool) -> torch.Tensor:
+    """What is made of x: y, or with `transposed` dx of dy."""
+    device = x.device.index or 0
+    launch, plan = _wide_launch(call, x.dtype, weight.dtype, weight.stride(), device, transposed)
+    y = _output(x, *((call.height, call.width) if transposed else (call.out_height, call.out_width)))
+    halo, groups, rows = wide.halo(call.stride), call.channels // call.group, plan.columns // 8
+    whole, parted = (tensor_map.WHOLE, 1), (tensor_map.QUARTERS if call.stride > 1 else tensor_map.WHOLE, call.stride)
+    planes = tensor_map.boxes(x, wide.LINE, 8 + halo, rows + halo, groups, *(whole if transposed else parted))
+    classes = tensor_map.boxes(y, wide.LINE, 8, rows, groups, *(parted if transposed else whole))
+    launch.run(planes, classes, x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
+    return y
+
+
 def forward(
     x: torch.Tensor, weight: torch.Tensor, call: Call, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -76,6 +117,8 @@ def forward(
     x: channels_last; weight [C, C / groups, 3, 3], any strides.
     """
     device = x.device.index or 0
+    if spec.is_wide(call) and not hopper_lacks(device):
+        return _wide(x, weight, call, transposed=False), None
     y = _output(x, call.out_height, call.out_width)
     source = spec.forward_source(call.group, call.stride)
     launch = _convolution(source, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
@@ -90,6 +133,8 @@ def forward(
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     device = dy.device.index or 0
+    if spec.is_wide(call) and not hopper_lacks(device):
+        return _wide(dy, weight, call, transposed=True)
     dx = _output(dy, call.height, call.width)
     source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
     launch = _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True)
@@ -119,6 +164,8 @@ def _weight(
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, one dtype."""
     device = x.device.index or 0
+    if spec.is_wide_weight(call) and not hopper_lacks(device):
+        return conv3x3.backward_weight(dy, x, weight, wide.convolution(call))
     dweight = torch.empty_like(weight)
     first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
     partial = torch.empty(values, dtype=torch.float32, device=x.device)

@@ -9,7 +9,7 @@ from typing import Any
 
 from advisor.ops import occupancy
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
-from advisor.ops.grouped import weight, whole
+from advisor.ops.grouped import weight, whole, wide
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
@@ -22,7 +22,9 @@ KERNELS = {
     BACKWARD_WEIGHT: ("grouped_backward_weight", "grouped_backward_weight_sum"),
     WHOLE_FORWARD: ("grouped_whole_forward",),
     WHOLE_BACKWARD_DATA: ("grouped_whole_backward_data",),
+    wide.CONVOLUTION: ("grouped_wide",),
 }
+NEEDS_ARCH = {wide.CONVOLUTION: wide.ARCH}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
@@ -40,11 +42,13 @@ MAX_STAGES = 4  # rows in the ring
 TILES = (1, 2, 4, 7)
 FORWARD_ALWAYS = 0  # 1: the kernel's forward even where `forward_wins` gives it to PyTorch
 WHOLE_GROUPS = 1  # 0: warps with an octet each, also where a warp can have a whole group
+WIDE_GROUPS = 1  # 0: the kernels of warps also where a group fills the products of Hopper's warpgroups
 TUNABLE = {
     "SLAB": (0, 4, 8),
     "MAX_TILES": (4, 7),
     "FORWARD_ALWAYS": (0, 1),
     "WHOLE_GROUPS": (0, 1),
+    "WIDE_GROUPS": (0, 1),
 }
 
 # Measured on an H200 in bf16. A slab of 8 octets, whole 128-byte lines: forward and backward in 0.75 and 0.82 of the time of 4
@@ -55,8 +59,10 @@ _SLAB = 4
 
 # (channels a group, stride) whose passes together are faster than cuDNN's on an H200 in bf16, for which fp16 stands too where it
 # was measured (4 and 24 at stride 1, 8 at stride 2): 4 at stride 1 in 0.34 of the time, 8, 16 in 0.4 to 0.7, 24 in 0.1 to 0.2, 32 at
-# stride 1 in 0.93, 48 in 0.14 to 0.23, 56 in 0.21 to 0.33. Not 64: at 2048 channels 0.7 at stride 2, but 1.7 at stride 1.
-_FASTER = frozenset({*product((8, 16, 24, 32, 48, 56), (1, 2)), (4, 1)})
+# stride 1 in 0.93, 48, 56, 64 in 0.06 to 0.8.
+_FASTER = frozenset({*product((8, 16, 24, 32, 48, 56, 64), (1, 2)), (4, 1)})
+# With Hopper's products alone: with those of warps in 0.7 of cuDNN's time at stride 2, but in 1.7 at stride 1 (2048 channels).
+_FASTER_ON_HOPPER = frozenset({(64, 1), (64, 2)})
 # Where cuDNN's forward is the faster one all the same: in 0.95, 0.75 and 0.74 of the kernel's time (with 8 channels that was at
 # a slab of 4). The backward, twice as long and 1.5 to 2.0 times faster than cuDNN's, stays the kernels'.
 _FORWARD_SLOWER = frozenset({(8, 2), (16, 2), (32, 2)})
@@ -122,6 +128,11 @@ INFERRED = (
 SIZES_ASKED = "channels a group, which name the kinds"
 
 
+def wins_elsewhere(group: int, stride: int) -> str:
+    """Why PyTorch's own operation is left in place on a GPU without Hopper's products; empty where the other kernels win too."""
+    return UNMEASURED if (group, stride) in _FASTER_ON_HOPPER else ""
+
+
 def forward_wins(group: int, stride: int) -> str:
     """Why the forward is PyTorch's own where the backward is the kernels'; empty where both are the kernels'."""
     if (group, stride) in _FORWARD_SLOWER and not FORWARD_ALWAYS:
@@ -131,6 +142,8 @@ def forward_wins(group: int, stride: int) -> str:
 
 def leaves_moments(group: int, stride: int) -> str:
     """Why the forward leaves no moments of its result; empty where it can."""
+    if has_wide_groups(group, stride):
+        return f"{group} channels a group at stride {stride}: products of warpgroups leave no moments"
     if forward_source(group, stride) == WHOLE_FORWARD:
         return f"{group} channels a group at stride {stride}: warps with whole groups leave no moments"
     return forward_wins(group, stride)
@@ -214,13 +227,34 @@ def unsupported_convolution(
 # ---- which kernels
 
 
+def has_wide_groups(group: int, stride: int) -> bool:
+    """Whether the products of warpgroups (wide.py) make such convolutions, where the GPU has them."""
+    return bool(WIDE_GROUPS) and (group, stride) in wide.TAKEN
+
+
+def is_wide(call: Call) -> bool:
+    """As `has_wide_groups`, of one: with stride 2 there have to be odd rows and columns."""
+    return has_wide_groups(call.group, call.stride) and min(call.height, call.width) >= call.stride
+
+
+def has_wide_weight(group: int, stride: int) -> bool:
+    """As `has_wide_groups`, of the weight's gradient."""
+    return bool(WIDE_GROUPS) and (group, stride) in wide.WEIGHT_TAKEN
+
+
+def is_wide_weight(call: Call) -> bool:
+    """As `is_wide`, of the weight's gradient; and what its blocks leave takes no more memory than the input's gradient."""
+    taken = has_wide_weight(call.group, call.stride) and min(call.height, call.width) >= call.stride
+    return taken and wide.sums_fit(call)
+
+
 def forward_source(group: int, stride: int) -> str:
-    """The source of the forward and, with stride 1, of the gradient of the input."""
+    """The source of the forward and, with stride 1, of the gradient of the input, by warps."""
     return WHOLE_FORWARD if WHOLE_GROUPS and (group, stride) in whole.FORWARD else FORWARD
 
 
 def backward_data_source(group: int, stride: int) -> str:
-    """The source of the gradient of the input."""
+    """The source of the gradient of the input, by warps."""
     if stride == 1:
         return forward_source(group, stride)
     return WHOLE_BACKWARD_DATA if WHOLE_GROUPS and (group, stride) in whole.BACKWARD_DATA else BACKWARD_DATA
@@ -475,6 +509,8 @@ _SMS = 132  # geometry differs little between devices; the macros do not depend 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with ahead: what the trained networks' layers ask for, and the widest groups."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
+    if source == wide.CONVOLUTION:
+        return _wide_variants()
     for group, channels, stride, side in (*TRAINED, *_OTHERS):
         used = {backward_data_source(group, stride), BACKWARD_WEIGHT}
         if not forward_wins(group, stride):
@@ -496,6 +532,24 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             if source == FORWARD and not leaves_moments(group, stride):
                 macros = defines(sized, planned, dtype, weight_dtype, transposed=False, moments=True)
                 found[tuple(macros.items())] = None
+    return tuple(dict(macros) for macros in found)
+
+
+def _wide_variants() -> tuple[dict[str, int], ...]:
+    """All widths of a tile, both strides and directions, one group a block and two."""
+    found: dict[tuple[tuple[str, int], ...], None] = {}
+    for group, side, dtype in (
+        (48, 56, "bfloat16"),
+        (48, 14, "float16"),
+        (56, 28, "bfloat16"),
+        (64, 32, "bfloat16"),
+        (64, 7, "bfloat16"),
+    ):
+        for stride, transposed in product((1, 2), (False, True)):
+            sized = call((256, 4 * group, side, side), 4, stride)
+            planned = wide.plan(sized, _SMS, transposed=transposed)
+            weights = WEIGHT_STORAGE["float32" if dtype == "bfloat16" else dtype]
+            found[tuple(wide.defines(sized, planned, STORAGE[dtype], weights, transposed=transposed).items())] = None
     return tuple(dict(macros) for macros in found)
 
 

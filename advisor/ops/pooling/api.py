@@ -102,7 +102,7 @@ class _BiasReluMaxPool(Function):
         (index,) = ctx.saved_tensors
         if differentiable.wanted(dy):
             alive = index != DEAD
-            g = dy * alive
+            g = dy.where(alive, 0)
             at = flat_indices(index, ctx.shape, ctx.window).where(alive, 0)
             return _to_chosen(g, at, ctx.shape), g.float().sum((0, 2, 3)).to(ctx.dtype), None
         dx, dbias = cuda.bias_max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window)

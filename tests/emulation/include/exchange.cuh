@@ -2,7 +2,6 @@
 
 #define EXCHANGE_STATE 4
 #define ABSENT 0x7fedcba9u  // a NaN that no arithmetic makes
-#define BACKOFF_NS 0  // between two looks at what has not come
 
 struct Exchange {
   unsigned int* memory;

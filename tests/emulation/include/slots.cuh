@@ -3,7 +3,7 @@
 typedef char* Slot;
 #define SLOTS_APART (16 * THREADS)  // bytes from a slot of a thread to its next one
 
-inline void go_on(Slot& slot, int slots = 1) { slot += slots * SLOTS_APART; }
+inline void go_on(Slot& slot) { slot += SLOTS_APART; }
 inline Slot first_slot(void* slots) { return static_cast<char*>(slots) + 16 * threadIdx.x; }
 inline Vec16 load_slot(Slot slot) { return *reinterpret_cast<Vec16*>(slot); }
 inline void store_slot(Slot slot, const Vec16& v) { *reinterpret_cast<Vec16*>(slot) = v; }

@@ -14,6 +14,7 @@ inline Operand operand_behind(Operand first, int bytes) { return first + (Operan
 
 struct EmulatedProduct {
   float* d;
+  const unsigned int* held;  // a's part that the lane has; null where a is an operand in shared memory
   Operand a, b;
   bool adds, a_along, b_along;
   int warp;  // of its warpgroup
@@ -24,6 +25,14 @@ static EmulatedProduct emulated_products[1024][128];  // by thread, not yet made
 static int emulated_waiting[1024], emulated_closed[1024], emulated_before[1024];
 static unsigned long long emulated_block[1024];            // whose they are
 
+inline float emulated_value(unsigned short v) {
+#if STORAGE == 1
+  return emulation::from_f16(v);
+#else
+  return emulation::from_bf16(v);
+#endif
+}
+
 // The 16-bit value of an operand: `across` the summed dimension, or `along` its rows or columns.
 inline float emulated_operand(Operand operand, int place, int k, bool along) {
   const unsigned start = (operand & 0x3fff) << 4, stride = (operand >> 32 & 0x3fff) << 4, next = (operand >> 16 & 0x3fff) << 4;
@@ -33,11 +42,7 @@ inline float emulated_operand(Operand operand, int place, int k, bool along) {
   at ^= bytes == 128 ? (at >> 7 & 7) << 4 : (at >> 7 & 3) << 4;
   unsigned short v;
   memcpy(&v, static_cast<const char*>(emulation::dynamic_shared()) + at, 2);
-#if STORAGE == 1
-  return emulation::from_f16(v);
-#else
-  return emulation::from_bf16(v);
-#endif
+  return emulated_value(v);
 }
 
 inline void emulated_wgmma(void* const* lanes, unsigned present) {
@@ -45,7 +50,13 @@ inline void emulated_wgmma(void* const* lanes, unsigned present) {
   const EmulatedProduct& first = *static_cast<const EmulatedProduct*>(lanes[0]);
   static float a[16][16], b[WGMMA_N][16];
   for (int m = 0; m < 16; ++m)
-    for (int k = 0; k < 16; ++k) a[m][k] = emulated_operand(first.a, 16 * first.warp + m, k, first.a_along);
+    for (int k = 0; k < 16; ++k)
+      if (first.held) {
+        const unsigned int* held = static_cast<const EmulatedProduct*>(lanes[m % 8 * 4 + k % 8 / 2])->held;
+        a[m][k] = emulated_value((unsigned short)(held[m / 8 + k / 8 * 2] >> k % 2 * 16));
+      } else {
+        a[m][k] = emulated_operand(first.a, 16 * first.warp + m, k, first.a_along);
+      }
   for (int n = 0; n < WGMMA_N; ++n)
     for (int k = 0; k < 16; ++k) b[n][k] = emulated_operand(first.b, n, k, first.b_along);
   for (int lane = 0; lane < 32; ++lane) {
@@ -81,16 +92,25 @@ void products_wait() {
   emulated_before[thread] = emulated_closed[thread] -= made;
 }
 
-template <int A_ALONG, int B_ALONG>
-void wgmma(float (&d)[WGMMA_N / 2], Operand a, Operand b, int adds) {
-  EmulatedProduct mine{d, a, b, adds != 0, A_ALONG != 0, B_ALONG != 0, int(emulation::current->warp % 4)};
+inline void emulated_ask(const EmulatedProduct& mine) {
+  EmulatedProduct asked = mine;
   const unsigned thread = emulation::current->number;
   if ((emulation::current->warp + emulation::block_index.x) % 2)
-    emulation::collective(emulated_wgmma, 0xffffffffu, &mine);
+    emulation::collective(emulated_wgmma, 0xffffffffu, &asked);
   else if (emulated_waiting[thread] == 128)
     emulation::fail("more than 128 products without a wait");
   else
-    emulated_products[thread][emulated_waiting[thread]++] = mine;
+    emulated_products[thread][emulated_waiting[thread]++] = asked;
+}
+
+template <int A_ALONG, int B_ALONG>
+void wgmma(float (&d)[WGMMA_N / 2], Operand a, Operand b, int adds) {
+  emulated_ask({d, nullptr, a, b, adds != 0, A_ALONG != 0, B_ALONG != 0, int(emulation::current->warp % 4)});
+}
+
+template <int B_ALONG>
+void wgmma_held(float (&d)[WGMMA_N / 2], const unsigned int (&a)[4], Operand b, int adds) {
+  emulated_ask({d, a, 0, b, adds != 0, false, B_ALONG != 0, int(emulation::current->warp % 4)});
 }
 
 struct EmulatedStmatrix {
