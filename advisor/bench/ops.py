@@ -112,17 +112,20 @@ def chosen(pattern: str) -> list[tuple[Family, Case]]:
     return found
 
 
-def outdated(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]]) -> list[tuple[Family, Case]]:
-    """Of these cases those of which a row is missing, or whose kernels have changed since it was measured.
+def outdated(
+    cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]], baselines: Sequence[str] = ("eager",)
+) -> list[tuple[Family, Case]]:
+    """Of these cases those of which a row is missing or lacks one of `baselines`, or whose kernels have changed since it was measured.
 
     And with each its counterpart: one case made together and apart is compared with itself, which two runs or machines cannot tell.
     """
     measured = {(*key(row), row["kernel_sha"]) for row in rows}
+    beside = {(*key(row), row["kernel_sha"]) for row in rows if row["compile_ms"] is not None}
     missing = {
         _together(case)
         for _, case in cases
         if any(
-            (*row, family.kernel_sha(work)) not in measured
+            (*row, family.kernel_sha(work)) not in (beside if _is_compiled(case, baselines) else measured)
             for row, work in zip(keys(case), case.passes.values(), strict=True)
         )
     }
@@ -131,6 +134,11 @@ def outdated(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, A
 
 def _together(case: Case) -> tuple[object, ...]:
     return case.name.removesuffix(APART), case.shape, case.dtype
+
+
+def _is_compiled(case: Case, baselines: Sequence[str]) -> bool:
+    """Whether torch.compile is measured beside it: of two counterparts, which PyTorch makes alike, once."""
+    return "compile" in baselines and case.dtype in COMPILED_DTYPES and not case.name.endswith(APART)
 
 
 def parted(cases: Sequence[tuple[Family, Case]], part: tuple[int, int]) -> list[tuple[Family, Case]]:
@@ -201,9 +209,9 @@ def run(
             raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
     path = json_out or results.folder() / "ops.json"
     if changed:
-        cases = outdated(cases, results.on_file(path))
+        cases = outdated(cases, results.on_file(path), baselines)
         if not cases:
-            print(f"every row in {path} is of the kernels as they are")
+            print(f"every row in {path} is of the kernels as they are, beside {' and '.join(baselines)}")
             return ExitCode.OK
     if short_only:
         cases = short(cases, results.on_file(path))
@@ -222,7 +230,7 @@ def run(
     for number, (kind, case) in enumerate(cases):
         say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
         try:
-            measured = measure(kind, case, ceilings, compiled="compile" in baselines and case.dtype in COMPILED_DTYPES)
+            measured = measure(kind, case, ceilings, compiled=_is_compiled(case, baselines))
         except Exception as error:
             failed.append(f"{kind.id} {case.label}: {_first_line(error)}")
             print(failed[-1], flush=True)
@@ -331,7 +339,7 @@ def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
             layout=case.layout,
             advisor_ms=times[kind]["advisor"].median,
             eager_ms=times[kind]["eager"].median,
-            compile_ms=times[kind]["compile"].median if compiled else None,
+            compile_ms=times[kind]["compile"].median if "compile" in times[kind] else None,
             limit_ms=ceilings.limit_ms(work, case.dtype),
             spread=(times[kind]["advisor"].p90 - times[kind]["advisor"].p10) / times[kind]["advisor"].median,
             eager_spread=(times[kind]["eager"].p90 - times[kind]["eager"].p10) / times[kind]["eager"].median,
@@ -357,15 +365,26 @@ def timed(
     contenders: dict[str, Callable[..., Any]] = {"advisor": case.ours}
     if not only_advisor:
         contenders["eager"] = case.eager
-    if compiled:
-        torch._dynamo.reset()
-        contenders["compile"] = torch.compile(case.eager, dynamic=False)
+    if compiled and (function := _compiled(case)):
+        contenders["compile"] = function
     times: dict[str, dict[str, Any]] = {}
     hosts: dict[str, dict[str, float]] = {}
     for way, runs, sets in contests(case, contenders):
         times[way] = timing.interleaved(runs, sets, budget_s=budget_s / 2)
         hosts[way] = {} if only_advisor else timing.host(runs, sets)
     return times, hosts
+
+
+def _compiled(case: Case) -> Callable[..., Any] | None:
+    """PyTorch's own by torch.compile, compiled for the case. None, and why is printed, where that fails: the rest has its times."""
+    torch._dynamo.reset()
+    function: Callable[..., Any] = torch.compile(case.eager, dynamic=False)
+    try:
+        peaks(case, function)
+    except Exception as error:
+        print(f"{case.label}: torch.compile: {_first_line(error)}", flush=True)
+        return None
+    return function
 
 
 def contests(

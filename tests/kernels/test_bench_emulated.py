@@ -65,6 +65,22 @@ def test_a_case_is_measured(emulated, on_cpu, family: Family) -> None:
     assert sum(emulated.launches.values()) > 0
 
 
+def test_what_cannot_be_compiled_keeps_its_other_times(on_cpu, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    case = small(catalog.get("bias_act"))
+    ours = replace(case, ours=case.eager)
+    times, _ = ops.timed(ours, compiled=True, budget_s=1.0)
+    assert all(list(found) == ["advisor", "eager", "compile"] for found in times.values())
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no backend\nand more")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: fails)
+    times, hosts = ops.timed(ours, compiled=True, budget_s=1.0)
+    assert all(list(found) == ["advisor", "eager"] for found in (*times.values(), *hosts.values()))
+    assert capsys.readouterr().out == f"{case.label}: torch.compile: RuntimeError: no backend\n"
+
+
 class Calls:
     """In the place of the counters: each pass is run over its inputs."""
 

@@ -316,7 +316,7 @@ def test_what_was_measured_to_win_is_paired() -> None:
     for group, stride in ((8, 1), (4, 1), (16, 1), (24, 1), (24, 2), (48, 1)):
         reason = grouped_spec.moments_win(group, stride)
         assert (not reason) == ((group, stride) == (8, 1))
-        assert (reason == dispatch.UNMEASURED) == (group == 48)
+        assert ("warpgroups leave no moments" in reason) == (group == 48)
     assert "cuDNN" in grouped_spec.moments_win(8, 2)  # PyTorch's forward leaves none
     assert not first_conv_spec.moments_win(7, 2, 64)
     assert first_conv_spec.moments_win(4, 4, 96) == dispatch.UNMEASURED

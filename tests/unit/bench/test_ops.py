@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from advisor.bench import goals, ops, timing, units
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, nvrtc
-from advisor.ops.family import Case, Work, kernel_sha
+from advisor.ops.family import Case, Family, Work, kernel_sha
 from advisor.profiling import counters as hardware
 from advisor.profiling.cupti import CountersUnavailable
 
@@ -104,18 +104,35 @@ def test_rows_are_written_and_others_of_the_file_stay(bench) -> None:
     assert {row["advisor_ms"] for row in again if row["dtype"] == "float16"} == {4.0}
 
 
+def on_file(cases: Sequence[tuple[Family, Case]]) -> list[dict[str, Any]]:
+    """Rows of today's kernels, with no compiled code beside them."""
+    return [
+        {**dict(zip(("name", "pass", "shape", "dtype"), row, strict=True)), "compile_ms": None}
+        | {"kernel_sha": kernel_sha(work)}
+        for _, case in cases
+        for row, work in zip(ops.keys(case), case.passes.values(), strict=True)
+    ]
+
+
 def test_a_case_and_the_same_apart_are_measured_in_one_run() -> None:
     cases = ops.chosen("pointwise apart")
     partners = [(kind, case) for kind, case in ops.chosen("pointwise") if not case.name.endswith(ops.APART)]
-    rows = [
-        {"name": name, "pass": kind, "shape": shape, "dtype": dtype, "kernel_sha": ops.family.kernel_sha(work)}
-        for _, case in (*cases, *partners)
-        for (name, kind, shape, dtype), work in zip(ops.keys(case), case.passes.values(), strict=True)
-    ]
+    rows = on_file([*cases, *partners])
     assert ops.outdated([*cases, *partners], rows) == []
     changed = cases[0][1].name.removesuffix(ops.APART)
     without = [row for row in rows if (row["name"], row["shape"]) != (changed, cases[0][1].shape)]
     assert {case.name for _, case in ops.outdated([*cases, *partners], without)} == {changed, changed + ops.APART}
+
+
+def test_a_row_without_a_baseline_that_is_asked_for_is_measured_again() -> None:
+    cases = ops.chosen("grouped")
+    bf16 = {case.name for _, case in cases if case.dtype == "bfloat16"}
+    rows = on_file(cases)
+    assert ops.outdated(cases, rows, ("eager",)) == []
+    assert {case.name for _, case in ops.outdated(cases, rows, ("eager", "compile"))} == bf16
+    for row in rows:  # in the dtype that is compiled, of what is made apart not again
+        row["compile_ms"] = 1.0 if row["dtype"] == "bfloat16" and not row["name"].endswith(ops.APART) else None
+    assert ops.outdated(cases, rows, ("eager", "compile")) == []
 
 
 def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
