@@ -67,8 +67,9 @@ WITHOUT_RESIDUAL_CHANNELS = 16
 MOST_IN_CHANNELS = 256
 MOST_INTENSITY = 103  # CI * CO / (CI + CO)
 FEWEST_ROWS = 256 * 14 * 14
-# As MOST_INTENSITY, for results up to so many bytes, of which a norm in one launch finds in L2 what it reads twice: 40 -> 120 and 64 -> 24
-# at 48 and 39 MB took 0.99 of the time, 80 -> 480 at 48 MB 1.02.
+# As MOST_INTENSITY, for results up to so many bytes, of which a norm in one launch finds in L2 what it reads twice: 40 -> 120 at 48 MB
+# took 0.99 of the time, 80 -> 480 at 48 MB 1.02. Narrower than what it comes from it gains nothing: 64 -> 24 at 39 MB took 1.00 and
+# 1.01 in two runs.
 MOST_INTENSITY_IN_L2, IN_L2_BYTES = 60, 56 << 20
 
 
@@ -91,6 +92,8 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
     nbytes = 2 * rows * out_channels
     most = MOST_INTENSITY_IN_L2 if nbytes <= IN_L2_BYTES else MOST_INTENSITY
     unused = batchnorm_act.takes_moments(nbytes, False)
+    if not unused and nbytes <= IN_L2_BYTES and in_channels > out_channels:
+        return f"{in_channels} channels in, {out_channels} out: L2 holds the result for the norm"
     if not unused and in_channels * out_channels > most * (in_channels + out_channels):
         return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
     return unused
