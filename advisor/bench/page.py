@@ -34,7 +34,9 @@ or for its operations at the rate of a matrix product, whichever is longer. Erro
 20 us: the mean of the samples that lie wholly inside ([0042](../decisions/0042-units-are-counted-in-rows.md)).
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
-eager's, where eager is called without its modules; median of 25 calls on an idle GPU, on a host shared with others.
+eager's, where eager is called without its modules; median of 50 calls of each by turns on an idle GPU, on a host shared with others (until
+2026-11-24 of 25 of one, then of the other; on 2026-11-25 compiled code, where there is some, had its turns too, and the calls behind it took
+up to half as long again). *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 
@@ -87,16 +89,28 @@ def _facts(document: Row) -> str:
     torch = ", ".join(sorted({row["torch"] for row in rows}))
     return (
         f"### Kernels\n\n{len(rows)} measurements, torch {torch}, CUDA {document['cuda']}, copy bandwidth "
-        f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_compiled(rows)}\n"
+        f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_compiled(_families(rows), rows)}\n"
     )
 
 
-def _compiled(rows: Sequence[Row]) -> str:
-    """How many rows have what torch.compile makes of the operation beside them."""
+def _compiled(families: Sequence[tuple[Family, Measured]], rows: Sequence[Row]) -> str:
+    """How many rows have what torch.compile makes of the operation beside them, and where that is faster than what is dispatched."""
     beside = sum(row["compile_ms"] is not None for row in rows)
     if not beside:
         return "None has compiled code beside it: they are of `advisor bench ops --baseline eager`."
-    return f"{beside if beside < len(rows) else 'All'} have compiled code beside them."
+    dispatched = [
+        row
+        for _, cases in families
+        for case, of in cases
+        if not case.wins()
+        for row in of
+        if row["compile_ms"] is not None
+    ]
+    slower = sum(row["compile_ms"] < row["advisor_ms"] for row in dispatched)
+    return (
+        f"{beside if beside < len(rows) else 'All'} have compiled code beside them, {len(dispatched)} of them of what is dispatched: "
+        f"there it is faster than ours in {slower}."
+    )
 
 
 def _families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
@@ -117,8 +131,8 @@ def _summary(families: Iterable[tuple[Family, Measured]]) -> str:
         f"Each family in {DTYPE} on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where it is dispatched: median (least to most). "
         "*Dispatched*: of all cases measured, any dtype and size; elsewhere PyTorch's own operation runs. A case is dispatched where both "
         "passes together win.\n",
-        "| family | pass | cases | limit ÷ ours | | eager ÷ ours | dispatched |",
-        "|---|---|---:|---|---|---|---:|",
+        "| family | pass | cases | limit ÷ ours | | eager ÷ ours | compile ÷ ours | dispatched |",
+        "|---|---|---:|---|---|---|---|---:|",
     ]
     for family, cases in families:
         measured = [(case, row) for case, rows in cases for row in rows]
@@ -130,6 +144,7 @@ def _summary(families: Iterable[tuple[Family, Measured]]) -> str:
             lines.append(
                 f"| [{family.id}](#{family.id}) | {way} | {len(shown)} | {_range(limits)} "
                 f"| {bar(median(limits)) if limits else ''} | {_range([r['eager_ms'] / r['advisor_ms'] for r in shown])} "
+                f"| {_range([r['compile_ms'] / r['advisor_ms'] for r in shown if r['compile_ms']])} "
                 f"| {len(wins)} of {len(every)} |"
             )
     return "\n".join(lines) + "\n"

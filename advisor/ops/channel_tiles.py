@@ -25,9 +25,9 @@ def widest_tile(vectors: int, max_tile: int) -> int:
 
 @lru_cache(maxsize=4096)
 def geometry(rows: int, vectors: int, *, threads: int, max_tile: int, unroll: int, blocks: int) -> Geometry:
-    """At most `blocks` blocks of `threads`, as many as run at once, never a second wave, and none without a full pass of rows.
+    """At most `blocks` blocks of `threads`, and none without a full pass of rows, of which a thread takes `unroll`.
 
-    A thread takes `unroll` rows a pass.
+    As many as run at once where they go over rows in a loop: a second wave would be nearly empty. Far more where each has one pass.
     """
     tile = widest_tile(vectors, max_tile)
     tiles = -(-vectors // tile)

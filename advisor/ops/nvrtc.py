@@ -48,10 +48,12 @@ def on_device(tensor: torch.Tensor) -> str:
 
 def out_of_reach(tensor: torch.Tensor) -> str:
     """Why no kernel may touch this tensor's memory, wherever it lies; empty when one may."""
-    reason = transformed()
-    if not reason and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "outlived a torch.func transform"
-    return reason
+    return transformed() or outlived(tensor)
+
+
+def outlived(tensor: torch.Tensor) -> str:
+    """Why this tensor has no memory of its own outside of torch.func's transforms; empty where it has."""
+    return "outlived a torch.func transform" if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else ""
 
 
 def transformed() -> str:

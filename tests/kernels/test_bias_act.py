@@ -11,6 +11,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
+from advisor.bench import ops, tune
 from advisor.ops import catalog, dispatch, match, sources, verify
 from advisor.ops.bias_act import api, cases, reference, rewrite, spec
 from advisor.resources import kernels_dir
@@ -621,3 +622,27 @@ def test_a_tensor_that_begins_between_vectors_is_not_taken(emulated) -> None:
     assert y.grad_fn is not None
     y.backward(x)  # nor a gradient: it is copied
     assert emulated.launches == {"bias_act_forward": 1, "bias_act_backward": 1}
+
+
+@pytest.mark.parametrize(("threads", "unroll"), [(128, 1), (256, 4)])
+def test_passes_without_sums_are_right_however_many_blocks_they_have(
+    emulated, monkeypatch: pytest.MonkeyPatch, threads: int, unroll: int
+) -> None:
+    monkeypatch.setattr(ops, "DEVICE", "cpu")
+    family = catalog.get("bias_act")
+    labels = (
+        "add+relu bfloat16 5x24x28x26",
+        "scale+drop+add to float32 bfloat16 2x1016x5x3",
+        "drop+add float16 3x72x9x7",
+    )
+    named = {case.label.removeprefix("bias+"): case for case in family.verification}
+    for blocks in spec.TUNABLE["STREAM_BLOCKS_PER_SM"]:
+        values = {"STREAM_THREADS": threads, "STREAM_UNROLL": unroll, "STREAM_BLOCKS_PER_SM": blocks}
+        with tune.constants(family, values):
+            assert [tune._wrong(family, named[label]) for label in labels] == ["", "", ""]
+
+
+def test_with_a_pass_each_blocks_are_as_many_as_the_rows_fill() -> None:
+    shape = spec.geometry(1000, 72, "bfloat16", 132 * spec.ONE_PASS, threads=128, unroll=2)
+    assert (shape.tile, shape.tiles) == (9, 1)
+    assert shape.row_blocks == -(-1000 // (128 // 9 * 2))

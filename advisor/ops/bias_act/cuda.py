@@ -41,12 +41,14 @@ def _launch_of(
 ) -> _Launch:
     c = x[dim]
     rows = x.numel() // c
-    shape = spec.geometry(rows, c, dtype, nvrtc.sm_count(device) * blocks_per_sm, unroll=defines["UNROLL"])
+    threads, unroll = defines["THREADS"], defines["UNROLL"]
+    blocks = nvrtc.sm_count(device) * blocks_per_sm
+    shape = spec.geometry(rows, c, dtype, blocks, threads=threads, unroll=unroll)
     (entry,) = spec.KERNELS[source]
     return _Launch(
         kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
         grid=(shape.row_blocks, shape.tiles, 1),
-        block=(spec.THREADS, 1, 1),
+        block=(threads, 1, 1),
         partials=shape.row_blocks * 2 * c if reduce else 0,
         rows=np.int32(rows) if narrow else np.int64(rows),
         pixels=np.int32(rows // x[0]) if narrow else None,
@@ -71,9 +73,9 @@ def _scale_add(
     source: str, x: torch.Size, dtype: torch.dtype, result: torch.dtype, variant: spec.Scaled, device: int
 ) -> _Launch:
     name = storage.name(dtype)
-    defines = spec.scale_defines(name, variant, wide=result != dtype)
+    defines = spec.scale_defines(source, name, variant, wide=result != dtype)
     reduce = variant.scale and source == spec.SCALE_BACKWARD
-    blocks = spec.REDUCE_BLOCKS_PER_SM if reduce else spec.BLOCKS_PER_SM
+    blocks = spec.REDUCE_BLOCKS_PER_SM if reduce else spec.STREAM_BLOCKS_PER_SM
     return _launch_of(source, defines, x, 1, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=True)
 
 

@@ -27,24 +27,22 @@ ACTIVATIONS = {**batchnorm_act.ACTIVATIONS, "gelu_tanh": 7}
 # lay. For the others the input is kept and z computed again, which with a residual would take a third read.
 FROM_OUTPUT = frozenset({"relu", "relu6", "leaky_relu"})
 
+# Passes that end in sums over rows: a thread has 2 to 3 x UNROLL x 16 bytes in flight, with one block of 512 threads an SM the 64 KiB
+# which 4.2 TB/s at 2 us of loaded latency want.
 THREADS = 512
 MAX_TILE = 16
-# A thread has 2 to 3 x UNROLL x 16 bytes in flight: with one block of 512 threads an SM that is the 64 KiB which 4.2 TB/s at
-# 2 us of loaded latency want, and reaches 0.9 of the copy bandwidth there; other values have not been tried.
 UNROLL = 4
-BLOCKS_PER_SM = 1
 REDUCE_BLOCKS_PER_SM = 1
+# The others: the same, and 0.77 to 0.93 of the copy bandwidth on an H200. Code that torch.compile makes of them, with a block of 128
+# threads for each 16 KiB or less and no loop, reaches 0.94 to 1.00 (docs/decisions/0050-beside-compiled-code.md).
+STREAM_THREADS = 512
+STREAM_UNROLL = 4
+STREAM_BLOCKS_PER_SM = 1
+ONE_PASS = 1 << 20  # blocks an SM: as many as leave a thread one pass over its rows
 # GELU computes for about half of the time that its bytes take: one block an SM, whose warps go through loads and arithmetic much
 # together, would leave DRAM idle meanwhile.
 GELU_BLOCKS_PER_SM = 2
-TUNABLE = {
-    "THREADS": (256, 512),
-    "MAX_TILE": (8, 16, 32),
-    "GELU_BLOCKS_PER_SM": (1, 2),
-    "UNROLL": (2, 4),
-    "BLOCKS_PER_SM": (1, 2, 4),
-    "REDUCE_BLOCKS_PER_SM": (1, 2),
-}
+TUNABLE = {"STREAM_THREADS": (128, 256, 512), "STREAM_UNROLL": (1, 2, 4), "STREAM_BLOCKS_PER_SM": (1, ONE_PASS)}
 
 
 def name(activation: str, *, bias: bool, residual: bool, dim: int = 1) -> str:
@@ -186,7 +184,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
     if source in (SCALE_FORWARD, SCALE_BACKWARD):
         return tuple(
-            scale_defines(dtype, Scaled(scale, keep, mixed=mixed, twin=twin), wide=wide)
+            scale_defines(source, dtype, Scaled(scale, keep, mixed=mixed, twin=twin), wide=wide)
             for dtype in STORAGE
             for wide, mixed, twin, scale, keep in itertools.product((False, True), repeat=5)
             if (scale or keep) and (scale or not mixed)
@@ -210,26 +208,34 @@ def blocks_per_sm(dtype: str, activation: str, *, reduce: bool) -> int:
     """Blocks of the bias + activation kernels that are launched an SM. `reduce`: the kernel ends in sums over rows."""
     if _is_gelu(dtype, activation):
         return GELU_BLOCKS_PER_SM
-    return REDUCE_BLOCKS_PER_SM if reduce else BLOCKS_PER_SM
+    return REDUCE_BLOCKS_PER_SM if reduce else STREAM_BLOCKS_PER_SM
+
+
+def _passes(*, reduce: bool) -> dict[str, int]:
+    """Macros of how a block goes over rows. `reduce`: to sums at the end."""
+    threads, unroll = (THREADS, UNROLL) if reduce else (STREAM_THREADS, STREAM_UNROLL)
+    return {"THREADS": threads, "MAX_TILE": MAX_TILE, "UNROLL": unroll}
 
 
 def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
     """Macros of one variant of the bias + activation kernels. The backward has no residual."""
     blocks = GELU_BLOCKS_PER_SM if _is_gelu(dtype, activation) else 1
+    passes = _passes(reduce=bias and source == BACKWARD)
+    if (
+        source == BACKWARD
+    ):  # as many bytes in flight from two blocks, whose threads have half of the registers; the forward needs fewer
+        passes["UNROLL"] = max(1, passes["UNROLL"] // blocks)
     return {
         "STORAGE": STORAGE[dtype],
         "ACT": ACTIVATIONS[activation],
         "BIAS": int(bias),
         "RESIDUAL": int(residual),
-        "THREADS": THREADS,
-        "MAX_TILE": MAX_TILE,
-        # As many bytes in flight from two blocks, whose threads have half of the registers; the forward needs fewer.
-        "UNROLL": max(1, UNROLL // blocks) if source == BACKWARD else UNROLL,
+        **passes,
         "BLOCKS": blocks,
     }
 
 
-def scale_defines(dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
+def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
     """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the result is fp32 beside it."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -238,9 +244,7 @@ def scale_defines(dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
         "TWIN": int(variant.twin),
         "SCALE": int(variant.scale),
         "KEEP": int(variant.keep),
-        "THREADS": THREADS,
-        "MAX_TILE": MAX_TILE,
-        "UNROLL": UNROLL,
+        **_passes(reduce=variant.scale and source == SCALE_BACKWARD),
     }
 
 
@@ -326,12 +330,12 @@ def _unsupported_tensor(shape: tuple[int, ...], dim: int, dense: bool, dtype: st
     return ""
 
 
-def geometry(rows: int, channels: int, dtype: str, blocks: int, *, unroll: int) -> Geometry:
-    """Launch geometry with at most `blocks` blocks, whose threads take `unroll` rows at once."""
+def geometry(rows: int, channels: int, dtype: str, blocks: int, *, threads: int, unroll: int) -> Geometry:
+    """Launch geometry with at most `blocks` blocks of `threads`, which take `unroll` rows at once."""
     return channel_tiles.geometry(
         rows,
         channels // vector_width(dtype),
-        threads=THREADS,
+        threads=threads,
         max_tile=MAX_TILE,
         unroll=unroll,
         blocks=blocks,

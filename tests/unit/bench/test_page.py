@@ -77,7 +77,7 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
     assert [line.split("|")[-4].strip() for line in rows if line.startswith("| bn")] == ["–", "0.75"]
     assert "| +4 | yes |" in text
     assert (
-        "| [batchnorm_act](#batchnorm_act) | forward | 1 | 0.70 (0.70 to 0.70) | ███████··· | 0.80 (0.80 to 0.80) | 1 of 1 |"
+        "| [batchnorm_act](#batchnorm_act) | forward | 1 | 0.70 (0.70 to 0.70) | ███████··· | 0.80 (0.80 to 0.80) | – | 1 of 1 |"
         in text
     )
     missing = text[text.index("Not measured: ") :]
@@ -94,7 +94,7 @@ def test_the_summary_ranges_over_large_dispatched_cases_and_counts_what_is_left_
         (dataclasses.replace(case, wins=lambda lost=case.name == "bn": "loses" if lost else ""), found)
         for case, found in cases
     ]
-    expected = "| forward | 2 | 0.79 (0.70 to 0.87) | ████████·· | 0.90 (0.80 to 1.00) | 3 of 4 |"
+    expected = "| forward | 2 | 0.79 (0.70 to 0.87) | ████████·· | 0.90 (0.80 to 1.00) | – | 3 of 4 |"
     assert expected in page._summary([(family, cases)])
 
 
@@ -134,8 +134,14 @@ def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) 
     ("times", "words"),
     [
         ((None, None), "None has compiled code beside it: they are of `advisor bench ops --baseline eager`."),
-        ((None, 1.0), "1 have compiled code beside them."),
-        ((2.0, 1.0), "All have compiled code beside them."),
+        (
+            (None, 1.0),
+            "1 have compiled code beside them, 1 of them of what is dispatched: there it is faster than ours in 0.",
+        ),
+        (
+            (0.4, 1.0),
+            "All have compiled code beside them, 2 of them of what is dispatched: there it is faster than ours in 1.",
+        ),
     ],
 )
 def test_whether_there_is_compiled_code_beside_is_what_the_rows_say(
@@ -147,7 +153,8 @@ def test_whether_there_is_compiled_code_beside_is_what_the_rows_say(
     (tmp_path / "some-gpu" / "ops.json").write_text(json.dumps(document))
     text = page.files(tmp_path)[page.PAGE]
     assert f"2026-01-02. {words}\n" in text
-    assert text.count("compiled code beside") == 1  # and nothing else speaks of it
+    ratio = "2.00 (2.00 to 2.00)" if times[1] else "–"
+    assert f"| {ratio} | 1 of 1 |" in text
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, "··········"), (0.93, "█████████·"), (1.3, "██████████")])
