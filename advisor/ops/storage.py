@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
 MIN_ARCH = 80  # cvt.rn.bf16x2
 
 
+@cache
 def name(dtype: object) -> str:
     """`bfloat16` of `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -377,7 +377,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     forget_launches()
     get_torch_obj_rule_map()  # Dynamo looks torch's functions up once a process: not while stand-ins are in their place
     monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+    makers = ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty", "new_empty_strided")))
+    for owner, name in ((owner, name) for owner, names in makers for name in names):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
     monkeypatch.setattr(nvrtc, "on_device", nvrtc.out_of_reach)

@@ -37,7 +37,8 @@ class FromHost(TorchDispatchMode):
         if (
             func.is_view
             or func.namespace == "advisor"
-            or func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty")
+            or func.overloadpacket.__name__
+            in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
         ):
             return func(*args, **kwargs)
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of a tensor's id: itself, and what stands for it

@@ -16,7 +16,6 @@ from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
 from advisor.ops.function import Function
 from advisor.ops.pooling.api import flat_indices
-from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair, Window, window
 
 engaged, fell_back = dispatch.counters("batchnorm_max_pool")
@@ -214,7 +213,12 @@ def _(
     n, c, h, w = x.shape
     shape = (n, c, *_listed(kernel, stride, padding, dilation, ceil_mode).output(h, w))
     saved = x.new_empty((4, c), dtype=torch.float32)
-    return nhwc(shape, x), saved, nhwc(shape, x, torch.uint8), nhwc(shape, x)
+    return (
+        alignment.empty_nhwc(shape, x),
+        saved,
+        alignment.empty_nhwc(shape, x, torch.uint8),
+        alignment.empty_nhwc(shape, x),
+    )
 
 
 @torch.library.custom_op("advisor::batchnorm_max_pool_backward", mutates_args=())

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.alignment import aligned
+from advisor.ops.alignment import aligned, empty_nhwc
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_act.cuda import merge_moments
 from advisor.ops.batchnorm_max_pool import spec
-from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Window
 
 
@@ -118,7 +117,7 @@ def forward(
     weight, bias = aligned(weight), aligned(bias)
     plan = _plan((n, c, h, w), x.dtype, activation, window, device)
     shape = (n, c, *plan.out_size)
-    y, chosen, index = nhwc(shape, x), nhwc(shape, x), nhwc(shape, x, torch.uint8)
+    y, chosen, index = empty_nhwc(shape, x), empty_nhwc(shape, x), empty_nhwc(shape, x, torch.uint8)
     saved = torch.empty((2 if in_place else 4, c), dtype=torch.float32, device=x.device)
     stream = nvrtc.stream(device)
     running = running_mean.data_ptr(), running_var.data_ptr()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage, tensor_map
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import spec
 from advisor.ops.conv3x3 import weight as blocks
 from advisor.ops.conv3x3.spec import Call
@@ -38,7 +39,7 @@ def _product(
     device = x.device.index or 0
     kernel, plan, sizes = _launch(product, x.dtype, weight.dtype, weight.stride(), device, moments)
     shape = (product.batch, product.outputs, product.height, product.width)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    y = empty_nhwc(shape, x)
     boxes = tensor_map.boxes(x, spec.LINE, spec.PITCH, plan.columns // 8 + 2)
     addresses = [boxes, x.data_ptr(), weight.data_ptr(), y.data_ptr()]
     parts = None

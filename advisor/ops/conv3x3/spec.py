@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from advisor.ops import dispatch
 from advisor.ops.conv3x3 import weight
@@ -59,8 +60,7 @@ _SMS, _ROOM = 132, 1.15
 _MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input.
 
     Of the gradient of a weight alone there are `groups` of so many channels, and a `stride`; `height` and `width` are x's.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.depthwise import spec
 from advisor.ops.depthwise.spec import Call
 
@@ -102,7 +103,7 @@ def _convolve(
 
 def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     n, c = like.shape[:2]
-    return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+    return empty_nhwc((n, c, height, width), like)
 
 
 def forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from advisor.ops.depthwise import bands
 from advisor.ops.dispatch import OTHER_DTYPE, UNMEASURED, Inferred, Kind, with_moments
@@ -62,8 +63,7 @@ TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (2, 4), "BAND_WIDE": (7, 28, 
 MAX_WINDOW_BYTES = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One depthwise convolution: sizes of input and output, k x k taps."""
 
     batch: int
@@ -80,8 +80,7 @@ class Call:
     def transposed(self) -> Call:
         """With stride 1: the convolution with flipped taps that gives the data gradient, from dy to dx."""
         span = self.dilation * (self.kernel - 1)
-        return replace(
-            self,
+        return self._replace(
             height=self.out_height,
             width=self.out_width,
             out_height=self.height,

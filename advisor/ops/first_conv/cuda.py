@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.first_conv import spec
 from advisor.ops.first_conv.spec import Call
 
@@ -91,7 +92,7 @@ def forward(
     plan, parts = _forward(call, x.dtype, compute, weight.dtype, _dense(x), device, moments)
     weight = _parameter(weight)
     shape = (call.batch, call.channels, call.out_height, call.out_width)
-    y = torch.empty(shape, dtype=compute, device=x.device, memory_format=torch.channels_last)
+    y = empty_nhwc(shape, x, compute)
     pointers = (x.data_ptr(), weight.data_ptr(), nvrtc.address(bias), y.data_ptr())
     layout = _LAYOUT[_channels_last(weight)]
     arguments: tuple[Any, ...] = (*pointers, plan.tiles, *_strides(*x.stride()), *plan.sizes, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from advisor.ops import occupancy, storage
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
@@ -41,8 +42,7 @@ _MOMENTS_FASTER = frozenset({(7, 2, 64), (3, 2, 32), (3, 2, 16), (3, 1, 64)})
 MAX_ELEMENTS = 2**31 - 1  # of an image and of its result: offsets inside them are 32 bits wide
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One first convolution: sizes of input and output, k x k taps."""
 
     batch: int

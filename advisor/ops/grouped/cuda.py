@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage, tensor_map
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import cuda as conv3x3
 from advisor.ops.grouped import spec, weight, wide
 from advisor.ops.grouped.spec import Call
@@ -66,7 +67,7 @@ def _convolution(
 
 def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     n, c = like.shape[:2]
-    return torch.empty((n, c, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+    return empty_nhwc((n, c, height, width), like)
 
 
 @cache

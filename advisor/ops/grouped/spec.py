@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from advisor.ops import occupancy
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
@@ -72,8 +72,7 @@ _MOMENTS_FASTER = frozenset({(8, 1)})
 _MOMENTS_SLOWER = frozenset({(4, 1)})
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One grouped convolution, 3 x 3 taps, padding 1: sizes of input and output; `group` channels a group."""
 
     batch: int
@@ -87,7 +86,7 @@ class Call:
 
     def transposed(self) -> Call:
         """With stride 1: the convolution with turned taps that gives the data gradient, from dy to dx."""
-        return replace(self, height=self.out_height, width=self.out_width, out_height=self.height, out_width=self.width)
+        return self._replace(height=self.out_height, width=self.out_width, out_height=self.height, out_width=self.width)
 
 
 @lru_cache(maxsize=4096)

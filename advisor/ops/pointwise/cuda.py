@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.pointwise import spec
 
@@ -59,7 +60,7 @@ def run(launch: _Launch, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.T
     """As `forward`, with this launch."""
     n, _, h, w = x.shape
     channels = weight.shape[0]
-    y = torch.empty((n, channels, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    y = empty_nhwc((n, channels, h, w), x)
     parts = torch.empty((launch.grid[0], 3, channels), dtype=torch.float32, device=x.device) if launch.moments else None
     launch.run(x, weight, y, *(() if parts is None else (parts,)))
     return y, parts
@@ -207,7 +208,7 @@ def norm_forward(
     )
     y = torch.empty_like(x)
     mask = batchnorm_cuda.mask_memory(x, activation, residual=residual is not None)
-    z = torch.empty((n, out, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    z = empty_nhwc((n, out, h, w), x)
     parts = torch.empty((launch.grid[0], 3, out), dtype=torch.float32, device=x.device) if moments else None
     outputs = (y, mask, z, *(() if parts is None else (parts,)))
     launch.run(x, residual, *norm, conv_weight, *outputs, numbers=(np.float32(slope),))

@@ -253,7 +253,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     window = _window(kernel, stride, padding, dilation, ceil_mode)
     shape = (x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))
-    return cuda.nhwc(_shape4(shape), x), cuda.nhwc(_shape4(shape), x, torch.uint8)
+    return alignment.empty_nhwc(_shape4(shape), x), alignment.empty_nhwc(_shape4(shape), x, torch.uint8)
 
 
 @torch.library.custom_op("advisor::max_pool2d_backward", mutates_args=())
@@ -283,7 +283,7 @@ def _(
     dilation: list[int],
     ceil_mode: bool,
 ) -> torch.Tensor:
-    return cuda.nhwc(_shape4(shape), dy)
+    return alignment.empty_nhwc(_shape4(shape), dy)
 
 
 def _max_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -329,7 +329,7 @@ def _(
     divisor_override: int | None,
 ) -> torch.Tensor:
     window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
-    return cuda.nhwc(_shape4((x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))), x)
+    return alignment.empty_nhwc(_shape4((x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))), x)
 
 
 @torch.library.custom_op("advisor::avg_pool2d_backward", mutates_args=())
@@ -359,7 +359,7 @@ def _(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> torch.Tensor:
-    return cuda.nhwc(_shape4(shape), dy)
+    return alignment.empty_nhwc(_shape4(shape), dy)
 
 
 def _avg_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -382,7 +382,7 @@ def global_avg_pool2d_op(x: torch.Tensor) -> torch.Tensor:
 
 @global_avg_pool2d_op.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
-    return cuda.nhwc((x.shape[0], x.shape[1], 1, 1), x)
+    return alignment.empty_nhwc((x.shape[0], x.shape[1], 1, 1), x)
 
 
 @torch.library.custom_op("advisor::global_avg_pool2d_backward", mutates_args=())
@@ -393,7 +393,7 @@ def global_avg_pool2d_backward_op(dy: torch.Tensor, shape: list[int]) -> torch.T
 
 @global_avg_pool2d_backward_op.register_fake
 def _(dy: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    return cuda.nhwc(_shape4(shape), dy)
+    return alignment.empty_nhwc(_shape4(shape), dy)
 
 
 def _global_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.pooling import spec
 from advisor.ops.pooling.spec import Window
 
@@ -24,13 +25,6 @@ class _Launch:
     out_size: tuple[int, int]
     sizes: tuple[Any, ...]
     partials: int = 0  # fp32 values of scratch
-
-
-def nhwc(shape: tuple[int, int, int, int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised channels_last tensor on the device of `like`."""
-    return torch.empty(
-        shape, dtype=like.dtype if dtype is None else dtype, device=like.device, memory_format=torch.channels_last
-    )
 
 
 def window_sizes(
@@ -161,8 +155,8 @@ def max_pool_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tuple
     device = x.device.index or 0
     plan = _max(_shape(x), x.dtype, window, False, indices, device)
     shape = (x.shape[0], x.shape[1], *plan.out_size)
-    y = nhwc(shape, x)
-    index = nhwc(shape, x, torch.uint8) if indices else torch.empty(0, dtype=torch.uint8, device=x.device)
+    y = empty_nhwc(shape, x)
+    index = empty_nhwc(shape, x, torch.uint8) if indices else torch.empty(0, dtype=torch.uint8, device=x.device)
     plan.kernel(
         plan.grid,
         plan.block,
@@ -179,7 +173,7 @@ def max_pool_backward(
     """Returns dx of `shape`. dy: channels_last, like the forward's y."""
     device = dy.device.index or 0
     plan = _max(shape, dy.dtype, window, True, True, device)
-    dx = nhwc(shape, dy)
+    dx = empty_nhwc(shape, dy)
     plan.kernel(
         plan.grid,
         plan.block,
@@ -198,7 +192,7 @@ def bias_max_pool_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -
     device = x.device.index or 0
     plan = _max(_shape(x), x.dtype, window, False, True, device, bias=True)
     shape = (x.shape[0], x.shape[1], *plan.out_size)
-    y, index = nhwc(shape, x), nhwc(shape, x, torch.uint8)
+    y, index = empty_nhwc(shape, x), empty_nhwc(shape, x, torch.uint8)
     plan.kernel(
         plan.grid,
         plan.block,
@@ -215,7 +209,7 @@ def bias_max_pool_backward(
     """Returns dx of `shape` and dbias [C] fp32. dy: channels_last, like the forward's y."""
     device = dy.device.index or 0
     plan = _bias_backward(shape, dy.dtype, window, device)
-    dx = nhwc(shape, dy)
+    dx = empty_nhwc(shape, dy)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
     dbias = torch.empty(shape[1], dtype=torch.float32, device=dy.device)
     plan.kernel(
@@ -242,7 +236,7 @@ def avg_pool_forward(
     """Returns y [N, C, OH, OW]. x: [N, C, H, W] channels_last, fp16, bf16 or fp32."""
     device = x.device.index or 0
     plan = _avg(_shape(x), x.dtype, window, count_include_pad, divisor_override, False, device)
-    y = nhwc((x.shape[0], x.shape[1], *plan.out_size), x)
+    y = empty_nhwc((x.shape[0], x.shape[1], *plan.out_size), x)
     plan.kernel(plan.grid, plan.block, (x.data_ptr(), y.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
     return y
 
@@ -257,7 +251,7 @@ def avg_pool_backward(
     """Returns dx of `shape`. dy: channels_last, like the forward's y."""
     device = dy.device.index or 0
     plan = _avg(shape, dy.dtype, window, count_include_pad, divisor_override, True, device)
-    dx = nhwc(shape, dy)
+    dx = empty_nhwc(shape, dy)
     plan.kernel(plan.grid, plan.block, (dy.data_ptr(), dx.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
     return dx
 
@@ -266,7 +260,7 @@ def global_avg_pool_forward(x: torch.Tensor) -> torch.Tensor:
     """Returns y [N, C, 1, 1]. x: [N, C, H, W] channels_last, fp16, bf16 or fp32."""
     device = x.device.index or 0
     plan, _ = _global(_shape(x), x.dtype, device)
-    y = nhwc((x.shape[0], x.shape[1], 1, 1), x)
+    y = empty_nhwc((x.shape[0], x.shape[1], 1, 1), x)
     plan.kernel(plan.grid, plan.block, (x.data_ptr(), y.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
     return y
 
@@ -275,6 +269,6 @@ def global_avg_pool_backward(dy: torch.Tensor, shape: tuple[int, int, int, int])
     """Returns dx of `shape`. dy: [N, C, 1, 1], contiguous."""
     device = dy.device.index or 0
     _, plan = _global(shape, dy.dtype, device)
-    dx = nhwc(shape, dy)
+    dx = empty_nhwc(shape, dy)
     plan.kernel(plan.grid, plan.block, (dy.data_ptr(), dx.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
     return dx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from advisor.ops import pixel_columns
 from advisor.ops.dispatch import Inferred, Kind
@@ -62,8 +63,7 @@ _MAX_GRID = 65535
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Window(NamedTuple):
     """A pooling window: kernel, stride, padding and dilation as (along h, along w)."""
 
     kernel: Pair

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.strided_pointwise import spec
 from advisor.ops.strided_pointwise.spec import Call
 
@@ -44,7 +45,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, I, H, W] channels_last in dy's dtype. dy: channels_last; weight as in `forward`."""
     shape = (call.batch, call.inputs, call.height, call.width)
-    dx = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+    dx = empty_nhwc(shape, dy)
     _product(dy, weight, call, dx, gradient=True)
     return dx
 
@@ -69,4 +70,4 @@ def gather(x: torch.Tensor, call: Call) -> torch.Tensor:
 def _result(x: torch.Tensor, call: Call, channels: int) -> torch.Tensor:
     """An empty tensor like x of every other pixel and row."""
     shape = call.batch, channels, -(-call.height // spec.STRIDE), -(-call.width // spec.STRIDE)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    return empty_nhwc(shape, x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from advisor.ops import dispatch
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
@@ -45,8 +46,7 @@ MOST_INTENSITY = 60  # CI * CO / (CI + CO)
 WEIGHT_ROWS = {(64, 128): 128 * 16 * 16, (128, 256): 256 * 14 * 14, (32, 72): 256 * 56 * 56}
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A convolution of [batch, inputs, height, width] to `outputs` channels."""
 
     batch: int

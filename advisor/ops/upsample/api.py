@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.function import Function
-from advisor.ops.pooling.cuda import nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import cuda, spec
 from advisor.ops.upsample.cuda import Resize
@@ -185,7 +184,7 @@ def _(
     align_corners: bool,
 ) -> torch.Tensor:
     x = tensors[position]
-    return nhwc((x.shape[0], sum(t.shape[1] for t in tensors), size[0], size[1]), x)
+    return alignment.empty_nhwc((x.shape[0], sum(t.shape[1] for t in tensors), size[0], size[1]), x)
 
 
 @torch.library.custom_op("advisor::upsample_backward", mutates_args=())
@@ -214,7 +213,7 @@ def _(
     align_corners: bool,
 ) -> torch.Tensor:
     n, c, h, w = shape
-    return nhwc((n, c, h, w), dy)
+    return alignment.empty_nhwc((n, c, h, w), dy)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

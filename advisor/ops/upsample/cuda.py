@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.pooling.cuda import nhwc
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import spec
 
@@ -95,7 +95,7 @@ def forward(tensors: Sequence[torch.Tensor], position: int, resize: Resize) -> t
     device = x.device.index or 0
     n, c, h, w = x.shape
     channels = sum(t.shape[1] for t in tensors)
-    y = nhwc((n, channels, *resize.size), x)
+    y = empty_nhwc((n, channels, *resize.size), x)
     stream, at = nvrtc.stream(device), y.data_ptr()
     for number, tensor in enumerate(tensors):
         if number == position:
@@ -112,7 +112,7 @@ def backward(dy: torch.Tensor, first: int, shape: tuple[int, int, int, int], res
     """Returns dx of `shape` from channels first .. first + C of dy [N, sum C, OH, OW], channels_last."""
     device = dy.device.index or 0
     plan = _plan(shape, dy.shape[1], dy.dtype, resize, True, device)
-    dx = nhwc(shape, dy)
+    dx = empty_nhwc(shape, dy)
     plan.kernel(
         plan.grid,
         plan.block,

@@ -6,6 +6,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from advisor.ops.dispatch import OTHER_DTYPE, Inferred, Kind
 from advisor.ops.pooling.spec import Pair, channel_tile, unsupported_tensor
@@ -33,8 +34,7 @@ TUNABLE = {
 MAX_TAPS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class Axis(NamedTuple):
     """One axis of an upsampling. `scale`: input pixels an output pixel, rounded to fp32 as PyTorch rounds it."""
 
     size: int
