@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+ONE_PASS = 1 << 20  # blocks an SM: as many as leave a thread one pass over its rows
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

@@ -19,6 +19,7 @@ from advisor.resources import kernels_dir
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
+BUILTINS = "builtins.cuh"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-w", f"-I{INCLUDE}", "-U_FORTIFY_SOURCE")
@@ -61,24 +62,49 @@ def _supported(flag: str) -> bool:
     return subprocess.run(check, capture_output=True, check=False).returncode == 0
 
 
-def _build(text: str, flags: tuple[str, ...]) -> Path:
-    """The shared library of this C++ text, compiled once for equal text, flags and emulation headers."""
-    flags = (*_FLAGS, *(f for f in flags if f.startswith("-D") or _supported(f)))
+def _usable(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return (*_FLAGS, *(f for f in flags if f.startswith("-D") or _supported(f)))
+
+
+def _key(text: str, flags: tuple[str, ...]) -> str:
     parts = [text, " ".join(flags), str(COMPILER), *(p.read_text() for p in sorted(INCLUDE.iterdir()))]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    library = _folder() / f"{key}.so"
-    if library.is_file():
-        return library
-    with (_folder() / f"{key}.lock").open("w") as lock:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _compiled(made: Path, command: list[str], text: str = "") -> Path:
+    """`made`, unless it is there compiled by this command, which reads `text`."""
+    if made.is_file():
+        return made
+    with made.with_name(f"{made.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
-        if not library.is_file():
-            made = library.with_suffix(f".{os.getpid()}")
-            command = [str(COMPILER), *flags, "-x", "c++", "-", "-o", str(made)]
-            done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if not made.is_file():
+            making = made.with_name(f"{made.name}.{os.getpid()}")
+            done = subprocess.run(
+                [*command, "-o", str(making)], input=text, capture_output=True, text=True, check=False
+            )
             if done.returncode:
                 raise EmulationError(f"the emulated source does not compile:\n{done.stderr[:4000]}")
-            made.replace(library)
-    return library
+            making.replace(made)
+    return made
+
+
+@cache
+def _headers_ahead() -> tuple[str, ...]:
+    """Flags by which g++ finds BUILTINS compiled ahead: it is half of what a small kernel takes. Other flags than a kernel's pass it by."""
+    if Path(str(COMPILER)).name != "g++":
+        return ()
+    flags = _usable(_KERNEL_FLAGS)
+    folder = _folder() / f"headers-{_key('', flags)}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _compiled(folder / f"{BUILTINS}.gch", [str(COMPILER), *flags, "-x", "c++-header", str(INCLUDE / BUILTINS)])
+    return (f"-I{folder}",)
+
+
+def _build(text: str, flags: tuple[str, ...]) -> Path:
+    """The shared library of this C++ text, compiled once for equal text, flags and emulation headers."""
+    flags = _usable(flags)
+    command = [str(COMPILER), *_headers_ahead(), *flags, "-x", "c++", "-"]
+    return _compiled(_folder() / f"{_key(text, flags)}.so", command, text)
 
 
 @cache
@@ -97,7 +123,7 @@ class Module:
         body = _DYNAMIC.sub(r"\1* const \2 = (\1*)emulation::dynamic_shared();", source)
         exports = "".join(f"EMULATED({entry})\n" for entry in self.entries)
         # On lines of their own: line n of `text` is what a fault names.
-        self.text = f'#include "builtins.cuh"\nnamespace {{\n{body}\n}}\n{exports}EMULATED_SHARED()\n'
+        self.text = f'#include "{BUILTINS}"\nnamespace {{\n{body}\n}}\n{exports}EMULATED_SHARED()\n'
         self._flags = (*_KERNEL_FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
         self.path = _build(self.text, self._flags)
         self.library = ctypes.PyDLL(str(self.path))

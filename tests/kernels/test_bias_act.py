@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from advisor.bench import ops, tune
-from advisor.ops import catalog, dispatch, match, sources, verify
+from advisor.ops import catalog, channel_tiles, dispatch, match, sources, verify
 from advisor.ops.bias_act import api, cases, reference, rewrite, spec
 from advisor.resources import kernels_dir
 
@@ -643,6 +643,6 @@ def test_passes_without_sums_are_right_however_many_blocks_they_have(
 
 
 def test_with_a_pass_each_blocks_are_as_many_as_the_rows_fill() -> None:
-    shape = spec.geometry(1000, 72, "bfloat16", 132 * spec.ONE_PASS, threads=128, unroll=2)
+    shape = spec.geometry(1000, 72, "bfloat16", 132 * channel_tiles.ONE_PASS, threads=128, unroll=2)
     assert (shape.tile, shape.tiles) == (9, 1)
     assert shape.row_blocks == -(-1000 // (128 // 9 * 2))

@@ -38,11 +38,14 @@ REDUCE_BLOCKS_PER_SM = 1
 STREAM_THREADS = 512
 STREAM_UNROLL = 4
 STREAM_BLOCKS_PER_SM = 1
-ONE_PASS = 1 << 20  # blocks an SM: as many as leave a thread one pass over its rows
 # GELU computes for about half of the time that its bytes take: one block an SM, whose warps go through loads and arithmetic much
 # together, would leave DRAM idle meanwhile.
 GELU_BLOCKS_PER_SM = 2
-TUNABLE = {"STREAM_THREADS": (128, 256, 512), "STREAM_UNROLL": (1, 2, 4), "STREAM_BLOCKS_PER_SM": (1, ONE_PASS)}
+TUNABLE = {
+    "STREAM_THREADS": (128, 256, 512),
+    "STREAM_UNROLL": (1, 2, 4),
+    "STREAM_BLOCKS_PER_SM": (1, channel_tiles.ONE_PASS),
+}
 
 
 def name(activation: str, *, bias: bool, residual: bool, dim: int = 1) -> str:

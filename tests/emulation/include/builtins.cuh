@@ -1,6 +1,8 @@
 // CUDA's built-ins for one emulated thread, as plain C++. Included before every emulated kernel.
 #pragma once
 
+#include <cstddef>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // of libstdc++: two thirds of what <cmath> reads, a third of what a small kernel takes to compile
 #include <cmath>
 #include <cstdio>
 #include <cstdint>
