@@ -20,7 +20,7 @@ else:
     settings.load_profile("any machine")
 
 
-_frozen = 0  # modules that were imported when the heap was frozen
+_frozen = 0  # modules that were imported when the heap was frozen; 0 when it is not. Python counts what is frozen one by one: 0.1 s a test
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,7 +29,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     global _frozen
     if item.path.parent.name == "testing":  # what is tested there freezes and thaws the heap itself
         gc.unfreeze()
-    elif len(sys.modules) >= _frozen + 100 or not gc.get_freeze_count():
+        _frozen = 0
+    elif len(sys.modules) >= _frozen + 100:
         gc.collect()
         gc.freeze()
         _frozen = len(sys.modules)
