@@ -371,7 +371,7 @@ def timed(
     hosts: dict[str, dict[str, float]] = {}
     for way, runs, sets in contests(case, contenders):
         times[way] = timing.interleaved(runs, sets, budget_s=budget_s / 2)
-        # Not by turns with compiled code: after a call of that both of the others take a third longer.
+        # Not by turns with compiled code: after a call of that the others take a third to a half longer.
         both = {name: call for name, call in runs.items() if name != "compile"}
         hosts[way] = {} if only_advisor else timing.host(both, sets)
     return times, hosts

@@ -61,7 +61,7 @@ def files(folder: Path) -> dict[str, str]:
         if ops:
             families = _families(ops["rows"])
             checked = _document(machine / checks.FILE).get("rows", ())
-            parts += [_facts(ops), _summary(families), gaps.section(families)]
+            parts += [_facts(ops, families), _summary(families), gaps.section(families)]
             parts += [beside_eager.section(families), inferred.section(families), checks.section(checked)]
             for family, cases in families:
                 name = f"{machine.name}/{family.id}.svg"
@@ -83,13 +83,13 @@ def _document(path: Path) -> dict[str, Any]:
     return found
 
 
-def _facts(document: Row) -> str:
+def _facts(document: Row, families: Sequence[tuple[Family, Measured]]) -> str:
     rows = document["rows"]
     dates = sorted({row["date"] for row in rows})
     torch = ", ".join(sorted({row["torch"] for row in rows}))
     return (
         f"### Kernels\n\n{len(rows)} measurements, torch {torch}, CUDA {document['cuda']}, copy bandwidth "
-        f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_compiled(_families(rows), rows)}\n"
+        f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_compiled(families, rows)}\n"
     )
 
 

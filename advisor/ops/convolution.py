@@ -80,7 +80,7 @@ def compiled_operation(
     def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         n, _, h, w = x.shape
         shape = (n, weight.shape[0], (h + stride - 1) // stride, (w + stride - 1) // stride)
-        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=nhwc)
+        return alignment.empty_nhwc(shape, x)
 
     @torch.library.custom_op(f"advisor::{name}_backward", mutates_args=())
     def backward(

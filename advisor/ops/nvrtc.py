@@ -51,9 +51,10 @@ def out_of_reach(tensor: torch.Tensor) -> str:
     return transformed() or outlived(tensor)
 
 
-def outlived(tensor: torch.Tensor) -> str:
-    """Why this tensor has no memory of its own outside of torch.func's transforms; empty where it has."""
-    return "outlived a torch.func transform" if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else ""
+def outlived(*tensors: torch.Tensor) -> str:
+    """Why one of these tensors has no memory of its own outside of torch.func's transforms; empty where all have."""
+    wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    return "outlived a torch.func transform" if wrapped else ""
 
 
 def transformed() -> str:

@@ -43,19 +43,17 @@ def _launch(
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
     apart = spec.geometry(rows, channels, name, sms, spec.APPLY_BLOCKS_PER_SM, threads=spec.APPLY_THREADS)
-    (stats, apply), (reduce, backward_apply) = (
-        [
-            nvrtc.function(source, entry, tuple(macros.items()), device)
-            for entry, threads in zip(spec.KERNELS[source], (spec.THREADS, spec.APPLY_THREADS), strict=True)
-            for macros in [spec.defines(name, activation, residual, forked=forks, threads=threads)]
-        ]
-        for source, forks in ((spec.FORWARD, False), (spec.BACKWARD, forked))
-    )
+
+    def compiled(source: str, number: int, *, forks: bool = False) -> Any:
+        threads = spec.APPLY_THREADS if number else spec.THREADS
+        macros = spec.defines(name, activation, residual, forked=forks, threads=threads)
+        return nvrtc.function(source, spec.KERNELS[source][number], tuple(macros.items()), device)
+
     return _Launch(
-        stats=stats,
-        apply=apply,
-        reduce=reduce,
-        backward_apply=backward_apply,
+        stats=compiled(spec.FORWARD, 0),
+        apply=compiled(spec.FORWARD, 1),
+        reduce=compiled(spec.BACKWARD, 0, forks=forked),
+        backward_apply=compiled(spec.BACKWARD, 1, forks=forked),
         block=(spec.THREADS, 1, 1),
         stats_grid=(statistics.row_blocks, statistics.tiles, 1),
         grid=(shape.row_blocks, shape.tiles, 1),

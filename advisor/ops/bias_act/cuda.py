@@ -63,7 +63,7 @@ def _bias_act(
 ) -> _Launch:
     name = storage.name(dtype)
     defines = spec.defines(source, name, activation, bias=bias, residual=residual)
-    reduce = bias and source == spec.BACKWARD
+    reduce = spec.sums(source, channels=bias)
     blocks = spec.blocks_per_sm(name, activation, reduce=reduce)
     return _launch_of(source, defines, x, dim, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=False)
 
@@ -74,7 +74,7 @@ def _scale_add(
 ) -> _Launch:
     name = storage.name(dtype)
     defines = spec.scale_defines(source, name, variant, wide=result != dtype)
-    reduce = variant.scale and source == spec.SCALE_BACKWARD
+    reduce = spec.sums(source, channels=variant.scale)
     blocks = spec.REDUCE_BLOCKS_PER_SM if reduce else spec.STREAM_BLOCKS_PER_SM
     return _launch_of(source, defines, x, 1, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=True)
 

@@ -33,8 +33,8 @@ THREADS = 512
 MAX_TILE = 16
 UNROLL = 4
 REDUCE_BLOCKS_PER_SM = 1
-# The others: the same, and 0.77 to 0.93 of the copy bandwidth on an H200. Code that torch.compile makes of them, with a block of 128
-# threads for each 16 KiB or less and no loop, reaches 0.94 to 1.00 (docs/decisions/0050-beside-compiled-code.md).
+# The others: the same, and 0.77 to 0.93 of the copy bandwidth on an H200. Code that torch.compile makes of them, on
+# the same bytes, reaches 0.94 to 1.00 (docs/decisions/0050-beside-compiled-code.md).
 STREAM_THREADS = 512
 STREAM_UNROLL = 4
 STREAM_BLOCKS_PER_SM = 1
@@ -207,6 +207,11 @@ def _is_gelu(dtype: str, activation: str) -> bool:
     return activation in ("gelu", "gelu_tanh") and dtype != "float32"  # fp32 leaves time enough
 
 
+def sums(source: str, *, channels: bool) -> bool:
+    """Whether a kernel ends in sums over rows: the backward of what has a bias or a scale for its `channels`."""
+    return channels and source in (BACKWARD, SCALE_BACKWARD)
+
+
 def blocks_per_sm(dtype: str, activation: str, *, reduce: bool) -> int:
     """Blocks of the bias + activation kernels that are launched an SM. `reduce`: the kernel ends in sums over rows."""
     if _is_gelu(dtype, activation):
@@ -223,7 +228,7 @@ def _passes(*, reduce: bool) -> dict[str, int]:
 def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
     """Macros of one variant of the bias + activation kernels. The backward has no residual."""
     blocks = GELU_BLOCKS_PER_SM if _is_gelu(dtype, activation) else 1
-    passes = _passes(reduce=bias and source == BACKWARD)
+    passes = _passes(reduce=sums(source, channels=bias))
     if (
         source == BACKWARD
     ):  # as many bytes in flight from two blocks, whose threads have half of the registers; the forward needs fewer
@@ -247,7 +252,7 @@ def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> di
         "TWIN": int(variant.twin),
         "SCALE": int(variant.scale),
         "KEEP": int(variant.keep),
-        **_passes(reduce=variant.scale and source == SCALE_BACKWARD),
+        **_passes(reduce=sums(source, channels=variant.scale)),
     }
 
 

@@ -109,7 +109,7 @@ def cast(dtype: torch.dtype, *tensors: torch.Tensor, by: Copies = copies) -> tup
         tensors: of one dtype, on one device. The kernel takes fp32 on a CUDA device of sm_80 and newer.
         by: what makes the copies.
     """
-    reason = nvrtc.transformed() or next(filter(None, map(nvrtc.outlived, tensors)), "")
+    reason = nvrtc.transformed() or nvrtc.outlived(*tensors)
     if reason:
         fell_back[reason] += 1
         return tuple([tensor.to(dtype) for tensor in tensors])

@@ -41,7 +41,7 @@ class Plan:
     @property
     def halo(self) -> int:
         """Rows and columns that a tile's window has beyond its own."""
-        return _halo(self.stride)
+        return halo(self.stride)
 
     @property
     def shared_bytes(self) -> int:
@@ -64,12 +64,13 @@ def _filled(size: int, by: int) -> float:
     return -(-size // by) * by / size
 
 
-def _halo(stride: int) -> int:
+def halo(stride: int) -> int:
+    """Rows and columns that a tile reads beyond its own."""
     return 2 if stride == 1 else 1
 
 
 def _stage_bytes(columns: int, rows: int, wide: int, stride: int) -> int:
-    window = (rows + _halo(stride)) * (8 * wide + _halo(stride)) * columns * 2
+    window = (rows + halo(stride)) * (8 * wide + halo(stride)) * columns * 2
     return (1 if stride == 1 else 4) * -(-window // 1024) * 1024 + rows * wide * 8 * 2 * PLAIN
 
 

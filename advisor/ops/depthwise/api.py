@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.depthwise import cuda, spec
 from advisor.ops.function import Function
 
@@ -264,7 +264,7 @@ def _(
     n, c, h, w = x.shape
     span = dilation * (weight.shape[-1] - 1) + 1
     rows, columns = ((size + 2 * pad - span) // stride + 1 for size, pad in ((h, padding[0]), (w, padding[1])))
-    return torch.empty((n, c, rows, columns), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    return alignment.empty_nhwc((n, c, rows, columns), x)
 
 
 @torch.library.custom_op("advisor::depthwise_conv2d_backward", mutates_args=())

@@ -101,11 +101,6 @@ def _convolve(
     kernel(grid, block, (*pointers, *sizes), 0, nvrtc.stream(device))
 
 
-def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    n, c = like.shape[:2]
-    return empty_nhwc((n, c, height, width), like)
-
-
 def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -113,7 +108,7 @@ def forward(
 
     x: channels_last; weight [C, 1, k, k], bias [C]: contiguous.
     """
-    y = _output(x, call.out_height, call.out_width)
+    y = empty_nhwc((call.batch, call.channels, call.out_height, call.out_width), x)
     if not moments or not spec.ringed(call, storage.name(x.dtype), "forward"):
         _convolve(call, x, weight, bias, y, False)
         return y, None
@@ -141,7 +136,7 @@ def _strided_data(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, dev
 
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
-    dx = _output(dy, call.height, call.width)
+    dx = empty_nhwc((call.batch, call.channels, call.height, call.width), dy)
     if call.stride == 1:
         _convolve(call.transposed(), dy, weight, None, dx, True)
         return dx
@@ -224,7 +219,7 @@ def backward(
     """Returns dx like x, dweight like weight and dbias like bias (None without one). dy and x: channels_last, one dtype."""
     device = x.device.index or 0
     plan = _backward(call, x.dtype, weight.dtype, device, bias is not None)
-    dx = _output(dy, call.height, call.width)
+    dx = empty_nhwc((call.batch, call.channels, call.height, call.width), dy)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     dbias = None if bias is None else torch.empty_like(bias)

@@ -281,7 +281,7 @@ def _(
     n, _, h, w = x.shape
     channels, kernel = weight.shape[0], weight.shape[-1]
     rows, columns = ((size + 2 * pad - kernel) // stride + 1 for size, pad in ((h, padding[0]), (w, padding[1])))
-    return torch.empty((n, channels, rows, columns), dtype=compute, device=x.device, memory_format=torch.channels_last)
+    return alignment.empty_nhwc((n, channels, rows, columns), x, compute)
 
 
 @torch.library.custom_op("advisor::first_conv2d_backward", mutates_args=())

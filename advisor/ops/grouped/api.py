@@ -170,7 +170,7 @@ def grouped_conv2d_op(x: torch.Tensor, weight: torch.Tensor, stride: int, groups
 def _(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
     n, c, h, w = x.shape
     rows, columns = ((size - 1) // stride + 1 for size in (h, w))
-    return torch.empty((n, c, rows, columns), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    return alignment.empty_nhwc((n, c, rows, columns), x)
 
 
 @torch.library.custom_op("advisor::grouped_conv2d_backward", mutates_args=())

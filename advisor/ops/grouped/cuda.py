@@ -12,6 +12,7 @@ import torch
 from advisor.ops import nvrtc, storage, tensor_map
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import cuda as conv3x3
+from advisor.ops.conv3x3.weight import halo
 from advisor.ops.grouped import spec, weight, wide
 from advisor.ops.grouped.spec import Call
 
@@ -65,11 +66,6 @@ def _convolution(
     return _Launch(kernel, (*plan.grid, 1), (plan.threads, 1, 1), (*sizes, *_int32(*weight_strides)), plan.shared_bytes)
 
 
-def _output(like: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    n, c = like.shape[:2]
-    return empty_nhwc((n, c, height, width), like)
-
-
 @cache
 def hopper_lacks(device: int) -> str:
     """Why this device runs no kernels of wide groups; empty when it does."""
@@ -101,10 +97,11 @@ def _wide(x: torch.Tensor, weight: torch.Tensor, call: Call, *, transposed: bool
     """What is made of x: y, or with `transposed` dx of dy."""
     device = x.device.index or 0
     launch, plan = _wide_launch(call, x.dtype, weight.dtype, weight.stride(), device, transposed)
-    y = _output(x, *((call.height, call.width) if transposed else (call.out_height, call.out_width)))
-    halo, groups, rows = wide.halo(call.stride), call.channels // call.group, plan.columns // 8
+    height, width = (call.height, call.width) if transposed else (call.out_height, call.out_width)
+    y = empty_nhwc((call.batch, call.channels, height, width), x)
+    reach, groups, rows = halo(call.stride), call.channels // call.group, plan.columns // 8
     whole, parted = (tensor_map.WHOLE, 1), (tensor_map.QUARTERS if call.stride > 1 else tensor_map.WHOLE, call.stride)
-    planes = tensor_map.boxes(x, wide.LINE, 8 + halo, rows + halo, groups, *(whole if transposed else parted))
+    planes = tensor_map.boxes(x, wide.LINE, 8 + reach, rows + reach, groups, *(whole if transposed else parted))
     classes = tensor_map.boxes(y, wide.LINE, 8, rows, groups, *(parted if transposed else whole))
     launch.run(planes, classes, x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
     return y
@@ -120,7 +117,7 @@ def forward(
     device = x.device.index or 0
     if spec.is_wide(call) and not hopper_lacks(device):
         return _wide(x, weight, call, transposed=False), None
-    y = _output(x, call.out_height, call.out_width)
+    y = empty_nhwc((call.batch, call.channels, call.out_height, call.out_width), x)
     source = spec.forward_source(call.group, call.stride)
     launch = _convolution(source, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
     if not moments:
@@ -136,7 +133,7 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
     device = dy.device.index or 0
     if spec.is_wide(call) and not hopper_lacks(device):
         return _wide(dy, weight, call, transposed=True)
-    dx = _output(dy, call.height, call.width)
+    dx = empty_nhwc((call.batch, call.channels, call.height, call.width), dy)
     source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
     launch = _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True)
     launch.run(dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), device=device)

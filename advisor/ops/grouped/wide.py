@@ -11,6 +11,7 @@ from itertools import product as pairs
 from typing import TYPE_CHECKING
 
 from advisor.ops.conv3x3 import spec as conv3x3
+from advisor.ops.conv3x3.weight import halo
 
 if TYPE_CHECKING:
     from advisor.ops.grouped.spec import Call
@@ -50,11 +51,6 @@ class Plan:
 def planes(stride: int, *, transposed: bool) -> int:
     """Parts in which a tile is read: odd and even rows and columns of what has twice as many."""
     return 4 if stride == 2 and not transposed else 1
-
-
-def halo(stride: int) -> int:
-    """Rows and columns that a tile reads beyond its own."""
-    return 2 if stride == 1 else 1
 
 
 def _shared_bytes(columns: int, depth: int, stride: int, parts: int) -> int:

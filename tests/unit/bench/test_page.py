@@ -153,6 +153,7 @@ def test_whether_there_is_compiled_code_beside_is_what_the_rows_say(
     (tmp_path / "some-gpu" / "ops.json").write_text(json.dumps(document))
     text = page.files(tmp_path)[page.PAGE]
     assert f"2026-01-02. {words}\n" in text
+    assert text.count("compiled code beside") == 1  # and nothing else speaks of it
     ratio = "2.00 (2.00 to 2.00)" if times[1] else "–"
     assert f"| {ratio} | 1 of 1 |" in text
 
