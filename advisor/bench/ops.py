@@ -221,7 +221,9 @@ def run(
     file = _File(path)
     ceilings = Ceilings()
     say("compiling")
-    variants = [variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants()]
+    variants = [
+        variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants(nvrtc.arch(0))
+    ]
     mine = variants[part[0] - 1 :: part[1]]  # other parts compile the others meanwhile, and leave them in the cache
     nvrtc.warm([*mine, *variants])
     gc.freeze()  # torch's own objects: looking through them took most of a second a case

@@ -114,7 +114,7 @@ def _variants(cases: Sequence[tuple[Family, Case]]) -> Iterator[tuple[str, dict[
     for family in dict.fromkeys(family for family, _ in cases):
         for values in combinations(family.spec.TUNABLE):
             with constants(family, values):
-                yield from family.variants()
+                yield from family.variants(nvrtc.arch(0))
 
 
 def tune(family: Family, case: Case) -> list[Trial]:

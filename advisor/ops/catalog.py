@@ -223,5 +223,5 @@ def verify(say: Callable[[str], None], only: str = "") -> list[dict[str, object]
             exit_code=ExitCode.GPU_REQUIRED,
         )
     say("compiling")
-    nvrtc.warm(variant for family in chosen for variant in family.variants())
+    nvrtc.warm(variant for family in chosen for variant in family.variants(nvrtc.arch(0)))
     return verify.verify(chosen, "cuda", say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-ONE_PASS = 1 << 20  # blocks an SM: as many as leave a thread one pass over its rows
+LINE_VECTORS = 8  # 128 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,36 @@ def widest_tile(vectors: int, max_tile: int) -> int:
     return max_tile if tile < max_tile // 2 and vectors > max_tile else tile
 
 
+def fullest_tile(vectors: int, threads: int, otherwise: int) -> int:
+    """For passes without sums: all the vectors a row has, or whole cache lines of it, where that leaves fewer threads idle.
+
+    Of rows that have no such piece, `widest_tile` up to `otherwise`.
+    """
+    pieces = [
+        d for d in range(1, min(vectors, threads) + 1) if vectors % d == 0 and (d == vectors or d % LINE_VECTORS == 0)
+    ]
+    return max(pieces, key=lambda d: (threads // d * d, d), default=widest_tile(vectors, otherwise))
+
+
 @lru_cache(maxsize=4096)
-def geometry(rows: int, vectors: int, *, threads: int, max_tile: int, unroll: int, blocks: int) -> Geometry:
+def geometry(
+    rows: int, vectors: int, *, threads: int, max_tile: int, unroll: int, blocks: int, tile: int = 0
+) -> Geometry:
     """At most `blocks` blocks of `threads`, and none without a full pass of rows, of which a thread takes `unroll`.
 
-    As many as run at once where they go over rows in a loop: a second wave would be nearly empty. Far more where each has one pass.
+    `blocks` are as many as run at once: each goes over rows in a loop, and a second wave would be nearly empty. `tile`: 0 for the widest.
     """
-    tile = widest_tile(vectors, max_tile)
+    tile = tile or widest_tile(vectors, max_tile)
     tiles = -(-vectors // tile)
     rows_per_pass = threads // tile
     useful = max(1, -(-rows // (rows_per_pass * unroll)))
     row_blocks = max(1, min(useful, blocks // tiles))
     return Geometry(row_blocks=row_blocks, tiles=tiles, tile=tile, vectors=vectors, rows=rows)
+
+
+@lru_cache(maxsize=4096)
+def one_pass(rows: int, vectors: int, *, threads: int, unroll: int, otherwise: int) -> Geometry:
+    """As many blocks of `threads` as leave a thread one pass, of `unroll` rows. For passes without sums; `otherwise`: see `fullest_tile`."""
+    tile = fullest_tile(vectors, threads, otherwise)
+    row_blocks = -(-rows // (threads // tile * unroll))
+    return Geometry(row_blocks=row_blocks, tiles=-(-vectors // tile), tile=tile, vectors=vectors, rows=rows)

@@ -128,9 +128,15 @@ class Family:
         found: dict[str, tuple[str, ...]] = self.spec.KERNELS
         return found
 
-    def variants(self) -> tuple[tuple[str, dict[str, int]], ...]:
-        """Every (source, macros) that a launch can ask for."""
-        return tuple((source, defines) for source in self.kernels for defines in self.spec.variants(source))
+    def variants(self, arch: int = 90) -> tuple[tuple[str, dict[str, int]], ...]:
+        """Every (source, macros) that a launch on this architecture can ask for."""
+        return tuple((source, defines) for source in self.kernels for defines in self.variants_of(source, arch))
+
+    def variants_of(self, source: str, arch: int = 90) -> tuple[dict[str, int], ...]:
+        """Those macros of one source. A spec with a ROOMY_ARCH has others from there on."""
+        others = {"arch": arch} if hasattr(self.spec, "ROOMY_ARCH") else {}
+        found: tuple[dict[str, int], ...] = self.spec.variants(source, **others)
+        return found
 
     @property
     def kinds(self) -> frozenset[dispatch.Kind]:

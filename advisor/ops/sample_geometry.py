@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from advisor.ops.channel_tiles import widest_tile
+from advisor.ops.channel_tiles import LINE_VECTORS, widest_tile
 
 # Partial sums a sample and channel: whoever needs the sum adds this many.
 MAX_PARTS = 64
+# Beyond so many parts a sample, joining them costs more than tiles of a cache line, of which fewer parts fill the GPU.
+MANY_PARTS = 48
+HALF_LINE_VECTORS = 4  # 64 bytes
 MAX_SAMPLES = 65_535  # the grid's third dimension
 
 
@@ -40,7 +43,7 @@ def geometry(
 
     `unroll` rows a thread are a full pass.
     """
-    tile = widest_tile(vectors, max_tile)
+    tile = _tile(vectors, max_tile, least_blocks / samples)
     tiles = -(-vectors // tile)
     balance = -(-rows * tile * 16 // bytes_per_block)
     fill = least_blocks // (samples * tiles)
@@ -49,6 +52,19 @@ def geometry(
     useful = -(-rows // (threads // tile * unroll))
     splits = max(1, min(max(balance, fill), useful, most_splits))
     return SampleGeometry(splits=splits, tiles=tiles, tile=tile, vectors=vectors)
+
+
+def _tile(vectors: int, max_tile: int, blocks_per_sample: float) -> int:
+    """The widest, or a cache line where that splits halves of lines or leaves too few blocks a sample (docs/decisions/0051-short-blocks.md)."""
+    tile = widest_tile(vectors, max_tile)
+    splits = tile < vectors and tile % HALF_LINE_VECTORS
+    if (
+        tile > LINE_VECTORS
+        and not vectors % LINE_VECTORS
+        and (splits or blocks_per_sample * tile > MANY_PARTS * vectors)
+    ):
+        return LINE_VECTORS
+    return tile
 
 
 def unsupported(shape: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@
 #include "overlap.cuh"
 #include "activation.cuh"
 #include "channel_reduce.cuh"
+#include "parameters.cuh"
 
 #ifndef UNROLL
 #define UNROLL 4
@@ -31,14 +32,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_concat_apply(
   overlap_launches();
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
-  float centre[VEC], scale[VEC], offset[VEC];
+  float centre[VEC], scale[VEC], factor[VEC], offset[VEC];
+  load_parameters(mean, t.vector, centre);
+  load_parameters(variance, t.vector, scale);
+  load_parameters(weight, t.vector, factor);
+  load_parameters(bias, t.vector, offset);
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) {
-    const int c = t.vector * VEC + j;
-    centre[j] = mean[c];
-    scale[j] = 1.f / sqrtf(variance[c] + eps) * weight[c];
-    offset[j] = bias[c];
-  }
+  for (int j = 0; j < VEC; ++j) scale[j] = 1.f / sqrtf(scale[j] + eps) * factor[j];
   if (blockIdx.x == 0 && t.ty == 0) {
     const double unbiased = (double)rows / ((double)rows - 1.0);
 #pragma unroll

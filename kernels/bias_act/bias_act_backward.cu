@@ -17,6 +17,7 @@
 #include "overlap.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
+#include "parameters.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ saved, const float* __restrict__ bias,
@@ -34,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
   if (t.vector >= 0) {
 #if BIAS && ACT > 3
     float offset[VEC];
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) offset[j] = bias[t.vector * VEC + j];
+    load_parameters(bias, t.vector, offset);
 #endif
     const i64 stride = (i64)gridDim.x * t.rows_per_pass;
     const i64 step = stride * vectors;

@@ -18,6 +18,7 @@
 #include "overlap.cuh"
 #include "gelu.cuh"
 #include "channel_reduce.cuh"
+#include "parameters.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_forward(
     const Vec16* x, const float* __restrict__ bias, const Vec16* __restrict__ residual, Vec16* y,
@@ -27,8 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_forward(
   if (t.vector < 0) return;
 #if BIAS
   float offset[VEC];
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) offset[j] = bias[t.vector * VEC + j];
+  load_parameters(bias, t.vector, offset);
 #endif
   const i64 stride = (i64)gridDim.x * t.rows_per_pass;
   const i64 step = stride * vectors;

@@ -17,6 +17,7 @@
 #include "vector.cuh"
 #include "overlap.cuh"
 #include "channel_reduce.cuh"
+#include "parameters.cuh"
 #include "stream.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
@@ -37,9 +38,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
   if (t.vector >= 0) {
 #if SCALE
     float factor[VEC];
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) factor[j] = scale[t.vector * VEC + j];
+    load_parameters(scale, t.vector, factor);
 #endif
+    const bool paired = tile % 2 == 0 && vectors % 2 == 0;
     const int stride = gridDim.x * t.rows_per_pass;
     const i64 step = (i64)stride * vectors;
     i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty);
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
 #if MIXED
         store(dresidual + last - u * step, narrow(g));
 #elif TWIN
-        store_stream(dresidual, last - u * step, g);
+        store_stream(dresidual, last - u * step, g, paired);
 #endif
 #if SCALE
         float f[VEC];

@@ -17,6 +17,7 @@
 #include "vector.cuh"
 #include "overlap.cuh"
 #include "channel_reduce.cuh"
+#include "parameters.cuh"
 #include "stream.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) scale_add_forward(
@@ -27,13 +28,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_forward(
   const Tile t = tile_of(tile, vectors);
   if (t.vector < 0) return;
 #if SCALE
-  float factor[VEC], offset[VEC];
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) {
-    factor[j] = scale[t.vector * VEC + j];
-    offset[j] = bias ? bias[t.vector * VEC + j] : 0.f;
-  }
+  float factor[VEC], offset[VEC] = {};
+  load_parameters(scale, t.vector, factor);
+  if (bias) load_parameters(bias, t.vector, offset);
 #endif
+  const bool paired = tile % 2 == 0 && vectors % 2 == 0;
   const int stride = gridDim.x * t.rows_per_pass;
   const i64 step = (i64)stride * vectors;
   i64 row = rows - 1 - ((i64)blockIdx.x * t.rows_per_pass + t.ty);
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_forward(
 #endif
         g[j] += f[j] * k[u];
       }
-      store_stream(y, last - u * step, g);
+      store_stream(y, last - u * step, g, paired);
 #if TWIN
       store(half + last - u * step, narrow(g));
 #endif

@@ -130,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
     scale[j] = rstd[g] * (weight ? weight[c] : 1.f);
     offset[j] = bias ? bias[c] : 0.f;
   }
+  const bool paired = tile % 2 == 0 && vectors % 2 == 0;
   for (; row < r.end; row += UNROLL * t.rows_per_pass, fetch(row)) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
       widen(v[u], f);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) f[j] = activate_approx((f[j] - center[j]) * scale[j] + offset[j], slope);
-      store_out(y + (row + u * t.rows_per_pass) * vectors + t.vector, narrow_out(f));
+      store_out(y + (row + u * t.rows_per_pass) * vectors + t.vector, f, paired);
     }
   }
 }

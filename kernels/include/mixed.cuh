@@ -2,6 +2,8 @@
 // fp32 out, or fp32 in, bf16 out. A vector is VEC values, as many as 16 bytes of the input hold (vector.cuh), whatever
 // their width here. OUT is set by the build like STORAGE: 0 fp32, 1 fp16, 2 bf16. Include vector.cuh first.
 
+#include "wide_store.cuh"
+
 #if OUT == 0
 #define OUT_WORDS VEC
 #else
@@ -53,13 +55,17 @@ __device__ __forceinline__ OutVec load_out(const OutVec* p) {
   return v;
 }
 
-__device__ __forceinline__ void store_out(OutVec* p, const OutVec& v) {
+// `paired`: see wide_store.cuh.
+__device__ __forceinline__ void store_out(OutVec* p, const float (&f)[VEC], bool paired) {
+#if OUT == 0 && VEC == 8
+  store_wide((float*)p, f, paired);
+#else
+  const OutVec v = narrow_out(f);
 #if VEC == 4 && OUT != 0
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(v.w[0]), "r"(v.w[1]) : "memory");
 #else
-#pragma unroll
-  for (int i = 0; i < OUT_WORDS; i += 4)
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(p->w + i), "r"(v.w[i]), "r"(v.w[i + 1]), "r"(v.w[i + 2]), "r"(v.w[i + 3]) : "memory");
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+#endif
 #endif
 }

@@ -2,6 +2,7 @@
 // stream of a network under autocast. At vector i of a row-major tensor of such vectors.
 
 #if WIDE
+#include "wide_store.cuh"
 struct Stream { Vec16 part[VEC / 4]; };
 #else
 struct Stream { Vec16 part[1]; };
@@ -24,15 +25,10 @@ __device__ __forceinline__ void widen_stream(const Stream& s, float (&f)[VEC]) {
 #endif
 }
 
-__device__ __forceinline__ void store_stream(Vec16* p, i64 i, const float (&f)[VEC]) {
+// `paired`: see wide_store.cuh.
+__device__ __forceinline__ void store_stream(Vec16* p, i64 i, const float (&f)[VEC], bool paired) {
 #if WIDE
-#pragma unroll
-  for (int k = 0; k < VEC / 4; ++k) {
-    Vec16 v;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v.w[j] = __float_as_uint(f[4 * k + j]);
-    store(p + i * (VEC / 4) + k, v);
-  }
+  store_wide((float*)p + i * VEC, f, paired);
 #else
   store(p + i, narrow(f));
 #endif

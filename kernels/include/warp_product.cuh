@@ -10,7 +10,7 @@
 
 #define PIECE_COLUMNS 32
 #define STEP 16  // of k at a time
-#define PREFETCH 2  // steps loaded together
+#define FINISHED 4  // values of a thread whose result's operands are loaded together
 
 struct Operand4 {
   float v[4];
@@ -39,12 +39,32 @@ __device__ __forceinline__ Operand4 no_operand() {
 
 __device__ __forceinline__ unsigned int rest(float f, unsigned int high) { return to_tf32(f - __uint_as_float(high)); }
 
-// a(row, k): Operand4 over k .. k + 3 of row `row` (0 .. 16 HEIGHT - 1, of the piece). b(k, column): the four columns of four k,
-// as Operand4[4] by k: b(k, column, out). done(row, column, sum): once for each value of the piece. `shared`: 16 * HEIGHT *
-// THREADS floats. All threads of the block call, with the same slices (a power of two); `active` alike in a piece's warps.
-template <int HEIGHT, class A, class B, class Done>
+// What a lane loads of two rows of the left operand, k .. k + 3 of each.
+struct Rows {
+  Operand4 of[2];
+};
+
+// The left operand of most products: as it lies in memory.
+struct AsLoaded {
+  __device__ __forceinline__ void operator()(int, int, const Rows& raw, Operand4 (&out)[2]) const {
+    out[0] = raw.of[0];
+    out[1] = raw.of[1];
+  }
+};
+struct InOnePart {
+  __device__ __forceinline__ void operator()(int, int, int, Rows&) const {}
+};
+
+// Left operand, rows `row` and `row` + 1 of the piece (0 .. 16 HEIGHT - 1), k .. k + 3 of each: begin(row, k) loads what it is made of,
+// a Raw; join(row, k, part, raw) adds part 1, 2 .. of the `parts` in which it lies; end(row, k, raw, out) makes the operand. Nothing
+// before `end` may wait for a load: those of PREFETCH steps are under way together. b(k, column, out): the four columns of four k, as
+// Operand4[4] by k. early(row, column): a float that done(row, column, sum, early) wants with a value of the piece, loaded ahead.
+// `shared`: 16 * HEIGHT * THREADS floats. All threads of the block call, with the same slices (a power of two); `active` alike in a
+// piece's warps.
+template <int HEIGHT, int PREFETCH, class Begin, class Join, class End, class B, class Early, class Done>
 __device__ __forceinline__ void warp_product(
-    int size, int slices, bool active, A a, B b, Done done, float* shared) {
+    int size, int parts, int slices, bool active, Begin begin, Join join, End end, B b, Early early, Done done, float* shared) {
+  using Raw = decltype(begin(0, 0));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, slice = warp % slices;
   const int steps = (size + STEP - 1) / STEP;
   float sum[HEIGHT][4][4], small[HEIGHT][4][4];
@@ -54,17 +74,37 @@ __device__ __forceinline__ void warp_product(
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[r][i][e] = small[r][i][e] = 0.f;
+  // Of the piece's 16 HEIGHT values a lane, numbered 16 r + 8 row + 4 half + i (row 2 g + row of the r-th 16, column 8 t + 4 half + i),
+  // this warp adds up and finishes those from `mine` on.
+  const int each = 16 * HEIGHT / slices > 0 ? 16 * HEIGHT / slices : 1;
+  const int mine = slice * each, last = active ? min(mine + each, 16 * HEIGHT) : 0;
+  const auto row_of = [&](int v) { return v / 16 * 16 + 2 * g + v / 8 % 2; };
+  const auto column_of = [&](int v) { return 8 * t + v % 8; };
+  float ahead[FINISHED];
+#pragma unroll
+  for (int i = 0; i < FINISHED; ++i) ahead[i] = mine + i < last ? early(row_of(mine + i), column_of(mine + i)) : 0.f;
   for (int first = active ? slice : steps; first < steps; first += PREFETCH * slices) {
-    Operand4 left[PREFETCH][HEIGHT][2], right[PREFETCH][4];
+    Raw raw[PREFETCH][HEIGHT];
+    Operand4 right[PREFETCH][4];
 #pragma unroll
     for (int p = 0; p < PREFETCH; ++p) {
       const int k = (first + p * slices) * STEP + 4 * t;  // behind the end: zeros
       b(k, 4 * g, right[p]);
 #pragma unroll
-      for (int r = 0; r < HEIGHT; ++r) a(16 * r + 2 * g, k, left[p][r]);
+      for (int r = 0; r < HEIGHT; ++r) raw[p][r] = begin(16 * r + 2 * g, k);
     }
+#pragma unroll 2
+    for (int part = 1; part < parts; ++part)
 #pragma unroll
-    for (int p = 0; p < PREFETCH; ++p)
+      for (int p = 0; p < PREFETCH; ++p)
+#pragma unroll
+        for (int r = 0; r < HEIGHT; ++r)
+          join(16 * r + 2 * g, (first + p * slices) * STEP + 4 * t, part, raw[p][r]);
+#pragma unroll
+    for (int p = 0; p < PREFETCH; ++p) {
+      Operand4 left[HEIGHT][2];
+#pragma unroll
+      for (int r = 0; r < HEIGHT; ++r) end(16 * r + 2 * g, (first + p * slices) * STEP + 4 * t, raw[p][r], left[r]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // k = 4 t + 2 h stands for column t of a fragment, 4 t + 2 h + 1 for t + 4
         unsigned int x[HEIGHT][4], xs[HEIGHT][4];
@@ -72,7 +112,7 @@ __device__ __forceinline__ void warp_product(
         for (int r = 0; r < HEIGHT; ++r)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float f = left[p][r][e % 2].v[2 * h + e / 2];
+            const float f = left[r][e % 2].v[2 * h + e / 2];
             x[r][e] = to_tf32(f);
             xs[r][e] = SPLIT ? rest(f, x[r][e]) : 0u;
           }
@@ -95,8 +135,8 @@ __device__ __forceinline__ void warp_product(
           }
         }
       }
+    }
   }
-  // [value][thread]; value 16 r + 8 row + 4 half + i is row 2 g + row, column 8 t + 4 half + i of the r-th 16 rows.
 #pragma unroll
   for (int r = 0; r < HEIGHT; ++r)
 #pragma unroll
@@ -109,11 +149,17 @@ __device__ __forceinline__ void warp_product(
         shared[(16 * r + e / 2 * 8 + e % 2 * 4 + i) * THREADS + threadIdx.x] = s;
       }
   __syncthreads();
-  const int each = 16 * HEIGHT / slices > 0 ? 16 * HEIGHT / slices : 1;
   const float* of = shared + (warp - slice) * 32 + lane;
-  for (int v = slice * each; active && v < slice * each + each && v < 16 * HEIGHT; ++v) {
-    float total = 0.f;
-    for (int s = 0; s < slices; ++s) total += of[v * THREADS + 32 * s];
-    done(v / 16 * 16 + 2 * g + v / 8 % 2, 8 * t + v % 8, total);
+  for (int v = mine; v < last; v += FINISHED) {
+#pragma unroll
+    for (int i = 0; i < FINISHED; ++i) {
+      if (v + i >= last) break;
+      float total = 0.f;
+      for (int s = 0; s < slices; ++s) total += of[(v + i) * THREADS + 32 * s];
+      done(row_of(v + i), column_of(v + i), total, ahead[i]);
+    }
+    const int next = v + FINISHED;
+#pragma unroll
+    for (int i = 0; i < FINISHED; ++i) ahead[i] = next + i < last ? early(row_of(next + i), column_of(next + i)) : 0.f;
   }
 }

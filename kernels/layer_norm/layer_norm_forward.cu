@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) layer_norm_
     offset[i % (VEC / 4)][i / (VEC / 4)] = bias ? ((const float4*)bias)[i] : zero;
   }
   __syncthreads();
+  const bool paired = LANES % 2 == 0 && vectors % 2 == 0;
   // The loop's bounds are the block's, not the thread's: all lanes of a warp take part in every shuffle.
   for (; first < rows; first += stride, fetch(first)) {
     float mean[ROWS], rstd[ROWS];
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) layer_norm_
         widen(v[u][k], f);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) f[j] = (f[j] - mean[u]) * rstd[u] * w[j] + b[j];
-        store_out(y + row * vectors + slot, narrow_out(f));
+        store_out(y + row * vectors + slot, f, paired);
       }
     }
   }

@@ -48,15 +48,32 @@ __device__ __forceinline__ void store4(float* at, const Operand4& o) {
   *(float4*)at = f;
 }
 
-// k .. k + 3 of channels, summed over the parts of sample n.
-__device__ __forceinline__ Operand4 joined(const float* __restrict__ partial, int n, int parts, int k, int channels) {
-  Operand4 total = four<true>(partial + (i64)n * parts * channels, k, channels);
-  for (int p = 1; p < parts; ++p) {
-    const Operand4 more = four<true>(partial + ((i64)n * parts + p) * channels, k, channels);
+// k .. k + 3 of a part of the sums of sample n and the next one.
+__device__ __forceinline__ Rows part_of(
+    const float* __restrict__ partial, int n, int samples, int parts, int part, int k, int channels) {
+  Rows rows;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) total.v[i] += more.v[i];
+  for (int r = 0; r < 2; ++r) {
+    rows.of[r] = no_operand();
+    if (n + r < samples) rows.of[r] = four<true>(partial + ((i64)(n + r) * parts + part) * channels, k, channels);
   }
-  return total;
+  return rows;
+}
+
+__device__ __forceinline__ void add(Rows& to, const Rows& more) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to.of[r].v[i] += more.of[r].v[i];
+}
+
+// k .. k + 3 of row n and the next one of a matrix of so many rows.
+template <bool ALIGNED>
+__device__ __forceinline__ Rows rows_of(const float* __restrict__ matrix, int n, int rows, int k, int size) {
+  Rows found;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) found.of[r] = n + r < rows ? four<ALIGNED>(matrix + (i64)(n + r) * size, k, size) : no_operand();
+  return found;
 }
 
 // b(k, n) = matrix[n][k]: four rows, each read along k.
@@ -87,25 +104,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze(
   overlap_launches();
   __shared__ float shared[16 * THREADS];
   const Piece p = piece_of(blockIdx.x, slices, 1, samples, hidden);
-  warp_product<1>(
-      channels, slices, p.active,
-      [&](int row, int k, Operand4 (&out)[2]) {
+  warp_product<1, 4 - SPLIT>(
+      channels, parts, slices, p.active,
+      [&](int row, int k) { return part_of(partial, p.m + row, samples, parts, 0, k, channels); },
+      [&](int row, int k, int part, Rows& raw) { add(raw, part_of(partial, p.m + row, samples, parts, part, k, channels)); },
+      [&](int row, int k, const Rows& raw, Operand4 (&out)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int n = p.m + row + r;
-          out[r] = no_operand();
-          if (n >= samples) continue;
-          out[r] = joined(partial, n, parts, k, channels);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) out[r].v[i] *= inverse;
-          if (p.n == 0 && k < channels) store4(pooled + (i64)n * channels + k, out[r]);
+          for (int i = 0; i < 4; ++i) out[r].v[i] = raw.of[r].v[i] * inverse;
+          if (p.n == 0 && n < samples && k < channels) store4(pooled + (i64)n * channels + k, out[r]);
         }
       },
       [&](int k, int column, Operand4 (&out)[4]) { rows_as_columns<true>(w1, p.n + column, hidden, k, channels, out); },
-      [&](int row, int column, float sum) {
+      [&](int, int column) { return b1 && p.n + column < hidden ? b1[p.n + column] : 0.f; },
+      [&](int row, int column, float sum, float bias) {
         const int n = p.m + row, j = p.n + column;
         if (n >= samples || j >= hidden) return;
-        const float z = sum + (b1 ? b1[j] : 0.f);
+        const float z = sum + bias;
         z1[(i64)n * hidden + j] = z;
         h[(i64)n * hidden + j] = activate(z, slope);
       },
@@ -118,22 +135,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite(
   overlap_launches();
   __shared__ float shared[16 * TALL * THREADS];
   const Piece p = piece_of(blockIdx.x, slices, TALL, samples, channels);
-  warp_product<TALL>(
-      hidden, slices, p.active,
-      [&](int row, int k, Operand4 (&out)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int n = p.m + row + r;
-          out[r] = n < samples ? four<HIDDEN4>(h + (i64)n * hidden, k, hidden) : no_operand();
-        }
-      },
+  warp_product<TALL, 4 / TALL>(
+      hidden, 1, slices, p.active,
+      [&](int row, int k) { return rows_of<HIDDEN4>(h, p.m + row, samples, k, hidden); },
+      InOnePart(), AsLoaded(),
       [&](int k, int column, Operand4 (&out)[4]) { rows_as_columns<HIDDEN4>(w2, p.n + column, channels, k, hidden, out); },
-      [&](int row, int column, float sum) {
+      [&](int, int column) { return b2 && p.n + column < channels ? b2[p.n + column] : 0.f; },
+      [&](int row, int column, float sum, float bias) {
         const int n = p.m + row, c = p.n + column;
-        if (n < samples && c < channels) z2[(i64)n * channels + c] = sum + (b2 ? b2[c] : 0.f);
+        if (n < samples && c < channels) z2[(i64)n * channels + c] = sum + bias;
       },
       shared);
 }
+
+struct Gated {
+  Rows sums, z;
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite_backward(
     const float* __restrict__ partial, const float* __restrict__ z1, const float* __restrict__ z2,
@@ -142,29 +159,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_excite_b
   overlap_launches();
   __shared__ float shared[16 * THREADS];
   const Piece p = piece_of(blockIdx.x, slices, 1, samples, hidden);
-  warp_product<1>(
-      channels, slices, p.active,
-      [&](int row, int k, Operand4 (&out)[2]) {
+  warp_product<1, 3 - SPLIT>(
+      channels, parts, slices, p.active,
+      [&](int row, int k) {
+        Gated raw;
+        raw.sums = part_of(partial, p.m + row, samples, parts, 0, k, channels);
+        raw.z = rows_of<true>(z2, p.m + row, samples, k, channels);
+        return raw;
+      },
+      [&](int row, int k, int part, Gated& raw) {
+        add(raw.sums, part_of(partial, p.m + row, samples, parts, part, k, channels));
+      },
+      [&](int row, int k, const Gated& raw, Operand4 (&out)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int n = p.m + row + r;
-          out[r] = no_operand();
-          if (n >= samples) continue;
-          const Operand4 z = four<true>(z2 + (i64)n * channels, k, channels);
-          out[r] = joined(partial, n, parts, k, channels);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) out[r].v[i] = through_gate(out[r].v[i], z.v[i]);
-          if (p.n == 0 && k < channels) store4(dz2 + (i64)n * channels + k, out[r]);
+          for (int i = 0; i < 4; ++i) out[r].v[i] = through_gate(raw.sums.of[r].v[i], raw.z.of[r].v[i]);
+          if (p.n == 0 && n < samples && k < channels) store4(dz2 + (i64)n * channels + k, out[r]);
         }
       },
       [&](int k, int column, Operand4 (&out)[4]) { rows_as_rows<HIDDEN4>(w2, p.n + column, hidden, k, channels, out); },
-      [&](int row, int column, float sum) {
+      [&](int row, int column) {
+        const int n = p.m + row, j = p.n + column;
+        return n < samples && j < hidden ? z1[(i64)n * hidden + j] : 0.f;
+      },
+      [&](int row, int column, float sum, float z) {
         const int n = p.m + row, j = p.n + column;
         if (n >= samples || j >= hidden) return;
-        const i64 at = (i64)n * hidden + j;
-        const float z = z1[at];
-        dz1[at] = through(sum, z, slope);
-        h[at] = activate(z, slope);
+        dz1[(i64)n * hidden + j] = through(sum, z, slope);
+        h[(i64)n * hidden + j] = activate(z, slope);
       },
       shared);
 }
@@ -175,9 +199,10 @@ __device__ __forceinline__ void weight_gradient(
     const float* __restrict__ left, const float* __restrict__ right, float* dw, float* db,
     int block, int slices, int samples, int rows, int columns, float* shared) {
   const Piece p = piece_of(block, slices, TALL, rows, columns + 1);
-  warp_product<TALL>(
-      samples, slices, p.active,
-      [&](int row, int k, Operand4 (&out)[2]) {
+  warp_product<TALL, 4 / TALL>(
+      samples, 1, slices, p.active,
+      [&](int row, int k) {
+        Rows out;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const float* at = left + (i64)(k + q) * rows;
@@ -185,14 +210,16 @@ __device__ __forceinline__ void weight_gradient(
           if (HIDDEN4) {
             float2 f = {0.f, 0.f};
             if (k + q < samples && m < rows) f = *(const float2*)(at + m);
-            out[0].v[q] = f.x;
-            out[1].v[q] = f.y;
+            out.of[0].v[q] = f.x;
+            out.of[1].v[q] = f.y;
           } else {
-            out[0].v[q] = k + q < samples && m < rows ? at[m] : 0.f;
-            out[1].v[q] = k + q < samples && m + 1 < rows ? at[m + 1] : 0.f;
+            out.of[0].v[q] = k + q < samples && m < rows ? at[m] : 0.f;
+            out.of[1].v[q] = k + q < samples && m + 1 < rows ? at[m + 1] : 0.f;
           }
         }
+        return out;
       },
+      InOnePart(), AsLoaded(),
       [&](int k, int column, Operand4 (&out)[4]) {
         const int n = p.n + column;
         rows_as_rows<HIDDEN4>(right, n, columns, k, samples, out);
@@ -202,7 +229,8 @@ __device__ __forceinline__ void weight_gradient(
           for (int i = 0; i < 4; ++i)
             if (n + i == columns) out[q].v[i] = 1.f;
       },
-      [&](int row, int column, float sum) {
+      [](int, int) { return 0.f; },
+      [&](int row, int column, float sum, float) {
         const int m = p.m + row, n = p.n + column;
         if (m >= rows) return;
         if (n < columns) dw[(i64)m * columns + n] = sum;
@@ -211,34 +239,30 @@ __device__ __forceinline__ void weight_gradient(
       shared);
 }
 
-// Blocks: `pool_blocks` for dpool, `w1_blocks` for dW1 and db1, the others for dW2 and db2.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) squeeze_excite_squeeze_backward(
+// Blocks: `pool_blocks` for dpool, whose warps share k in `slices`, `w1_blocks` for dW1 and db1, the others for dW2 and db2.
+extern "C" __global__ void __launch_bounds__(THREADS, 2 - SPLIT) squeeze_excite_squeeze_backward(
     const float* __restrict__ pooled, const float* __restrict__ h, const float* __restrict__ dz1,
     const float* __restrict__ dz2, const float* __restrict__ w1, float* __restrict__ dpool, float* __restrict__ dw1,
     float* __restrict__ db1, float* __restrict__ dw2, float* __restrict__ db2,
-    int samples, int channels, int hidden, int slices, int pool_blocks, int w1_blocks, float inverse) {
+    int samples, int channels, int hidden, int slices, int weight_slices, int pool_blocks, int w1_blocks, float inverse) {
   overlap_launches();
   __shared__ float shared[16 * TALL * THREADS];
   if (blockIdx.x >= pool_blocks) {
     const bool first = blockIdx.x < pool_blocks + w1_blocks;
     weight_gradient(
         first ? dz1 : dz2, first ? pooled : h, first ? dw1 : dw2, first ? db1 : db2,
-        blockIdx.x - pool_blocks - (first ? 0 : w1_blocks), slices, samples, first ? hidden : channels,
+        blockIdx.x - pool_blocks - (first ? 0 : w1_blocks), weight_slices, samples, first ? hidden : channels,
         first ? channels : hidden, shared);
     return;
   }
   const Piece p = piece_of(blockIdx.x, slices, TALL, samples, channels);
-  warp_product<TALL>(
-      hidden, slices, p.active,
-      [&](int row, int k, Operand4 (&out)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int n = p.m + row + r;
-          out[r] = n < samples ? four<HIDDEN4>(dz1 + (i64)n * hidden, k, hidden) : no_operand();
-        }
-      },
+  warp_product<TALL, 4 / TALL>(
+      hidden, 1, slices, p.active,
+      [&](int row, int k) { return rows_of<HIDDEN4>(dz1, p.m + row, samples, k, hidden); },
+      InOnePart(), AsLoaded(),
       [&](int k, int column, Operand4 (&out)[4]) { rows_as_rows<true>(w1, p.n + column, channels, k, hidden, out); },
-      [&](int row, int column, float sum) {
+      [](int, int) { return 0.f; },
+      [&](int row, int column, float sum, float) {
         const int n = p.m + row, c = p.n + column;
         if (n < samples && c < channels) dpool[(i64)n * channels + c] = sum * inverse;
       },

@@ -9,8 +9,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.bench import tune
-from advisor.ops import catalog, channel_tiles, match, nvrtc, verify
+from advisor.ops import catalog, match, nvrtc, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_act")
@@ -246,14 +245,6 @@ def test_every_number_of_blocks_gives_the_same_result(emulated, sm_count: int) -
     for dtype, activation, residual in (("bfloat16", "relu", True), ("float32", "silu", False)):
         row = verify.check(FAMILY, case(dtype, activation, residual, (4, 64, 28, 28)), "cpu")
         assert row["passed"], row["detail"]
-
-
-@pytest.mark.parametrize("threads", [128, 256])
-def test_the_second_launch_is_right_however_many_blocks_it_has(emulated, threads: int) -> None:
-    with tune.constants(FAMILY, {"APPLY_THREADS": threads, "APPLY_BLOCKS_PER_SM": channel_tiles.ONE_PASS}):
-        for of in (case("bfloat16", "relu", True, (4, 64, 28, 28)), case("float16", "silu", False, (2, 1016, 5, 3))):
-            row = verify.check(FAMILY, of, "cpu")
-            assert row["passed"], row["detail"]
 
 
 def test_mean_far_from_zero_does_not_cancel(emulated) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from emulation.compiler import INCLUDE
 from emulation.planted import passes_with
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -559,7 +561,7 @@ def test_gelu_of_what_is_not_finite_is_pytorch_s(emulated) -> None:
 
 # What is taken out or changed in a source, and the case that must show it.
 FAULTS = {
-    "bias of the neighbour": ("offset[j] = bias[t.vector * VEC + j]", "offset[j] = bias[t.vector * VEC + (j ^ 1)]"),
+    "bias of the neighbour": ("f[4 * q] = v.x, f[4 * q + 1] = v.y", "f[4 * q] = v.y, f[4 * q + 1] = v.x"),
     "slope from the wrong tensor": (
         "through_streaming(g[j], f[j], slope)",
         "through_streaming(g[j], g[j], slope)",
@@ -585,7 +587,9 @@ SCALE_FAULTS = {
     "residual's gradient without the twin's": ("store(dresidual + last - u * step, narrow(g));", ""),
     "twin not stored": ("store(half + last - u * step, narrow(g));", ""),
     "sum before the drop path": ("g[j] *= k[u];", "sum[j] += 0.f;"),
-    "unwritten half": ("for (int k = 0; k < VEC / 4; ++k) {", "for (int k = 0; k < 1; ++k) {"),
+    "unwritten half": ("*(float4*)second =", "if (false) *(float4*)second ="),
+    "the other half exchanged": ("odd ? a[j] : b[j]", "odd ? b[j] : a[j]"),
+    "exchanged with a thread of another row": ("tile % 2 == 0 && vectors % 2 == 0", "true"),
     "residual not added": ("g[j] += f[j] * k[u];", "g[j] = f[j] * k[u];"),
 }
 
@@ -605,7 +609,8 @@ SCALE_FAULTS = {
 )
 def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
     before, after = {**FAULTS, **SCALE_FAULTS}[fault]
-    case = next(c for c in cases.VERIFICATION if c.name == name and 72 in c.shape and c.dtype == "bfloat16")
+    channels = 48 if fault == "the other half exchanged" else 72
+    case = next(c for c in cases.VERIFICATION if c.name == name and channels in c.shape and c.dtype == "bfloat16")
     assert verify.check(FAMILY, case, "cpu")["passed"]
     emulated.use()
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
@@ -625,7 +630,7 @@ def test_a_tensor_that_begins_between_vectors_is_not_taken(emulated) -> None:
 
 
 @pytest.mark.parametrize(("threads", "unroll"), [(128, 1), (256, 4)])
-def test_passes_without_sums_are_right_however_many_blocks_they_have(
+def test_passes_without_sums_are_right_however_many_rows_a_thread_has(
     emulated, monkeypatch: pytest.MonkeyPatch, threads: int, unroll: int
 ) -> None:
     monkeypatch.setattr(ops, "DEVICE", "cpu")
@@ -636,13 +641,30 @@ def test_passes_without_sums_are_right_however_many_blocks_they_have(
         "drop+add float16 3x72x9x7",
     )
     named = {case.label.removeprefix("bias+"): case for case in family.verification}
-    for blocks in spec.TUNABLE["STREAM_BLOCKS_PER_SM"]:
-        values = {"STREAM_THREADS": threads, "STREAM_UNROLL": unroll, "STREAM_BLOCKS_PER_SM": blocks}
-        with tune.constants(family, values):
-            assert [tune._wrong(family, named[label]) for label in labels] == ["", "", ""]
+    values = {"STREAM_THREADS": threads, "STREAM_UNROLL": unroll, "SCALE_UNROLL": unroll}
+    with tune.constants(family, values):
+        assert [tune._wrong(family, named[label]) for label in labels] == ["", "", ""]
 
 
-def test_with_a_pass_each_blocks_are_as_many_as_the_rows_fill() -> None:
-    shape = spec.geometry(1000, 72, "bfloat16", 132 * channel_tiles.ONE_PASS, threads=128, unroll=2)
-    assert (shape.tile, shape.tiles) == (9, 1)
-    assert shape.row_blocks == -(-1000 // (128 // 9 * 2))
+@given(rows=st.integers(1, 100_000), vectors=st.integers(1, 1000), unroll=st.sampled_from((1, 2, 4)))
+def test_short_blocks_cover_every_row_and_channel(rows: int, vectors: int, unroll: int) -> None:
+    shape = channel_tiles.one_pass(rows, vectors, threads=128, unroll=unroll, otherwise=16)
+    assert 1 <= shape.tile <= 128
+    assert shape.tile * (shape.tiles - 1) < vectors == shape.vectors <= shape.tile * shape.tiles
+    in_a_block = 128 // shape.tile * unroll
+    assert (shape.row_blocks - 1) * in_a_block < rows <= shape.row_blocks * in_a_block
+
+
+@pytest.mark.parametrize(
+    ("vectors", "tile"),
+    [
+        (9, 9),  # the whole row
+        (24, 8),  # lines that leave no thread idle: the whole row would leave 8
+        (96, 32),  # the widest such lines
+        (68, 68),  # no lines: the whole row
+        (384, 128),
+        (300, 15),  # neither: the widest divisor
+    ],
+)
+def test_tiles_of_short_blocks_are_whole_rows_or_lines(vectors: int, tile: int) -> None:
+    assert channel_tiles.fullest_tile(vectors, 128, 16) == tile

@@ -55,7 +55,10 @@ def test_geometry_covers_every_pixel_and_channel(
     pad = kernel // 2
     call = spec.call((batch, vectors * spec.CHANNELS, height, width), kernel, stride, (pad, pad), 1)
     dtype = "float32" if wide else "bfloat16"
-    plans = [(spec.forward_config(call, dtype), spec.forward_geometry, call.out_height, call.out_width)]
+    plans = [
+        (spec.forward_config(call, dtype, arch), spec.forward_geometry, call.out_height, call.out_width)
+        for arch in (90, spec.ROOMY_ARCH)
+    ]
     plans.append((spec.weight_config(call, dtype), spec.weight_geometry, call.out_height, call.out_width))
     for config, geometry, rows, columns in plans:
         shape = geometry(call, config, sm_count)
@@ -117,7 +120,8 @@ def test_a_tile_fills_the_sectors_that_it_touches(channels: int, bytes_of_vector
     [
         ({}, ""),
         ({"arch": 75}, "older"),
-        ({"arch": 100}, "not fitted"),
+        ({"arch": 100}, ""),
+        ({"arch": 100, "dtype": "float32", "weight_shape": (64, 1, 15, 15), "padding": (7, 7)}, "too few registers"),
         ({"dtype": "float64"}, "dtype"),
         ({"weight_dtype": "float64"}, "weight dtype"),
         ({"channels_last": False}, "channels_last"),

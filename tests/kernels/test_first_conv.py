@@ -78,7 +78,7 @@ def test_launches_cover_every_pixel_channel_and_tap(
         ({}, ""),
         ({"dtype": "float32"}, ""),
         ({"arch": 75}, "older"),
-        ({"arch": 100}, "not tuned"),
+        ({"arch": 100}, ""),
         ({"compute": "float32"}, "computed in float32"),
         ({"dtype": "float64"}, "dtype"),
         ({"weight_dtype": "float64"}, "weight dtype"),

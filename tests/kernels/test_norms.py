@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, pixel_columns, sample_geometry, storage
+from advisor.ops import catalog, dispatch, pixel_columns, sample_geometry, storage, verify
 from advisor.ops.group_norm import api as gn_api
 from advisor.ops.group_norm import reference as gn_reference
 from advisor.ops.group_norm import spec as gn
@@ -307,8 +307,9 @@ def test_products_of_squeeze_excite_cover_their_results(samples: int, channels: 
     assert covered(found.squeeze.blocks, found.squeeze.slices, samples, hidden, 1)
     assert covered(found.excite.blocks, found.excite.slices, samples, channels, se.TALL)
     assert covered(found.pool_blocks, both.slices, samples, channels, se.TALL)
-    assert covered(found.weight_blocks, both.slices, hidden, channels + 1, se.TALL)
-    assert covered(both.blocks - found.pool_blocks - found.weight_blocks, both.slices, channels, hidden + 1, se.TALL)
+    assert covered(found.weight_blocks, found.weight_slices, hidden, channels + 1, se.TALL)
+    rest = both.blocks - found.pool_blocks - found.weight_blocks
+    assert covered(rest, found.weight_slices, channels, hidden + 1, se.TALL)
 
 
 def test_bytes_that_must_move() -> None:
@@ -451,6 +452,7 @@ def test_a_mean_far_from_zero_does_not_cancel(emulated: Any) -> None:
 # ---- planted faults: family, case by shape, what is taken out or changed
 
 FAULTS = {
+    "halves of a wide result": ("layer_norm to fp32", "odd ? a[j] : b[j]", "odd ? b[j] : a[j]"),
     "the tree's first level": ("layer_norm", "add_rows(partial, first, members, width", "add_rows(partial, first, 1, width"),
     "idle lanes in the variance": ("layer_norm", "if (lane + k * LANES >= vectors) continue;", ""),
     "a warp's rows in the weights' gradients": ("layer_norm", "o < 32; o *= 2", "o < 16; o *= 2"),
@@ -462,6 +464,8 @@ FAULTS = {
     "samples of the parameters' gradients": ("group_norm", "i < samples * parts", "i < samples * parts - 1"),
     "barrier of a column's sums": ("squeeze_excite in fp32", "  __syncthreads();\n  // A thread adds up one", "  // A thread adds up one"),
     "barrier of the slices' sums": ("squeeze_excite", "  __syncthreads();\n  const int each", "  const int each"),
+    "a part of the pool's sums": ("squeeze_excite in fp32", "part < parts; ++part", "part < parts - 1; ++part"),
+    "operands of a result's later values": ("squeeze_excite on one SM", "next + i < last ? early(row_of(next + i)", "next + i < last ? early(row_of(v + i)"),
     "a slice of a product": ("squeeze_excite", "s < slices; ++s", "s < slices - 1; ++s"),
     "the small products of fp32": ("squeeze_excite in fp32", "if (SPLIT && s - s == 0.f)", "if (false)"),
     "samples behind the last": ("squeeze_excite", "k + q < samples && m < rows ? at", "m < rows ? at"),
@@ -469,10 +473,12 @@ FAULTS = {
 }  # fmt: skip
 PLANTED_IN = {
     "layer_norm": (2, 72, 9, 9),
+    "layer_norm to fp32": (1, 1536, 4, 3),
     "group_norm": (2, 64, 16, 24),
     "group_norm in one group": (2, 72, 7, 5),
     "squeeze_excite": (37, 136, 2, 2),
     "squeeze_excite in fp32": (1, 200, 7, 5),
+    "squeeze_excite on one SM": (37, 136, 2, 2),
 }
 
 
@@ -481,5 +487,8 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated: Any, monkeypatch: pytest
     family, before, after = FAULTS[fault]
     planted = catalog.get(family.split()[0])
     case = next(c for c in planted.verification if c.shape == PLANTED_IN[family])
-    emulated.use(sm_count=12)
+    sm_count = 1 if "one SM" in family else 12
+    emulated.use(sm_count=sm_count)
+    assert verify.check(planted, case, "cpu")["passed"]
+    emulated.use(sm_count=sm_count)
     assert not passes_with(monkeypatch, planted, case, before, after)

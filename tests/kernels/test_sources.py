@@ -113,7 +113,7 @@ def compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str, count: int) -> N
         pytest.skip("its launch is refused on this architecture: it is compiled for one alone")
     if int(arch) > getattr(family.spec, "MAX_ARCH", 999):
         pytest.skip("its launch is refused on this architecture, where it spills")
-    variants = family.spec.variants(name)
+    variants = family.variants_of(name, int(arch))
     step = -(-len(variants) // count)
     for defines in variants[::-step]:
         log = nvrtc.compile(sources.source(name), [*options(arch, defines), *sources.target(name)])

@@ -25,8 +25,6 @@ class _Launch:
     block: tuple[int, int, int]
     stats_grid: tuple[int, int, int]
     grid: tuple[int, int, int]
-    apply_block: tuple[int, int, int]
-    apply_grid: tuple[int, int, int]
     stats_partials: int  # fp32 values
     partials: int
     rows: Any
@@ -42,23 +40,21 @@ def _launch(
     sms = nvrtc.sm_count(device)
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
     shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
-    apart = spec.geometry(rows, channels, name, sms, spec.APPLY_BLOCKS_PER_SM, threads=spec.APPLY_THREADS)
-
-    def compiled(source: str, number: int, *, forks: bool = False) -> Any:
-        threads = spec.APPLY_THREADS if number else spec.THREADS
-        macros = spec.defines(name, activation, residual, forked=forks, threads=threads)
-        return nvrtc.function(source, spec.KERNELS[source][number], tuple(macros.items()), device)
-
+    (stats, apply), (reduce, backward_apply) = (
+        [nvrtc.function(source, entry, tuple(defines.items()), device) for entry in spec.KERNELS[source]]
+        for source, defines in (
+            (spec.FORWARD, spec.defines(name, activation, residual)),
+            (spec.BACKWARD, spec.defines(name, activation, residual, forked=forked)),
+        )
+    )
     return _Launch(
-        stats=compiled(spec.FORWARD, 0),
-        apply=compiled(spec.FORWARD, 1),
-        reduce=compiled(spec.BACKWARD, 0, forks=forked),
-        backward_apply=compiled(spec.BACKWARD, 1, forks=forked),
+        stats=stats,
+        apply=apply,
+        reduce=reduce,
+        backward_apply=backward_apply,
         block=(spec.THREADS, 1, 1),
         stats_grid=(statistics.row_blocks, statistics.tiles, 1),
         grid=(shape.row_blocks, shape.tiles, 1),
-        apply_block=(spec.APPLY_THREADS, 1, 1),
-        apply_grid=(apart.row_blocks, apart.tiles, 1),
         stats_partials=statistics.row_blocks * 2 * channels,
         partials=shape.row_blocks * 2 * channels,
         rows=np.int64(rows),
@@ -277,8 +273,8 @@ def forward(
     plan = _plan(x, activation, residual is not None)
     _statistics(plan, x, saved, running, updated, momentum, eps, moments)
     plan.apply(
-        plan.apply_grid,
-        plan.apply_block,
+        plan.grid,
+        plan.block,
         (
             x.data_ptr(),
             nvrtc.address(residual),
@@ -470,7 +466,7 @@ def _apply_gradient(
     """The backward's second launch."""
     sizes = (plan.rows, plan.vectors, plan.tile, np.float32(slope))
     arguments = (*above, x.data_ptr(), *common, coefficient, dx.data_ptr(), *sizes)
-    plan.backward_apply(plan.apply_grid, plan.apply_block, arguments, 0, nvrtc.stream(x.device.index or 0))
+    plan.backward_apply(plan.grid, plan.block, arguments, 0, nvrtc.stream(x.device.index or 0))
 
 
 def backward_of_sums(

@@ -60,10 +60,6 @@ MAX_TILE = 16
 # is 64 KiB an SM.
 STATS_BLOCKS_PER_SM = 2
 BLOCKS_PER_SM = 1
-# The second of two launches, which ends in no sums: as the others until short blocks that make one pass have been measured beside it
-# (docs/decisions/0050-beside-compiled-code.md).
-APPLY_THREADS = THREADS
-APPLY_BLOCKS_PER_SM = BLOCKS_PER_SM
 UNROLL = 4
 # One launch in place of two, which reads its tensors once: all rows of a channel tile in the registers of one cluster of
 # blocks. Taken for tensors of at most this many bytes, and with a residual of half as many. Against two launches on an H200 it
@@ -109,12 +105,13 @@ MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
 # Shared memory of one block, in KiB, where it is not 99 (sm_86, sm_89, sm_120).
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
-# Constants that `advisor bench tune` may try other values of, of two launches against the whole grid's. Others of the two launches have
-# been (docs/decisions/0001-batchnorm-launch.md), and the clusters' (docs/decisions/0022-batch-norm-in-one-launch.md).
+# Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
+# docs/decisions/0001-batchnorm-launch.md.
 TUNABLE = {
+    "HELD_BYTES": (0, 4 << 20, 1 << 40),
+    "HELD_THREADS": (256, 512),
+    "HELD_CLUSTER": (4, 8),
     "GRID_LEAST_BYTES": (GRID_LEAST_BYTES, 1 << 40),
-    "APPLY_THREADS": (128, 256, THREADS),
-    "APPLY_BLOCKS_PER_SM": (1, channel_tiles.ONE_PASS),
 }
 
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
@@ -244,24 +241,16 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     if source in (FROZEN_FORWARD, FROZEN_BACKWARD):
         found = (frozen_defines(source, dtype, *pair, r) for dtype in STORAGE for pair in _PAIRS for r in (False, True))
         return tuple(dict(d) for d in dict.fromkeys(tuple(d.items()) for d in found))
-    return tuple(
-        defines(dtype, *pair, forked=f, threads=threads)
-        for threads in dict.fromkeys((THREADS, APPLY_THREADS))
-        for f in forks
-        for dtype in STORAGE
-        for pair in _PAIRS
-    )
+    return tuple(defines(dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS)
 
 
 def _macros(dtype: str, activation: str, residual: bool) -> dict[str, int]:
     return {"STORAGE": STORAGE[dtype], "ACT": ACTIVATIONS[activation], "RESIDUAL": int(residual)}
 
 
-def defines(
-    dtype: str, activation: str, residual: bool, *, forked: bool = False, threads: int = THREADS
-) -> dict[str, int]:
-    """Macros of one variant of the two launches, with blocks of `threads`. `forked`, of BACKWARD alone, takes two gradients."""
-    found = {**_macros(dtype, activation, residual), "THREADS": threads, "MAX_TILE": MAX_TILE}
+def defines(dtype: str, activation: str, residual: bool, *, forked: bool = False) -> dict[str, int]:
+    """Macros of one variant of the two launches. `forked`, of BACKWARD alone, takes two gradients."""
+    found = {**_macros(dtype, activation, residual), "THREADS": THREADS, "MAX_TILE": MAX_TILE}
     return {**found, "FORK": 1} if forked else found
 
 
@@ -370,14 +359,12 @@ def unsupported(
     return ""
 
 
-def geometry(
-    rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int, *, threads: int = THREADS
-) -> Geometry:
-    """Launch geometry for so many blocks of `threads` on each of `sm_count` SMs."""
+def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int) -> Geometry:
+    """Launch geometry for as many blocks as run at once on `sm_count` SMs."""
     return channel_tiles.geometry(
         rows,
         channels // vector_width(dtype),
-        threads=threads,
+        threads=THREADS,
         max_tile=MAX_TILE,
         unroll=UNROLL,
         blocks=sm_count * blocks_per_sm,

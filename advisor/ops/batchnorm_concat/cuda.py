@@ -12,6 +12,7 @@ import torch
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_concat import spec
+from advisor.ops.channel_tiles import Geometry
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -22,40 +23,20 @@ class _Launch:
 
     kernel: Any
     grid: tuple[int, int, int]
+    block: tuple[int, int, int]
     partials: int  # fp32 values
     rows: Any
     vectors: Any
     tile: Any
 
 
-_BLOCK = (spec.THREADS, 1, 1)
-
-
-@lru_cache(maxsize=4096)
-def _launch(
-    source: str,
-    entry: str,
-    rows: int,
-    channels: int,
-    dtype: torch.dtype,
-    defines: tuple[tuple[str, int], ...],
-    blocks_per_sm: int,
-    device: int,
-) -> _Launch:
-    name = storage.name(dtype)
-    shape = spec.geometry(
-        rows,
-        channels,
-        name,
-        nvrtc.sm_count(device),
-        blocks_per_sm=blocks_per_sm,
-        unroll=dict(defines)["UNROLL"],
-    )
+def _launch(source: str, entry: str, defines: dict[str, int], shape: Geometry, channels: int, device: int) -> _Launch:
     return _Launch(
-        kernel=nvrtc.function(source, entry, defines, device),
+        kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
         grid=(shape.row_blocks, shape.tiles, 1),
+        block=(defines["THREADS"], 1, 1),
         partials=shape.row_blocks * 2 * channels,
-        rows=np.int64(rows),
+        rows=np.int64(shape.rows),
         vectors=np.int32(shape.vectors),
         tile=np.int32(shape.tile),
     )
@@ -63,24 +44,34 @@ def _launch(
 
 @lru_cache(maxsize=4096)
 def _append(rows: int, channels: int, dtype: torch.dtype, backward: bool, device: int) -> _Launch:
-    defines = tuple(spec.append_defines(storage.name(dtype)).items())
+    name, blocks = storage.name(dtype), spec.BLOCKS_PER_SM if backward else spec.APPEND_BLOCKS_PER_SM
+    shape = spec.geometry(rows, channels, name, nvrtc.sm_count(device), blocks_per_sm=blocks, unroll=spec.UNROLL)
     entry = spec.KERNELS[spec.APPEND][backward]
-    blocks = spec.BLOCKS_PER_SM if backward else spec.APPEND_BLOCKS_PER_SM
-    return _launch(spec.APPEND, entry, rows, channels, dtype, defines, blocks, device)
+    return _launch(spec.APPEND, entry, spec.append_defines(name), shape, channels, device)
 
 
 @lru_cache(maxsize=4096)
 def _forward(rows: int, channels: int, dtype: torch.dtype, activation: str, device: int) -> _Launch:
-    defines = tuple(spec.forward_defines(storage.name(dtype), activation).items())
+    name = storage.name(dtype)
+    shape = spec.forward_geometry(rows, channels, name)
     (entry,) = spec.KERNELS[spec.FORWARD]
-    return _launch(spec.FORWARD, entry, rows, channels, dtype, defines, spec.BLOCKS_PER_SM, device)
+    return _launch(spec.FORWARD, entry, spec.forward_defines(name, activation), shape, channels, device)
 
 
 @lru_cache(maxsize=4096)
 def _backward(rows: int, channels: int, dtype: torch.dtype, activation: str, later: bool, device: int) -> _Launch:
-    defines = tuple(spec.backward_defines(storage.name(dtype), activation, later).items())
+    name = storage.name(dtype)
+    shape = spec.geometry(
+        rows,
+        channels,
+        name,
+        nvrtc.sm_count(device),
+        blocks_per_sm=spec.BLOCKS_PER_SM,
+        unroll=spec.BACKWARD_UNROLL,
+        lines=True,
+    )
     (entry,) = spec.KERNELS[spec.BACKWARD]
-    return _launch(spec.BACKWARD, entry, rows, channels, dtype, defines, spec.BLOCKS_PER_SM, device)
+    return _launch(spec.BACKWARD, entry, spec.backward_defines(name, activation, later), shape, channels, device)
 
 
 @lru_cache(maxsize=4096)
@@ -120,7 +111,7 @@ def append(feature: torch.Tensor, whole: torch.Tensor, moments: torch.Tensor, fi
     mean = moments.data_ptr() + 4 * first
     plan.kernel(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             feature.data_ptr(),
             whole.data_ptr() + first * whole.element_size(),
@@ -152,7 +143,7 @@ def append_backward(
     offset, a = first * x.element_size(), corrections.data_ptr() + 4 * first
     plan.kernel(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             gradient.data_ptr() + offset,
             x.data_ptr() + offset,
@@ -196,7 +187,7 @@ def forward(
     mean = moments.data_ptr()
     plan.kernel(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             x.data_ptr(),
             mean,
@@ -250,7 +241,7 @@ def backward(
         b = a + 4 * later[1].stride(0)
     plan.kernel(
         plan.grid,
-        _BLOCK,
+        plan.block,
         (
             dy.data_ptr(),
             x.data_ptr(),

@@ -25,12 +25,12 @@ MAX_TILE = (
     16  # channel vectors a block covers, as in batch norm's other kernels (docs/decisions/0001-batchnorm-launch.md)
 )
 UNROLL = 4
+FORWARD_THREADS, FORWARD_UNROLL = 128, 8  # short blocks, one pass a thread (docs/decisions/0051-short-blocks.md)
 BACKWARD_UNROLL = 3  # of three tensors each; 4 spills with GELU
-# 64 KiB in flight an SM is what latency asks for. A thread of the append has 4 x 16 bytes, of the others 8 or 9 x 16 bytes, or
-# as much again in stores.
+# 64 KiB in flight an SM is what latency asks for. A thread of the append has 4 x 16 bytes, of the backward 9 x 16 bytes.
 APPEND_BLOCKS_PER_SM = 2
 BLOCKS_PER_SM = 1
-TUNABLE = {"BACKWARD_UNROLL": (2, 3), "MAX_TILE": (8, 16)}
+TUNABLE = {"BACKWARD_UNROLL": (2, 3), "MAX_TILE": (8, 16), "FORWARD_UNROLL": (4, 8)}
 
 # Norms over one concatenation from which on nothing of it is read twice in the forward. One alone is batchnorm_act's.
 FEWEST_NORMS = 2
@@ -94,12 +94,22 @@ def append_defines(dtype: str) -> dict[str, int]:
 
 def forward_defines(dtype: str, activation: str) -> dict[str, int]:
     """Macros of one variant of FORWARD."""
-    return {**append_defines(dtype), "ACT": ACTIVATIONS[activation]}
+    return {
+        "STORAGE": STORAGE[dtype],
+        "THREADS": FORWARD_THREADS,
+        "UNROLL": FORWARD_UNROLL,
+        "ACT": ACTIVATIONS[activation],
+    }
 
 
 def backward_defines(dtype: str, activation: str, later: bool) -> dict[str, int]:
     """Macros of one variant of BACKWARD; `later`: whether a gradient comes from norms behind this one."""
-    return {**forward_defines(dtype, activation), "UNROLL": BACKWARD_UNROLL, "LATER": int(later)}
+    return {
+        **append_defines(dtype),
+        "ACT": ACTIVATIONS[activation],
+        "UNROLL": BACKWARD_UNROLL,
+        "LATER": int(later),
+    }
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
@@ -116,15 +126,29 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     )
 
 
-def geometry(rows: int, channels: int, dtype: str, sm_count: int, *, blocks_per_sm: int, unroll: int) -> Geometry:
-    """Launch geometry over `channels` of a row for as many blocks as run at once on `sm_count` SMs."""
+def forward_geometry(rows: int, channels: int, dtype: str) -> Geometry:
+    """Launch geometry of FORWARD over `channels` of a row."""
+    vectors = channels // vector_width(dtype)
+    return channel_tiles.one_pass(rows, vectors, threads=FORWARD_THREADS, unroll=FORWARD_UNROLL, otherwise=MAX_TILE)
+
+
+def geometry(
+    rows: int, channels: int, dtype: str, sm_count: int, *, blocks_per_sm: int, unroll: int, lines: bool = False
+) -> Geometry:
+    """Launch geometry of the others over `channels` of a row, for as many blocks as run at once on `sm_count` SMs.
+
+    With `lines` a block covers whole cache lines where no divisor of a row does, and the last of a row is left with fewer vectors: of
+    BACKWARD, where that is faster (docs/decisions/0051-short-blocks.md).
+    """
+    vectors = channels // vector_width(dtype)
     return channel_tiles.geometry(
         rows,
-        channels // vector_width(dtype),
+        vectors,
         threads=THREADS,
         max_tile=MAX_TILE,
         unroll=unroll,
         blocks=sm_count * blocks_per_sm,
+        tile=MAX_TILE if lines and vectors > MAX_TILE and vectors % channel_tiles.LINE_VECTORS else 0,
     )
 
 

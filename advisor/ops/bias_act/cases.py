@@ -25,6 +25,7 @@ _EFFICIENTNET = ((256, 24, 56, 56), (256, 40, 28, 28), (256, 112, 14, 14))
 _ADDED = ((256, 256, 56, 56), (256, 512, 28, 28))
 # Odd sizes: one row, a prime number of vectors, N = 1, more rows than the blocks take in one pass.
 _ODD = ((1, 8, 1, 1), (3, 72, 9, 7), (2, 1016, 5, 3), (5, 24, 28, 26))
+_EVEN = (3, 48, 7, 5)  # an even number of vectors, whose neighbours exchange halves of an fp32 result
 _ODD_LINEAR = ((3, 9, 7, 72), (2, 5, 1016))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
 SURVIVAL = 0.7
@@ -285,6 +286,7 @@ VERIFICATION = (
         for activation in ("relu", "gelu")
     ),
     *(_scale_case(_ODD[1], *variant, measured=False) for variant in _SCALES),
+    *(_scale_case(_EVEN, *variant, measured=False) for variant in _SCALES if variant[1] != variant[0]),
     *(
         _scale_case(shape, "bfloat16", result, _BOTH, measured=False)
         for shape in _ODD

@@ -35,20 +35,17 @@ def _launch_of(
     dtype: str,
     device: int,
     *,
-    blocks_per_sm: int,
     reduce: bool,
     narrow: bool,
 ) -> _Launch:
     c = x[dim]
     rows = x.numel() // c
-    threads, unroll = defines["THREADS"], defines["UNROLL"]
-    blocks = nvrtc.sm_count(device) * blocks_per_sm
-    shape = spec.geometry(rows, c, dtype, blocks, threads=threads, unroll=unroll)
+    shape = spec.geometry(rows, c, dtype, nvrtc.sm_count(device), defines, reduce=reduce)
     (entry,) = spec.KERNELS[source]
     return _Launch(
         kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
         grid=(shape.row_blocks, shape.tiles, 1),
-        block=(threads, 1, 1),
+        block=(defines["THREADS"], 1, 1),
         partials=shape.row_blocks * 2 * c if reduce else 0,
         rows=np.int32(rows) if narrow else np.int64(rows),
         pixels=np.int32(rows // x[0]) if narrow else None,
@@ -64,8 +61,7 @@ def _bias_act(
     name = storage.name(dtype)
     defines = spec.defines(source, name, activation, bias=bias, residual=residual)
     reduce = spec.sums(source, channels=bias)
-    blocks = spec.blocks_per_sm(name, activation, reduce=reduce)
-    return _launch_of(source, defines, x, dim, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=False)
+    return _launch_of(source, defines, x, dim, name, device, reduce=reduce, narrow=False)
 
 
 @lru_cache(maxsize=4096)
@@ -75,8 +71,7 @@ def _scale_add(
     name = storage.name(dtype)
     defines = spec.scale_defines(source, name, variant, wide=result != dtype)
     reduce = spec.sums(source, channels=variant.scale)
-    blocks = spec.REDUCE_BLOCKS_PER_SM if reduce else spec.STREAM_BLOCKS_PER_SM
-    return _launch_of(source, defines, x, 1, name, device, blocks_per_sm=blocks, reduce=reduce, narrow=True)
+    return _launch_of(source, defines, x, 1, name, device, reduce=reduce, narrow=True)
 
 
 def bias_act(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from advisor.ops import channel_tiles
@@ -27,24 +28,25 @@ ACTIVATIONS = {**batchnorm_act.ACTIVATIONS, "gelu_tanh": 7}
 # lay. For the others the input is kept and z computed again, which with a residual would take a third read.
 FROM_OUTPUT = frozenset({"relu", "relu6", "leaky_relu"})
 
-# Passes that end in sums over rows: a thread has 2 to 3 x UNROLL x 16 bytes in flight, with one block of 512 threads an SM the 64 KiB
-# which 4.2 TB/s at 2 us of loaded latency want.
+# Passes that end in sums over rows are one block an SM that goes over rows: a thread has 2 to 3 x UNROLL x 16 bytes in flight, with 512
+# threads the 64 KiB which 4.2 TB/s at 2 us of loaded latency want.
 THREADS = 512
 MAX_TILE = 16
-UNROLL = 4
-REDUCE_BLOCKS_PER_SM = 1
-# The others: the same, and 0.77 to 0.93 of the copy bandwidth on an H200. Code that torch.compile makes of them, on
-# the same bytes, reaches 0.94 to 1.00 (docs/decisions/0050-beside-compiled-code.md).
-STREAM_THREADS = 512
-STREAM_UNROLL = 4
-STREAM_BLOCKS_PER_SM = 1
-# GELU computes for about half of the time that its bytes take: one block an SM, whose warps go through loads and arithmetic much
-# together, would leave DRAM idle meanwhile.
-GELU_BLOCKS_PER_SM = 2
+UNROLL = 3
+# GELU's backward computes for about half of the time that its bytes take: the warps of one block would go through loads and arithmetic
+# much together and leave DRAM idle meanwhile. As many bytes in flight from two, whose threads have half of the registers.
+GELU_BLOCKS, GELU_UNROLL = 2, 2
+# The others are short blocks, a thread's rows in one pass (docs/decisions/0051-short-blocks.md): fewer rows end a block sooner, more
+# keep loads under way beside exponentials, and spread the factors that a thread loads.
+STREAM_THREADS = 128
+STREAM_UNROLL, SCALE_UNROLL, EXPONENTIAL_UNROLL = 1, 2, 4
+EXPONENTIAL = frozenset({"silu", "gelu", "gelu_tanh"})
 TUNABLE = {
-    "STREAM_THREADS": (128, 256, 512),
-    "STREAM_UNROLL": (1, 2, 4),
-    "STREAM_BLOCKS_PER_SM": (1, channel_tiles.ONE_PASS),
+    "STREAM_THREADS": (128, 256),
+    "STREAM_UNROLL": (1, 2),
+    "SCALE_UNROLL": (1, 2, 4),
+    "EXPONENTIAL_UNROLL": (2, 4),
+    "UNROLL": (2, 3, 4),
 }
 
 
@@ -212,39 +214,28 @@ def sums(source: str, *, channels: bool) -> bool:
     return channels and source in (BACKWARD, SCALE_BACKWARD)
 
 
-def blocks_per_sm(dtype: str, activation: str, *, reduce: bool) -> int:
-    """Blocks of the bias + activation kernels that are launched an SM. `reduce`: the kernel ends in sums over rows."""
-    if _is_gelu(dtype, activation):
-        return GELU_BLOCKS_PER_SM
-    return REDUCE_BLOCKS_PER_SM if reduce else STREAM_BLOCKS_PER_SM
-
-
-def _passes(*, reduce: bool) -> dict[str, int]:
-    """Macros of how a block goes over rows. `reduce`: to sums at the end."""
-    threads, unroll = (THREADS, UNROLL) if reduce else (STREAM_THREADS, STREAM_UNROLL)
-    return {"THREADS": threads, "MAX_TILE": MAX_TILE, "UNROLL": unroll}
-
-
 def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
     """Macros of one variant of the bias + activation kernels. The backward has no residual."""
-    blocks = GELU_BLOCKS_PER_SM if _is_gelu(dtype, activation) else 1
-    passes = _passes(reduce=sums(source, channels=bias))
-    if (
-        source == BACKWARD
-    ):  # as many bytes in flight from two blocks, whose threads have half of the registers; the forward needs fewer
-        passes["UNROLL"] = max(1, passes["UNROLL"] // blocks)
+    passes = {"THREADS": STREAM_THREADS, "BLOCKS": 1, "UNROLL": STREAM_UNROLL}
+    if sums(source, channels=bias):
+        blocks, unroll = (GELU_BLOCKS, GELU_UNROLL) if _is_gelu(dtype, activation) else (1, UNROLL)
+        passes = {"THREADS": THREADS, "BLOCKS": blocks, "UNROLL": unroll, "MAX_TILE": MAX_TILE}
+    elif activation in EXPONENTIAL:
+        passes["UNROLL"] = EXPONENTIAL_UNROLL
     return {
         "STORAGE": STORAGE[dtype],
         "ACT": ACTIVATIONS[activation],
         "BIAS": int(bias),
         "RESIDUAL": int(residual),
         **passes,
-        "BLOCKS": blocks,
     }
 
 
 def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
     """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the result is fp32 beside it."""
+    passes = {"THREADS": STREAM_THREADS, "UNROLL": SCALE_UNROLL}
+    if sums(source, channels=variant.scale):
+        passes = {"THREADS": THREADS, "UNROLL": UNROLL, "MAX_TILE": MAX_TILE}
     return {
         "STORAGE": STORAGE[dtype],
         "WIDE": int(wide),
@@ -252,7 +243,7 @@ def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> di
         "TWIN": int(variant.twin),
         "SCALE": int(variant.scale),
         "KEEP": int(variant.keep),
-        **_passes(reduce=sums(source, channels=variant.scale)),
+        **passes,
     }
 
 
@@ -338,16 +329,15 @@ def _unsupported_tensor(shape: tuple[int, ...], dim: int, dense: bool, dtype: st
     return ""
 
 
-def geometry(rows: int, channels: int, dtype: str, blocks: int, *, threads: int, unroll: int) -> Geometry:
-    """Launch geometry with at most `blocks` blocks of `threads`, which take `unroll` rows at once."""
-    return channel_tiles.geometry(
-        rows,
-        channels // vector_width(dtype),
-        threads=threads,
-        max_tile=MAX_TILE,
-        unroll=unroll,
-        blocks=blocks,
-    )
+def geometry(
+    rows: int, channels: int, dtype: str, sm_count: int, defines: Mapping[str, int], *, reduce: bool
+) -> Geometry:
+    """Launch geometry of the variant of these macros. `reduce`: it ends in sums over rows."""
+    vectors, threads, unroll = channels // vector_width(dtype), defines["THREADS"], defines["UNROLL"]
+    if not reduce:
+        return channel_tiles.one_pass(rows, vectors, threads=threads, unroll=unroll, otherwise=MAX_TILE)
+    blocks = sm_count * defines.get("BLOCKS", 1)
+    return channel_tiles.geometry(rows, vectors, threads=threads, max_tile=MAX_TILE, unroll=unroll, blocks=blocks)
 
 
 def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:

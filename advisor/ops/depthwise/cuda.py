@@ -75,7 +75,7 @@ def _strips(
 
 @lru_cache(maxsize=4096)
 def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> _Launch:
-    config = spec.forward_config(call, storage.name(dtype))
+    config = spec.forward_config(call, storage.name(dtype), nvrtc.arch(device))
     shape = spec.forward_geometry(call, config, nvrtc.sm_count(device))
     defines = spec.forward_defines(call, config, storage.name(dtype), storage.name(weight_dtype), flip=flip)
     kernel = nvrtc.function(spec.FORWARD, spec.KERNELS[spec.FORWARD][0], tuple(defines.items()), device)

@@ -119,7 +119,7 @@ def _weight(
 ) -> _Weight:
     names = storage.name(dtype), storage.name(compute), storage.name(weight_dtype)
     raw = spec.copied(call, dtype=names[0], compute=names[1], dense=dense)
-    defines = spec.weight_defines(call, *names, raw=raw)
+    defines = spec.weight_defines(call, *names, raw=raw, arch=nvrtc.arch(device))
     kernel, total = (
         nvrtc.function(spec.BACKWARD_WEIGHT, entry, tuple(defines.items()), device)
         for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]

@@ -24,14 +24,17 @@ MAX_ROWS = 4
 # Threads of a backward block, by the vectors of a lane: as many as an SM holds at once. It is persistent, one block an SM:
 # each leaves one row of partial sums.
 BACKWARD_THREADS = {1: 512, 2: 512, 3: 512, 4: 384, 6: 256, 8: 256}
-# Rounds of a forward block at most: it loads the weights once for them, and blocks enough are left to balance the SMs.
+# A forward block loads the weights once for all its rounds of rows. Short blocks are faster as long as a round's rows are this many
+# times as large as the weights; of fp32 tensors, where that was measured to win nothing, a block takes FORWARD_ROUNDS
+# (docs/decisions/0051-short-blocks.md).
+FORWARD_WEIGHTS = 2
 FORWARD_ROUNDS = 4
 # A tensor too small for that many takes fewer, so that an SM still has this many blocks.
 FORWARD_BLOCKS_PER_SM = 5
 LEAST_CHANNELS = 48  # that were measured
 FAN = 12  # kernels/include/tree_reduce.cuh
 # Constants that a tuning run may try other values of.
-TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_ROUNDS": (4, 8), "BACKWARD_BYTES": (32, 64)}
+TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_WEIGHTS": (1, 2, 4), "BACKWARD_BYTES": (32, 64)}
 
 
 def name(dtype: str, result: str) -> str:
@@ -117,9 +120,11 @@ def geometry(rows: int, channels: int, dtype: str, result: str, sm_count: int) -
         if held <= widest(dtype, result) and lanes * held >= vectors
     ]
     _, _, lanes, held = min(possible)
-    forward = -(-rows // (threads(FORWARD, held) // lanes * rows_under_way(FORWARD, held)))
+    in_a_round = threads(FORWARD, held) // lanes * rows_under_way(FORWARD, held)
+    forward = -(-rows // in_a_round)
     backward = -(-rows // (threads(BACKWARD, held) // lanes * rows_under_way(BACKWARD, held)))
-    rounds = max(1, min(FORWARD_ROUNDS, forward // (sm_count * FORWARD_BLOCKS_PER_SM)))
+    wanted = FORWARD_ROUNDS if dtype == "float32" else -(-8 * FORWARD_WEIGHTS // (in_a_round * storage.itemsize(dtype)))
+    rounds = max(1, min(wanted, forward // (sm_count * FORWARD_BLOCKS_PER_SM)))
     return Geometry(
         lanes=lanes,
         lane_vectors=held,

@@ -81,7 +81,15 @@ def _launch(
         written=_int32(n, h * w, out.vectors, out.tile, out.splits),
         joined=_int32(n, sums.splits, c, hidden, found.squeeze.slices),
         expanded=_int32(n, c, hidden, found.excite.slices),
-        weights=_int32(n, c, hidden, found.squeeze_backward.slices, found.pool_blocks, found.weight_blocks),
+        weights=_int32(
+            n,
+            c,
+            hidden,
+            found.squeeze_backward.slices,
+            found.weight_slices,
+            found.pool_blocks,
+            found.weight_blocks,
+        ),
         inverse=np.float32(1.0 / (h * w)),
     )
 

@@ -125,7 +125,7 @@ class Product:
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """`sums` and `apply`: blocks of the passes that sum and that write. `weight_blocks`: of dW1, which follow the first
-    `pool_blocks` of `squeeze_backward`.
+    `pool_blocks` of `squeeze_backward`; there `weight_slices` warps share a piece of a weight's gradient.
     """
 
     sums: pixel_columns.ColumnGeometry
@@ -133,6 +133,7 @@ class Geometry:
     squeeze: Product  # and excite_backward, the same sizes
     excite: Product
     squeeze_backward: Product
+    weight_slices: int
     pool_blocks: int
     weight_blocks: int
 
@@ -172,14 +173,18 @@ def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm
     )
     results = ((samples, channels), (hidden, channels + 1), (channels, hidden + 1))  # dpool, dW1 | db1, dW2 | db2
     pieces = [_pieces(*size, TALL) for size in results]
-    shared = slices(sum(pieces), min(hidden, samples), sm_count)
-    pool, w1, w2 = (-(-count // (GATE_THREADS // 32 // shared)) for count in pieces)
+    by_pool, by_weights = (slices(sum(pieces), size, sm_count) for size in (hidden, samples))
+    pool, w1, w2 = (
+        -(-count // (GATE_THREADS // 32 // shared))
+        for count, shared in zip(pieces, (by_pool, by_weights, by_weights), strict=True)
+    )
     return Geometry(
         sums=cut(most_splits=sample_geometry.MAX_PARTS),
         apply=cut(most_splits=rows),
         squeeze=product(samples, hidden, channels, 1, sm_count),
         excite=product(samples, channels, hidden, TALL, sm_count),
-        squeeze_backward=Product(pool + w1 + w2, shared),
+        squeeze_backward=Product(pool + w1 + w2, by_pool),
+        weight_slices=by_weights,
         pool_blocks=pool,
         weight_blocks=w1,
     )

@@ -1,5 +1,7 @@
 // Emulated twin of kernels/include/mixed.cuh.
 
+#include "wide_store.cuh"
+
 #if OUT == 0
 #define OUT_WORDS VEC
 #else
@@ -35,4 +37,10 @@ inline OutVec narrow_out(const float (&f)[VEC]) {
 }
 
 inline OutVec load_out(const OutVec* p) { return *p; }
-inline void store_out(OutVec* p, const OutVec& v) { *p = v; }
+inline void store_out(OutVec* p, const float (&f)[VEC], bool paired) {
+#if OUT == 0 && VEC == 8
+  store_wide((float*)p, f, paired);
+#else
+  *p = narrow_out(f);
+#endif
+}
