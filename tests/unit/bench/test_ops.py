@@ -36,6 +36,7 @@ def rows_of(case: Case, ms: float = 1.0) -> list[ops.OpRow]:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "")
+    monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     monkeypatch.setattr(nvrtc, "warm", lambda variants: None)
     monkeypatch.setattr(timing, "copy_gbps", lambda: 4000.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
