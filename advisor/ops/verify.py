@@ -4,7 +4,9 @@ benchmarks and the tests, on a GPU or, under an emulator, on CPU tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -197,15 +199,19 @@ def check(family: Family, case: Case, device: str | torch.device, *, seed: int =
     written; the same bits twice; NaN and Inf in the input come out where PyTorch's own lets them; sliced inputs.
 
     Returns:
-        family, case, errors, `passed`, and `detail`: what failed.
+        family, case, errors, `passed`, and `detail`: what failed. Of a case that is left to PyTorch on this GPU's architecture no
+        errors, None for `passed`, and why.
     """
     wrong: list[str] = []
     with dispatch.everything(), _strict_fp32():
-        before = sum(family.engaged.values())
+        before, left = sum(family.engaged.values()), Counter(family.fell_back)
         arguments, above, want = _posed(case, device, batch=case.shape[0], seed=seed)
         poison(device)
         got = run(case, case.ours, arguments, above)
         ran = sum(family.engaged.values()) - before
+        refusal = _of_the_architecture(family.fell_back - left)
+        if ran < 1 and refusal:
+            return {"family": family.id, "case": case.label, "passed": None, "detail": f"not for this GPU: {refusal}"}
         mine = compare(case, got, want, above)
         theirs = compare(case, run(case, case.eager, arguments, above), want, above)
         if ran < 1:
@@ -228,6 +234,12 @@ def check(family: Family, case: Case, device: str | torch.device, *, seed: int =
         "passed": not wrong,
         "detail": "; ".join(wrong),
     }
+
+
+def _of_the_architecture(reasons: Iterable[str]) -> str:
+    """These reasons, where each is about the GPU's architecture, which it names: sm_80. Else empty."""
+    told = sorted(set(reasons))
+    return ", ".join(told) if all(re.search(r"\bsm_\d+\b", reason) for reason in told) else ""
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

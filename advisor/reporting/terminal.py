@@ -538,6 +538,8 @@ def _paragraph(keys: Sequence[str], row: Sequence[str], width: int) -> str:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):

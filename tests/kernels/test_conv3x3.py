@@ -460,3 +460,10 @@ def test_patterns_are_found_and_train_as_before(compiled: bool) -> None:
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad.dtype == other.grad.dtype
         assert float((mine.grad - other.grad).norm() / other.grad.norm()) < 0.05
+
+
+def test_another_architecture_leaves_it_to_pytorch_and_verification_says_so(emulated) -> None:
+    emulated.use(arch=80)
+    row = verify.check(FAMILY, FAMILY.verification[0], "cpu")
+    assert row["passed"] is None
+    assert "sm_80 lacks the products of warpgroups" in str(row["detail"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, match, verify
 from advisor.ops.depthwise import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("depthwise")
@@ -410,3 +410,23 @@ def test_patterns_are_found_and_train_as_before() -> None:
     torch.testing.assert_close(ours, theirs)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "k5 s1 bias float32",
+        "k5 s2 float32",
+        "k7 s1 bias float16",
+        "k7 s2 bfloat16",
+        "k11 s2 bfloat16",
+        "k13 s1 bias bfloat16",
+    ],
+)
+def test_strips_of_sm_100_are_right(emulated, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+    monkeypatch.setattr(spec, "ringed", lambda *_: False)  # the general kernels, which have the other strips
+    monkeypatch.setattr(spec, "banded", lambda *_: False)
+    emulated.use(arch=100)
+    case = next(c for c in cases.VERIFICATION if c.label.startswith(f"depthwise {label}"))
+    row = verify.check(FAMILY, case, "cpu")
+    assert row["passed"], row["detail"]

@@ -23,6 +23,8 @@ def _compiled() -> None:
 @pytest.mark.parametrize(("family", "case"), CASES, ids=lambda value: getattr(value, "label", getattr(value, "id", "")))
 def test_verification_case(family: Family, case: Case) -> None:
     row = verify.check(family, case, "cuda")
+    if row["passed"] is None:
+        pytest.skip(str(row["detail"]))
     assert row["passed"], row["detail"]
 
 

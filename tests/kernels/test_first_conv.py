@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, match, verify
 from advisor.ops.first_conv import api, cases, reference, spec
 
 FAMILY = catalog.get("first_conv")
@@ -291,3 +291,10 @@ def test_an_image_with_a_gradient_is_not_taken() -> None:
         torch.compile(conv.forward, backend=match.backend({"first_conv": report}, mode=None), dynamic=False)(x)
     assert list(report.unmatched.values()) == ["the input needs a gradient"]
     assert not report.matched
+
+
+def test_fewer_sums_of_sm_100_are_right(emulated) -> None:
+    emulated.use(arch=100)
+    case = next(c for c in cases.VERIFICATION if c.label == "first conv k7 s2 to 64 bfloat16 2x3x32x40")
+    row = verify.check(FAMILY, case, "cpu")
+    assert row["passed"], row["detail"]

@@ -80,6 +80,10 @@ def ours(x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     if dispatch.refusal("", dispatch.UNMEASURED) or Kernel.fault == "fell back":
         FAMILY.fell_back["planted"] += 1
         return eager(x, w, seen)
+    if Kernel.fault.startswith("sm_"):
+        for reason in Kernel.fault.split(" and "):
+            FAMILY.fell_back[reason] += 1
+        return eager(x, w, seen)
     FAMILY.engaged["silu"] += 1
     return Kernel.apply(x, w, seen)
 
@@ -140,6 +144,15 @@ def test_a_planted_fault_is_found(plant, fault: str, said: str) -> None:
     row = verify.check(FAMILY, CASE, "cpu")
     assert not row["passed"]
     assert said in row["detail"]
+
+
+def test_what_is_for_other_architectures_is_not_wrong(plant) -> None:
+    plant("sm_80 lacks what it uses")
+    row = verify.check(FAMILY, CASE, "cpu")
+    assert row["passed"] is None
+    assert row["detail"] == "not for this GPU: sm_80 lacks what it uses"
+    plant("sm_80 lacks what it uses and dtype float32")
+    assert verify.check(FAMILY, CASE, "cpu")["passed"] is False
 
 
 def test_no_gradient_is_sent_to_where_rounding_decides() -> None:
