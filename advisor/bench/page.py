@@ -35,8 +35,8 @@ or for its operations at the rate of a matrix product, whichever is longer. Erro
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
 eager's, where eager is called without its modules; median of 50 calls of each by turns on an idle GPU, on a host shared with others (until
-2026-11-24 of 25 of one, then of the other; on 2026-11-25 compiled code, where there is some, had its turns too, and the calls behind it took
-up to half as long again). *Compile* is torch.compile in its default mode.
+2026-11-24 of 25 of one, then of the other; in the first rows of 2026-11-25, before those of the passes in [0051](../decisions/0051-short-blocks.md), compiled code had its
+turns too, and the calls behind it took up to half as long again). *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 
