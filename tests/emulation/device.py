@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from advisor.ops import dispatch, nvrtc, tensor_map
+from advisor.ops import dispatch, nvrtc, shared_memory, tensor_map
 from emulation import compiler
 from emulation.compiler import EmulationError
 
 _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
 _LIMITS = (2**31 - 1, 65535, 65535)
-_STATIC_AND_DYNAMIC_SHARED = 227 * 1024
 _READ = ("from",)  # fields of a struct whose addresses a kernel only reads
 _WITHOUT_ASKING = 48 * 1024  # of shared memory; more is an attribute of the kernel
 
@@ -140,8 +139,9 @@ class Entry:
         if cooperative and (np.prod(grid) > min(self._device.sm_count(0), _COOPERATIVE) or self._module.cluster > 1):
             raise EmulationError(f"{self.name}: not all of {tuple(grid)} blocks run at the same time")
         used = shared + self._static
-        if not 0 <= shared <= used <= _STATIC_AND_DYNAMIC_SHARED:
-            raise EmulationError(f"{self.name}: no block has {used} bytes of shared memory")
+        arch = self._device.arch(0)
+        if not 0 <= shared <= used <= shared_memory.of_a_block(arch):
+            raise EmulationError(f"{self.name}: no block of sm_{arch} has {used} bytes of shared memory")
         if used > _WITHOUT_ASKING and shared > self.most_dynamic:
             raise EmulationError(f"{self.name}: {shared} bytes of dynamic shared memory were not asked for")
         for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):

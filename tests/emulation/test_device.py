@@ -156,7 +156,7 @@ def test_static_shared_memory_is_an_entrys_own(emulated):
             entry((1, 1, 1), (32, 1, 1), (y.data_ptr(),), most)
             assert y.tolist() == [1.0] * 32
         else:
-            with pytest.raises(EmulationError, match=f"no block has {most + 4096} bytes"):
+            with pytest.raises(EmulationError, match=f"no block of sm_90 has {most + 4096} bytes"):
                 entry((1, 1, 1), (32, 1, 1), (y.data_ptr(),), most)
 
 

@@ -51,3 +51,14 @@ def test_kernels_pass_the_checks_of_verify(emulated, family: Family, case: Case)
     found = verify.check(family, case, "cpu")
     assert found["passed"], found["detail"]
     assert emulated.launches
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", [80, 86, 100, 120])
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_other_architectures_take_a_family_or_leave_it(emulated, family: Family, arch: int) -> None:
+    """With what shared memory and registers they have: each case passes, or is left to PyTorch for the architecture."""
+    emulated.use(sm_count=2, arch=arch)
+    for case in family.verification:
+        found = verify.check(family, case, "cpu")
+        assert found["passed"] is not False, (case.label, found["detail"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, match, shared_memory
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.moments import Producer
 from advisor.ops.pointwise import api, cuda, reference, spec
@@ -68,7 +68,7 @@ def test_a_plan_covers_every_row_and_channel_within_what_a_block_may_have(
     rows: int, in_octets: int, out_octets: int, sm_count: int, arch: int
 ) -> None:
     plan = spec.plan(rows, in_octets * spec.OCTET, out_octets * spec.OCTET, sm_count, arch)
-    room = spec.BLOCK_SHARED_BYTES.get(arch, spec.OTHER_SHARED_BYTES)
+    room = shared_memory.of_a_block(arch)
     assert plan.steps * plan.chunks * spec.STEP >= in_octets * spec.OCTET
     assert plan.steps * (plan.chunks - 1) * spec.STEP < in_octets * spec.OCTET
     assert plan.grid[1] * plan.columns >= out_octets * spec.OCTET > (plan.grid[1] - 1) * plan.columns

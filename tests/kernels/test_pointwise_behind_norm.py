@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, match, shared_memory
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.batchnorm_act import reference as batchnorm_reference
 from advisor.ops.batchnorm_act import spec as batchnorm_spec
@@ -34,7 +34,7 @@ def test_a_plan_covers_every_row_and_channel_within_what_a_block_may_have(
     rows: int, in_octets: int, out_octets: int, sm_count: int, arch: int
 ) -> None:
     plan = spec.plan(rows, in_octets * spec.OCTET, out_octets * spec.OCTET, sm_count, arch, gradient=True)
-    room = spec.BLOCK_SHARED_BYTES.get(arch, spec.OTHER_SHARED_BYTES)
+    room = shared_memory.of_a_block(arch)
     assert plan.steps * plan.chunks * spec.STEP >= in_octets * spec.OCTET
     assert plan.grid[1] * plan.columns >= out_octets * spec.OCTET > (plan.grid[1] - 1) * plan.columns
     assert 1 <= plan.grid[0] <= -(-rows // plan.rows)
@@ -313,7 +313,7 @@ def test_its_blocks_cover_all_rows_within_what_one_may_have() -> None:
             assert 32 * warps_n >= out
             nbytes = spec.norm_forward_shared_bytes(channels, out)
             reason = spec.unsupported_norm_forward(dtype="bfloat16", channels=channels, out_channels=out, arch=90)
-            assert (reason == "") == (nbytes <= spec.BLOCK_SHARED_BYTES[90])
+            assert (reason == "") == (nbytes <= shared_memory.of_a_block(90))
             assert (
                 4 * (2 * warps_m * 32 * warps_n + warps_m * warps_n) <= nbytes - 4 * 32 * warps_n
             )  # sums, not the shift

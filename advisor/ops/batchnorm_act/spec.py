@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from advisor.ops import channel_tiles
+from advisor.ops import channel_tiles, shared_memory
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
@@ -103,8 +103,6 @@ GRID_FORKED_SLOPED_ROWS = 3  # of a backward with two gradients and a slope beyo
 GRID_STREAMED_ROWS = {(False, False): (4, 4), (False, True): (1, 8), (True, False): (2, 3), (True, True): (2, 3)}
 MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
-# Shared memory of one block, in KiB, where it is not 99 (sm_86, sm_89, sm_120).
-_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
 # docs/decisions/0001-batchnorm-launch.md.
 TUNABLE = {
@@ -415,7 +413,7 @@ def grid_slots(arch: int, dtype: str) -> int:
     """Vectors of a thread for which a block's shared memory has room, beside the sums and constants of its channels."""
     width = vector_width(dtype)
     sums = max(2 * width * 4, 32) * GRID_THREADS + 5 * MAX_GRID_TILE * width * 4
-    return (_SHARED_KIB.get(arch, 99) * 1024 - sums) // (16 * GRID_THREADS)
+    return (shared_memory.of_a_block(arch) - sums) // (16 * GRID_THREADS)
 
 
 def grid_exchange(sm_count: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from advisor.ops import shared_memory
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
 
@@ -24,10 +25,7 @@ STEP = 16  # channels of x that one product of the tensor cores takes
 GROUP = 32  # channels of y that four of them make: 16 bytes a lane
 MAX_ROWS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
 MAX_IN_CHANNELS = 512  # more leave a block of few columns, and x would be read many times
-# What a block may have, and an SM, in bytes of shared memory; the system takes 1 KiB of each block.
-BLOCK_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-OTHER_SHARED_BYTES = 99 * 1024
-SYSTEM_BYTES = 1024
+SYSTEM_BYTES = 1024  # of shared memory, that the system takes of each block
 SM_REGISTERS = 65536
 # A thread's registers without spilling, by (tiles, groups): what ptxas 13 needs for sm_80 to sm_100.
 REGISTERS = {(1, 1): 80, (2, 1): 80, (4, 1): 128, (1, 2): 128, (2, 2): 128, (4, 2): 255}
@@ -157,7 +155,7 @@ def unsupported_norm_forward(*, dtype: str, channels: int, out_channels: int, ar
         return f"{channels} channels"
     if out_channels % OCTET or out_channels > NORM_FORWARD_MOST:
         return f"{out_channels} channels out"
-    room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
+    room = shared_memory.of_a_block(arch)
     return "" if norm_forward_shared_bytes(channels, out_channels) <= room else "the weights do not fit a block"
 
 
@@ -324,7 +322,7 @@ def arranged(
     else:
         nbytes = shared_bytes(warps_m, warps_n, tiles, groups, steps, chunks, stages)
         registers = REGISTERS[tiles, groups]
-    room = BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES)
+    room = shared_memory.of_a_block(arch)
     if nbytes > room:
         return None
     at_once = SM_REGISTERS // (32 * warps_m * warps_n * registers)
@@ -352,7 +350,7 @@ def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: in
     alone, and deeper rings nowhere.
     """
     all_steps, all_groups = -(-in_channels // STEP), -(-out_channels // GROUP)
-    bound = min(WEIGHT_BYTES, BLOCK_SHARED_BYTES.get(arch, OTHER_SHARED_BYTES) // 2)
+    bound = min(WEIGHT_BYTES, shared_memory.of_a_block(arch) // 2)
     most = max(1, min(MAX_GROUPS, bound // (2 * GROUP * STEP * all_steps)))
     warps_n = _split(all_groups, most)
     alone = None

@@ -17,7 +17,7 @@ from advisor.ops.strided_pointwise.spec import Call
 @lru_cache(maxsize=4096)
 def _launch(call: Call, dtype: torch.dtype, device: int, gradient: bool) -> tuple[Any, spec.Plan, tuple[np.int32, ...]]:
     """The kernel, its plan, and the sizes that stand behind the addresses."""
-    plan = spec.plan(call, nvrtc.sm_count(device), gradient=gradient)
+    plan = spec.plan(call, nvrtc.sm_count(device), nvrtc.arch(device), gradient=gradient)
     macros = tuple(spec.defines(plan, storage.name(dtype), gradient=gradient).items())
     (entry,) = spec.KERNELS[spec.PRODUCT]
     kernel = nvrtc.function(spec.PRODUCT, entry, macros, device, plan.shared_bytes)

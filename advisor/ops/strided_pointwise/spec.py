@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops import dispatch
+from advisor.ops import dispatch, shared_memory
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
 from advisor.ops.pointwise import spec as pointwise
 from advisor.ops.storage import MIN_ARCH
@@ -201,17 +201,22 @@ def shared_bytes(rows: int, columns: int, stages: int, *, gradient: bool) -> int
 
 
 @lru_cache(maxsize=4096)
-def plan(call: Call, sm_count: int, *, gradient: bool = False) -> Plan:
-    """The largest blocks of which every SM has some."""
+def plan(call: Call, sm_count: int, arch: int, *, gradient: bool = False) -> Plan:
+    """The largest blocks of which every SM has some, with as many stages as a block's shared memory holds."""
     depth, wide = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)
     chunks = -(-depth // CHUNK)
-    stages = max(2, min(MAX_STAGES, chunks + 1))
     for rows, columns in TILES:
         grid = -(-call.rows // rows), -(-wide // columns)
         if grid[0] * grid[1] >= FULL * sm_count and columns <= -(-wide // CHUNK) * CHUNK:
             break
-    held = min(stages, chunks)  # one chunk alone needs no second stage
-    return Plan(rows, columns, stages, shared_bytes(rows, columns, held, gradient=gradient), grid)
+
+    def used(stages: int) -> int:
+        return shared_bytes(rows, columns, min(stages, chunks), gradient=gradient)  # one chunk alone needs no second
+
+    stages = max(2, min(MAX_STAGES, chunks + 1))
+    while stages > 2 and used(stages) > shared_memory.of_a_block(arch):
+        stages -= 1
+    return Plan(rows, columns, stages, used(stages), grid)
 
 
 def defines(plan: Plan, dtype: str, *, gradient: bool) -> dict[str, int]:
@@ -243,7 +248,7 @@ TRAINED = (
     *((256, channels, 2 * channels, side) for channels, side in ((256, 56), (512, 28), (1024, 14))),
     *((256, *shape) for shape in ((32, 72, 112), (72, 216, 56), (216, 576, 28))),
 )
-_SMS = 132  # the macros depend little on it
+_SMS, _ARCH = 132, 90  # the macros depend little on them
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
@@ -254,7 +259,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     for dtype in ("bfloat16", "float16"):
         for n, inputs, outputs, side in TRAINED if dtype == "bfloat16" else TRAINED[:1]:
             for gradient in (False, True):
-                planned = plan(call((n, inputs, side, side), outputs), _SMS, gradient=gradient)
+                planned = plan(call((n, inputs, side, side), outputs), _SMS, _ARCH, gradient=gradient)
                 found[tuple(defines(planned, dtype, gradient=gradient).items())] = None
     return tuple(dict(macros) for macros in found)
 
