@@ -463,8 +463,8 @@ FAULTS = {
     "warps that share a group": ("group_norm in one group", "w < lanes / 32", "w < 1"),
     "samples of the parameters' gradients": ("group_norm", "i < samples * parts", "i < samples * parts - 1"),
     "barrier of a column's sums": ("squeeze_excite in fp32", "  __syncthreads();\n  // A thread adds up one", "  // A thread adds up one"),
-    "barrier of the slices' sums": ("squeeze_excite", "  __syncthreads();\n  const int each", "  const int each"),
-    "a part of the pool's sums": ("squeeze_excite in fp32", "part < parts; ++part", "part < parts - 1; ++part"),
+    "barrier of the slices' sums": ("squeeze_excite", "  __syncthreads();\n  const float* of", "  const float* of"),
+    "a part of the pool's sums": ("squeeze_excite in parts", "part < parts; ++part", "part < parts - 1; ++part"),
     "operands of a result's later values": ("squeeze_excite on one SM", "next + i < last ? early(row_of(next + i)", "next + i < last ? early(row_of(v + i)"),
     "a slice of a product": ("squeeze_excite", "s < slices; ++s", "s < slices - 1; ++s"),
     "the small products of fp32": ("squeeze_excite in fp32", "if (SPLIT && s - s == 0.f)", "if (false)"),
@@ -479,6 +479,7 @@ PLANTED_IN = {
     "squeeze_excite": (37, 136, 2, 2),
     "squeeze_excite in fp32": (1, 200, 7, 5),
     "squeeze_excite on one SM": (37, 136, 2, 2),
+    "squeeze_excite in parts": (2, 16, 70, 70),
 }
 
 

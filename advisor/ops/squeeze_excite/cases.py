@@ -32,6 +32,7 @@ _ODD = (
     (50, (1, 200, 7, 5), "relu", "hardsigmoid", "float32", True),
     (33, (2, 1016, 3, 3), "silu", "sigmoid", "bfloat16", False),
     (130, (37, 136, 2, 2), "relu", "hardsigmoid", "float16", True),
+    (4, (2, 16, 70, 70), "silu", "sigmoid", "bfloat16", True),  # a pool whose sums come in five parts
 )
 
 
