@@ -234,7 +234,7 @@ def run(
         try:
             measured = measure(kind, case, ceilings, compiled=_is_compiled(case, baselines))
         except Exception as error:
-            failed.append(f"{kind.id} {case.label}: {_first_line(error)}")
+            failed.append(f"{kind.id} {case.label}: {first_line(error)}")
             print(failed[-1], flush=True)
             continue
         finally:
@@ -273,7 +273,8 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Its kind and what it says, in a line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -305,7 +306,7 @@ def _shares(case: Case, counting: units.UnitCounters) -> dict[str, dict[str, flo
     except CountersUnavailable:
         raise
     except Exception as error:  # the times are there already
-        print(f"{case.label}: not counted: {_first_line(error)}", flush=True)
+        print(f"{case.label}: not counted: {first_line(error)}", flush=True)
     return found
 
 
@@ -361,12 +362,10 @@ def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
 
 
 def timed(
-    case: Case, *, compiled: bool, budget_s: float, only_advisor: bool = False
+    case: Case, *, compiled: bool, budget_s: float
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
     """Device times (pass → contender → Spread in ms) and host times (pass → contender → µs) of a case's passes."""
-    contenders: dict[str, Callable[..., Any]] = {"advisor": case.ours}
-    if not only_advisor:
-        contenders["eager"] = case.eager
+    contenders: dict[str, Callable[..., Any]] = {"advisor": case.ours, "eager": case.eager}
     if compiled and (function := _compiled(case)):
         contenders["compile"] = function
     times: dict[str, dict[str, Any]] = {}
@@ -375,7 +374,7 @@ def timed(
         times[way] = timing.interleaved(runs, sets, budget_s=budget_s / 2)
         # Not by turns with compiled code: after a call of that the others take a third to a half longer.
         both = {name: call for name, call in runs.items() if name != "compile"}
-        hosts[way] = {} if only_advisor else timing.host(both, sets)
+        hosts[way] = timing.host(both, sets)
     return times, hosts
 
 
@@ -392,7 +391,7 @@ def _compiled(case: Case) -> Callable[..., Any] | None:
             else:
                 function(*arguments)
     except Exception as error:
-        print(f"{case.label}: torch.compile: {_first_line(error)}", flush=True)
+        print(f"{case.label}: torch.compile: {first_line(error)}", flush=True)
         return None
     return function
 

@@ -82,7 +82,7 @@ def bench(
     runs: Path | None,
 ) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
-    `tune`, each kernel with every combination of its launch constants.
+    `tune`, each kernel with every combination of its launch constants, by turns with the present ones.
 
     Rows of ops and models are written as they are measured, into the place of earlier rows of the same case; other rows stay.
 
