@@ -50,10 +50,12 @@ def verify(form: str, family: str) -> int:
       advisor kernels verify batchnorm_act --format json
     """
     from advisor import pipeline
-    from advisor.reporting.terminal import records_text
+    from advisor.reporting.terminal import verification_text
 
     with Progress(live=True) as say:
         rows = pipeline.kernels_verify(say, family)
-    text = output.json_text(rows) if form == "json" else records_text(rows, width=output.width())
-    output.say(text, sys.stdout)
+    if form == "json":
+        output.say(output.json_text(rows), sys.stdout)
+    else:
+        output.say(verification_text(rows, output.width(), output.color(sys.stdout)), sys.stdout)
     return ExitCode.FINDINGS if any(row["passed"] is False for row in rows) else ExitCode.OK

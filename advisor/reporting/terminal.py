@@ -6,7 +6,7 @@ import itertools
 import statistics
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
@@ -21,7 +21,6 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATUS_COLORS = {"kept": "green", "reverted": "yellow", "failed": "red", "inconclusive": "cyan"}
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
 MIN_WIDTH = 72
-LEAST_COLUMN = 10
 TOP_GAPS = 5
 TOP_FINDINGS = 6
 TOP_REASONS = 3
@@ -507,41 +506,25 @@ def kernels_text(records: Sequence[Mapping[str, object]], width: int = 100, colo
     return "\n".join(lines)
 
 
-def records_text(records: Sequence[Mapping[str, object]], width: int = 100) -> str:
-    """Rows of equal keys as a table whose last column takes what is left of the width.
-
-    Where the other columns alone are wider, each row is a paragraph: its first two values, then a line for each of the rest.
-    """
-    if not records:
-        return "Nothing to list."
-    keys = list(dict.fromkeys(key for record in records for key in record))
-    cells = [[_cell(record.get(key, "")) for key in keys] for record in records]
-    widths = [max(len(key), *(len(row[i]) for row in cells)) for i, key in enumerate(keys)]
-    left = width - sum(w + 2 for w in widths[:-1])
-    if left < min(LEAST_COLUMN, widths[-1]) and len(keys) > 2:
-        return "\n".join(_paragraph(keys, row, width) for row in cells)
-    last = max(LEAST_COLUMN, left)
-    lines = []
-    for row in (keys, *cells):
-        start = "  ".join(f"{text:<{w}}" for text, w in zip(row[:-1], widths[:-1], strict=True))
-        lines.append((start + "  " + clip(row[-1], last) if len(keys) > 1 else clip(row[-1], last)).rstrip())
-    return "\n".join(lines)
+def verification_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
+    """What became of kernels' cases, a line a family; each that is wrong with what is, and once why others are left to PyTorch."""
+    page = _Page(max(width, MIN_WIDTH), color)
+    longest = max(len(str(record["family"])) for record in records)
+    lines: list[str] = []
+    for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
+        cases = list(group)
+        lines.append(f"{family:<{longest}}  " + _verdict(cases, page))
+        for case in cases:
+            if case["passed"] is False:
+                lines += page.wrap(f"{case['case']}: {case['detail']}", 6, "red", first=4)
+        for reason in dict.fromkeys(str(case["detail"]) for case in cases if case["passed"] is None):
+            lines += page.wrap(reason, 6, "dim", first=4)
+    return "\n".join([*lines, "", _verdict(records, page)])
 
 
-def _paragraph(keys: Sequence[str], row: Sequence[str], width: int) -> str:
-    name = max(len(key) for key in keys[2:])
-    lines = [clip("  ".join(row[:2]), width)]
-    for key, text in zip(keys[2:], row[2:], strict=True):
-        wrapped = textwrap.wrap(text, max(LEAST_COLUMN, width - name - 6)) or [""]
-        lines += [f"    {key if i == 0 else '':<{name}}  {part}" for i, part in enumerate(wrapped)]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return ", ".join(map(str, value))
-    return printable(str(value))
+def _verdict(cases: Sequence[Mapping[str, object]], page: _Page) -> str:
+    passed, wrong, left = (sum(case["passed"] is verdict for case in cases) for verdict in (True, False, None))
+    told = [page.paint(f"{passed:,} right", "green")] if passed else []
+    told += [page.paint(f"{wrong:,} wrong", "red", "bold")] if wrong else []
+    told += [f"{left:,} left to PyTorch"] if left else []
+    return f"{counted(len(cases), 'case')}: " + ", ".join(told)

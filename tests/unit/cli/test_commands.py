@@ -334,10 +334,10 @@ def test_kernels(invoke, pipeline):
     assert pipeline.calls["kernels_verify"] == (("",), {})
     assert invoke("kernels", "verify", "batchnorm_act").exit_code == 0
     assert pipeline.calls["kernels_verify"] == (("batchnorm_act",), {})
-    pipeline.kernel_rows = [{"kernel": "k", "passed": None, "detail": "not for this GPU: sm_80 lacks it"}]
+    pipeline.kernel_rows = [{"family": "f", "case": "k", "passed": None, "detail": "not for this GPU: sm_80 lacks it"}]
     assert invoke("kernels", "verify").exit_code == 0
     assert "not for this GPU" in invoke("kernels", "verify").stdout
-    pipeline.kernel_rows = [{"kernel": "k", "passed": False}]
+    pipeline.kernel_rows = [{"family": "f", "case": "k", "passed": False, "detail": "two runs differ"}]
     assert invoke("kernels", "verify").exit_code == ExitCode.FINDINGS
     pipeline.error = AdvisorError("no CUDA GPU was found", exit_code=ExitCode.GPU_REQUIRED)
     assert invoke("kernels", "verify").exit_code == ExitCode.GPU_REQUIRED

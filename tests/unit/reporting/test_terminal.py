@@ -120,21 +120,23 @@ def test_names_cannot_drive_the_terminal():
         assert "\u2028" not in text
 
 
-def test_records_with_missing_keys():
-    text = terminal.records_text([{"kernel": "a", "ok": True}, {"kernel": "b", "arch": [80, 90]}], 80)
-    assert text.splitlines() == ["kernel  ok   arch", "a       yes", "b            80, 90"]
-    assert terminal.records_text([], 80) == "Nothing to list."
+def test_of_a_verification_what_is_wrong_is_told_and_the_rest_counted():
+    def case(family, passed, detail="", name="k3 bfloat16 1x8x5x7"):
+        return {"family": family, "case": name, "passed": passed, "detail": detail, "output_error": 1e-3}
 
-
-def test_records_too_wide_for_a_table_are_paragraphs_that_fit():
-    row = {"family": "pooling", "kernel": "pooling/max_pool.cu", "replaces": "max_pool2d, " * 12, "sha256": "61b41b9ff"}
-    lines = terminal.records_text([row, row], 80).splitlines()
+    why = "not for this GPU: sm_80 lacks the products of warpgroups that sm_90 has"
+    rows = [*[case("conv3x3", None, why)] * 3, case("pooling", True), case("pooling", False, "two runs differ; " * 9)]
+    text = terminal.verification_text(rows, 80)
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0] == "pooling  pooling/max_pool.cu"
-    assert lines[1].startswith("    replaces  max_pool2d,")
-    assert " ".join(lines).count("max_pool2d") == 24
-    assert lines.count("    sha256    61b41b9ff") == 2
-    assert len(terminal.records_text([row, row], 240).splitlines()) == 3
+    assert lines[0] == "conv3x3  3 cases: 3 left to PyTorch"
+    assert lines[1] == f"    {why}"
+    assert lines[2] == "pooling  2 cases: 1 right, 1 wrong"
+    assert lines[3].startswith("    k3 bfloat16 1x8x5x7: two runs differ;")
+    assert " ".join(text.split()).count("two runs differ") == 9
+    assert text.count("sm_80") == 1
+    assert lines[-2:] == ["", "5 cases: 1 right, 1 wrong, 3 left to PyTorch"]
+    assert "\x1b[31m" in terminal.verification_text(rows, 80, color=True)
 
 
 @pytest.mark.parametrize("width", [72, 80, 100, 137])
