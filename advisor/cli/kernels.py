@@ -42,7 +42,7 @@ def list_kernels(form: str) -> None:
 def verify(form: str, family: str) -> int:
     """Compile each kernel for this GPU and compare it with its reference. Exits with 1 when one is wrong, 5 without a GPU.
 
-    A case that is left to PyTorch on this GPU's architecture is listed with the reason, and is not wrong.
+    Cases that are left to PyTorch on this GPU's architecture are told with the reason, and are not wrong.
 
     \b
     Examples:
