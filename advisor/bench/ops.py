@@ -14,7 +14,7 @@ import torch
 
 from advisor.bench import goals, results, timing, units
 from advisor.core import storage
-from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
 from advisor.ops.moments_cases import APART
@@ -271,11 +271,6 @@ class _File:
 def _free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def first_line(error: Exception) -> str:
-    """Its kind and what it says, in a line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def count(done: Sequence[tuple[Case, list[OpRow]]]) -> Iterator[list[OpRow]]:

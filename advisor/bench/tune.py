@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from advisor.bench import ops, results, timing
-from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.core.profile import Spread
 from advisor.ops import dispatch, nvrtc, verify
 from advisor.ops.family import Case, Family
@@ -110,17 +109,6 @@ class Setting:
         return inside
 
 
-@contextmanager
-def constants(family: Family, values: Mapping[str, int]) -> Iterator[None]:
-    """Inside, the family's `spec` has these constants, and nothing that was cached with others is used.
-
-    Raises:
-        AdvisorError: when `spec` has no such constant.
-    """
-    with Setting(family, values):
-        yield
-
-
 def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> int:
     """Try every combination on the cases that `pattern` chooses; print the fastest of each case; write all, case by case.
 
@@ -148,7 +136,7 @@ def _variants(cases: Sequence[tuple[Family, Case]]) -> Iterator[tuple[str, dict[
     """What the cases may ask for under each combination."""
     for family in dict.fromkeys(family for family, _ in cases):
         for values in combinations(family.spec.TUNABLE):
-            with constants(family, values):
+            with Setting(family, values):
                 yield from family.variants(nvrtc.arch(0))
 
 
@@ -214,7 +202,7 @@ def _take_turns(case: Case, present: _Tried | None, others: Sequence[_Tried]) ->
                     found[name][way] = spread
     except Exception as error:
         for one in others:
-            one.wrong = ops.first_line(error)
+            one.wrong = first_line(error)
         return
     for name, one in named.items():
         one.times = one.times or found[name]
@@ -230,7 +218,7 @@ def _wrong(family: Family, case: Case, setting: Setting) -> str:
         with dispatch.everything(), setting:
             mine, theirs = verify.errors(case, (case.ours, case.eager), ops.DEVICE, batch=batch, seed=1)
     except Exception as error:  # more threads than registers allow, or more shared memory than there is
-        return ops.first_line(error)
+        return first_line(error)
     if sum(family.engaged.values()) == before:
         return dispatch.told(family.id)
     return verify.accepted(case.dtype, mine, theirs)

@@ -37,3 +37,8 @@ class AdvisorError(Exception):
         if self.fix:
             text += f". {self.fix}"
         return text
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind and what it says, in a line: `ValueError: no such name`."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -13,7 +13,6 @@ from advisor.ops.channel_tiles import LINE_VECTORS, widest_tile
 MAX_PARTS = 64
 # Beyond so many parts a sample, joining them costs more than tiles of a cache line, of which fewer parts fill the GPU.
 MANY_PARTS = 48
-HALF_LINE_VECTORS = 4  # 64 bytes
 MAX_SAMPLES = 65_535  # the grid's third dimension
 
 
@@ -57,7 +56,7 @@ def geometry(
 def _tile(vectors: int, max_tile: int, blocks_per_sample: float) -> int:
     """The widest, or a cache line where that splits halves of lines or leaves too few blocks a sample (docs/decisions/0051-short-blocks.md)."""
     tile = widest_tile(vectors, max_tile)
-    splits = tile < vectors and tile % HALF_LINE_VECTORS
+    splits = tile < vectors and tile % (LINE_VECTORS // 2)
     if (
         tile > LINE_VECTORS
         and not vectors % LINE_VECTORS

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from advisor.core.errors import first_line
 from advisor.ops import dispatch
 from advisor.ops.family import Case, Family
 
@@ -334,8 +335,7 @@ def verify(families: Sequence[Family], device: str, say: Callable[[str], None]) 
             try:
                 rows.append(check(family, case, device, seed=number))
             except Exception as error:
-                message = str(error).splitlines()[0] if str(error) else ""
-                rows.append({**row, "detail": f"{type(error).__name__}: {message}"})
+                rows.append({**row, "detail": first_line(error)})
             if unusable(device):
                 lost = f"{family.id} {case.label}"
     return rows

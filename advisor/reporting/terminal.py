@@ -509,7 +509,7 @@ def kernels_text(records: Sequence[Mapping[str, object]], width: int = 100, colo
 def verification_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
     """What became of kernels' cases, a line a family; each that is wrong with what is, and once why others are left to PyTorch."""
     page = _Page(max(width, MIN_WIDTH), color)
-    longest = max(len(str(record["family"])) for record in records)
+    longest = max((len(str(record["family"])) for record in records), default=0)
     lines: list[str] = []
     for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
         cases = list(group)

@@ -28,6 +28,7 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 from torch.utils import _pytree as pytree
 
+from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
@@ -300,7 +301,7 @@ class GraphedForward:
             try:
                 captured = self.captured[key] = _Captured(self.inner, module, args, beside=self.beside)
             except Exception as error:
-                self.failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self.failed[key] = first_line(error)
                 return self.inner(*args)
         if captured.busy():
             return self.inner(*args)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
@@ -111,7 +112,7 @@ def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]
         if item.on_device:
             return "its items are on a device, which worker processes cannot share"
     except Exception as error:  # the dataset is the script's own code
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
     if not _forks(loader):
         try:
             pickle.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))

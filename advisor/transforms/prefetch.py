@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
+from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
@@ -320,7 +321,7 @@ def _why_not(loader: DataLoader[Any]) -> str:
     try:
         item = probe(loader, collated=True)
     except Exception as error:  # the dataset is the script's own code
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
     if item.on_device:
         return "its items are on a device already"
     if item.random:

@@ -24,7 +24,6 @@ _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
 _LIMITS = (2**31 - 1, 65535, 65535)
 _READ = ("from",)  # fields of a struct whose addresses a kernel only reads
-_WITHOUT_ASKING = 48 * 1024  # of shared memory; more is an attribute of the kernel
 
 
 class _Region(ctypes.Structure):
@@ -142,7 +141,7 @@ class Entry:
         arch = self._device.arch(0)
         if not 0 <= shared <= used <= shared_memory.of_a_block(arch):
             raise EmulationError(f"{self.name}: no block of sm_{arch} has {used} bytes of shared memory")
-        if used > _WITHOUT_ASKING and shared > self.most_dynamic:
+        if used > shared_memory.WITHOUT_ASKING and shared > self.most_dynamic:
             raise EmulationError(f"{self.name}: {shared} bytes of dynamic shared memory were not asked for")
         for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):
             if kind[0] in "pc":

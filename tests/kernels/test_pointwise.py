@@ -76,7 +76,7 @@ def test_a_plan_covers_every_row_and_channel_within_what_a_block_may_have(
     assert 1 <= plan.grid[0] <= tiles
     assert plan.stages >= 2
     assert plan.shared_bytes <= room
-    assert plan.blocks * (plan.shared_bytes + spec.SYSTEM_BYTES) <= room + spec.SYSTEM_BYTES
+    assert plan.blocks * (plan.shared_bytes + shared_memory.OF_THE_SYSTEM) <= room + shared_memory.OF_THE_SYSTEM
     assert plan.blocks * plan.threads * spec.REGISTERS[plan.tiles, plan.groups] <= spec.SM_REGISTERS
     assert plan.grid[0] * plan.grid[1] <= max(sm_count * plan.blocks, plan.grid[1])
     assert plan.threads <= 1024

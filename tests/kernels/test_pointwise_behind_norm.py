@@ -39,7 +39,7 @@ def test_a_plan_covers_every_row_and_channel_within_what_a_block_may_have(
     assert plan.grid[1] * plan.columns >= out_octets * spec.OCTET > (plan.grid[1] - 1) * plan.columns
     assert 1 <= plan.grid[0] <= -(-rows // plan.rows)
     assert plan.shared_bytes <= room
-    assert plan.blocks * (plan.shared_bytes + spec.SYSTEM_BYTES) <= room + spec.SYSTEM_BYTES
+    assert plan.blocks * (plan.shared_bytes + shared_memory.OF_THE_SYSTEM) <= room + shared_memory.OF_THE_SYSTEM
     assert plan.blocks * plan.threads * spec.GRADIENT_REGISTERS <= spec.SM_REGISTERS
     assert plan.tiles <= (1 if in_octets * spec.OCTET <= spec.ONE_TILE_CHANNELS else spec.MAX_GRADIENT_TILES)
     assert plan.groups == 1

@@ -75,7 +75,6 @@ MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of 
 # Of a block that merges moments, or the sums of a gradient; the channels are written into the sources as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
-_LINE_VECTORS = 8  # 128 bytes
 # One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor (some 30 MB of a forward, 17 of
 # a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
 # cluster's launch is as fast (docs/decisions/0022-batch-norm-in-one-launch.md).
@@ -447,7 +446,7 @@ def grid(
     for streams in (False, True):
         hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
         # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
-        piece = _LINE_VECTORS * (2 if streams else 1)
+        piece = channel_tiles.LINE_VECTORS * (2 if streams else 1)
         for tile in GRID_TILES:
             tiles = -(-vectors // tile)
             if tile > vectors or tiles > sm_count or (tiles > 1 and tile % SECTOR_VECTORS):
@@ -526,7 +525,7 @@ def launch(
 
 def _streaming_wins(shape: Grid, nbytes: int, two_tensors: bool, arch: int) -> bool:
     """Whether one launch that reads some rows twice, of one tensor or of two, was measured to be faster than two, within GRID_MOST_BYTES."""
-    whole_lines = shape.tiles == 1 or shape.tile % _LINE_VECTORS == 0
+    whole_lines = shape.tiles == 1 or shape.tile % channel_tiles.LINE_VECTORS == 0
     return arch in _STREAMS_ON and (whole_lines or not two_tensors or nbytes <= GRID_SPLIT_LINES_MOST_BYTES)
 
 

@@ -214,28 +214,31 @@ def sums(source: str, *, channels: bool) -> bool:
     return channels and source in (BACKWARD, SCALE_BACKWARD)
 
 
+def _passes(unroll: int, *, reduce: bool) -> dict[str, int]:
+    """Macros of how blocks go over rows: with `unroll` rows a thread, or all to the sums at their end (`reduce`)."""
+    if reduce:
+        return {"THREADS": THREADS, "UNROLL": UNROLL, "MAX_TILE": MAX_TILE}
+    return {"THREADS": STREAM_THREADS, "UNROLL": unroll}
+
+
 def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
     """Macros of one variant of the bias + activation kernels. The backward has no residual."""
-    passes = {"THREADS": STREAM_THREADS, "BLOCKS": 1, "UNROLL": STREAM_UNROLL}
-    if sums(source, channels=bias):
-        blocks, unroll = (GELU_BLOCKS, GELU_UNROLL) if _is_gelu(dtype, activation) else (1, UNROLL)
-        passes = {"THREADS": THREADS, "BLOCKS": blocks, "UNROLL": unroll, "MAX_TILE": MAX_TILE}
-    elif activation in EXPONENTIAL:
-        passes["UNROLL"] = EXPONENTIAL_UNROLL
+    reduce = sums(source, channels=bias)
+    passes = _passes(EXPONENTIAL_UNROLL if activation in EXPONENTIAL else STREAM_UNROLL, reduce=reduce)
+    if reduce and _is_gelu(dtype, activation):
+        passes |= {"BLOCKS": GELU_BLOCKS, "UNROLL": GELU_UNROLL}
     return {
         "STORAGE": STORAGE[dtype],
         "ACT": ACTIVATIONS[activation],
         "BIAS": int(bias),
         "RESIDUAL": int(residual),
+        "BLOCKS": 1,
         **passes,
     }
 
 
 def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
     """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the result is fp32 beside it."""
-    passes = {"THREADS": STREAM_THREADS, "UNROLL": SCALE_UNROLL}
-    if sums(source, channels=variant.scale):
-        passes = {"THREADS": THREADS, "UNROLL": UNROLL, "MAX_TILE": MAX_TILE}
     return {
         "STORAGE": STORAGE[dtype],
         "WIDE": int(wide),
@@ -243,7 +246,7 @@ def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> di
         "TWIN": int(variant.twin),
         "SCALE": int(variant.scale),
         "KEEP": int(variant.keep),
-        **passes,
+        **_passes(SCALE_UNROLL, reduce=sums(source, channels=variant.scale)),
     }
 
 

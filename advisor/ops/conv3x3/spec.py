@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops import dispatch
+from advisor.ops import dispatch, shared_memory
 from advisor.ops.conv3x3 import weight
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
 
@@ -26,13 +26,12 @@ STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
 ARCH = 90  # the one architecture that has these products
 NEEDS_ARCH = dict.fromkeys(KERNELS, ARCH)
-MAX_ARCH = ARCH
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
 INPUTS, OUTPUTS = (64, 128), (32, 64, 128)
 THREADS = 288
 COLUMNS = (64, 112, 128, 224, 256)  # pixels of a tile, rows of 8
 SUMS = 256  # columns of all bands of a warpgroup: 128 registers a thread
-SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
+SHARED_BYTES = shared_memory.of_a_block(ARCH)  # of a block, the only one of its SM
 # Warpgroups take tiles by turns. A stage has to be one warpgroup's alone: one that sees every other filling of a stage only cannot tell,
 # by the parity that its barrier has, the filling it waits for from the one before the last. So stages are a multiple of twice a tile's
 # lines of channels; four are one tile under way for each warpgroup beside the one that it works on.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from advisor.ops import shared_memory
+
 STRIPS = 16  # rows of one matrix product
 MOST_PIXELS = 8  # columns of it
 MOST_WINDOW = 16  # its depth
-SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+SHARED_BYTES = shared_memory.WITHOUT_ASKING
 BANK_BYTES = 128  # of all banks of shared memory, one after the other
 ROWS = 2  # of pixels that depthwise_band.cu takes a step, and has in a stage
 SM_SHARED_BYTES = 227 * 1024  # what an SM has for its blocks on sm_90; 163 KiB on sm_80

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from advisor.ops import shared_memory
 from advisor.ops.depthwise import bands
 from advisor.ops.dispatch import OTHER_DTYPE, UNMEASURED, Inferred, Kind, with_moments
 
@@ -37,7 +38,7 @@ CHANNELS = 2  # a thread's: 4 bytes of fp16 or bf16, so that a warp reads 128 by
 THREADS = 128  # a multiple of 4 warps, one for each of an SM's schedulers
 SUM_COLUMNS = 32  # of partial sums that a block of the last pass adds up; written into the source as well
 SUM_THREADS = 512  # of such a block
-SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+SHARED_BYTES = shared_memory.WITHOUT_ASKING
 MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
 SECTOR = 32  # bytes that DRAM and L2 move at least
 MAX_SEGMENTS = 8
@@ -513,7 +514,7 @@ def band(call: Call, *, weight: bool) -> Band:
             block = bands.Block(tile, group, copy, stages, 1)
             used = bands.shared(cut, block, weight=weight)
             threads = _BAND_REGISTERS[group] * block.threads
-            resident = min(REGISTERS // threads, bands.SM_SHARED_BYTES // (used + 1024), 16)
+            resident = min(REGISTERS // threads, bands.SM_SHARED_BYTES // (used + shared_memory.OF_THE_SYSTEM), 16)
             if used <= bands.SHARED_BYTES and resident > 0:
                 return Band(cut, replace(block, blocks=resident))
     raise AssertionError(f"no block for {call}")  # 8 channels always fit: tests go over all layouts

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from advisor.ops import occupancy
+from advisor.ops import occupancy, shared_memory
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
 from advisor.ops.grouped import weight, whole, wide
 
@@ -31,7 +31,7 @@ WEIGHT_STORAGE = {"float32": 0, **STORAGE}
 MIN_ARCH = 80
 OCTET = whole.OCTET
 GROUPS = (4, *range(8, 65, 8))  # channels a group
-SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+SHARED_BYTES = shared_memory.WITHOUT_ASKING
 SM_SHARED_BYTES, BLOCK_SHARED_BYTES, MAX_BLOCKS = whole.SM_BYTES, whole.RESERVED_BYTES, whole.MAX_BLOCKS
 MAX_OFFSET = 2**31 - 1  # of 16-byte vectors from a block's first image
 MAX_SEGMENTS = 8

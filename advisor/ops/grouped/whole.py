@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from advisor.ops import shared_memory
+
 OCTET = 8  # channels in 16 bytes: what a product has of the result
 TILE = 16  # pixels of a product
 BLOCK_BYTES = 96 * 1024  # of shared memory, at most
-SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # what an SM has, and what the system takes for each block
+SM_BYTES, RESERVED_BYTES = (
+    228 * 1024,
+    shared_memory.OF_THE_SYSTEM,
+)  # what an SM has, and what the system takes for each block
 STAGES = 4  # rows in the ring
 MAX_BLOCKS = 8  # on an SM; more hide nothing
 

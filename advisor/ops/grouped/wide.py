@@ -26,7 +26,7 @@ TAKEN = frozenset(pairs((48, 56, 64), (1, 2)))
 WEIGHT_TAKEN = TAKEN | {(32, 1)}
 THREADS = 256
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
-SHARED_BYTES = 227 * 1024  # of a block, the only one of its SM
+SHARED_BYTES = conv3x3.SHARED_BYTES  # of a block, the only one of its SM
 # Pixels of a tile, rows of 8, by stride and whether it is transposed.
 COLUMNS = {(1, False): (64, 112, 128), (1, True): (64, 112, 128), (2, False): (64, 112), (2, True): (64,)}
 MAX_DEPTH = 4  # tiles that a warpgroup has copied ahead

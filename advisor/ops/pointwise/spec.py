@@ -25,7 +25,6 @@ STEP = 16  # channels of x that one product of the tensor cores takes
 GROUP = 32  # channels of y that four of them make: 16 bytes a lane
 MAX_ROWS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
 MAX_IN_CHANNELS = 512  # more leave a block of few columns, and x would be read many times
-SYSTEM_BYTES = 1024  # of shared memory, that the system takes of each block
 SM_REGISTERS = 65536
 # A thread's registers without spilling, by (tiles, groups): what ptxas 13 needs for sm_80 to sm_100.
 REGISTERS = {(1, 1): 80, (2, 1): 80, (4, 1): 128, (1, 2): 128, (2, 2): 128, (4, 2): 255}
@@ -326,7 +325,7 @@ def arranged(
     if nbytes > room:
         return None
     at_once = SM_REGISTERS // (32 * warps_m * warps_n * registers)
-    blocks = min((room + SYSTEM_BYTES) // (nbytes + SYSTEM_BYTES), at_once, MAX_BLOCKS)
+    blocks = min((room + shared_memory.OF_THE_SYSTEM) // (nbytes + shared_memory.OF_THE_SYSTEM), at_once, MAX_BLOCKS)
     if blocks < 1:
         return None
     slabs = -(-out_channels // (GROUP * warps_n * groups))

@@ -37,10 +37,10 @@ def test_every_combination_once() -> None:
 def test_constants_hold_inside_and_caches_follow(family: Family) -> None:
     cuda = family.module("cuda")
     assert cuda.launch() == (128, 8)
-    with tune.constants(family, {"THREADS": 256}):
+    with tune.Setting(family, {"THREADS": 256}):
         assert cuda.launch() == (256, 8)
     assert cuda.launch() == (128, 8)
-    with pytest.raises(AdvisorError, match="spec has no WARPS"), tune.constants(family, {"WARPS": 4}):
+    with pytest.raises(AdvisorError, match="spec has no WARPS"), tune.Setting(family, {"WARPS": 4}):
         pass
 
 
