@@ -25,6 +25,17 @@ def widest_tile(vectors: int, max_tile: int) -> int:
     return max_tile if tile < max_tile // 2 and vectors > max_tile else tile
 
 
+def lines_tile(vectors: int, max_tile: int) -> int:
+    """`widest_tile`, but of rows in several pieces the widest that is whole cache lines, where there is one (docs/decisions/0052-flat-passes.md)."""
+    tile = widest_tile(vectors, max_tile)
+    return tile if vectors <= max_tile or vectors % LINE_VECTORS or tile % LINE_VECTORS == 0 else LINE_VECTORS
+
+
+def flat_blocks(vectors: int, *, threads: int, unroll: int) -> int:
+    """Blocks of a pass over all the 16-byte vectors of a tensor as one row (kernels/include/flat.cuh)."""
+    return -(-vectors // (threads * unroll))
+
+
 def fullest_tile(vectors: int, threads: int, otherwise: int) -> int:
     """For passes without sums: all the vectors a row has, or whole cache lines of it, where that leaves fewer threads idle.
 

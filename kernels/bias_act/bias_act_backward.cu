@@ -4,7 +4,7 @@
 //
 // Shapes    dy, saved, dx: [M, C] NHWC as in the forward file. saved: the output y for ReLU, ReLU6 and LeakyReLU, whose slope
 //           it shows (ACT 1 to 3; slope >= 0), else the input x, and z = x + bias is computed again. bias, dbias: [C] fp32.
-//           partial: [gridDim.x, 2, C] fp32 scratch; ticket: one zeroed counter a channel tile. All three with BIAS 1 only.
+//           partial: [gridDim.x, 2, C] fp32 scratch; ticket: one zeroed counter a channel tile.
 // Replaces  threshold_backward (2 reads, 1 write) + the sum over all pixels for the bias (1 read).
 // Bytes     2 reads, 1 write. Flops: about 3 an element, 12 to 25 with an exponential: with GELU two
 //           blocks an SM, so that some load while others compute (BLOCKS).
@@ -25,15 +25,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
     i64 rows, int vectors, int tile, float slope) {
   overlap_launches();
   const Tile t = tile_of(tile, vectors);
-#if BIAS
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
   float sum[VEC], unused[VEC];
 #pragma unroll
   for (int j = 0; j < VEC; ++j) sum[j] = unused[j] = 0.f;
-#endif
   if (t.vector >= 0) {
-#if BIAS && ACT > 3
+#if ACT > 3
     float offset[VEC];
     load_parameters(bias, t.vector, offset);
 #endif
@@ -56,23 +54,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_act_backward(
         widen(vdy[u], g);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-#if BIAS && ACT > 3
+#if ACT > 3
           f[j] += offset[j];
 #endif
           g[j] = through_streaming(g[j], f[j], slope);
-#if BIAS
           sum[j] += g[j];
-#endif
         }
         store(dx + last - u * step, narrow(g));
       }
     }
   }
-#if BIAS
   if (!reduce_channels(t, tile, vectors, sum, unused, partial, ticket, shared, total)) return;
   for (int o = threadIdx.x; o < tile * VEC; o += THREADS) {
     const int c = blockIdx.y * tile * VEC + o;
     if (c < vectors * VEC) dbias[c] = (float)total[o];
   }
-#endif
 }

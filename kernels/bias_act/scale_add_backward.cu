@@ -1,14 +1,14 @@
-// Layer scale (a factor a channel), drop path (a factor a sample) and residual add. Backward.
+// Layer scale (a factor a channel), drop path (a factor a sample, include/keep.cuh) and residual add. Backward.
 //
 //   d = dy + dhalf      dbranch = d * scale[c] * keep[n]      dresidual = d
 //   dscale[c] = sum_m d * keep[n] * (branch + bias[c])        dbias[c] = scale[c] sum_m d * keep[n]
 //
 // Shapes    dy like y, dhalf (TWIN 1), branch and dbranch as in the forward file; dscale, dbias: [C] fp32. dresidual is dy itself
-//           and not written, but with TWIN or MIXED: then it is like the residual. bias and dbias may be null. With SCALE 0
-//           branch, bias, scale, partial, ticket, dscale and dbias are not used. partial: [gridDim.x, 2, C] fp32 scratch; ticket: one zeroed counter a channel tile.
+//           and not written, but with TWIN or MIXED: then it is like the residual. bias and dbias may be null.
+//           partial: [gridDim.x, 2, C] fp32 scratch; ticket: one zeroed counter a channel tile.
 // Replaces  two products, a product and a sum over all pixels: 8 passes over the tensor; with a bias another sum: 1; with TWIN
 //           dhalf's cast to fp32 and the addition of both gradients: 5.
-// Bytes     2 reads, 1 write; with SCALE 0 1 read, 1 write; with TWIN 1 read and 1 write more. Flops: 6 an element.
+// Bytes     2 reads, 1 write; with TWIN 1 read and 1 write more. Flops: 6 an element.
 // Bound     DRAM bandwidth: 4.2 TB/s on an H200 is 0.29 ms for 256x96x56x56, branch bf16, dy fp32.
 // Grid      (row blocks, channel tiles), rows walked from the end; the sums as in include/channel_reduce.cuh.
 // Numerics  fp32 in registers and sums, fp64 across blocks; the order is fixed.
@@ -17,29 +17,26 @@
 #include "vector.cuh"
 #include "overlap.cuh"
 #include "channel_reduce.cuh"
+#include "keep.cuh"
 #include "parameters.cuh"
 #include "stream.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
     const Vec16* __restrict__ dy, const Vec16* __restrict__ dhalf, const Vec16* __restrict__ branch,
-    const float* __restrict__ bias, const float* __restrict__ scale, const float* __restrict__ keep,
+    const float* __restrict__ bias, const float* __restrict__ scale, const Keep* __restrict__ keep,
     Vec16* __restrict__ dbranch, Vec16* __restrict__ dresidual, float* __restrict__ partial,
     unsigned int* __restrict__ ticket, float* __restrict__ dscale, float* __restrict__ dbias,
     int rows, int pixels, int vectors, int tile) {
   overlap_launches();
   const Tile t = tile_of(tile, vectors);
-#if SCALE
   __shared__ __align__(16) float shared[2 * VEC * THREADS];
   __shared__ double total[2 * VEC * MAX_TILE];
   float sum[VEC], plain[VEC];  // of d * keep * branch, and of d * keep
 #pragma unroll
   for (int j = 0; j < VEC; ++j) sum[j] = plain[j] = 0.f;
-#endif
   if (t.vector >= 0) {
-#if SCALE
     float factor[VEC];
     load_parameters(scale, t.vector, factor);
-#endif
     const bool paired = tile % 2 == 0 && vectors % 2 == 0;
     const int stride = gridDim.x * t.rows_per_pass;
     const i64 step = (i64)stride * vectors;
@@ -50,9 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
       Vec16 vhalf[UNROLL];
 #endif
       float k[UNROLL];
-#if SCALE
       Vec16 v[UNROLL];
-#endif
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const i64 at_row = row - u * (i64)stride;
@@ -61,11 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
 #if TWIN
         vhalf[u] = load_last(dhalf + last - u * step);
 #endif
-#if SCALE
         v[u] = load_last(branch + last - u * step);
-#endif
 #if KEEP
-        k[u] = keep[(unsigned int)at_row / (unsigned int)pixels];
+        k[u] = widen_keep(keep[(unsigned int)at_row / (unsigned int)pixels]);
 #else
         k[u] = 1.f;
 #endif
@@ -86,24 +79,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
 #elif TWIN
         store_stream(dresidual, last - u * step, g, paired);
 #endif
-#if SCALE
         float f[VEC];
         widen(v[u], f);
-#endif
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
           g[j] *= k[u];
-#if SCALE
           sum[j] += g[j] * f[j];
           plain[j] += g[j];
           g[j] *= factor[j];
-#endif
         }
         store(dbranch + last - u * step, narrow(g));
       }
     }
   }
-#if SCALE
   if (!reduce_channels(t, tile, vectors, sum, plain, partial, ticket, shared, total)) return;
   for (int o = threadIdx.x; o < tile * VEC; o += THREADS) {
     const int c = blockIdx.y * tile * VEC + o;
@@ -112,5 +100,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_add_backward(
     dscale[c] = (float)(bias ? total[o] + bias[c] * d : total[o]);
     if (bias) dbias[c] = (float)(scale[c] * d);
   }
-#endif
 }

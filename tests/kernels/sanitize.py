@@ -36,6 +36,7 @@ from advisor.ops.family import Case, Family  # noqa: E402
 SANITIZER = "compute-sanitizer"
 AT_ONCE = 8  # each holds some GB of device memory and one core
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+_FRAME = re.compile(r"Host Frame|host backtrace|=========\s*$")
 
 
 def check(tool: str, family: Family, seconds: float) -> tuple[bool, str]:
@@ -105,7 +106,8 @@ def judged(text: str, exit_code: int) -> tuple[bool, str]:
     if found is None:
         return False, f"no summary; exit code {exit_code}: {text.strip()[-300:]}"
     if int(found.group(1)):
-        told = [line for line in text.splitlines() if line.startswith("=========")]
+        told = [line for line in text.splitlines() if line.startswith("=========") and not _FRAME.search(line)]
+        told = list(dict.fromkeys(told))
         return False, "\n".join([found.group(0), *told[:12]])
     return (True, "clean") if exit_code == 0 else (False, f"clean, but verification fails: {text.strip()[-300:]}")
 

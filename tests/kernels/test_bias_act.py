@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.bench import ops, tune
 from advisor.ops import catalog, channel_tiles, dispatch, match, sources, verify
@@ -85,6 +87,7 @@ SCALE_CALL = {
         ({"activation": "silu", "residual": True}, "residual with silu"),
         ({"bias": False}, "neither"),
         ({"activation": "leaky_relu", "slope": -0.5}, "negative"),
+        ({"shape": (2**15, 8, 2**8, 2**8)}, "2^31 vectors"),
     ],
 )
 def test_unsupported_says_why(change: dict, reason: str) -> None:
@@ -110,7 +113,8 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
         ({"residual": "bfloat16", "result": "bfloat16"}, ""),
         ({"variant": spec.Scaled(True, True, twin=True), "dtype": "float32"}, "second result"),
         ({"variant": spec.Scaled(True, True, twin=True), "residual": "bfloat16", "result": "bfloat16"}, "a sum in"),
-        ({"shape": (2**15, 8, 2**8, 2**8)}, "rows"),
+        ({"shape": (2**15, 8, 2**8, 2**8)}, "2^31 vectors"),
+        ({"shape": (2**15, 8, 2**8, 2**8 - 1)}, ""),
         ({"shape": (2, 6, 8, 8)}, "no multiple"),
     ],
 )
@@ -567,6 +571,9 @@ FAULTS = {
         "through_streaming(g[j], g[j], slope)",
     ),
     "a row left out of the sum": ("sum[j] += g[j];", "if (row - u * stride > 0) sum[j] += g[j];"),
+    "first vector left out": ("const unsigned int at = first + u * THREADS;", "const unsigned int at = first + u * THREADS + 1;"),
+    "channels of the row behind": ("at % vectors", "(at + THREADS) % vectors"),
+    "past the last vector": ("if (at >= total) continue;", "if (at > total) continue;"),
     "first row left out": ("row - u * stride < 0", "row - u * stride <= 0"),
     "tail of the wrong side": ("return z > 0.f ? 1.f - tail : tail;", "return z < 0.f ? 1.f - tail : tail;"),
     "density without its square": ("z * -0.72134752044448170f * z", "fabsf(z) * -0.72134752044448170f"),
@@ -575,8 +582,8 @@ FAULTS = {
 }
 SCALE_FAULTS = {
     "sample of the neighbour": (
-        "(unsigned int)at_row / (unsigned int)pixels",
-        "(unsigned int)(at_row + 1) / (unsigned int)pixels",
+        "at / sample",
+        "(at + 1) / sample",
     ),
     "factor missing in the gradient": ("g[j] *= factor[j];", ""),
     "half of a wide vector": ("load(p + i * parts + k)", "load(p + i * parts)"),
@@ -585,11 +592,11 @@ SCALE_FAULTS = {
     "scale missing in the bias's gradient": ("(float)(scale[c] * d)", "(float)d"),
     "gradient of the twin lost": ("g[j] += h[j];", "g[j] += 0.f * h[j];"),
     "residual's gradient without the twin's": ("store(dresidual + last - u * step, narrow(g));", ""),
-    "twin not stored": ("store(half + last - u * step, narrow(g));", ""),
+    "twin not stored": ("store(half + at, narrow(g));", ""),
     "sum before the drop path": ("g[j] *= k[u];", "sum[j] += 0.f;"),
     "unwritten half": ("*(float4*)second =", "if (false) *(float4*)second ="),
     "the other half exchanged": ("odd ? a[j] : b[j]", "odd ? b[j] : a[j]"),
-    "exchanged with a thread of another row": ("tile % 2 == 0 && vectors % 2 == 0", "true"),
+    "exchanged with a thread that is not here": ("total % 2 == 0", "true"),
     "residual not added": ("g[j] += f[j] * k[u];", "g[j] = f[j] * k[u];"),
 }
 
@@ -629,8 +636,8 @@ def test_a_tensor_that_begins_between_vectors_is_not_taken(emulated) -> None:
     assert emulated.launches == {"bias_act_forward": 1, "bias_act_backward": 1}
 
 
-@pytest.mark.parametrize(("threads", "unroll"), [(128, 1), (256, 4)])
-def test_passes_without_sums_are_right_however_many_rows_a_thread_has(
+@pytest.mark.parametrize(("threads", "unroll"), [(128, 2), (256, 4)])
+def test_flat_passes_are_right_however_many_vectors_a_thread_has(
     emulated, monkeypatch: pytest.MonkeyPatch, threads: int, unroll: int
 ) -> None:
     monkeypatch.setattr(ops, "DEVICE", "cpu")
@@ -641,9 +648,47 @@ def test_passes_without_sums_are_right_however_many_rows_a_thread_has(
         "drop+add float16 3x72x9x7",
     )
     named = {case.label.removeprefix("bias+"): case for case in family.verification}
-    values = {"STREAM_THREADS": threads, "STREAM_UNROLL": unroll, "SCALE_UNROLL": unroll}
-    setting = tune.Setting(family, values)
+    setting = tune.Setting(family, {"FLAT_THREADS": threads, "FLAT_UNROLL": unroll})
     assert [tune._wrong(family, named[label], setting) for label in labels] == ["", "", ""]
+
+
+@given(vectors=st.integers(1, 10_000_000), unroll=st.sampled_from((1, 2, 4)))
+def test_flat_passes_have_as_many_blocks_as_there_are_vectors_for(vectors: int, unroll: int) -> None:
+    blocks = channel_tiles.flat_blocks(vectors, threads=128, unroll=unroll)
+    assert (blocks - 1) * 128 * unroll < vectors <= blocks * 128 * unroll
+
+
+class Casts(TorchDispatchMode):
+    """How many tensors were cast."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("keep", "casts"), [("bfloat16", 0), ("float32", 0), ("float16", 1)])
+def test_factors_of_a_drop_path_are_read_as_they_are(emulated, scaled: bool, keep: str, casts: int) -> None:
+    """A cast would be a launch more, forward and backward."""
+    dispatch.clear()
+    branch, residual = (
+        torch.randn(3, 8, 4, 5).bfloat16().contiguous(memory_format=torch.channels_last) for _ in range(2)
+    )
+    branch.requires_grad_()
+    scale = torch.randn(8, 1, 1, requires_grad=True) if scaled else None
+    factors = torch.tensor([0.0, 1.25, 1.25]).view(3, 1, 1, 1).to(getattr(torch, keep))
+    with Casts() as forward:
+        y = api.scale_add(branch, scale, factors, residual)
+    assert not api.fell_back
+    expected = reference.scale_add(branch.double(), scale, factors.double(), residual.double())
+    assert torch.allclose(y.double(), expected.double(), rtol=1e-2, atol=1e-2)
+    with Casts() as backward:
+        (dbranch,) = torch.autograd.grad(y, branch, torch.ones_like(y))
+    assert torch.allclose(dbranch[1:].double(), torch.full((), 1.25, dtype=torch.float64) * (scale.double() if scaled else 1.0), rtol=1e-2)
+    assert not dbranch[0].any()
+    assert (forward.made, backward.made) == (casts, casts)
 
 
 @given(rows=st.integers(1, 100_000), vectors=st.integers(1, 1000), unroll=st.sampled_from((1, 2, 4)))

@@ -117,3 +117,12 @@ def test_our_own_operations_get_the_devices_tensors() -> None:
     with FromHost("cpu"):
         launch([y], x)
     assert seen == [storage(y), storage(x)]
+
+
+def test_a_tensor_like_another_reads_nothing_of_it() -> None:
+    x = nhwc(2, 8, 3, 5)
+    with Computed() as computed, FromHost("cpu"):
+        y = torch.zeros_like(x)
+    assert torch.equal(y, torch.zeros(2, 8, 3, 5))
+    assert y.stride() == x.stride()
+    assert storage(x) not in {storage(source) for _, source in computed.copies} | computed.storages

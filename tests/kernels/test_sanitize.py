@@ -37,12 +37,16 @@ def test_errors_hazards_silence_and_a_failing_verification_are_not() -> None:
 def test_reads_of_memory_that_nobody_wrote_are_told() -> None:
     text = (
         "========= COMPUTE-SANITIZER\n========= Uninitialized __global__ memory read of size 16 bytes\n"
-        "=========     at max_pool_forward+0x1120\n========= \n========= ERROR SUMMARY: 48578 errors\n"
+        "=========     at max_pool_forward+0x1120\n=========     Saved host backtrace up to driver entry point at error\n"
+        + "=========         Host Frame: cudaMemcpyAsync [0x70eec] in libcudart.so.13\n" * 20
+        + "========= \n========= Uninitialized __global__ memory read of size 2 bytes\n========= ERROR SUMMARY: 48578 errors\n"
     )
     passed, told = sanitize.judged(text, 0)
     assert not passed
     assert told.startswith("ERROR SUMMARY: 48578")
     assert "at max_pool_forward" in told
+    assert "read of size 2 bytes" in told
+    assert "Frame" not in told
 
 
 @pytest.mark.parametrize("tool", checks.TOOLS)

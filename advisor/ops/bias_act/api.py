@@ -21,8 +21,13 @@ engaged, fell_back = dispatch.counters("bias_act")
 
 
 def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """One factor or term a channel or sample, as the kernels take it: no copy when it is that already."""
+    """One factor or term a channel, as the kernels take it: no copy when it is that already."""
     return None if tensor is None else aligned(tensor.float())
+
+
+def _factors(keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A drop path's, as the kernels take them: in fp32, or in the branch's `dtype`."""
+    return None if keep is None else aligned(keep if keep.dtype in (dtype, torch.float32) else keep.float())
 
 
 def _elsewhere(x: torch.Tensor, *others: torch.Tensor | None) -> str:
@@ -153,7 +158,8 @@ class _BiasAct(Function):
         else:
             dy = dense(dy, torch.channels_last if ctx.dim == 1 else torch.contiguous_format)
             dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), ctx.activation, ctx.slope, ctx.dim)
-        return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None, None
+        dbias = None if dbias is None else dbias.to(bias.dtype)
+        return dx, dbias, dx if ctx.residual else None, None, None, None, None
 
 
 def _differentiable_backward(
@@ -214,7 +220,7 @@ class _ScaleAdd(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(None if scale is None else branch, scale, keep, bias)
         ctx.dtype, ctx.residual = branch.dtype, residual.dtype
-        y, half = cuda.scale_add(branch, _fp32(bias), _fp32(scale), _fp32(keep), residual, result, twin=twin)
+        y, half = cuda.scale_add(branch, _fp32(bias), _fp32(scale), _factors(keep, branch.dtype), residual, result, twin=twin)
         return y if half is None else (y, half)
 
     @staticmethod
@@ -231,16 +237,16 @@ class _ScaleAdd(Function):
             branch,
             _fp32(bias),
             _fp32(scale),
-            _fp32(keep),
+            _factors(keep, ctx.dtype),
             ctx.dtype,
             ctx.residual,
         )
         return (
             dbranch,
-            None if scale is None else dscale.to(scale.dtype).view(scale.shape),
+            None if dscale is None else dscale.to(scale.dtype).view(scale.shape),
             None,
             dresidual,
-            None if bias is None else dbias.to(bias.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
             None,
             None,
         )
@@ -329,7 +335,8 @@ def bias_act_backward_op(
     """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias)."""
     dy = nhwc(dy)
     saved = nhwc(saved)
-    return cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
+    dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
+    return dx, dy.new_empty(0, dtype=torch.float32) if dbias is None else dbias
 
 
 @bias_act_backward_op.register_fake
@@ -363,7 +370,8 @@ def scale_add_op(
     branch = nhwc(branch)
     residual = nhwc(residual)
     engaged[spec.Scaled(scale is not None, keep is not None).name] += 1
-    return cuda.scale_add(branch, None, _fp32(scale), _fp32(keep), residual, residual.dtype)[0]
+    factors = _factors(keep, branch.dtype)
+    return cuda.scale_add(branch, None, _fp32(scale), factors, residual, residual.dtype)[0]
 
 
 @scale_add_op.register_fake
@@ -385,8 +393,9 @@ def scale_add_backward_op(
     dy = nhwc(dy)
     if branch is not None:
         branch = nhwc(branch)
-    dbranch, _, dscale, _ = cuda.scale_add_backward(dy, None, branch, None, _fp32(scale), _fp32(keep), dtype, dy.dtype)
-    return dbranch, dscale
+    factors = _factors(keep, dtype)
+    dbranch, _, dscale, _ = cuda.scale_add_backward(dy, None, branch, None, _fp32(scale), factors, dtype, dy.dtype)
+    return dbranch, dy.new_empty(0, dtype=torch.float32) if dscale is None else dscale
 
 
 @scale_add_backward_op.register_fake

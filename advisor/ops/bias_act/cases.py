@@ -119,7 +119,7 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
         dtype=dtype,
         passes={
             "forward": Work(kernels=(spec.FORWARD,), nbytes=forward),
-            "backward": Work(kernels=(spec.BACKWARD,), nbytes=backward),
+            "backward": Work(kernels=(spec.backward(bias=bias),), nbytes=backward),
         },
         inputs=partial(_inputs, shape=shape, dtype=dtype, activation=activation, bias=bias, residual=residual),
         ours=api.bias_act,
@@ -163,7 +163,7 @@ def _scale_inputs(
     variant: spec.Scaled,
     zero: bool,
 ) -> Arguments:
-    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider result, else of the branch's dtype; keep [n, 1, 1, 1]; residual.
+    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider result, else of the branch's dtype; keep [n, 1, 1, 1], like what it is multiplied with; residual.
 
     And, for variants with any of them: bias [C] fp32, `zero` or random; the result's dtype; whether there is a twin.
     """
@@ -175,7 +175,7 @@ def _scale_inputs(
         factors = values.to(getattr(torch, result)).requires_grad_()
     if variant.keep:
         survives = torch.empty(n, 1, 1, 1, device=device).bernoulli_(SURVIVAL, generator=generator).div_(SURVIVAL)
-        survives = survives.to(getattr(torch, result))
+        survives = survives.to(getattr(torch, result if variant.scale else dtype))  # like what it is multiplied with
     residual = _tensor(generator, size, dtype if variant.mixed else result)
     if not (variant.bias or variant.mixed or variant.twin):
         return branch, factors, survives, residual
@@ -214,7 +214,7 @@ def _scale_case(
         dtype=dtype,
         passes={
             "forward": Work(kernels=(spec.SCALE_FORWARD,), nbytes=forward),
-            "backward": Work(kernels=(spec.SCALE_BACKWARD,), nbytes=backward),
+            "backward": Work(kernels=(spec.scale_backward(scale=variant.scale),), nbytes=backward),
         },
         inputs=partial(
             _scale_inputs, shape=shape, dtype=dtype, result=result, variant=variant, zero=measured and variant.bias

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc, storage
+from advisor.ops import channel_tiles, nvrtc, storage
 from advisor.ops.bias_act import spec
 
 
@@ -20,37 +20,32 @@ class _Launch:
     kernel: Any
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    partials: int  # fp32 values
-    rows: Any
-    pixels: Any
-    vectors: Any
-    tile: Any
+    sizes: tuple[Any, ...]
+    partials: int = 0  # fp32 values
 
 
-def _launch_of(
-    source: str,
-    defines: dict[str, int],
-    x: torch.Size,
-    dim: int,
-    dtype: str,
-    device: int,
-    *,
-    reduce: bool,
-    narrow: bool,
-) -> _Launch:
-    c = x[dim]
-    rows = x.numel() // c
-    shape = spec.geometry(rows, c, dtype, nvrtc.sm_count(device), defines, reduce=reduce)
-    (entry,) = spec.KERNELS[source]
+def _flat(source: str, defines: dict[str, int], total: int, sizes: tuple[int, ...], device: int) -> _Launch:
+    """Of a pass over `total` vectors; `sizes` stand behind that among its arguments."""
+    blocks = channel_tiles.flat_blocks(total, threads=defines["THREADS"], unroll=defines["UNROLL"])
     return _Launch(
-        kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
+        kernel=nvrtc.function(source, *spec.KERNELS[source], tuple(defines.items()), device),
+        grid=(blocks, 1, 1),
+        block=(defines["THREADS"], 1, 1),
+        sizes=tuple(map(np.uint32, (total, *sizes))),
+    )
+
+
+def _summing(
+    source: str, defines: dict[str, int], sizes: tuple[Any, ...], rows: int, channels: int, dtype: str, device: int
+) -> _Launch:
+    """Of a pass over [rows, channels] that ends in sums over rows; `sizes` stand before a row's vectors and tile among its arguments."""
+    shape = spec.geometry(rows, channels, dtype, nvrtc.sm_count(device), defines)
+    return _Launch(
+        kernel=nvrtc.function(source, *spec.KERNELS[source], tuple(defines.items()), device),
         grid=(shape.row_blocks, shape.tiles, 1),
         block=(defines["THREADS"], 1, 1),
-        partials=shape.row_blocks * 2 * c if reduce else 0,
-        rows=np.int32(rows) if narrow else np.int64(rows),
-        pixels=np.int32(rows // x[0]) if narrow else None,
-        vectors=np.int32(shape.vectors),
-        tile=np.int32(shape.tile),
+        sizes=(*sizes, np.int32(shape.vectors), np.int32(shape.tile)),
+        partials=shape.row_blocks * 2 * channels,
     )
 
 
@@ -58,20 +53,32 @@ def _launch_of(
 def _bias_act(
     source: str, x: torch.Size, dim: int, dtype: torch.dtype, activation: str, bias: bool, residual: bool, device: int
 ) -> _Launch:
-    name = storage.name(dtype)
+    name, rows = storage.name(dtype), x.numel() // x[dim]
     defines = spec.defines(source, name, activation, bias=bias, residual=residual)
-    reduce = spec.sums(source, channels=bias)
-    return _launch_of(source, defines, x, dim, name, device, reduce=reduce, narrow=False)
+    if source == spec.BACKWARD:
+        return _summing(source, defines, (np.int64(rows),), rows, x[dim], name, device)
+    vectors = x[dim] // storage.vector_width(name)
+    return _flat(source, defines, rows * vectors, (vectors,) if source == spec.FORWARD else (), device)
 
 
 @lru_cache(maxsize=4096)
 def _scale_add(
-    source: str, x: torch.Size, dtype: torch.dtype, result: torch.dtype, variant: spec.Scaled, device: int
+    source: str,
+    x: torch.Size,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    variant: spec.Scaled,
+    half_keep: bool,
+    device: int,
 ) -> _Launch:
-    name = storage.name(dtype)
-    defines = spec.scale_defines(source, name, variant, wide=result != dtype)
-    reduce = spec.sums(source, channels=variant.scale)
-    return _launch_of(source, defines, x, 1, name, device, reduce=reduce, narrow=True)
+    n, channels, h, w = x
+    name, rows = storage.name(dtype), n * h * w
+    defines = spec.scale_defines(source, name, variant, wide=result != dtype, half_keep=half_keep)
+    if source == spec.SCALE_BACKWARD:
+        return _summing(source, defines, (np.int32(rows), np.int32(h * w)), rows, channels, name, device)
+    vectors = channels // storage.vector_width(name)
+    sizes = (h * w * vectors, vectors) if source == spec.SCALE_FORWARD else (h * w * vectors,)
+    return _flat(source, defines, rows * vectors, sizes, device)
 
 
 def bias_act(
@@ -98,9 +105,7 @@ def bias_act(
             nvrtc.address(bias),
             nvrtc.address(residual),
             out.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            plan.tile,
+            *plan.sizes,
             np.float32(slope),
         ),
         0,
@@ -110,35 +115,22 @@ def bias_act(
 
 def bias_act_backward(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dx (like saved) and dbias [C] fp32 (empty without a bias).
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns dx (like saved) and dbias [C] fp32, None without a bias.
 
     dy, saved: as x in `bias_act`; saved is the output where `spec.FROM_OUTPUT` has the activation, else the input.
     """
     device = dy.device.index or 0
-    plan = _bias_act(spec.BACKWARD, dy.shape, dim, dy.dtype, activation, bias is not None, False, device)
+    source = spec.backward(bias=bias is not None)
+    plan = _bias_act(source, dy.shape, dim, dy.dtype, activation, bias is not None, False, device)
     dx = torch.empty_like(saved)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
-    dbias = torch.empty(0 if bias is None else bias.numel(), dtype=torch.float32, device=dy.device)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            dy.data_ptr(),
-            saved.data_ptr(),
-            nvrtc.address(bias),
-            dx.data_ptr(),
-            partial.data_ptr(),
-            nvrtc.tickets(dy.device),
-            dbias.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            np.float32(slope),
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    dbias = None
+    tensors: tuple[int, ...] = (dy.data_ptr(), saved.data_ptr(), dx.data_ptr())
+    if bias is not None:
+        dbias, partial = torch.empty_like(bias), bias.new_empty(plan.partials)
+        sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dbias.data_ptr())
+        tensors = (dy.data_ptr(), saved.data_ptr(), bias.data_ptr(), dx.data_ptr(), *sums)
+    plan.kernel(plan.grid, plan.block, (*tensors, *plan.sizes, np.float32(slope)), 0, nvrtc.stream(device))
     return dx, dbias
 
 
@@ -154,13 +146,13 @@ def scale_add(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """residual + (branch + bias) * scale * keep in the dtype `result`, and with `twin` the same in the branch's.
 
-    branch, residual: [N, C, H, W] channels_last; bias, scale: C and keep: N fp32 values, contiguous.
+    branch, residual: [N, C, H, W] channels_last; bias, scale: C fp32 values and keep: N, fp32 or like the branch, contiguous.
     """
     device = branch.device.index or 0
     variant = spec.Scaled(
         scale is not None, keep is not None, bias is not None, mixed=residual.dtype != result, twin=twin
     )
-    plan = _scale_add(spec.SCALE_FORWARD, branch.shape, branch.dtype, result, variant, device)
+    plan = _scale_add(spec.SCALE_FORWARD, branch.shape, branch.dtype, result, variant, _is_half(keep), device)
     y = torch.empty_like(residual, dtype=result)
     half = torch.empty_like(branch) if twin else None
     plan.kernel(
@@ -174,10 +166,7 @@ def scale_add(
             residual.data_ptr(),
             y.data_ptr(),
             nvrtc.address(half),
-            plan.rows,
-            plan.pixels,
-            plan.vectors,
-            plan.tile,
+            *plan.sizes,
         ),
         0,
         nvrtc.stream(device),
@@ -194,44 +183,32 @@ def scale_add_backward(
     keep: torch.Tensor | None,
     dtype: torch.dtype,
     residual: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns dbranch (in `dtype`, the branch's), dbias and dscale, C fp32 values each (empty without one), and dresidual.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Returns dbranch (in `dtype`, the branch's), dbias and dscale, C fp32 values each, None without one, and dresidual.
 
     dy: the gradient of the result, `half`: of its twin, branch: all [N, C, H, W] channels_last; the branch is read for dscale
-    alone. `residual`: its dtype; dresidual is dy itself where that and a missing twin allow.
+    alone. `residual`: its dtype; dresidual is dy itself where that and a missing twin allow. The rest as in `scale_add`.
     """
     device = dy.device.index or 0
     variant = spec.Scaled(
         scale is not None, keep is not None, bias is not None, mixed=residual != dy.dtype, twin=half is not None
     )
-    plan = _scale_add(spec.SCALE_BACKWARD, dy.shape, dtype, dy.dtype, variant, device)
+    source = spec.scale_backward(scale=scale is not None)
+    plan = _scale_add(source, dy.shape, dtype, dy.dtype, variant, _is_half(keep), device)
     dbranch = torch.empty_like(dy, dtype=dtype)
     dresidual = torch.empty_like(dy, dtype=residual) if variant.mixed or variant.twin else None
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
-    dscale = torch.empty(0 if scale is None else scale.numel(), dtype=torch.float32, device=dy.device)
-    dbias = torch.empty(0 if bias is None else bias.numel(), dtype=torch.float32, device=dy.device)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            dy.data_ptr(),
-            nvrtc.address(half),
-            nvrtc.address(branch),
-            nvrtc.address(bias),
-            nvrtc.address(scale),
-            nvrtc.address(keep),
-            dbranch.data_ptr(),
-            nvrtc.address(dresidual),
-            partial.data_ptr(),
-            nvrtc.tickets(dy.device),
-            dscale.data_ptr(),
-            dbias.data_ptr(),
-            plan.rows,
-            plan.pixels,
-            plan.vectors,
-            plan.tile,
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    dbias = dscale = None
+    above, below = (dy.data_ptr(), nvrtc.address(half)), (dbranch.data_ptr(), nvrtc.address(dresidual))
+    tensors: tuple[int, ...] = (*above, nvrtc.address(keep), *below)
+    if scale is not None:
+        dscale, partial = scale.new_empty(scale.numel()), scale.new_empty(plan.partials)
+        dbias = None if bias is None else torch.empty_like(bias)
+        operands = (nvrtc.address(branch), nvrtc.address(bias), scale.data_ptr(), nvrtc.address(keep))
+        sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dscale.data_ptr(), nvrtc.address(dbias))
+        tensors = (*above, *operands, *below, *sums)
+    plan.kernel(plan.grid, plan.block, (*tensors, *plan.sizes), 0, nvrtc.stream(device))
     return dbranch, dbias, dscale, dy if dresidual is None else dresidual
+
+
+def _is_half(keep: torch.Tensor | None) -> bool:
+    return keep is not None and keep.dtype != torch.float32

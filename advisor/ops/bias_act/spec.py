@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,15 +14,20 @@ from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Infe
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
-BACKWARD = "bias_act/bias_act_backward.cu"
+BACKWARD = "bias_act/bias_act_backward.cu"  # with a bias
+ADD_BACKWARD = "bias_act/add_act_backward.cu"  # without
 SCALE_FORWARD = "bias_act/scale_add_forward.cu"
-SCALE_BACKWARD = "bias_act/scale_add_backward.cu"
+SCALE_BACKWARD = "bias_act/scale_add_backward.cu"  # with a scale
+DROP_BACKWARD = "bias_act/drop_add_backward.cu"  # without
 KERNELS = {
     FORWARD: ("bias_act_forward",),
     BACKWARD: ("bias_act_backward",),
+    ADD_BACKWARD: ("add_act_backward",),
     SCALE_FORWARD: ("scale_add_forward",),
     SCALE_BACKWARD: ("scale_add_backward",),
+    DROP_BACKWARD: ("drop_add_backward",),
 }
+_SUMS = (BACKWARD, SCALE_BACKWARD)  # those that end in sums over rows
 
 ACTIVATIONS = {**batchnorm_act.ACTIVATIONS, "gelu_tanh": 7}
 # Activations whose slope their output shows: nothing but the output is kept for the backward, and it may lie where the input
@@ -36,16 +42,16 @@ UNROLL = 3
 # GELU's backward computes for about half of the time that its bytes take: the warps of one block would go through loads and arithmetic
 # much together and leave DRAM idle meanwhile. As many bytes in flight from two, whose threads have half of the registers.
 GELU_BLOCKS, GELU_UNROLL = 2, 2
-# The others are short blocks, a thread's rows in one pass (docs/decisions/0051-short-blocks.md): fewer rows end a block sooner, more
-# keep loads under way beside exponentials, and spread the factors that a thread loads.
-STREAM_THREADS = 128
-STREAM_UNROLL, SCALE_UNROLL, EXPONENTIAL_UNROLL = 1, 2, 4
-EXPONENTIAL = frozenset({"silu", "gelu", "gelu_tanh"})
+# The others are flat (kernels/include/flat.cuh): short blocks of one pass, one vector a thread. With GELU two, and no more registers than
+# leave an SM its 2048 threads (docs/decisions/0052-flat-passes.md).
+FLAT_THREADS = 128
+FLAT_UNROLL, GELU_FLAT_UNROLL = 1, 2
+GELU_FLAT_BLOCKS = 16
 TUNABLE = {
-    "STREAM_THREADS": (128, 256),
-    "STREAM_UNROLL": (1, 2),
-    "SCALE_UNROLL": (1, 2, 4),
-    "EXPONENTIAL_UNROLL": (2, 4),
+    "FLAT_THREADS": (128, 256),
+    "FLAT_UNROLL": (1, 2),
+    "GELU_FLAT_UNROLL": (1, 2),
+    "GELU_FLAT_BLOCKS": (1, 8, 16),
     "UNROLL": (2, 3, 4),
 }
 
@@ -187,67 +193,66 @@ SIZES_ASKED = ""
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
-    if source in (SCALE_FORWARD, SCALE_BACKWARD):
+    if source in (SCALE_FORWARD, SCALE_BACKWARD, DROP_BACKWARD):
         return tuple(
-            scale_defines(source, dtype, Scaled(scale, keep, mixed=mixed, twin=twin), wide=wide)
+            scale_defines(source, dtype, Scaled(scale, keep, mixed=mixed, twin=twin), wide=wide, half_keep=half_keep)
             for dtype in STORAGE
-            for wide, mixed, twin, scale, keep in itertools.product((False, True), repeat=5)
+            for wide, mixed, twin, scale, keep, half_keep in itertools.product((False, True), repeat=6)
+            if not half_keep or (keep and dtype != "float32")
             if (scale or keep) and (scale or not mixed)
             if not (wide and dtype == "float32") and (wide or not (mixed or twin))
+            if source in (SCALE_FORWARD, scale_backward(scale=scale))
         )
     return tuple(
-        defines(source, dtype, activation, bias=bias, residual=residual and source == FORWARD)
+        defines(source, dtype, activation, bias=bias, residual=residual)
         for dtype in STORAGE
         for activation in ACTIVATIONS
         for bias, residual in ((True, False), (True, True), (False, True))
         if not unsupported_variant(activation, bias=bias, residual=residual)
-        if source == FORWARD or (bias, residual) != (True, True)  # the backward knows no residual
+        if source == FORWARD or (source == backward(bias=bias) and not (bias and residual))  # which is all the same to them
     )
 
 
-def _is_gelu(dtype: str, activation: str) -> bool:
-    return activation in ("gelu", "gelu_tanh") and dtype != "float32"  # fp32 leaves time enough
+def backward(*, bias: bool) -> str:
+    """The source of the backward of bias + activation."""
+    return BACKWARD if bias else ADD_BACKWARD
 
 
-def sums(source: str, *, channels: bool) -> bool:
-    """Whether a kernel ends in sums over rows: the backward of what has a bias or a scale for its `channels`."""
-    return channels and source in (BACKWARD, SCALE_BACKWARD)
-
-
-def _passes(unroll: int, *, reduce: bool) -> dict[str, int]:
-    """Macros of how blocks go over rows: with `unroll` rows a thread, or all to the sums at their end (`reduce`)."""
-    if reduce:
-        return {"THREADS": THREADS, "UNROLL": UNROLL, "MAX_TILE": MAX_TILE}
-    return {"THREADS": STREAM_THREADS, "UNROLL": unroll}
+def scale_backward(*, scale: bool) -> str:
+    """The source of the backward of scale + add."""
+    return SCALE_BACKWARD if scale else DROP_BACKWARD
 
 
 def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
-    """Macros of one variant of the bias + activation kernels. The backward has no residual."""
-    reduce = sums(source, channels=bias)
-    passes = _passes(EXPONENTIAL_UNROLL if activation in EXPONENTIAL else STREAM_UNROLL, reduce=reduce)
-    if reduce and _is_gelu(dtype, activation):
-        passes |= {"BLOCKS": GELU_BLOCKS, "UNROLL": GELU_UNROLL}
-    return {
-        "STORAGE": STORAGE[dtype],
-        "ACT": ACTIVATIONS[activation],
-        "BIAS": int(bias),
-        "RESIDUAL": int(residual),
-        "BLOCKS": 1,
-        **passes,
-    }
+    """Macros of one variant of the bias + activation kernels."""
+    found = {"STORAGE": STORAGE[dtype], "ACT": ACTIVATIONS[activation]}
+    gelu = activation in ("gelu", "gelu_tanh") and dtype != "float32"  # fp32 leaves time enough
+    if source == FORWARD:
+        blocks, unroll = (GELU_FLAT_BLOCKS, GELU_FLAT_UNROLL) if gelu else (1, FLAT_UNROLL)
+        found |= {"BIAS": int(bias), "RESIDUAL": int(residual), "BLOCKS": blocks}
+        return {**found, "THREADS": FLAT_THREADS, "UNROLL": unroll}
+    if source == ADD_BACKWARD:
+        return {**found, "THREADS": FLAT_THREADS, "UNROLL": FLAT_UNROLL}
+    blocks, unroll = (GELU_BLOCKS, GELU_UNROLL) if gelu else (1, UNROLL)
+    return {**found, "THREADS": THREADS, "MAX_TILE": MAX_TILE, "BLOCKS": blocks, "UNROLL": unroll}
 
 
-def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool) -> dict[str, int]:
-    """Macros of one variant of the scale + add kernels. `dtype` is the branch's; `wide`: the result is fp32 beside it."""
-    return {
-        "STORAGE": STORAGE[dtype],
-        "WIDE": int(wide),
-        "MIXED": int(variant.mixed),
-        "TWIN": int(variant.twin),
-        "SCALE": int(variant.scale),
-        "KEEP": int(variant.keep),
-        **_passes(SCALE_UNROLL, reduce=sums(source, channels=variant.scale)),
-    }
+def scale_defines(source: str, dtype: str, variant: Scaled, *, wide: bool, half_keep: bool) -> dict[str, int]:
+    """Macros of one variant of the scale + add kernels.
+
+    Args:
+        dtype: the branch's.
+        wide: the result is fp32 beside it.
+        half_keep: a drop path's factors are stored like the branch, in 16 bits, and not in fp32.
+    """
+    found = {"STORAGE": STORAGE[dtype], "WIDE": int(wide), "TWIN": int(variant.twin)}
+    found |= {"KEEP": 1 + half_keep if variant.keep else 0}
+    if source == DROP_BACKWARD:
+        return {**found, "THREADS": FLAT_THREADS, "UNROLL": FLAT_UNROLL}
+    found |= {"MIXED": int(variant.mixed)}
+    if source == SCALE_FORWARD:
+        return {**found, "SCALE": int(variant.scale), "THREADS": FLAT_THREADS, "UNROLL": FLAT_UNROLL}
+    return {**found, "THREADS": THREADS, "MAX_TILE": MAX_TILE, "UNROLL": UNROLL}
 
 
 def unsupported_variant(activation: str, *, bias: bool, residual: bool) -> str:
@@ -310,9 +315,6 @@ def scale_unsupported(
         return "a second result in fp32"
     if variant.mixed and not variant.scale:
         return "a residual in half precision without a scale"
-    n, *_ = shape
-    if len(shape) == 4 and n * shape[2] * shape[3] >= 2**31:
-        return "2^31 rows or more"
     return _unsupported_tensor(shape, 1, channels_last, dtype, arch)
 
 
@@ -329,18 +331,23 @@ def _unsupported_tensor(shape: tuple[int, ...], dim: int, dense: bool, dtype: st
         return f"{shape[dim]} channels are no multiple of {vector_width(dtype)}"
     if 0 in shape:
         return "empty input"
+    if math.prod(shape) // vector_width(dtype) >= 2**31:
+        return "2^31 vectors of 16 bytes or more"
     return ""
 
 
-def geometry(
-    rows: int, channels: int, dtype: str, sm_count: int, defines: Mapping[str, int], *, reduce: bool
-) -> Geometry:
-    """Launch geometry of the variant of these macros. `reduce`: it ends in sums over rows."""
-    vectors, threads, unroll = channels // vector_width(dtype), defines["THREADS"], defines["UNROLL"]
-    if not reduce:
-        return channel_tiles.one_pass(rows, vectors, threads=threads, unroll=unroll, otherwise=MAX_TILE)
-    blocks = sm_count * defines.get("BLOCKS", 1)
-    return channel_tiles.geometry(rows, vectors, threads=threads, max_tile=MAX_TILE, unroll=unroll, blocks=blocks)
+def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mapping[str, int]) -> Geometry:
+    """Launch geometry of a pass that ends in sums over rows, of the variant of these macros."""
+    vectors = channels // vector_width(dtype)
+    return channel_tiles.geometry(
+        rows,
+        vectors,
+        threads=defines["THREADS"],
+        max_tile=MAX_TILE,
+        unroll=defines["UNROLL"],
+        blocks=sm_count * defines.get("BLOCKS", 1),
+        tile=channel_tiles.lines_tile(vectors, MAX_TILE),
+    )
 
 
 def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
