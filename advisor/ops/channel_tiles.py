@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 LINE_VECTORS = 8  # 128 bytes
+PIECE_VECTORS = 2 * LINE_VECTORS
+WIDEST_PIECE = 3 * PIECE_VECTORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,18 @@ def widest_tile(vectors: int, max_tile: int) -> int:
     return max_tile if tile < max_tile // 2 and vectors > max_tile else tile
 
 
-def lines_tile(vectors: int, max_tile: int) -> int:
-    """`widest_tile`, but of rows in several pieces the widest that is whole cache lines, where there is one (docs/decisions/0052-flat-passes.md)."""
-    tile = widest_tile(vectors, max_tile)
-    return tile if vectors <= max_tile or vectors % LINE_VECTORS or tile % LINE_VECTORS == 0 else LINE_VECTORS
+def piece(vectors: int) -> int:
+    """The piece of a row for a block that goes over rows of a large tensor, where it has two cache lines of a long row.
+
+    All of a row that is no longer; of a longer one two lines, one, or else whole sectors, whichever divides it; and where nothing does,
+    which leaves every row begin within another sector, the whole row up to three times as much, beyond that two lines and a shorter
+    rest (docs/decisions/0052-flat-passes.md).
+    """
+    if vectors <= PIECE_VECTORS:
+        return vectors
+    divisors = (PIECE_VECTORS, LINE_VECTORS, PIECE_VECTORS - 2, PIECE_VECTORS - 4)
+    whole = vectors if vectors <= WIDEST_PIECE else PIECE_VECTORS
+    return next((divisor for divisor in divisors if vectors % divisor == 0), whole)
 
 
 def flat_blocks(vectors: int, *, threads: int, unroll: int) -> int:

@@ -116,7 +116,8 @@ def test_the_chip_holds_every_row_of_a_tile(
         ((128, 512, 4, 4), (8, 128, 0, 2), (8, 128, 0)),
         ((256, 256, 14, 14), (8, 132, 20, 4), (8, 132, 12)),
         ((256, 512, 7, 7), (8, 128, 9, 13), (8, 128, 9)),
-        ((256, 960, 7, 7), (10, 132, 19, 5), (12, 130, 12)),
+        ((256, 960, 7, 7), (8, 120, 21, 3), (16, 128, 12)),
+        ((256, 192, 28, 28), (8, 132, 24, 0), (8, 132, 12)),  # not of twelve, which split a line
         ((256, 80, 14, 14), (10, 132, 4, 8), (10, 132, 4)),
         ((256, 40, 28, 28), (5, 132, 11, 13), (5, 132, 11)),
         ((256, 384, 14, 14), (16, 132, 24, 0), (16, 132, 12)),
@@ -180,7 +181,10 @@ def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
         ((128, 64, 32, 32), 80, False, True, False),  # held on chip
         ((256, 1024, 14, 14), 90, True, True, False),
         ((256, 672, 14, 14), 90, True, False, False),  # two tensors in tiles that split lines
-        ((256, 480, 14, 14), 90, True, True, False),  # as here, but they are smaller
+        ((256, 432, 14, 14), 90, True, True, False),  # as here, but they are smaller
+        ((256, 432, 14, 14), 90, False, True, False),
+        ((256, 336, 14, 14), 90, False, True, True),
+        ((256, 576, 14, 14), 90, False, True, True),  # tiles of a line
         ((256, 72, 56, 56), 90, True, True, False),
     ],
 )

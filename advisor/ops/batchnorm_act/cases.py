@@ -42,6 +42,12 @@ _ON_CHIP = (
 _BLOCK_ENDS = ((256, 256, 56, 56), (256, 512, 28, 28), (256, 1024, 14, 14), (256, 2048, 7, 7))
 _SMALL_BLOCK_ENDS = ((128, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8), (128, 512, 4, 4))
 _BOTTLENECKS = ((256, 24, 56, 56), (256, 96, 14, 14))
+# Rows that are neither a few cache lines nor whole ones, of EfficientNet-B0, RegNetY-3.2GF and MobileNetV2 at batch 256.
+_UNEVEN = (
+    *(((256, *chw), "silu") for chw in ((144, 56, 56), (240, 28, 28), (480, 14, 14))),
+    *(((256, *chw), "relu") for chw in ((216, 56, 56), (216, 28, 28), (1512, 14, 14))),
+    ((256, 192, 28, 28), "relu6"),
+)
 # Odd sizes: few rows, a prime number of vectors, N = 1, one pixel. Channels are multiples of 8, which every dtype takes.
 _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1, 1))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
@@ -230,6 +236,7 @@ BENCHMARK = (
         for activation in _OTHER_ACTIVATIONS
         for dtype in ("float16", "float32")
     ),
+    *(_case(shape, "bfloat16", activation, False) for shape, activation in _UNEVEN),
     # One launch beside two, which the cases above have for the shapes that stand there too.
     *(_case(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
     *(_case(shape, "bfloat16", *variant, way=spec.CLUSTER) for shape in _HELD for variant in _RELU),
@@ -292,5 +299,6 @@ VERIFICATION = (
     ),
     *(_case(_ODD[i], "bfloat16", "relu", True, way=way, forked=True) for i, way in enumerate(spec.WAYS)),
     _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, way=spec.TWO),
+    _case((3, 200, 9, 7), "bfloat16", "relu", True, way=spec.TWO),  # a row of 25 vectors whole
     _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, way=spec.TWO),
 )

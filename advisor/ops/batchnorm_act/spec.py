@@ -52,9 +52,9 @@ TWO, CLUSTER, GRID = "two launches", "one launch", "whole grid"
 WAYS = (TWO, CLUSTER, GRID)
 
 THREADS = 512
-# Channel vectors a block covers. 16 x 16 bytes of a row is two cache lines, and the last block of a tile has little to add
-# up. Measured against 8, 32 and 64 (docs/decisions/0001-batchnorm-launch.md).
-MAX_TILE = 16
+# Channel vectors a block covers at most; of the rows of most networks 16, two cache lines, and the last block of a tile has little to
+# add up (`channel_tiles.piece`). Measured against 8, 32 and 64 (docs/decisions/0001-batchnorm-launch.md).
+MAX_TILE = channel_tiles.WIDEST_PIECE
 # Loads in flight an SM: a reading thread of the statistics pass has 4 x 16 bytes, of the others 8 x 16 bytes or as much again
 # in stores, so one pass wants two blocks of 512 threads and the others one. Bandwidth of 4.2 TB/s at 2 us of loaded latency
 # is 64 KiB an SM.
@@ -87,8 +87,9 @@ GRID_MOST_BYTES = {
     (True, False): 128 << 20,
     (True, True): 36 << 20,
 }
-# Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs.
-GRID_SPLIT_LINES_MOST_BYTES = 56 << 20
+# Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs. Forward
+# and backward (docs/decisions/0052-flat-passes.md).
+GRID_SPLIT_LINES_MOST_BYTES = {False: 44 << 20, True: 36 << 20}
 # Architectures on which reading some rows twice in one launch was measured to win.
 _STREAMS_ON = frozenset({90})
 # A kernel ahead has no use for leaving moments of a result of up to so many bytes: the forward reads it once.
@@ -358,13 +359,15 @@ def unsupported(
 
 def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int) -> Geometry:
     """Launch geometry for as many blocks as run at once on `sm_count` SMs."""
+    vectors = channels // vector_width(dtype)
     return channel_tiles.geometry(
         rows,
-        channels // vector_width(dtype),
+        vectors,
         threads=THREADS,
         max_tile=MAX_TILE,
         unroll=UNROLL,
         blocks=sm_count * blocks_per_sm,
+        tile=channel_tiles.piece(vectors),
     )
 
 
@@ -437,11 +440,13 @@ def grid(
 
     Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
     bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
-    split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten).
+    split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten), nor of rows of whole
+    cache lines those that split one (256x192x28x28 in tiles of twelve is 12 % slower than in eight).
     """
     vectors, slots, backward = channels // vector_width(dtype), grid_slots(arch, dtype), source == GRID_BACKWARD
     if rows * vectors >= 2**31:
         return None
+    unit = SECTOR_VECTORS if vectors % channel_tiles.LINE_VECTORS else channel_tiles.LINE_VECTORS
     best: tuple[float, Grid] | None = None
     for streams in (False, True):
         hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
@@ -449,7 +454,7 @@ def grid(
         piece = channel_tiles.LINE_VECTORS * (2 if streams else 1)
         for tile in GRID_TILES:
             tiles = -(-vectors // tile)
-            if tile > vectors or tiles > sm_count or (tiles > 1 and tile % SECTOR_VECTORS):
+            if tile > vectors or tiles > sm_count or (tiles > 1 and tile % unit):
                 continue
             rows_per_pass = GRID_THREADS // tile
             blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
@@ -515,7 +520,7 @@ def launch(
                 found is not None
                 and found.again
                 and not way
-                and not _streaming_wins(found, nbytes, backward or residual, arch)
+                and not _streaming_wins(found, nbytes, residual=residual, backward=backward, arch=arch)
             ):
                 found = None
         if found is not None:
@@ -523,10 +528,11 @@ def launch(
     return (BACKWARD if backward else FORWARD), None
 
 
-def _streaming_wins(shape: Grid, nbytes: int, two_tensors: bool, arch: int) -> bool:
-    """Whether one launch that reads some rows twice, of one tensor or of two, was measured to be faster than two, within GRID_MOST_BYTES."""
-    whole_lines = shape.tiles == 1 or shape.tile % channel_tiles.LINE_VECTORS == 0
-    return arch in _STREAMS_ON and (whole_lines or not two_tensors or nbytes <= GRID_SPLIT_LINES_MOST_BYTES)
+def _streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool, arch: int) -> bool:
+    """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
+    whole_lines = shape.tiles == 1 or not (shape.tile % channel_tiles.LINE_VECTORS or shape.vectors % channel_tiles.LINE_VECTORS)
+    two_tensors = residual or backward
+    return arch in _STREAMS_ON and (whole_lines or not two_tensors or nbytes <= GRID_SPLIT_LINES_MOST_BYTES[backward])
 
 
 def work(

@@ -37,7 +37,7 @@ FROM_OUTPUT = frozenset({"relu", "relu6", "leaky_relu"})
 # Passes that end in sums over rows are one block an SM that goes over rows: a thread has 2 to 3 x UNROLL x 16 bytes in flight, with 512
 # threads the 64 KiB which 4.2 TB/s at 2 us of loaded latency want.
 THREADS = 512
-MAX_TILE = 16
+MAX_TILE = channel_tiles.WIDEST_PIECE
 UNROLL = 3
 # GELU's backward computes for about half of the time that its bytes take: the warps of one block would go through loads and arithmetic
 # much together and leave DRAM idle meanwhile. As many bytes in flight from two, whose threads have half of the registers.
@@ -346,7 +346,7 @@ def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mappi
         max_tile=MAX_TILE,
         unroll=defines["UNROLL"],
         blocks=sm_count * defines.get("BLOCKS", 1),
-        tile=channel_tiles.lines_tile(vectors, MAX_TILE),
+        tile=channel_tiles.piece(vectors),
     )
 
 
