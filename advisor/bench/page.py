@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import beside_eager, checks, gaps, inferred, models, plots
+from advisor.bench import beside_eager, checks, gaps, hosts, inferred, models, plots
 from advisor.bench.gaps import Measured, Row
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
@@ -22,8 +22,8 @@ BAR = 10  # characters for a kernel at its limit
 
 _HEAD = """# Benchmarks
 
-Made from the JSON files in this folder by `python -m advisor.bench.page`; the JSON by `advisor bench ops` and
-`advisor bench models` on the machine that names the folder. Wins and losses alike.
+Made from the JSON files in this folder by `python -m advisor.bench.page`; the JSON by `advisor bench ops`, `advisor bench models` and
+`advisor bench hosts` on the machine that names the folder. Wins and losses alike.
 
 How it is measured: all contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
 behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
@@ -62,7 +62,9 @@ def files(folder: Path) -> dict[str, str]:
             families = _families(ops["rows"])
             checked = _document(machine / checks.FILE).get("rows", ())
             parts += [_facts(ops, families), _summary(families), gaps.section(families)]
-            parts += [beside_eager.section(families), inferred.section(families), checks.section(checked)]
+            small = hosts.section(_document(machine / hosts.FILE).get("rows", ()))
+            parts += [beside_eager.section(families), *([small] if small else [])]
+            parts += [inferred.section(families), checks.section(checked)]
             for family, cases in families:
                 name = f"{machine.name}/{family.id}.svg"
                 measured = [(case, rows) for case, rows in cases if rows]

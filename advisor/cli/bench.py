@@ -67,7 +67,7 @@ from advisor.cli.progress import Progress
     metavar="DIR",
     help="`bench models`: leave the searches' run folders in DIR, for `advisor report`.",
 )
-@click.argument("what", type=click.Choice(("ops", "models", "tune")))
+@click.argument("what", type=click.Choice(("ops", "models", "hosts", "tune")))
 def bench(
     what: str,
     *,
@@ -82,9 +82,10 @@ def bench(
     runs: Path | None,
 ) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
-    `tune`, each kernel with every combination of its launch constants, by turns with the present ones.
+    `hosts`, what a step of a small network costs the host, plain and with the kernels, without CUDA graphs; `tune`, each kernel with every
+    combination of its launch constants, by turns with the present ones.
 
-    Rows of ops and models are written as they are measured, into the place of earlier rows of the same case; other rows stay.
+    Rows of ops, models and hosts are written as they are measured, into the place of earlier rows of the same case; other rows stay.
 
     \b
     Examples:
@@ -96,9 +97,10 @@ def bench(
       CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench models --changed
+      advisor bench hosts --filter resnet
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
     """
-    from advisor.bench import models, ops, tune
+    from advisor.bench import hosts, models, ops, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
@@ -109,6 +111,8 @@ def bench(
     with Progress(live=True) as say:
         if what == "tune":
             return int(tune.run(pattern=pattern, json_out=json_out, say=say))
+        if what == "hosts":
+            return int(hosts.run(pattern=pattern, json_out=json_out, say=say))
         if what == "ops":
             return int(
                 ops.run(

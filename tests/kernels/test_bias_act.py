@@ -496,6 +496,21 @@ def test_second_derivative_matches(emulated, activation: str, dim: int) -> None:
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
 
 
+def test_second_derivative_of_a_sum_without_a_bias_matches(emulated) -> None:
+    torch.manual_seed(3)
+    x, r, dy = (torch.randn(2, 8, 3, 8).contiguous(memory_format=torch.channels_last) for _ in range(3))
+    found = []
+    for function, dtype in ((api.bias_act, torch.float32), (reference.bias_act, torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, r)]
+        y = function(leaves[0] * 1.0, None, leaves[1], "relu")
+        gradients = torch.autograd.grad(y, leaves, dy.to(dtype).requires_grad_(), create_graph=True)
+        found.append(
+            torch.autograd.grad(sum((g * leaf).sum() for g, leaf in zip(gradients, leaves, strict=True)), leaves)
+        )
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+
+
 def test_second_derivative_of_scale_add_matches(emulated) -> None:
     torch.manual_seed(4)
     x, r, dy = (torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last) for _ in range(3))
@@ -571,7 +586,10 @@ FAULTS = {
         "through_streaming(g[j], g[j], slope)",
     ),
     "a row left out of the sum": ("sum[j] += g[j];", "if (row - u * stride > 0) sum[j] += g[j];"),
-    "first vector left out": ("const unsigned int at = first + u * THREADS;", "const unsigned int at = first + u * THREADS + 1;"),
+    "first vector left out": (
+        "const unsigned int at = first + u * THREADS;",
+        "const unsigned int at = first + u * THREADS + 1;",
+    ),
     "channels of the row behind": ("at % vectors", "(at + THREADS) % vectors"),
     "past the last vector": ("if (at >= total) continue;", "if (at > total) continue;"),
     "first row left out": ("row - u * stride < 0", "row - u * stride <= 0"),
@@ -597,7 +615,7 @@ SCALE_FAULTS = {
     "unwritten half": ("*(float4*)second =", "if (false) *(float4*)second ="),
     "the other half exchanged": ("odd ? a[j] : b[j]", "odd ? b[j] : a[j]"),
     "exchanged with a thread that is not here": ("total % 2 == 0", "true"),
-    "residual not added": ("g[j] += f[j] * k[u];", "g[j] = f[j] * k[u];"),
+    "residual not added": ("g[j] += f[j] * k;", "g[j] = f[j] * k;"),
 }
 
 
@@ -686,7 +704,9 @@ def test_factors_of_a_drop_path_are_read_as_they_are(emulated, scaled: bool, kee
     assert torch.allclose(y.double(), expected.double(), rtol=1e-2, atol=1e-2)
     with Casts() as backward:
         (dbranch,) = torch.autograd.grad(y, branch, torch.ones_like(y))
-    assert torch.allclose(dbranch[1:].double(), torch.full((), 1.25, dtype=torch.float64) * (scale.double() if scaled else 1.0), rtol=1e-2)
+    assert torch.allclose(
+        dbranch[1:].double(), torch.full((), 1.25, dtype=torch.float64) * (scale.double() if scaled else 1.0), rtol=1e-2
+    )
     assert not dbranch[0].any()
     assert (forward.made, backward.made) == (casts, casts)
 

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from advisor.ops import catalog, dispatch
-from advisor.profiling.training import RootModule, Training
-from advisor.transforms import registry
+from advisor.bench import hosts
+from advisor.ops import dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -106,11 +105,9 @@ def test_a_step_with_every_kernel_is_as_right_as_pytorchs(
     loss, reference = step(exact, images.double(), targets, half=False)
     loss_plain, gradients_plain = step(plain, images, targets, half=half)
 
-    training = Training(device=torch.device("cuda", 0), roots=[RootModule(module=ours, name=name)], optimizers=[])
     dispatch.clear()
     with dispatch.everything():
-        found = [registry.get(name) for name in catalog.transforms()]
-        undo = [transform.apply(training, {}) for transform in found if transform.match(training, {}).applies]
+        undo = hosts.place(ours, name)
         loss_ours, gradients_ours = step(ours, images, targets, half=half)
     ran = {family: sum(counter.values()) for family, counter in dispatch.engaged.items() if counter}
     assert ran, "no kernel ran"

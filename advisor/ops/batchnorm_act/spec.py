@@ -530,7 +530,9 @@ def launch(
 
 def _streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool, arch: int) -> bool:
     """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
-    whole_lines = shape.tiles == 1 or not (shape.tile % channel_tiles.LINE_VECTORS or shape.vectors % channel_tiles.LINE_VECTORS)
+    whole_lines = shape.tiles == 1 or not (
+        shape.tile % channel_tiles.LINE_VECTORS or shape.vectors % channel_tiles.LINE_VECTORS
+    )
     two_tensors = residual or backward
     return arch in _STREAMS_ON and (whole_lines or not two_tensors or nbytes <= GRID_SPLIT_LINES_MOST_BYTES[backward])
 

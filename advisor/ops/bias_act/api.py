@@ -158,21 +158,21 @@ class _BiasAct(Function):
         else:
             dy = dense(dy, torch.channels_last if ctx.dim == 1 else torch.contiguous_format)
             dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), ctx.activation, ctx.slope, ctx.dim)
-        dbias = None if dbias is None else dbias.to(bias.dtype)
-        return dx, dbias, dx if ctx.residual else None, None, None, None, None
+        return dx, None if dbias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None, None
 
 
 def _differentiable_backward(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dbias in differentiable torch ops. The slope of a piecewise linear activation is constant."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dx and dbias, None without a bias, in differentiable torch ops. The slope of a piecewise linear activation is constant."""
     z = saved.float()
     if activation in spec.FROM_OUTPUT:
         z = z.detach()
     elif bias is not None:
         z = z + reference.over_channels(bias.float(), z, dim)
     dx = differentiable.gradient(lambda z: activate(z, activation, slope), dy.float(), z)
-    return dx.to(saved.dtype), dx.sum([d for d in range(dx.dim()) if d != dim % dx.dim()])
+    others = [d for d in range(dx.dim()) if d != dim % dx.dim()]
+    return dx.to(saved.dtype), None if bias is None else dx.sum(others)
 
 
 def bias_act(
@@ -220,7 +220,9 @@ class _ScaleAdd(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(None if scale is None else branch, scale, keep, bias)
         ctx.dtype, ctx.residual = branch.dtype, residual.dtype
-        y, half = cuda.scale_add(branch, _fp32(bias), _fp32(scale), _factors(keep, branch.dtype), residual, result, twin=twin)
+        y, half = cuda.scale_add(
+            branch, _fp32(bias), _fp32(scale), _factors(keep, branch.dtype), residual, result, twin=twin
+        )
         return y if half is None else (y, half)
 
     @staticmethod

@@ -209,7 +209,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         for activation in ACTIVATIONS
         for bias, residual in ((True, False), (True, True), (False, True))
         if not unsupported_variant(activation, bias=bias, residual=residual)
-        if source == FORWARD or (source == backward(bias=bias) and not (bias and residual))  # which is all the same to them
+        if source == FORWARD
+        or (source == backward(bias=bias) and not (bias and residual))  # which is all the same to them
     )
 
 

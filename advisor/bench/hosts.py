@@ -1,0 +1,203 @@
+"""`advisor bench hosts`: what a training step costs the host with the bundled kernels in it and without CUDA graphs.
+
+A kernel's row in `bench ops` has its call beside eager's as a bare function. Here both are in their networks, torchvision's, whose modules
+cost eager more, and which a captured forward spares; the images are so few and small that the GPU has nothing to do. That is the worst case:
+where the GPU bounds the step, or CUDA graphs are kept, none of it shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from advisor.bench import results
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode, first_line
+from advisor.core.units import counted
+from advisor.ops import catalog, dispatch
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms import registry
+
+NETWORKS = (
+    "resnet18",
+    "resnext50_32x4d",
+    "regnet_y_400mf",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "densenet121",
+    "vgg11",
+    "shufflenet_v2_x1_0",
+)
+BATCH, SIZE = 4, 64
+WARMUP, ROUNDS = 5, 40
+FILE = "hosts.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRow:
+    """One network's step: forward under bf16 autocast, channels_last, loss and backward, no optimizer.
+
+    Attributes:
+        plain_ms, advisor_ms: of the host until the step's last call has returned, beginning with an idle GPU; medians of `n` by turns.
+        plain_spread, advisor_spread: (p90 - p10) / median.
+        ran: calls into the kernels a step, by family.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    plain_ms: float
+    advisor_ms: float
+    plain_spread: float
+    advisor_spread: float
+    n: int
+    ran: dict[str, int]
+    torch: str
+    date: str
+
+
+def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> int:
+    """Measure each network whose name holds `pattern`; print a line each, and write after each.
+
+    Raises:
+        AdvisorError: without a GPU (exit code 5) or torchvision, or when `pattern` matches nothing.
+    """
+    if not torch.cuda.is_available():
+        raise AdvisorError("no benchmark here: no CUDA GPU", exit_code=ExitCode.GPU_REQUIRED)
+    chosen = [name for name in NETWORKS if pattern in name]
+    if not chosen:
+        raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(NETWORKS))
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:  # the latter of one that was built for another torch
+        raise AdvisorError(
+            f"the networks are torchvision's, which does not import: {first_line(error)}", fix="pip install torchvision"
+        ) from None
+    target = json_out or results.folder() / FILE
+    rows = {row["name"]: row for row in results.on_file(target)}
+    for number, name in enumerate(chosen):
+        say(f"{name}: {number + 1} of {counted(len(chosen), 'network')}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = measure(name, getattr(models, name)(), device="cuda")
+        print(line(storage.to_plain(row)), flush=True)
+        rows[name] = storage.to_plain(row)
+        order = [*NETWORKS, *rows]
+        results.write(target, "hosts", sorted(rows.values(), key=lambda found: order.index(found["name"])))
+    return ExitCode.OK
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """What is printed of a network."""
+    return (
+        f"{row['name']:20} as written {row['plain_ms']:6.2f} ms  with the kernels {row['advisor_ms']:6.2f} ms  "
+        f"{row['plain_ms'] / row['advisor_ms']:.2f} x"
+    )
+
+
+def measure(name: str, model: torch.nn.Module, *, device: str) -> HostRow:
+    """The row of a network, by turns with a copy of it that has the kernels wherever they are dispatched.
+
+    Raises:
+        AdvisorError: when no kernel ran.
+    """
+    torch._dynamo.reset()
+    plain = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    ours = copy.deepcopy(plain)
+    place(ours, name)
+    images = torch.randn(BATCH, 3, SIZE, SIZE, device=device).to(memory_format=torch.channels_last)
+    targets = torch.randint(0, 1000, (BATCH,), device=device)
+
+    def step(model: torch.nn.Module) -> None:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(images), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    step(ours)  # which captures it
+    dispatch.clear()
+    step(ours)
+    ran = {family: sum(counter.values()) for family, counter in dispatch.engaged.items() if counter}
+    if not ran:
+        raise AdvisorError(f"{name}: no kernel ran", exit_code=ExitCode.OWN_FAULT)
+    times = by_turns({"plain": lambda: step(plain), "advisor": lambda: step(ours)}, models=(plain, ours))
+    return HostRow(
+        name=name,
+        shape=tuple(images.shape),
+        dtype="bfloat16",
+        layout="nhwc",
+        plain_ms=statistics.median(times["plain"]),
+        advisor_ms=statistics.median(times["advisor"]),
+        plain_spread=_spread(times["plain"]),
+        advisor_spread=_spread(times["advisor"]),
+        n=ROUNDS,
+        ran=ran,
+        torch=torch.__version__,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def place(model: torch.nn.Module, name: str) -> list[Any]:
+    """Apply every transform that puts kernels into a captured forward, as `advisor apply` would; returns what undoes each."""
+    device = next(model.parameters()).device
+    training = Training(device=device, roots=[RootModule(module=model, name=name)], optimizers=[])
+    found = [registry.get(transform) for transform in catalog.transforms()]
+    return [transform.apply(training, {}) for transform in found if transform.match(training, {}).applies]
+
+
+def by_turns(
+    steps: Mapping[str, Callable[[], None]], *, models: Sequence[torch.nn.Module] = (), rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Host milliseconds of each step, one after the other within a round, with gradients cleared and the device idle before each."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(WARMUP + rounds):
+        for name, step in steps.items():
+            for model in models:
+                model.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step()
+            if number >= WARMUP:
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+def _spread(values: Sequence[float]) -> float:
+    deciles = statistics.quantiles(values, n=10)
+    return (deciles[-1] - deciles[0]) / statistics.median(values)
+
+
+_TEXT = f"""### Steps that the host bounds
+
+What a step costs the host without CUDA graphs: torchvision's networks, {BATCH} images of {SIZE} x {SIZE}, bf16 autocast, channels_last, loss and
+backward. *As written* and *with the kernels* by turns, from an idle GPU until the step's last call has returned; medians, with
+(p90 - p10) / median as spread. *Calls*: into the kernels, a step. By `advisor bench hosts`.
+"""
+
+
+def section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In Markdown, a line a network; empty without rows."""
+    if not rows:
+        return ""
+    lines = [
+        _TEXT,
+        "| network | calls | as written ms | spread | with the kernels ms | spread | as written ÷ with | date |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+        *(
+            f"| {row['name']} | {sum(row['ran'].values())} | {row['plain_ms']:.2f} | {row['plain_spread']:.0%} | {row['advisor_ms']:.2f} "
+            f"| {row['advisor_spread']:.0%} | {row['plain_ms'] / row['advisor_ms']:.2f} | {row['date']} |"
+            for row in rows
+        ),
+    ]
+    return "\n".join(lines) + "\n"
