@@ -168,7 +168,7 @@ def _frozen(*activations: str, residual: bool) -> tuple[str, ...]:
 
 # Of what `wins` takes, what has no row on file.
 INFERRED = (
-    Inferred(names=("bn+relu6",), dtypes=tuple(STORAGE), like="bn+relu", because=OTHER_ACTIVATION),
+    Inferred(names=("bn+relu6",), dtypes=("float32", "float16"), like="bn+relu", because=OTHER_ACTIVATION),
     Inferred(names=("bn+add+relu6",), dtypes=tuple(STORAGE), like="bn+add+relu", because=OTHER_ACTIVATION),
     Inferred(
         names=("bn+add", "bn+add forked", "bn forked", "bn+relu forked", "bn+leaky_relu forked", "bn+silu forked"),
