@@ -130,7 +130,7 @@ def measure(name: str, model: torch.nn.Module, *, device: str) -> HostRow:
     ran = {family: sum(counter.values()) for family, counter in dispatch.engaged.items() if counter}
     if not ran:
         raise AdvisorError(f"{name}: no kernel ran", exit_code=ExitCode.OWN_FAULT)
-    times = by_turns({"plain": lambda: step(plain), "advisor": lambda: step(ours)}, models=(plain, ours))
+    times = by_turns({"plain": lambda: step(plain), "advisor": lambda: step(ours)}, models=(plain, ours), rounds=ROUNDS)
     return HostRow(
         name=name,
         shape=tuple(images.shape),
@@ -156,7 +156,7 @@ def place(model: torch.nn.Module, name: str) -> list[Any]:
 
 
 def by_turns(
-    steps: Mapping[str, Callable[[], None]], *, models: Sequence[torch.nn.Module] = (), rounds: int = ROUNDS
+    steps: Mapping[str, Callable[[], None]], *, models: Sequence[torch.nn.Module] = (), rounds: int
 ) -> dict[str, list[float]]:
     """Host milliseconds of each step, one after the other within a round, with gradients cleared and the device idle before each."""
     times: dict[str, list[float]] = {name: [] for name in steps}

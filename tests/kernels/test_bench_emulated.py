@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from advisor.bench import ops, timing, tune, units
+from advisor.bench import hosts, ops, timing, tune, units
 from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Case, Family
 from advisor.ops.moments_cases import APART
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms import registry
 
 
 @pytest.fixture
@@ -144,3 +147,21 @@ def test_combinations_are_run_with_their_constants(emulated, on_cpu, monkeypatch
     assert set(seen) == {256, 512}
     assert family.spec.THREADS == 512
     dispatch.clear()
+
+
+def test_a_small_network_s_step_is_timed_with_the_kernels_in_it(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(model: nn.Module, name: str) -> None:  # the transforms themselves look for a CUDA GPU
+        training = Training(device=torch.device("cpu"), roots=[RootModule(module=model, name=name)])
+        registry.get("fused_bn_act").apply(training, {})
+
+    monkeypatch.setattr(hosts, "place", place)
+    monkeypatch.setattr(hosts, "ROUNDS", 4)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=8), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(8, 1000)
+    )
+    row = hosts.measure("small", net, device="cpu")
+    assert row.ran == {"batchnorm_act": 1}
+    assert sum(emulated.launches.values()) >= 2 * (hosts.WARMUP + hosts.ROUNDS)
+    assert min(row.plain_ms, row.advisor_ms) > 0
+    assert row.shape == (hosts.BATCH, 3, hosts.SIZE, hosts.SIZE)
+    assert row.n == 4
