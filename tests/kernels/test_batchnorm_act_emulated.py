@@ -9,7 +9,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, match, nvrtc, verify
+from advisor.ops import catalog, dispatch, match, nvrtc, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_act")
@@ -59,6 +59,75 @@ def test_a_fault_planted_in_the_kernels_of_one_launch_is_found(
 ) -> None:
     held = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
     assert not passes_with(monkeypatch, FAMILY, held, *HELD_FAULTS[fault])
+
+
+# As above, in what makes channels of joined rows' columns. With a residual: x and its gradient are not of one size then.
+JOINED_FAULTS = {
+    "one column's mean": ("const double mean = sum / joined;", "const double mean = means[0];"),
+    "distances between columns left out": ("1.0 / (inverse * inverse) + d * d", "1.0 / (inverse * inverse)"),
+    "weight of the neighbour": ("column[2 * width] = weight[c];", "column[2 * width] = weight[c ^ 1];"),
+    "one column's constants": ("float* column = saved + k * channels + c;", "float* column = saved + c;"),
+    "running variance of too few rows": ("rows / (rows - 1.0)", "rows / (rows - joined)"),
+    "columns' coefficients as they were": ("(float)(total[i] / joined)", "columns[i * width + k * channels + c]"),
+    "coefficients added up": ("(float)(total[i] / joined)", "(float)total[i]"),
+    "one column's sum": ("dbias[c] = (float)total[3];", "dbias[c] = columns[3 * width + c];"),
+    "a channel without a thread": ("if (c >= channels) return;", "if (c >= channels - 1) return;"),
+}
+
+
+@pytest.mark.parametrize("fault", JOINED_FAULTS)
+def test_a_fault_planted_where_rows_are_joined_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    joined = cases._case((8, 58, 3, 5), "bfloat16", "relu", True)
+    assert verify.check(FAMILY, joined, "cpu")["passed"]
+    assert not passes_with(monkeypatch, FAMILY, joined, *JOINED_FAULTS[fault])
+
+
+def test_joined_rows_are_three_launches_and_have_a_second_derivative(emulated) -> None:
+    torch.manual_seed(0)
+    x, dy = (torch.randn(8, 6, 3, 5).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    weight, bias = torch.rand(6) + 0.5, torch.randn(6)
+    found = []
+    with dispatch.everything():
+        for function, dtype in ((api.batchnorm_act, torch.float32), (reference.batchnorm_act, torch.float64)):
+            leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+            y = function(leaves[0], None, None, None, *leaves[1:], 0.1, 1e-5, "silu")
+            gradients = torch.autograd.grad(y, leaves, dy.to(dtype), create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
+            found.append([*gradients, *second])
+            if dtype == torch.float32:
+                plain = torch.autograd.grad(
+                    function(leaves[0], None, None, None, *leaves[1:], 0.1, 1e-5, "silu"), leaves, dy
+                )
+                for once, again in zip(plain, gradients, strict=True):
+                    torch.testing.assert_close(once, again, rtol=1e-4, atol=1e-4)
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), rtol=1e-3, atol=1e-3)
+    assert emulated.launches["batchnorm_join_statistics"] == 2
+    assert emulated.launches["batchnorm_join_sums"] == 1  # the other backward was PyTorch's, to be differentiated
+
+
+def test_a_norm_of_joined_rows_takes_no_moments_and_has_one_result(emulated) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.bn(x).relu()
+            return y.sigmoid() + y.tanh()
+
+    torch._dynamo.reset()
+    net, plain = Twice().train(), Twice().train()
+    report = match.MatchReport()
+    run = torch.compile(net.forward, backend=match.backend({"batchnorm_act": report}, mode=None), dynamic=False)
+    x = torch.randn(8, 6, 3, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    with dispatch.everything():
+        (dx,) = torch.autograd.grad(run(x).sum(), x)
+    assert report.matched == {"bn": "bn+relu (joined rows)"}
+    torch.testing.assert_close(dx, torch.autograd.grad(plain(x).sum(), x)[0], rtol=1e-3, atol=1e-5)
+    assert emulated.launches["batchnorm_join_sums"] == 1
+    for mine, other in zip(net.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 # As above, in the launch of the whole grid, with one row a thread in registers and one in shared memory.

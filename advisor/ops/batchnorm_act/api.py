@@ -14,14 +14,14 @@ import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import is_nhwc, nhwc, realigned
-from advisor.ops.batchnorm_act import cuda, reference, spec
+from advisor.ops.batchnorm_act import cuda, joined, reference, spec
 from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("batchnorm_act")
 
 
-def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str) -> str:
-    """Why the kernels cannot take these tensors; empty when they can."""
+def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str, *, joins: bool = False) -> str:
+    """Why the kernels cannot take these tensors; empty when they can. `joins`: rows may be taken for one."""
     reason = nvrtc.on_device(x)
     if reason:
         return reason
@@ -34,7 +34,13 @@ def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str)
         activation=activation,
         residual=residual is not None,
         arch=nvrtc.arch(x.device.index or 0),
+        joins=joins,
     )
+
+
+def _joined(x: torch.Tensor) -> bool:
+    """Whether rows of x are taken for one."""
+    return x.shape[1] % 8 != 0 and spec.joined(x.shape[1], storage.name(x.dtype)) > 1
 
 
 class _BatchNormAct(Function):
@@ -58,20 +64,12 @@ class _BatchNormAct(Function):
         ctx.set_materialize_grads(False)
         ctx.affine = weight is not None, bias is not None
         weight, bias = affine(x, weight, bias)
-        y, saved, mask = cuda.forward(
-            x,
-            residual,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            momentum,
-            eps,
-            activation,
-            slope,
-            way=way,
-            moments=moments,
-        )
+        tensors = (x, residual, running_mean, running_var, weight, bias)
+        ctx.joined = _joined(x)
+        if ctx.joined:
+            y, saved, mask = joined.forward(*tensors, momentum, eps, activation, slope)
+        else:
+            y, saved, mask = cuda.forward(*tensors, momentum, eps, activation, slope, way=way, moments=moments)
         ctx.save_for_backward(x, weight, bias, saved, mask)
         # Only a second derivative needs the residual again; the bit mask serves the first.
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
@@ -92,6 +90,10 @@ class _BatchNormAct(Function):
             given = [given[0] + given[1]]
         if twice:
             dx, dresidual, dweight, dbias = differentiable_backward(ctx, given[0], x, weight, bias, mask)
+        elif ctx.joined:
+            above = nhwc(given[0])
+            found = joined.backward(above, x, saved, mask, ctx.activation, ctx.slope, ctx.residual)
+            dx, dresidual, dweight, dbias = found
         else:
             dx, dresidual, dweight, dbias = cuda.backward(
                 nhwc(given[0]),
@@ -194,6 +196,8 @@ def batchnorm_act(
         way: one of spec.WAYS, how each pass is launched where that can be; None for the one that is measured to be fastest.
         moments: of x, as the kernel that made it left them (ops/moments.py), in place of a pass over x; None for that pass.
 
+    Where channels are no multiple of a vector's values, some rows are taken for one, and `way` and `moments` mean nothing.
+
     Returns:
         A new tensor like x.
     """
@@ -202,9 +206,9 @@ def batchnorm_act(
         activation=activation,
         residual=residual is not None,
         dtype=storage.name(x.dtype),
-        variant=_variant(running_mean, weight, bias),
+        variant=_variant(x, running_mean, weight, bias),
     )
-    reason = dispatch.refusal(unsupported(x, residual, activation), wins)
+    reason = dispatch.refusal(unsupported(x, residual, activation, joins=True), wins)
     if reason:
         fell_back[reason] += 1
         return reference.batchnorm_act(
@@ -263,7 +267,9 @@ def forked_batchnorm_act(
     return both
 
 
-def _variant(running_mean: object, weight: object, bias: object) -> str:
+def _variant(x: torch.Tensor, running_mean: object, weight: object, bias: object) -> str:
+    if x.dim() == 4 and _joined(x):
+        return spec.JOINED
     if running_mean is None:
         return spec.NO_STATISTICS
     return spec.NO_AFFINE if weight is None or bias is None else ""

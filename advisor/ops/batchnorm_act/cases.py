@@ -48,6 +48,8 @@ _UNEVEN = (
     *(((256, *chw), "relu") for chw in ((216, 56, 56), (216, 28, 28), (1512, 14, 14))),
     ((256, 192, 28, 28), "relu6"),
 )
+# Whose channels are no whole vectors, of ShuffleNetV2 and ReXNet at batch 256.
+_JOINED = ((256, 58, 28, 28), (256, 116, 14, 14), (256, 27, 56, 56), (256, 162, 28, 28))
 # Odd sizes: few rows, a prime number of vectors, N = 1, one pixel. Channels are multiples of 8, which every dtype takes.
 _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1, 1))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
@@ -139,11 +141,12 @@ def _case(
 ) -> Case:
     """In training mode: as it is dispatched or, named so, in one of spec.WAYS.
 
-    `forked` takes two gradients, whose sum in PyTorch is autograd's: outside what torch.compile sees, here as wherever a graph
+    Of channels that are no whole vectors, rows are joined. `forked` takes two gradients, whose sum in PyTorch is autograd's: outside what torch.compile sees, here as wherever a graph
     gives one tensor out twice.
     """
     n, c, h, w = shape
     passes, as_dispatched = {}, True
+    joined = spec.joined(c, dtype) > 1
     for kind in ("forward", "backward"):
         work: Callable[..., tuple[str, int]] = partial(
             spec.work,
@@ -156,9 +159,9 @@ def _case(
         )
         kernel, nbytes = work(way=way)
         as_dispatched &= kernel == work()[0]
-        passes[kind] = Work(kernels=(kernel,), nbytes=nbytes)
+        passes[kind] = Work(kernels=(kernel, spec.JOINED_ROWS) if joined else (kernel,), nbytes=nbytes)
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
-    variant = spec.FORKED if forked else without
+    variant = spec.FORKED if forked else spec.JOINED if joined else without
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=variant)
     function: Callable[..., Any] = api.forked_batchnorm_act if forked else api.batchnorm_act
     plain: Callable[..., Any] = reference.forked_batchnorm_act if forked else reference.batchnorm_act
@@ -237,6 +240,9 @@ BENCHMARK = (
         for dtype in ("float16", "float32")
     ),
     *(_case(shape, "bfloat16", activation, False) for shape, activation in _UNEVEN),
+    *(_case(shape, "bfloat16", activation, False) for shape in _JOINED for activation in ("none", "relu")),
+    *(_case(_JOINED[0], dtype, "relu", False) for dtype in ("float16", "float32")),
+    _case(_JOINED[3], "bfloat16", "relu", True),
     # One launch beside two, which the cases above have for the shapes that stand there too.
     *(_case(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
     *(_case(shape, "bfloat16", *variant, way=spec.CLUSTER) for shape in _HELD for variant in _RELU),
@@ -300,5 +306,13 @@ VERIFICATION = (
     *(_case(_ODD[i], "bfloat16", "relu", True, way=way, forked=True) for i, way in enumerate(spec.WAYS)),
     _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, way=spec.TWO),
     _case((3, 200, 9, 7), "bfloat16", "relu", True, way=spec.TWO),  # a row of 25 vectors whole
+    *(  # two, four and eight rows for one; of fp32 two and four, or it is whole vectors
+        _case(shape, dtype, *_VARIANTS[(3 * i + j) % len(_VARIANTS)])
+        for i, shape in enumerate(((3, 36, 8, 7), (4, 58, 6, 5), (8, 27, 5, 3), (8, 1, 2, 1), (2, 522, 4, 2)))
+        for j, dtype in enumerate(storage.STORAGE)
+    ),
+    _case((8, 11, 3, 3), "bfloat16", "relu", True),
+    _case((8, 11, 3, 3), "float32", "silu", False, without=spec.NO_AFFINE),
+    _case((8, 11, 3, 3), "float16", "none", False, without=spec.NO_STATISTICS),
     _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, way=spec.TWO),
 )

@@ -15,7 +15,7 @@ from advisor.ops.batchnorm_act import spec
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
     """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
 
     stats: Any
@@ -33,9 +33,9 @@ class _Launch:
 
 
 @lru_cache(maxsize=4096)
-def _launch(
+def launch(
     rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, forked: bool, device: int
-) -> _Launch:
+) -> Launch:
     name = storage.name(dtype)
     sms = nvrtc.sm_count(device)
     statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
@@ -47,7 +47,7 @@ def _launch(
             (spec.BACKWARD, spec.defines(name, activation, residual, forked=forked)),
         )
     )
-    return _Launch(
+    return Launch(
         stats=stats,
         apply=apply,
         reduce=reduce,
@@ -183,9 +183,9 @@ def _frozen(
     )
 
 
-def _plan(x: torch.Tensor, activation: str, residual: bool, *, forked: bool = False) -> _Launch:
+def _plan(x: torch.Tensor, activation: str, residual: bool, *, forked: bool = False) -> Launch:
     n, c, h, w = x.shape
-    return _launch(n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
+    return launch(n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
 
 
 def mask_memory(x: torch.Tensor, activation: str, *, residual: bool) -> torch.Tensor | None:
@@ -295,7 +295,7 @@ def forward(
 
 
 def _statistics(
-    plan: _Launch,
+    plan: Launch,
     x: torch.Tensor,
     saved: torch.Tensor,
     running: tuple[int, int],
@@ -455,7 +455,7 @@ def backward(
 
 
 def _apply_gradient(
-    plan: _Launch,
+    plan: Launch,
     above: tuple[int, int],
     x: torch.Tensor,
     common: tuple[int, int, int],

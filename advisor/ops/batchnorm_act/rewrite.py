@@ -32,12 +32,15 @@ class BatchNorm:
     momentum: float
     eps: float
     dtype: str
+    joined: bool  # some of its rows are taken for one
 
     @property
     def variant(self) -> str:
         """How it differs from the batch norm that most networks train; empty when it does not."""
         if not self.training:
             return spec.FROZEN
+        if self.joined:
+            return spec.JOINED
         if self.running_mean is None or self.running_var is None:
             return spec.NO_STATISTICS
         return spec.NO_AFFINE if self.weight is None or self.bias is None else ""
@@ -67,8 +70,8 @@ class _Pattern:
         return spec.name(self.activation, self.residual is not None)
 
 
-def batch_norm(node: fx.Node) -> BatchNorm | str:
-    """The call's arguments, or why it is left alone."""
+def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
+    """The call's arguments, or why it is left alone. `joins`: in training rows may be taken for one, where channels are no whole vectors."""
     bound = match.bound(node, _PARAMETERS, _DEFAULTS)
     training, momentum = bound["training"], bound["momentum"]
     if not isinstance(training, bool):
@@ -98,7 +101,8 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
     dtype = match.dtype_name(x)
     if dtype not in storage.STORAGE:
         return f"dtype {dtype}"
-    if x.shape[1] % storage.vector_width(dtype):
+    joined = spec.joined(x.shape[1], dtype) > 1
+    if joined and not (joins and training):
         return f"{x.shape[1]} channels are no multiple of {storage.vector_width(dtype)}"
     if any(match.changes_in_place(user, bound["input"]) for user in bound["input"].users if user is not node):
         return "its input is changed in place elsewhere"
@@ -113,7 +117,14 @@ def batch_norm(node: fx.Node) -> BatchNorm | str:
         float(momentum),
         float(bound["eps"]),
         dtype,
+        joined,
     )
+
+
+def _joins() -> bool:
+    """Whether taking rows for one is dispatched at all."""
+    wins = spec.wins(activation="relu", residual=False, dtype="bfloat16", variant=spec.JOINED)
+    return not dispatch.refusal("", wins)
 
 
 def _patterns(norm: BatchNorm) -> list[_Pattern]:
@@ -146,7 +157,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
-        norm, path = batch_norm(node), match.path(node)
+        norm, path = batch_norm(node, joins=_joins()), match.path(node)
         if isinstance(norm, BatchNorm) and norm.variant and compiled:
             norm = f"{norm.variant}: left to Inductor"
         elif isinstance(norm, BatchNorm) and norm.shared and compiled:
@@ -218,6 +229,8 @@ def _takes_moments(norm: fx.Node) -> str:
     x = match.value(norm.args[0])
     if x is None or match.static_shape(x) is None:
         return "its input's shape is not known"
+    if spec.joined(x.shape[1], match.dtype_name(x)) > 1:
+        return "some of its rows are taken for one"
     return spec.takes_moments(x.numel() * x.element_size(), norm.args[1] is not None)
 
 
@@ -228,7 +241,7 @@ _OF_THE_GRADIENT = {"register_hook", "retain_grad"}
 def _may_fork(norm: fx.Node) -> bool:
     """Whether two handles of the result can stand for it: one graph's operations read it, and nothing else sees it."""
     x = match.value(norm.args[0])
-    if x is None or len(norm.users) < 2:
+    if x is None or len(norm.users) < 2 or spec.joined(x.shape[1], match.dtype_name(x)) > 1:
         return False
     if any(
         user.op not in ("call_function", "call_method")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
 from advisor.ops import channel_tiles, shared_memory
 from advisor.ops.channel_tiles import Geometry
@@ -19,6 +20,7 @@ MOMENTS = "batchnorm/batchnorm_moments.cu"
 GRADIENT_SUMS = "batchnorm/batchnorm_gradient_sums.cu"
 GRID_FORWARD = "batchnorm/batchnorm_act_grid_forward.cu"
 GRID_BACKWARD = "batchnorm/batchnorm_act_grid_backward.cu"
+JOINED_ROWS = "batchnorm/batchnorm_joined.cu"
 FROZEN_FORWARD = "batchnorm/batchnorm_act_frozen_forward.cu"
 FROZEN_BACKWARD = "batchnorm/batchnorm_act_frozen_backward.cu"
 KERNELS = {
@@ -30,6 +32,7 @@ KERNELS = {
     GRADIENT_SUMS: ("batchnorm_gradient_sums",),
     GRID_FORWARD: ("batchnorm_act_grid_forward",),
     GRID_BACKWARD: ("batchnorm_act_grid_backward",),
+    JOINED_ROWS: ("batchnorm_join_statistics", "batchnorm_join_sums"),
     FROZEN_FORWARD: ("batchnorm_act_frozen_forward",),
     FROZEN_BACKWARD: ("batchnorm_act_frozen_backward",),
 }
@@ -45,6 +48,8 @@ FROZEN_AFFINE = "frozen affine"  # whose parameters are frozen too; `wins` is as
 # A batch norm whose result is used twice: it gives out two handles of it and takes a gradient for each, which the kernels add
 # up (docs/decisions/0014-two-gradients.md).
 FORKED = "forked"
+# Over channels that are no multiple of a vector's: some rows are taken for one (kernels/batchnorm/batchnorm_joined.cu).
+JOINED = "joined rows"
 
 # How a pass over a tensor is launched: in two launches, in one whose clusters of blocks hold their channels' rows, or in one
 # whose blocks hold the whole tensor (docs/decisions/0022-batch-norm-in-one-launch.md).
@@ -74,6 +79,7 @@ HELD_FORKED_ROWS = 10  # of HELD_BACKWARD with two gradients: three tensors
 MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of a row, a cache line
 # Of a block that merges moments, or the sums of a gradient; the channels are written into the sources as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
+JOINED_THREADS = 128
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor (some 30 MB of a forward, 17 of
 # a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
@@ -126,14 +132,14 @@ def name(activation: str, residual: bool) -> str:
 def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win.
 
-    `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN and FORKED, or empty for the batch norm that most networks train.
+    `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN, FORKED and JOINED, or empty for the batch norm that most networks train.
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
     128x512x4x4, bn with LeakyReLU, SiLU and GELU, and bn+relu frozen, without affine parameters and without running statistics; what is
     taken to do as these, INFERRED has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
-    if variant == FORKED and (activation, residual) not in _MEASURED_FORKED:
+    if variant == JOINED or (variant == FORKED and (activation, residual) not in _MEASURED_FORKED):
         return UNMEASURED
     if activation == "none" and not residual and dtype == "float32":
         return f"nothing to fuse, and cuDNN's own batch norm is as fast in {dtype}"
@@ -228,6 +234,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source` that a launch can ask for: what the compile test goes over."""
     if source in (MOMENTS, GRADIENT_SUMS):
         return (moments_defines(),)
+    if source == JOINED_ROWS:
+        return (joined_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
     if source in (GRID_FORWARD, GRID_BACKWARD):
         options = product((False, True), forks, STORAGE, _PAIRS)
@@ -255,6 +263,18 @@ def defines(dtype: str, activation: str, residual: bool, *, forked: bool = False
 def moments_defines() -> dict[str, int]:
     """Macros of MOMENTS and GRADIENT_SUMS."""
     return {"THREADS": MOMENTS_THREADS}
+
+
+def joined_defines() -> dict[str, int]:
+    """Macros of JOINED_ROWS."""
+    return {"THREADS": JOINED_THREADS}
+
+
+@lru_cache(maxsize=4096)
+def joined(channels: int, dtype: str) -> int:
+    """How many rows are taken for one, so that their channels are whole vectors; 1 where a row's are."""
+    width = vector_width(dtype)
+    return width // gcd(channels, width)
 
 
 def takes_moments(nbytes: int, residual: bool) -> str:
@@ -334,9 +354,16 @@ def frozen_defines(source: str, dtype: str, activation: str, residual: bool, aff
 
 
 def unsupported(
-    *, shape: tuple[int, ...], channels_last: bool, dtype: str, activation: str, residual: bool, arch: int
+    *,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: str,
+    activation: str,
+    residual: bool,
+    arch: int,
+    joins: bool = False,
 ) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]; `joins`: rows may be taken for one."""
     if arch < MIN_ARCH:
         return f"sm_{arch} is older than sm_{MIN_ARCH}"
     if dtype not in STORAGE:
@@ -350,10 +377,13 @@ def unsupported(
     if residual and activation not in RESIDUAL_ACTIVATIONS:
         return f"residual with {activation}"
     n, c, h, w = shape
-    if c % vector_width(dtype):
+    rows, one = n * h * w, joined(c, dtype)
+    if one > 1 and not joins:
         return f"{c} channels are no multiple of {vector_width(dtype)}"
-    if n * h * w < 2:
-        return "fewer than two values a channel"
+    if rows % one:
+        return f"{rows} pixels are no multiple of {one}, as many as have whole vectors of {c} channels"
+    if rows < 2 * one:
+        return "fewer than two values a channel" + (f" and of {one} pixels" if one > 1 else "")
     return ""
 
 
@@ -550,7 +580,12 @@ def work(
     arch: int,
     way: str | None = None,
 ) -> tuple[str, int]:
-    """The source that a pass is launched from, as of `launch`, and the bytes that it must move."""
+    """The source that a pass is launched from, as of `launch` or joined, and the bytes that it must move."""
+    if joined(channels, dtype) > 1:
+        both = bytes_moved(
+            elements=rows * channels, itemsize=itemsize(dtype), activation=activation, residual=residual, forked=forked
+        )
+        return (BACKWARD if backward else FORWARD), both[backward]
     source, shape = launch(
         rows,
         channels,
