@@ -124,13 +124,13 @@ def bias_act_backward(
     source = spec.backward(bias=bias is not None)
     plan = _bias_act(source, dy.shape, dim, dy.dtype, activation, bias is not None, False, device)
     dx = torch.empty_like(saved)
-    dbias = None
-    tensors: tuple[int, ...] = (dy.data_ptr(), saved.data_ptr(), dx.data_ptr())
-    if bias is not None:
-        dbias, partial = torch.empty_like(bias), bias.new_empty(plan.partials)
-        sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dbias.data_ptr())
-        tensors = (dy.data_ptr(), saved.data_ptr(), bias.data_ptr(), dx.data_ptr(), *sums)
-    plan.kernel(plan.grid, plan.block, (*tensors, *plan.sizes, np.float32(slope)), 0, nvrtc.stream(device))
+    above, below, sizes = (dy.data_ptr(), saved.data_ptr()), (dx.data_ptr(),), (*plan.sizes, np.float32(slope))
+    if bias is None:
+        plan.kernel(plan.grid, plan.block, (*above, *below, *sizes), 0, nvrtc.stream(device))
+        return dx, None
+    dbias, partial = torch.empty_like(bias), bias.new_empty(plan.partials)
+    sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dbias.data_ptr())
+    plan.kernel(plan.grid, plan.block, (*above, bias.data_ptr(), *below, *sums, *sizes), 0, nvrtc.stream(device))
     return dx, dbias
 
 
@@ -197,17 +197,19 @@ def scale_add_backward(
     plan = _scale_add(source, dy.shape, dtype, dy.dtype, variant, _is_half(keep), device)
     dbranch = torch.empty_like(dy, dtype=dtype)
     dresidual = torch.empty_like(dy, dtype=residual) if variant.mixed or variant.twin else None
-    dbias = dscale = None
     above, below = (dy.data_ptr(), nvrtc.address(half)), (dbranch.data_ptr(), nvrtc.address(dresidual))
-    tensors: tuple[int, ...] = (*above, nvrtc.address(keep), *below)
-    if scale is not None:
-        dscale, partial = scale.new_empty(scale.numel()), scale.new_empty(plan.partials)
-        dbias = None if bias is None else torch.empty_like(bias)
-        operands = (nvrtc.address(branch), nvrtc.address(bias), scale.data_ptr(), nvrtc.address(keep))
-        sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dscale.data_ptr(), nvrtc.address(dbias))
-        tensors = (*above, *operands, *below, *sums)
-    plan.kernel(plan.grid, plan.block, (*tensors, *plan.sizes), 0, nvrtc.stream(device))
-    return dbranch, dbias, dscale, dy if dresidual is None else dresidual
+    factors, stream = nvrtc.address(keep), nvrtc.stream(device)
+    if dresidual is None:
+        dresidual = dy
+    if scale is None:
+        plan.kernel(plan.grid, plan.block, (*above, factors, *below, *plan.sizes), 0, stream)
+        return dbranch, None, None, dresidual
+    dscale, partial = scale.new_empty(scale.numel()), scale.new_empty(plan.partials)
+    dbias = None if bias is None else torch.empty_like(bias)
+    operands = (nvrtc.address(branch), nvrtc.address(bias), scale.data_ptr(), factors)
+    sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dscale.data_ptr(), nvrtc.address(dbias))
+    plan.kernel(plan.grid, plan.block, (*above, *operands, *below, *sums, *plan.sizes), 0, stream)
+    return dbranch, dbias, dscale, dresidual
 
 
 def _is_half(keep: torch.Tensor | None) -> bool:
