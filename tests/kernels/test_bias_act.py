@@ -733,3 +733,30 @@ def test_short_blocks_cover_every_row_and_channel(rows: int, vectors: int, unrol
 )
 def test_tiles_of_short_blocks_are_whole_rows_or_lines(vectors: int, tile: int) -> None:
     assert channel_tiles.fullest_tile(vectors, 128, 16) == tile
+
+
+@pytest.mark.parametrize(
+    ("vectors", "piece"),
+    [
+        (9, 9),  # no longer than two lines: whole
+        (96, 16),  # two lines
+        (24, 8),  # a line, where twelve would split one
+        (84, 14),  # whole sectors
+        (36, 12),
+        (18, 18),  # nothing divides it but what splits sectors: the row
+        (27, 27),
+        (45, 45),
+        (189, 16),  # and of a longer one two lines and a rest
+        (54, 16),
+    ],
+)
+def test_pieces_of_a_row_split_as_little_as_can_be(vectors: int, piece: int) -> None:
+    assert channel_tiles.piece(vectors) == piece
+
+
+@given(vectors=st.integers(1, 5000))
+def test_a_piece_fits_the_kernels_and_the_launch(vectors: int) -> None:
+    piece = channel_tiles.piece(vectors)
+    assert 1 <= piece <= min(vectors, channel_tiles.WIDEST_PIECE)
+    assert piece == vectors or piece % 2 == 0  # else two blocks share sectors
+    assert spec.geometry(10_000, 8 * vectors, "bfloat16", 132, {"THREADS": 512, "UNROLL": 3}).tile == piece

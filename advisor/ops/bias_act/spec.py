@@ -27,7 +27,6 @@ KERNELS = {
     SCALE_BACKWARD: ("scale_add_backward",),
     DROP_BACKWARD: ("drop_add_backward",),
 }
-_SUMS = (BACKWARD, SCALE_BACKWARD)  # those that end in sums over rows
 
 ACTIVATIONS = {**batchnorm_act.ACTIVATIONS, "gelu_tanh": 7}
 # Activations whose slope their output shows: nothing but the output is kept for the backward, and it may lie where the input
@@ -46,12 +45,12 @@ GELU_BLOCKS, GELU_UNROLL = 2, 2
 # leave an SM its 2048 threads (docs/decisions/0052-flat-passes.md).
 FLAT_THREADS = 128
 FLAT_UNROLL, GELU_FLAT_UNROLL = 1, 2
-GELU_FLAT_BLOCKS = 16
+GELU_SM_THREADS = 2048
 TUNABLE = {
     "FLAT_THREADS": (128, 256),
     "FLAT_UNROLL": (1, 2),
     "GELU_FLAT_UNROLL": (1, 2),
-    "GELU_FLAT_BLOCKS": (1, 8, 16),
+    "GELU_SM_THREADS": (1024, 1536, 2048),
     "UNROLL": (2, 3, 4),
 }
 
@@ -229,7 +228,7 @@ def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: b
     found = {"STORAGE": STORAGE[dtype], "ACT": ACTIVATIONS[activation]}
     gelu = activation in ("gelu", "gelu_tanh") and dtype != "float32"  # fp32 leaves time enough
     if source == FORWARD:
-        blocks, unroll = (GELU_FLAT_BLOCKS, GELU_FLAT_UNROLL) if gelu else (1, FLAT_UNROLL)
+        blocks, unroll = (GELU_SM_THREADS // FLAT_THREADS, GELU_FLAT_UNROLL) if gelu else (1, FLAT_UNROLL)
         found |= {"BIAS": int(bias), "RESIDUAL": int(residual), "BLOCKS": blocks}
         return {**found, "THREADS": FLAT_THREADS, "UNROLL": unroll}
     if source == ADD_BACKWARD:
