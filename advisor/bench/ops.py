@@ -161,6 +161,19 @@ def short(cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]
     ]
 
 
+def uncounted(
+    cases: Sequence[tuple[Family, Case]], rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[Family, Case, list[OpRow]]]:
+    """Of these cases those with a row that has no units' shares, each with its rows."""
+    measured = {key(row): row for row in rows}
+    found = [(kind, case, [measured[k] for k in keys(case) if k in measured]) for kind, case in cases]
+    return [
+        (kind, case, [storage.from_plain(OpRow, row) for row in of])
+        for kind, case, of in found
+        if any(row.get("units") is None for row in of)
+    ]
+
+
 @dataclass(slots=True)
 class Ceilings:
     """Rates measured in this run, each when it is first needed."""
@@ -193,7 +206,8 @@ def run(
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
     With `changed` only what is `outdated` in that file, with `short_only` what it shows `short` of a goal. Of all that the `part`.
-    With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off.
+    With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off. With `changed`
+    too, what is of the kernels as they are and `uncounted` is counted without being timed again.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
     Raises:
@@ -208,27 +222,32 @@ def run(
         if not usable:
             raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
     path = json_out or results.folder() / "ops.json"
-    if changed:
-        cases = outdated(cases, results.on_file(path), baselines)
-        if not cases:
-            print(f"every row in {path} is of the kernels as they are, beside {' and '.join(baselines)}")
-            return ExitCode.OK
+    current: list[tuple[Family, Case, list[OpRow]]] = []  # measured already, but not counted
     if short_only:
         cases = short(cases, results.on_file(path))
         if not cases:
             print(f"no row in {path} is short of a goal")
             return ExitCode.OK
+    if changed:
+        known = results.on_file(path)
+        changed_since = outdated(cases, known, baselines)
+        if counters:
+            current = uncounted([one for one in cases if one not in changed_since], known)
+        cases = changed_since
+        if not cases and not current:
+            also = ", counted" if counters else ""
+            print(f"every row in {path} is of the kernels as they are, beside {' and '.join(baselines)}{also}")
+            return ExitCode.OK
     file = _File(path)
     ceilings = Ceilings()
     say("compiling")
-    variants = [
-        variant for kind in dict.fromkeys(kind for kind, _ in cases) for variant in kind.variants(nvrtc.arch(0))
-    ]
+    launched = dict.fromkeys([*(kind for kind, _ in cases), *(kind for kind, *_ in current)])
+    variants = [variant for kind in launched for variant in kind.variants(nvrtc.arch(0))]
     mine = variants[part[0] - 1 :: part[1]]  # other parts compile the others meanwhile, and leave them in the cache
     nvrtc.warm([*mine, *variants])
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
     failed: list[str] = []
-    done: list[tuple[Case, list[OpRow]]] = []
+    done = [(case, rows) for _, case, rows in current]
     for number, (kind, case) in enumerate(cases):
         say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
         try:

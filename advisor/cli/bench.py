@@ -52,7 +52,8 @@ from advisor.cli.progress import Progress
     "--counters",
     is_flag=True,
     help="`bench ops`: also count, with the GPU's performance monitors, what share of each unit's peak our kernels use: memory, "
-    "caches, pipes. That is done after the timing, which stays as it is. Without permission to read them nothing is measured.",
+    "caches, pipes. That is done after the timing, which stays as it is. With --changed, rows that are as they should be but were never "
+    "counted are counted and not timed again. Without permission to read them nothing is measured.",
 )
 @click.option(
     "--max-time",
@@ -93,7 +94,7 @@ def bench(
       advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
       advisor bench ops --filter "depthwise bfloat16" --counters
       advisor bench ops --changed --baseline eager
-      advisor bench ops --short --counters --baseline eager
+      advisor bench ops --short --changed --counters
       CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench models --changed

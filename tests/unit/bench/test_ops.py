@@ -343,6 +343,35 @@ def test_without_the_flag_nothing_is_counted_and_a_row_is_replaced_whole(bench, 
     assert {row["units"] for row in rows} == {None}
 
 
+def test_rows_that_were_never_counted_are_counted_and_not_timed_again(bench, counting: Counting, capsys) -> None:
+    _, before = bench(lambda _, case, *__, **___: rows_of(case, ms=7.0))
+    code, rows = bench(lambda *_, **__: pytest.fail("measured"), changed=True, counters=True)
+    assert code == ExitCode.OK
+    assert [{**row, "units": None} for row in rows] == before
+    assert all(row["units"] == {"memory": 0.7, "sms": 0.9} for row in rows)
+    capsys.readouterr()
+    assert bench(lambda *_, **__: pytest.fail("measured"), changed=True, counters=True) == (ExitCode.OK, rows)
+    assert "every row" in capsys.readouterr().out
+
+
+def test_what_has_changed_is_measured_and_counted_beside_what_is_counted_alone(
+    bench, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, before = bench(lambda _, case, *__, **___: rows_of(case, ms=7.0))
+    changed = tuple(before[0]["shape"])
+    monkeypatch.setattr(ops, "outdated", lambda cases, *_: [one for one in cases if one[1].shape == changed])
+    measured = []
+
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+        measured.append(case.shape)
+        return rows_of(case, ms=1.0)
+
+    _, rows = bench(measure, changed=True, counters=True)
+    assert measured == [changed]
+    assert {(tuple(row["shape"]) == changed, row["advisor_ms"]) for row in rows} == {(True, 1.0), (False, 7.0)}
+    assert all(row["units"] for row in rows)
+
+
 def test_a_pass_that_cannot_be_counted_is_told_and_keeps_its_times(bench, counting: Counting, capsys) -> None:
     answers = iter([units.NotCounted("3 samples lie inside"), RuntimeError("out of memory\nwith a long tale")])
 
