@@ -23,8 +23,7 @@ leaves to PyTorch. Why, and what is allowed: [0023](../decisions/0023-host-and-m
 
 def section(families: Sequence[tuple[Family, Measured]]) -> str:
     """In Markdown: a line a family and pass."""
-    lines = [
-        _TEXT,
+    table = [
         f"| family | pass | rows | host µs | {MOST_HOST_US:.0f} or less | memory ÷ eager's | more in | most | where |",
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
@@ -37,8 +36,18 @@ def section(families: Sequence[tuple[Family, Measured]]) -> str:
             for row in rows
         ]
         everything += dispatched
-        lines += _lines(family.id, dispatched)
-    return "\n".join([*lines, *_lines("all", everything)]) + "\n"
+        table += _lines(family.id, dispatched)
+    again = _taken_again([row for *_, row in everything])
+    return "\n".join([_TEXT, *([again] if again else []), *table, *_lines("all", everything)]) + "\n"
+
+
+def _taken_again(rows: Sequence[Row]) -> str:
+    """In how many rows the host's times are newer than the rest, and of when."""
+    dates = sorted(row["host_date"] for row in rows if row.get("host_date"))
+    if not dates:
+        return ""
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"The host's times of {len(dates)} of these {len(rows)} rows were taken again by themselves, {when}.\n"
 
 
 def _lines(title: str, rows: Sequence[tuple[str, Case, Row]]) -> list[str]:

@@ -56,6 +56,7 @@ class OpRow:
     # Most device memory in use in the pass beyond its inputs: in the forward with what it keeps for the backward.
     advisor_peak_bytes: int | None = None
     eager_peak_bytes: int | None = None
+    host_date: str = ""  # of the host's times, where they were taken after the rest (`--host-only`)
     # Of each hardware unit's peak the share that advisor's kernels use, where it was counted: see units.py.
     units: dict[str, float] | None = None
 
@@ -71,6 +72,14 @@ class OpRow:
         if self.compile_ms is not None:
             text += f"  compile/ours {self.compile_ms / self.advisor_ms:5.2f}"
         return text
+
+    def host_line(self) -> str:
+        """What is printed of its host's times."""
+        shape = "x".join(map(str, self.shape))
+        return (
+            f"{self.name:24} {self.pass_:8} {self.dtype:8} {shape:18} host {self.advisor_host_us:5.0f} us  "
+            f"eager {self.eager_host_us:5.0f} us  {self.advisor_host_us - self.eager_host_us:+5.0f}"
+        )
 
 
 Key = tuple[str, str, tuple[int, ...], str]
@@ -201,13 +210,15 @@ def run(
     short_only: bool,
     part: tuple[int, int],
     counters: bool,
+    host_only: bool = False,
     say: Callable[[str], None],
 ) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
     With `changed` only what is `outdated` in that file, with `short_only` what it shows `short` of a goal. Of all that the `part`.
     With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off. With `changed`
-    too, what is of the kernels as they are and `uncounted` is counted without being timed again.
+    too, what is of the kernels as they are and `uncounted` is counted without being timed again. With `host_only` of the cases that are
+    on file with the kernels as they are the host's times alone are taken again, and all else of their rows stays.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
     Raises:
@@ -229,16 +240,23 @@ def run(
             print(f"no row in {path} is short of a goal")
             return ExitCode.OK
     if changed:
-        known = results.on_file(path)
-        changed_since = outdated(cases, known, baselines)
+        rows = results.on_file(path)
+        changed_since = outdated(cases, rows, baselines)
         if counters:
-            current = uncounted([one for one in cases if one not in changed_since], known)
+            current = uncounted([one for one in cases if one not in changed_since], rows)
         cases = changed_since
         if not cases and not current:
             also = ", counted" if counters else ""
             print(f"every row in {path} is of the kernels as they are, beside {' and '.join(baselines)}{also}")
             return ExitCode.OK
     file = _File(path)
+    known = {key(row): row for row in results.on_file(path)}
+    if host_only:
+        stale = outdated(cases, list(known.values()))
+        cases = [one for one in cases if one not in stale]
+        if not cases:
+            print(f"no row in {path} is of the kernels as they are")
+            return ExitCode.OK
     ceilings = Ceilings()
     say("compiling")
     launched = dict.fromkeys([*(kind for kind, _ in cases), *(kind for kind, *_ in current)])
@@ -247,11 +265,14 @@ def run(
     nvrtc.warm([*mine, *variants])
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
     failed: list[str] = []
-    done = [(case, rows) for _, case, rows in current]
+    done = [(case, of) for _, case, of in current]
     for number, (kind, case) in enumerate(cases):
         say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
         try:
-            measured = measure(kind, case, ceilings, compiled=_is_compiled(case, baselines))
+            if host_only:
+                measured = host_again(case, [storage.from_plain(OpRow, known[k]) for k in keys(case)])
+            else:
+                measured = measure(kind, case, ceilings, compiled=_is_compiled(case, baselines))
         except Exception as error:
             failed.append(f"{kind.id} {case.label}: {first_line(error)}")
             print(failed[-1], flush=True)
@@ -259,13 +280,13 @@ def run(
         finally:
             _free()
         for row in measured:
-            print(row.line(), flush=True)
+            print(row.host_line() if host_only else row.line(), flush=True)
         file.keep(measured, ceilings)
         done.append((case, measured))
     if counters:
         say("counting")
-    for number, rows in enumerate(count(done) if counters else ()):
-        file.keep(rows, ceilings)
+    for number, counted_rows in enumerate(count(done) if counters else ()):
+        file.keep(counted_rows, ceilings)
         say(f"counted {number + 1} of {len(done)} cases")
     if failed:
         print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
@@ -322,6 +343,23 @@ def _shares(case: Case, counting: units.UnitCounters) -> dict[str, dict[str, flo
     except Exception as error:  # the times are there already
         print(f"{case.label}: not counted: {first_line(error)}", flush=True)
     return found
+
+
+def host_again(case: Case, rows: Sequence[OpRow]) -> list[OpRow]:
+    """The case's rows with the host's times as they are now."""
+    with dispatch.everything():
+        contenders = {"advisor": case.ours, "eager": case.eager}
+        found = {way: timing.host(runs, sets) for way, runs, sets in contests(case, contenders, rotated=False)}
+    today = datetime.date.today().isoformat()
+    return [
+        replace(
+            row,
+            advisor_host_us=found[row.pass_]["advisor"],
+            eager_host_us=found[row.pass_]["eager"],
+            host_date=today,
+        )
+        for row in rows
+    ]
 
 
 def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
@@ -411,13 +449,14 @@ def _compiled(case: Case) -> Callable[..., Any] | None:
 
 
 def contests(
-    case: Case, contenders: Mapping[str, Callable[..., Any]]
+    case: Case, contenders: Mapping[str, Callable[..., Any]], *, rotated: bool = True
 ) -> Iterator[tuple[str, dict[str, Callable[[Any], object]], Sequence[Any]]]:
-    """Each pass of a case: its name, what each contender runs in it, and the sets of inputs over which that goes."""
+    """Each pass of a case: its name, what each contender runs in it, and the sets of inputs over which that goes: one unless `rotated`."""
     generator = verify.seeded(DEVICE, 0)
     first = case.inputs(generator, case.shape[0])
     nbytes = sum(a.numel() * a.element_size() for a in first if isinstance(a, torch.Tensor))
-    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(timing.rotation(nbytes) - 1))]
+    count = timing.rotation(nbytes) if rotated else 1
+    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(count - 1))]
     yield "forward", {name: _call(function) for name, function in contenders.items()}, sets
     if "backward" in case.passes:
         graphs = {name: [_graph(function, arguments) for arguments in sets] for name, function in contenders.items()}

@@ -56,6 +56,11 @@ from advisor.cli.progress import Progress
     "counted are counted and not timed again. Without permission to read them nothing is measured.",
 )
 @click.option(
+    "--host-only",
+    is_flag=True,
+    help="`bench ops`: of the rows on file take the host's times again, and leave all else of them. A second a case.",
+)
+@click.option(
     "--max-time",
     type=Duration(),
     default="10m",
@@ -79,6 +84,7 @@ def bench(
     short_only: bool,
     part: tuple[int, int],
     counters: bool,
+    host_only: bool,
     max_time: float,
     runs: Path | None,
 ) -> int:
@@ -95,6 +101,7 @@ def bench(
       advisor bench ops --filter "depthwise bfloat16" --counters
       advisor bench ops --changed --baseline eager
       advisor bench ops --short --changed --counters
+      advisor bench ops --host-only
       CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
       advisor bench models --filter resnet50 --max-time 4m --json models.json
       advisor bench models --changed
@@ -107,6 +114,8 @@ def bench(
     for name in names:
         if name not in ("eager", "compile"):
             raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
+    if host_only and (changed or counters):
+        raise click.UsageError("--host-only leaves all else of a row: it goes with neither --changed nor --counters")
     if json_out is not None:
         output.writable(json_out)  # said now and not after an hour
     with Progress(live=True) as say:
@@ -124,6 +133,7 @@ def bench(
                     short_only=short_only,
                     part=part,
                     counters=counters,
+                    host_only=host_only,
                     say=say,
                 )
             )

@@ -47,3 +47,10 @@ def test_what_pytorch_runs_and_comparisons_are_left_out() -> None:
     convolution = {**norm, "name": "depthwise k5 s1+bn+relu", "shape": [256, 1152, 7, 7]}
     apart = {**convolution, "name": convolution["name"] + APART, "advisor_host_us": 900.0}
     assert section(norm, cudnns, apart)[-1].startswith("| all | forward | 1 | +10 | 1 of 1 |")
+
+
+def test_host_s_times_that_were_taken_again_are_told() -> None:
+    one, other = rows()
+    assert not any("taken again" in line for line in section(one, other))
+    told = section({**one, "host_date": "2026-11-27"}, {**other, "host_date": "2026-11-26"})
+    assert "The host's times of 2 of these 2 rows were taken again by themselves, 2026-11-26 to 2026-11-27." in told

@@ -55,9 +55,11 @@ def bench(
         short_only: bool = False,
         part: tuple[int, int] = (1, 1),
         counters: bool = False,
+        host_only: bool = False,
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
         chosen = {"changed": changed, "short_only": short_only, "part": part, "counters": counters}
+        chosen |= {"host_only": host_only}
         code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), **chosen, say=lambda text: None)
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
@@ -413,3 +415,40 @@ def test_without_counters_it_says_so_before_anything_is_measured(bench, monkeypa
     with pytest.raises(AdvisorError, match=r"^no counters here: the driver lets only administrators") as caught:
         bench(lambda *_, **__: pytest.fail("measured"), counters=True)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
+
+
+def test_the_host_s_times_are_taken_again_and_all_else_of_a_row_stays(
+    bench, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    _, before = bench(lambda _, case, *__, **___: rows_of(case, ms=7.0))
+    asked: list[bool] = []
+
+    def contests(case: Case, contenders: Any, *, rotated: bool) -> Any:
+        asked.append(rotated)
+        assert list(contenders) == ["advisor", "eager"]
+        yield from ((way, {way: None}, ()) for way in case.passes)
+
+    monkeypatch.setattr(ops, "contests", contests)
+    monkeypatch.setattr(
+        timing, "host", lambda runs, sets: {"advisor": 30.0 if "forward" in runs else 50.0, "eager": 20.0}
+    )
+    code, rows = bench(lambda *_, **__: pytest.fail("measured"), "batchnorm_act float32", host_only=True)
+    assert code == ExitCode.OK
+    assert asked == [False] * (len(before) // 2)  # a case that has no rows is none of it
+    assert {(row["pass"], row["advisor_host_us"], row["eager_host_us"]) for row in rows} == {
+        ("forward", 30.0, 20.0),
+        ("backward", 50.0, 20.0),
+    }
+    times = {"advisor_host_us", "eager_host_us", "host_date"}
+    assert [{k: v for k, v in row.items() if k not in times} for row in rows] == [
+        {k: v for k, v in row.items() if k not in times} for row in before
+    ]
+    assert all(row["host_date"] > row["date"] for row in rows)
+    assert "host    30 us  eager    20 us    +10" in capsys.readouterr().out
+
+
+def test_rows_of_other_kernels_have_no_host_s_times_of_these(bench, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    bench(lambda _, case, *__, **___: [replace(row, kernel_sha="0" * 64) for row in rows_of(case)])
+    monkeypatch.setattr(ops, "host_again", lambda *_: pytest.fail("taken"))
+    assert bench(lambda *_, **__: pytest.fail("measured"), host_only=True)[0] == ExitCode.OK
+    assert "is of the kernels as they are" in capsys.readouterr().out

@@ -356,7 +356,7 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     more = (
         {"max_time_s": 600.0, "runs": None}
         if what == "models"
-        else {"short_only": False, "part": (1, 1), "counters": False}
+        else {"short_only": False, "part": (1, 1), "counters": False, "host_only": False}
     )
     assert (name, options) == (
         what,
@@ -375,6 +375,22 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     assert called[-1][1]["counters"] is True
     assert invoke("bench", what, "--changed").exit_code == 0
     assert called[-1][1]["changed"] is True
+    assert invoke("bench", "ops", "--host-only").exit_code == 0
+    assert called[-1][1]["host_only"] is True
+    refused = invoke("bench", "ops", "--host-only", "--changed")
+    assert (refused.exit_code, "neither --changed nor --counters" in refused.output) == (ExitCode.USAGE, True)
+
+
+def test_bench_hosts(invoke, monkeypatch, tmp_path):
+    from advisor.bench import hosts
+
+    called = []
+    monkeypatch.setattr(hosts, "run", lambda **options: called.append(options) or 0)
+    out = tmp_path / "hosts.json"
+    assert invoke("bench", "hosts", "--filter", "resnet", "--json", str(out)).exit_code == 0
+    (options,) = called
+    options.pop("say")
+    assert options == {"pattern": "resnet", "json_out": out}
 
 
 @pytest.fixture
@@ -408,7 +424,7 @@ def test_wrong_usage_is_one_line(invoke):
     found = invoke("bench")
     assert found.exit_code == 2
     assert found.stderr.count("\n") == 1
-    assert "ops, models, tune" in found.stderr
+    assert "ops, models, hosts, tune" in found.stderr
 
 
 def test_doctor(invoke, checks, monkeypatch):
