@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 
-from advisor.bench import results
+from advisor.bench import results, timing
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.core.units import counted
@@ -130,17 +128,23 @@ def measure(name: str, model: torch.nn.Module, *, device: str) -> HostRow:
     ran = {family: sum(counter.values()) for family, counter in dispatch.engaged.items() if counter}
     if not ran:
         raise AdvisorError(f"{name}: no kernel ran", exit_code=ExitCode.OWN_FAULT)
-    times = by_turns({"plain": lambda: step(plain), "advisor": lambda: step(ours)}, models=(plain, ours), rounds=ROUNDS)
+
+    def clear() -> None:
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=True)
+
+    contenders = {"plain": lambda _: step(plain), "advisor": lambda _: step(ours)}
+    us = timing.host(contenders, (None,), warmup=WARMUP, rounds=ROUNDS, before=clear)
     return HostRow(
         name=name,
         shape=tuple(images.shape),
         dtype="bfloat16",
         layout="nhwc",
-        plain_ms=statistics.median(times["plain"]),
-        advisor_ms=statistics.median(times["advisor"]),
-        plain_spread=_spread(times["plain"]),
-        advisor_spread=_spread(times["advisor"]),
-        n=ROUNDS,
+        plain_ms=us["plain"].median / 1e3,
+        advisor_ms=us["advisor"].median / 1e3,
+        plain_spread=(us["plain"].p90 - us["plain"].p10) / us["plain"].median,
+        advisor_spread=(us["advisor"].p90 - us["advisor"].p10) / us["advisor"].median,
+        n=us["advisor"].n,
         ran=ran,
         torch=torch.__version__,
         date=datetime.date.today().isoformat(),
@@ -153,29 +157,6 @@ def place(model: torch.nn.Module, name: str) -> list[Any]:
     training = Training(device=device, roots=[RootModule(module=model, name=name)], optimizers=[])
     found = [registry.get(transform) for transform in catalog.transforms()]
     return [transform.apply(training, {}) for transform in found if transform.match(training, {}).applies]
-
-
-def by_turns(
-    steps: Mapping[str, Callable[[], None]], *, models: Sequence[torch.nn.Module] = (), rounds: int
-) -> dict[str, list[float]]:
-    """Host milliseconds of each step, one after the other within a round, with gradients cleared and the device idle before each."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(WARMUP + rounds):
-        for name, step in steps.items():
-            for model in models:
-                model.zero_grad(set_to_none=True)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            step()
-            if number >= WARMUP:
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    return times
-
-
-def _spread(values: Sequence[float]) -> float:
-    deciles = statistics.quantiles(values, n=10)
-    return (deciles[-1] - deciles[0]) / statistics.median(values)
 
 
 _TEXT = f"""### Steps that the host bounds

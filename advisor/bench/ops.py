@@ -60,11 +60,13 @@ class OpRow:
     # Of each hardware unit's peak the share that advisor's kernels use, where it was counted: see units.py.
     units: dict[str, float] | None = None
 
+    def _named(self) -> str:
+        return f"{self.name:24} {self.pass_:8} {self.dtype:8} {'x'.join(map(str, self.shape)):18}"
+
     def line(self) -> str:
         """What is printed of it."""
-        shape = "x".join(map(str, self.shape))
         text = (
-            f"{self.name:24} {self.pass_:8} {self.dtype:8} {shape:18} {self.advisor_ms:8.4f} ms  "
+            f"{self._named()} {self.advisor_ms:8.4f} ms  "
             f"limit/ours {self.limit_ms / self.advisor_ms:4.2f}  eager/ours {self.eager_ms / self.advisor_ms:5.2f}"
         )
         if self.advisor_peak_bytes is not None and self.eager_peak_bytes:
@@ -75,9 +77,8 @@ class OpRow:
 
     def host_line(self) -> str:
         """What is printed of its host's times."""
-        shape = "x".join(map(str, self.shape))
         return (
-            f"{self.name:24} {self.pass_:8} {self.dtype:8} {shape:18} host {self.advisor_host_us:5.0f} us  "
+            f"{self._named()} host {self.advisor_host_us:5.0f} us  "
             f"eager {self.eager_host_us:5.0f} us  {self.advisor_host_us - self.eager_host_us:+5.0f}"
         )
 
@@ -233,39 +234,37 @@ def run(
         if not usable:
             raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
     path = json_out or results.folder() / "ops.json"
-    current: list[tuple[Family, Case, list[OpRow]]] = []  # measured already, but not counted
+    rows = results.on_file(path)
+    stale = outdated(cases, rows, baselines if changed else ("eager",)) if changed or host_only else cases
     if short_only:
-        cases = short(cases, results.on_file(path))
+        cases = short(cases, rows)
         if not cases:
             print(f"no row in {path} is short of a goal")
             return ExitCode.OK
-    if changed:
-        rows = results.on_file(path)
-        changed_since = outdated(cases, rows, baselines)
-        if counters:
-            current = uncounted([one for one in cases if one not in changed_since], rows)
-        cases = changed_since
-        if not cases and not current:
+    current = [one for one in cases if one not in stale]
+    only_count = uncounted(current, rows) if counters else []
+    if host_only:
+        cases = current
+        if not cases:
+            print(f"no row in {path} is of the kernels as they are")
+            return ExitCode.OK
+    elif changed:
+        cases = [one for one in cases if one in stale]
+        if not cases and not only_count:
             also = ", counted" if counters else ""
             print(f"every row in {path} is of the kernels as they are, beside {' and '.join(baselines)}{also}")
             return ExitCode.OK
     file = _File(path)
-    known = {key(row): row for row in results.on_file(path)}
-    if host_only:
-        stale = outdated(cases, list(known.values()))
-        cases = [one for one in cases if one not in stale]
-        if not cases:
-            print(f"no row in {path} is of the kernels as they are")
-            return ExitCode.OK
+    known = {key(row): row for row in rows}
     ceilings = Ceilings()
     say("compiling")
-    launched = dict.fromkeys([*(kind for kind, _ in cases), *(kind for kind, *_ in current)])
+    launched = dict.fromkeys([*(kind for kind, _ in cases), *(kind for kind, *_ in only_count)])
     variants = [variant for kind in launched for variant in kind.variants(nvrtc.arch(0))]
     mine = variants[part[0] - 1 :: part[1]]  # other parts compile the others meanwhile, and leave them in the cache
     nvrtc.warm([*mine, *variants])
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
     failed: list[str] = []
-    done = [(case, of) for _, case, of in current]
+    done = [(case, of) for _, case, of in only_count]
     for number, (kind, case) in enumerate(cases):
         say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
         try:
@@ -349,7 +348,7 @@ def host_again(case: Case, rows: Sequence[OpRow]) -> list[OpRow]:
     """The case's rows with the host's times as they are now."""
     with dispatch.everything():
         contenders = {"advisor": case.ours, "eager": case.eager}
-        found = {way: timing.host(runs, sets) for way, runs, sets in contests(case, contenders, rotated=False)}
+        found = {way: _host_us(runs, sets) for way, runs, sets in contests(case, contenders, rotated=False)}
     today = datetime.date.today().isoformat()
     return [
         replace(
@@ -426,8 +425,12 @@ def timed(
         times[way] = timing.interleaved(runs, sets, budget_s=budget_s / 2)
         # Not by turns with compiled code: after a call of that the others take a third to a half longer.
         both = {name: call for name, call in runs.items() if name != "compile"}
-        hosts[way] = timing.host(both, sets)
+        hosts[way] = _host_us(both, sets)
     return times, hosts
+
+
+def _host_us(runs: Mapping[str, Callable[[Any], object]], sets: Sequence[Any]) -> dict[str, float]:
+    return {name: spread.median for name, spread in timing.host(runs, sets).items()}
 
 
 def _compiled(case: Case) -> Callable[..., Any] | None:

@@ -138,16 +138,29 @@ def interleaved(
     return {name: spread(values) for name, values in times.items()}
 
 
-def host(contenders: Mapping[str, Callable[[Inputs], object]], sets: Sequence[Inputs]) -> dict[str, float]:
-    """Host microseconds that a call takes until it returns, the median of calls by turns that never wait for the device."""
+def host(
+    contenders: Mapping[str, Callable[[Inputs], object]],
+    sets: Sequence[Inputs],
+    *,
+    warmup: int = 0,
+    rounds: int = HOST_ROUNDS,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, Spread]:
+    """Host microseconds that a call takes until it returns, of calls by turns that never wait for the device.
+
+    `before` each call, untimed. The first `warmup` rounds do not count.
+    """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(HOST_ROUNDS):
+    for number in range(warmup + rounds):
         for name, run in contenders.items():
+            before()
             torch.cuda.synchronize()
             begin = time.perf_counter()
             run(sets[number % len(sets)])
-            times[name].append((time.perf_counter() - begin) * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+            taken = time.perf_counter() - begin
+            if number >= warmup:
+                times[name].append(taken * 1e6)
+    return {name: spread(values) for name, values in times.items()}
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -58,14 +58,11 @@ def fullest_tile(vectors: int, threads: int, otherwise: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def geometry(
-    rows: int, vectors: int, *, threads: int, max_tile: int, unroll: int, blocks: int, tile: int = 0
-) -> Geometry:
+def geometry(rows: int, vectors: int, *, tile: int, threads: int, unroll: int, blocks: int) -> Geometry:
     """At most `blocks` blocks of `threads`, and none without a full pass of rows, of which a thread takes `unroll`.
 
-    `blocks` are as many as run at once: each goes over rows in a loop, and a second wave would be nearly empty. `tile`: 0 for the widest.
+    `blocks` are as many as run at once: each goes over rows in a loop, and a second wave would be nearly empty.
     """
-    tile = tile or widest_tile(vectors, max_tile)
     tiles = -(-vectors // tile)
     rows_per_pass = threads // tile
     useful = max(1, -(-rows // (rows_per_pass * unroll)))

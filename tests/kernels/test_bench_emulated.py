@@ -31,7 +31,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing, "host", lambda contenders, sets: dict.fromkeys(contenders, 1.0))
+    monkeypatch.setattr(timing, "host", lambda contenders, sets: dict.fromkeys(contenders, timing.spread([1.0] * 2)))
     monkeypatch.setattr(timing, "rotation", lambda nbytes: 2)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
@@ -155,6 +155,7 @@ def test_a_small_network_s_step_is_timed_with_the_kernels_in_it(emulated, monkey
         registry.get("fused_bn_act").apply(training, {})
 
     monkeypatch.setattr(hosts, "place", place)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(hosts, "ROUNDS", 4)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=8), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(8, 1000)

@@ -141,8 +141,8 @@ def _case(
 ) -> Case:
     """In training mode: as it is dispatched or, named so, in one of spec.WAYS.
 
-    Of channels that are no whole vectors, rows are joined. `forked` takes two gradients, whose sum in PyTorch is autograd's: outside what torch.compile sees, here as wherever a graph
-    gives one tensor out twice.
+    Of channels that are no whole vectors, rows are joined. `forked` takes two gradients, whose sum in PyTorch is autograd's: outside
+    what torch.compile sees, here as wherever a graph gives one tensor out twice.
     """
     n, c, h, w = shape
     passes, as_dispatched = {}, True

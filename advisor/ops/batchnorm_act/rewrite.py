@@ -154,10 +154,11 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     """
     graph = graph_module.graph
     running: list[tuple[fx.Node, fx.Node, int]] = []  # statistics to copy back: (buffer, op's second output, row)
+    joins = _joins()
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
-        norm, path = batch_norm(node, joins=_joins()), match.path(node)
+        norm, path = batch_norm(node, joins=joins), match.path(node)
         if isinstance(norm, BatchNorm) and norm.variant and compiled:
             norm = f"{norm.variant}: left to Inductor"
         elif isinstance(norm, BatchNorm) and norm.shared and compiled:

@@ -394,7 +394,6 @@ def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm:
         rows,
         vectors,
         threads=THREADS,
-        max_tile=MAX_TILE,
         unroll=UNROLL,
         blocks=sm_count * blocks_per_sm,
         tile=channel_tiles.piece(vectors),

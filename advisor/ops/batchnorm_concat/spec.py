@@ -141,14 +141,14 @@ def geometry(
     BACKWARD, where that is faster (docs/decisions/0051-short-blocks.md).
     """
     vectors = channels // vector_width(dtype)
+    rest = lines and vectors > MAX_TILE and vectors % channel_tiles.LINE_VECTORS
     return channel_tiles.geometry(
         rows,
         vectors,
         threads=THREADS,
-        max_tile=MAX_TILE,
         unroll=unroll,
         blocks=sm_count * blocks_per_sm,
-        tile=MAX_TILE if lines and vectors > MAX_TILE and vectors % channel_tiles.LINE_VECTORS else 0,
+        tile=MAX_TILE if rest else channel_tiles.widest_tile(vectors, MAX_TILE),
     )
 
 

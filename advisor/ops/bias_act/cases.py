@@ -163,7 +163,8 @@ def _scale_inputs(
     variant: spec.Scaled,
     zero: bool,
 ) -> Arguments:
-    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider result, else of the branch's dtype; keep [n, 1, 1, 1], like what it is multiplied with; residual.
+    """branch [n, C, H, W]; scale [C, 1, 1], fp32 beside a wider result, else of the branch's dtype; keep [n, 1, 1, 1], like what it
+    is multiplied with; residual.
 
     And, for variants with any of them: bias [C] fp32, `zero` or random; the result's dtype; whether there is a twin.
     """

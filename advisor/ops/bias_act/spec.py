@@ -343,7 +343,6 @@ def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mappi
         rows,
         vectors,
         threads=defines["THREADS"],
-        max_tile=MAX_TILE,
         unroll=defines["UNROLL"],
         blocks=sm_count * defines.get("BLOCKS", 1),
         tile=channel_tiles.piece(vectors),
