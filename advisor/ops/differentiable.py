@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch._C._functorch import is_legacy_batchedtensor
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, storage
 
 
 def wanted(dy: torch.Tensor) -> bool:
@@ -40,3 +40,16 @@ def gradients(
 def gradient(function: Callable[[torch.Tensor], torch.Tensor], dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """As `gradients`, of the one input `x`."""
     return cast(torch.Tensor, gradients(function, dy, (x,))[0])
+
+
+def bits(mask: torch.Tensor, like: torch.Tensor, *, dim: int = 1) -> torch.Tensor:
+    """A forward's bits, a byte for each 16 bytes of a tensor as it lies in memory, as booleans of that tensor's shape.
+
+    `like` has its shape and dtype: [N, C, H, W] channels_last with `dim` 1, [..., C] contiguous with -1.
+    """
+    width = storage.vector_width(storage.name(like.dtype))
+    flat = ((mask.unsqueeze(-1) >> torch.arange(width, device=mask.device)) & 1).bool()
+    if dim != 1:
+        return flat.view(like.shape)
+    n, c, h, w = like.shape
+    return flat.view(n, h, w, c).permute(0, 3, 1, 2)

@@ -132,10 +132,7 @@ def affine(
 
 def _kept(mask: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """dy [N, C, H, W] in fp32 where the forward's bits are set, else zero."""
-    width = storage.vector_width(storage.name(dy.dtype))
-    n, c, h, w = dy.shape
-    bits = (mask.unsqueeze(-1) >> torch.arange(width, device=dy.device)) & 1
-    return dy.float().where(bits.view(n, h, w, c).permute(0, 3, 1, 2).bool(), 0.0)
+    return dy.float().where(differentiable.bits(mask, dy), 0.0)
 
 
 def _through(dy: torch.Tensor, z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:

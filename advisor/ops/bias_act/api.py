@@ -140,12 +140,13 @@ class _BiasAct(Function):
         in_place: bool,
         dim: int,
     ) -> torch.Tensor:
-        from_output = activation in spec.FROM_OUTPUT
-        y = x if in_place and from_output else torch.empty_like(x)
-        cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, dim)
+        masked = activation in spec.MASKED
+        y = x if in_place and masked else torch.empty_like(x)
+        mask = cuda.mask_memory(x, activation) if any(ctx.needs_input_grad) else None
+        cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, dim, mask)
         if y is x:
             ctx.mark_dirty(x)
-        ctx.save_for_backward(y if from_output else x, bias)
+        ctx.save_for_backward(mask if masked else x, bias)
         ctx.activation, ctx.slope, ctx.residual, ctx.dim = activation, slope, residual is not None, dim
         return y
 
@@ -165,14 +166,16 @@ def _differentiable_backward(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dx and dbias, None without a bias, in differentiable torch ops. The slope of a piecewise linear activation is constant."""
-    z = saved.float()
-    if activation in spec.FROM_OUTPUT:
-        z = z.detach()
-    elif bias is not None:
-        z = z + reference.over_channels(bias.float(), z, dim)
-    dx = differentiable.gradient(lambda z: activate(z, activation, slope), dy.float(), z)
+    if activation in spec.MASKED:
+        wide = dy.float()
+        dx = wide.where(differentiable.bits(saved, dy, dim=dim), wide * (slope if activation == "leaky_relu" else 0.0))
+    else:
+        z = saved.float()
+        if bias is not None:
+            z = z + reference.over_channels(bias.float(), z, dim)
+        dx = differentiable.gradient(lambda z: activate(z, activation, slope), dy.float(), z)
     others = [d for d in range(dx.dim()) if d != dim % dx.dim()]
-    return dx.to(saved.dtype), None if bias is None else dx.sum(others)
+    return dx.to(dy.dtype), None if bias is None else dx.sum(others)
 
 
 def bias_act(
@@ -312,31 +315,38 @@ def scale_add(
 @torch.library.custom_op("advisor::bias_act", mutates_args=())
 def bias_act_op(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
-) -> torch.Tensor:
-    """As `bias_act`, for compiled graphs. CUDA only."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `bias_act`, for compiled graphs; the result, and what its backward reads of it: bits, or nothing. CUDA only."""
     x = nhwc(x)
     if residual is not None:
         residual = nhwc(residual)
     engaged[_name(activation, bias is not None, residual is not None)] += 1
-    y = torch.empty_like(x)
-    cuda.bias_act(x, _fp32(bias), residual, activation, slope, y)
-    return y
+    y, mask = torch.empty_like(x), cuda.mask_memory(x, activation)
+    cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, mask=mask)
+    return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask
 
 
 @bias_act_op.register_fake
 def _(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
-) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.channels_last)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = cuda.mask_memory(x, activation)
+    return torch.empty_like(x, memory_format=torch.channels_last), x.new_empty(
+        0, dtype=torch.uint8
+    ) if mask is None else mask
 
 
 @torch.library.custom_op("advisor::bias_act_backward", mutates_args=())
 def bias_act_backward_op(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias)."""
+    """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias).
+
+    saved: the bits that it gave out, or its x.
+    """
     dy = nhwc(dy)
-    saved = nhwc(saved)
+    if activation not in spec.MASKED:
+        saved = nhwc(saved)
     dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
     return dx, dy.new_empty(0, dtype=torch.float32) if dbias is None else dbias
 
@@ -349,13 +359,15 @@ def _(
     return torch.empty_like(dy, memory_format=torch.channels_last), dbias
 
 
-def _bias_act_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _bias_act_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, bias, residual, activation, slope = inputs
-    ctx.save_for_backward(output if activation in spec.FROM_OUTPUT else x, bias)
+    _, mask = output
+    ctx.mark_non_differentiable(mask)
+    ctx.save_for_backward(mask if activation in spec.MASKED else x, bias)
     ctx.activation, ctx.slope, ctx.residual = activation, slope, residual is not None
 
 
-def _bias_act_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _bias_act_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
     saved, bias = ctx.saved_tensors
     dx, dbias = bias_act_backward_op(dy, saved, bias, ctx.activation, ctx.slope)
     return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None

@@ -109,7 +109,7 @@ def _steady(
 def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, residual: bool) -> Case:
     n, c, h, w = shape
     forward, backward = spec.bytes_moved(
-        elements=n * c * h * w, itemsize=getattr(torch, dtype).itemsize, residual=residual
+        elements=n * c * h * w, itemsize=getattr(torch, dtype).itemsize, activation=activation, residual=residual
     )
     name = spec.name(activation, bias=bias, residual=residual)
     return Case(
@@ -132,7 +132,7 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
 
 def _linear_case(shape: tuple[int, ...], dtype: str, activation: str, *, measured: bool) -> Case:
     forward, backward = spec.bytes_moved(
-        elements=math.prod(shape), itemsize=getattr(torch, dtype).itemsize, residual=False
+        elements=math.prod(shape), itemsize=getattr(torch, dtype).itemsize, activation=activation, residual=False
     )
     name = spec.name(activation, bias=True, residual=False, dim=-1)
     return Case(

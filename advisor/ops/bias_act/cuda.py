@@ -51,10 +51,18 @@ def _summing(
 
 @lru_cache(maxsize=4096)
 def _bias_act(
-    source: str, x: torch.Size, dim: int, dtype: torch.dtype, activation: str, bias: bool, residual: bool, device: int
+    source: str,
+    x: torch.Size,
+    dim: int,
+    dtype: torch.dtype,
+    activation: str,
+    bias: bool,
+    residual: bool,
+    masks: bool,
+    device: int,
 ) -> _Launch:
     name, rows = storage.name(dtype), x.numel() // x[dim]
-    defines = spec.defines(source, name, activation, bias=bias, residual=residual)
+    defines = spec.defines(source, name, activation, bias=bias, residual=residual, masks=masks)
     if source == spec.BACKWARD:
         return _summing(source, defines, (np.int64(rows),), rows, x[dim], name, device)
     vectors = x[dim] // storage.vector_width(name)
@@ -81,6 +89,13 @@ def _scale_add(
     return _flat(source, defines, rows * vectors, sizes, device)
 
 
+def mask_memory(x: torch.Tensor, activation: str) -> torch.Tensor | None:
+    """Memory for the bits of a forward's slopes, a byte a vector; None where the backward reads x instead."""
+    if activation not in spec.MASKED:
+        return None
+    return x.new_empty(x.numel() // storage.vector_width(storage.name(x.dtype)), dtype=torch.uint8)
+
+
 def bias_act(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -89,14 +104,16 @@ def bias_act(
     slope: float,
     out: torch.Tensor,
     dim: int = 1,
+    mask: torch.Tensor | None = None,
 ) -> None:
-    """act(x + bias + residual) into `out`, which may be x.
+    """act(x + bias + residual) into `out`, which may be x; the bits of its slopes into `mask`, of `mask_memory`.
 
     x, residual, out: [N, C, H, W] channels_last with `dim` 1, [..., C] contiguous with -1, of one dtype; bias: [C] fp32,
     contiguous.
     """
     device = x.device.index or 0
-    plan = _bias_act(spec.FORWARD, x.shape, dim, x.dtype, activation, bias is not None, residual is not None, device)
+    variant = bias is not None, residual is not None, mask is not None
+    plan = _bias_act(spec.FORWARD, x.shape, dim, x.dtype, activation, *variant, device)
     plan.kernel(
         plan.grid,
         plan.block,
@@ -105,6 +122,7 @@ def bias_act(
             nvrtc.address(bias),
             nvrtc.address(residual),
             out.data_ptr(),
+            nvrtc.address(mask),
             *plan.sizes,
             np.float32(slope),
         ),
@@ -116,21 +134,23 @@ def bias_act(
 def bias_act_backward(
     dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns dx (like saved) and dbias [C] fp32, None without a bias.
+    """Returns dx (like dy) and dbias [C] fp32, None without a bias.
 
-    dy, saved: as x in `bias_act`; saved is the output where `spec.FROM_OUTPUT` has the activation, else the input.
+    dy: as x in `bias_act`; saved is the forward's mask where `spec.MASKED` has the activation, else its input.
     """
     device = dy.device.index or 0
     source = spec.backward(bias=bias is not None)
-    plan = _bias_act(source, dy.shape, dim, dy.dtype, activation, bias is not None, False, device)
-    dx = torch.empty_like(saved)
-    above, below, sizes = (dy.data_ptr(), saved.data_ptr()), (dx.data_ptr(),), (*plan.sizes, np.float32(slope))
+    plan = _bias_act(source, dy.shape, dim, dy.dtype, activation, bias is not None, False, False, device)
+    dx = torch.empty_like(dy)
+    sizes, stream = (*plan.sizes, np.float32(slope)), nvrtc.stream(device)
+    above, kept, below = dy.data_ptr(), saved.data_ptr(), dx.data_ptr()
     if bias is None:
-        plan.kernel(plan.grid, plan.block, (*above, *below, *sizes), 0, nvrtc.stream(device))
+        plan.kernel(plan.grid, plan.block, (above, kept, below, *sizes), 0, stream)
         return dx, None
     dbias, partial = torch.empty_like(bias), bias.new_empty(plan.partials)
     sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dbias.data_ptr())
-    plan.kernel(plan.grid, plan.block, (*above, bias.data_ptr(), *below, *sums, *sizes), 0, nvrtc.stream(device))
+    read = (0, kept) if activation in spec.MASKED else (kept, 0)  # x, or the mask
+    plan.kernel(plan.grid, plan.block, (above, *read, bias.data_ptr(), below, *sums, *sizes), 0, stream)
     return dx, dbias
 
 

@@ -322,7 +322,8 @@ def _put_activation(site: _Activation, *, compiled: bool) -> None:
     arguments = (x, bias, site.residual, site.activation, site.slope)
     with graph.inserting_before(site.node):
         if compiled:
-            fused = graph.call_function(torch.ops.advisor.bias_act.default, arguments)
+            call = graph.call_function(torch.ops.advisor.bias_act.default, arguments)
+            fused = graph.call_function(operator.getitem, (call, 0))
         else:  # nobody else has the product's output
             fused = graph.call_function(api.bias_act, (*arguments, site.product, site.dim))
     match.replace(site.node, fused, (*site.dead, *((site.x,) if site.product else ())))

@@ -29,15 +29,15 @@ KERNELS = {
 }
 
 ACTIVATIONS = {**batchnorm_act.ACTIVATIONS, "gelu_tanh": 7}
-# Activations whose slope their output shows: nothing but the output is kept for the backward, and it may lie where the input
-# lay. For the others the input is kept and z computed again, which with a residual would take a third read.
-FROM_OUTPUT = frozenset({"relu", "relu6", "leaky_relu"})
+# Activations whose slope is one of two: a bit an element is kept for the backward, and the output may lie where the input lay. For the
+# others the input is kept and z computed again, which with a residual would take a third read.
+MASKED = frozenset({"relu", "relu6", "leaky_relu"})
 
 # Passes that end in sums over rows are one block an SM that goes over rows: a thread has 2 to 3 x UNROLL x 16 bytes in flight, with 512
 # threads the 64 KiB which 4.2 TB/s at 2 us of loaded latency want.
 THREADS = 512
 MAX_TILE = channel_tiles.WIDEST_PIECE
-UNROLL = 3
+UNROLL, MASKED_UNROLL = 3, 6
 # GELU's backward computes for about half of the time that its bytes take: the warps of one block would go through loads and arithmetic
 # much together and leave DRAM idle meanwhile. As many bytes in flight from two, whose threads have half of the registers.
 GELU_BLOCKS, GELU_UNROLL = 2, 2
@@ -52,6 +52,7 @@ TUNABLE = {
     "GELU_FLAT_UNROLL": (1, 2),
     "GELU_SM_THREADS": (1024, 1536, 2048),
     "UNROLL": (2, 3, 4),
+    "MASKED_UNROLL": (4, 6, 8),
 }
 
 
@@ -84,7 +85,7 @@ class Scaled(NamedTuple):
 
 # Of `name` and `Scaled.name`: what a benchmark has shown to win (docs/benchmarks), and what INFERRED has.
 _MEASURED = frozenset(
-    {f"{operands}+{activation}" for operands in ("bias", "add", "linear bias") for activation in FROM_OUTPUT}
+    {f"{operands}+{activation}" for operands in ("bias", "add", "linear bias") for activation in MASKED}
     | {"bias+silu", "bias+gelu", "bias+gelu_tanh", "linear bias+silu", "linear bias+gelu", "linear bias+gelu_tanh"}
     | {"scale+add", "scale+drop+add", "scale+drop+add+cast", "scale+drop+add+cast of 16 bits", "drop+add"}
     | {"bias+scale+drop+add", "bias+scale+drop+add+cast", "bias+scale+drop+add+cast of 16 bits", "bias+scale+add+cast"}
@@ -203,10 +204,11 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             if source in (SCALE_FORWARD, scale_backward(scale=scale))
         )
     return tuple(
-        defines(source, dtype, activation, bias=bias, residual=residual)
+        defines(source, dtype, activation, bias=bias, residual=residual, masks=masks)
         for dtype in STORAGE
         for activation in ACTIVATIONS
         for bias, residual in ((True, False), (True, True), (False, True))
+        for masks in ((False, True) if source == FORWARD and activation in MASKED else (False,))
         if not unsupported_variant(activation, bias=bias, residual=residual)
         if source == FORWARD
         or (source == backward(bias=bias) and not (bias and residual))  # which is all the same to them
@@ -223,17 +225,19 @@ def scale_backward(*, scale: bool) -> str:
     return SCALE_BACKWARD if scale else DROP_BACKWARD
 
 
-def defines(source: str, dtype: str, activation: str, *, bias: bool, residual: bool) -> dict[str, int]:
-    """Macros of one variant of the bias + activation kernels."""
+def defines(
+    source: str, dtype: str, activation: str, *, bias: bool, residual: bool, masks: bool = False
+) -> dict[str, int]:
+    """Macros of one variant of the bias + activation kernels. `masks`, of FORWARD: it writes the bits of slopes."""
     found = {"STORAGE": STORAGE[dtype], "ACT": ACTIVATIONS[activation]}
     gelu = activation in ("gelu", "gelu_tanh") and dtype != "float32"  # fp32 leaves time enough
     if source == FORWARD:
         blocks, unroll = (GELU_SM_THREADS // FLAT_THREADS, GELU_FLAT_UNROLL) if gelu else (1, FLAT_UNROLL)
-        found |= {"BIAS": int(bias), "RESIDUAL": int(residual), "BLOCKS": blocks}
+        found |= {"BIAS": int(bias), "RESIDUAL": int(residual), "MASK": int(masks), "BLOCKS": blocks}
         return {**found, "THREADS": FLAT_THREADS, "UNROLL": unroll}
     if source == ADD_BACKWARD:
         return {**found, "THREADS": FLAT_THREADS, "UNROLL": FLAT_UNROLL}
-    blocks, unroll = (GELU_BLOCKS, GELU_UNROLL) if gelu else (1, UNROLL)
+    blocks, unroll = (GELU_BLOCKS, GELU_UNROLL) if gelu else (1, MASKED_UNROLL if activation in MASKED else UNROLL)
     return {**found, "THREADS": THREADS, "MAX_TILE": MAX_TILE, "BLOCKS": blocks, "UNROLL": unroll}
 
 
@@ -261,7 +265,7 @@ def unsupported_variant(activation: str, *, bias: bool, residual: bool) -> str:
         return f"activation {activation}"
     if not bias and not residual:
         return "neither a bias nor an addition"
-    if residual and activation not in FROM_OUTPUT:
+    if residual and activation not in MASKED:
         return f"residual with {activation}"
     return ""
 
@@ -283,7 +287,7 @@ def unsupported(
     `shape` is [N, C, H, W] with `dim` 1, or [..., C] with -1; `dense`: channels_last, or contiguous.
     """
     if activation == "leaky_relu" and slope < 0:
-        return "the output does not show the slope of a LeakyReLU with a negative one"
+        return "a LeakyReLU with a negative slope"
     return unsupported_variant(activation, bias=bias, residual=residual) or _unsupported_tensor(
         shape, dim, dense, dtype, arch
     )
@@ -349,9 +353,10 @@ def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mappi
     )
 
 
-def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
-    """Bytes that forward and backward of bias + activation must move."""
-    return elements * itemsize * (3 if residual else 2), elements * itemsize * 3
+def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool) -> tuple[int, int]:
+    """Bytes that forward and backward of bias + activation must move in training."""
+    mask = elements // 8 if activation in MASKED else 0
+    return elements * itemsize * (3 if residual else 2) + mask, elements * itemsize * (2 if mask else 3) + mask
 
 
 def scale_bytes_moved(*, elements: int, itemsize: int, result: int, variant: Scaled) -> tuple[int, int]:
