@@ -37,7 +37,7 @@ MASKED = frozenset({"relu", "relu6", "leaky_relu"})
 # threads the 64 KiB which 4.2 TB/s at 2 us of loaded latency want.
 THREADS = 512
 MAX_TILE = channel_tiles.WIDEST_PIECE
-UNROLL, MASKED_UNROLL = 3, 6
+UNROLL, MASKED_UNROLL = 3, 4
 # GELU's backward computes for about half of the time that its bytes take: the warps of one block would go through loads and arithmetic
 # much together and leave DRAM idle meanwhile. As many bytes in flight from two, whose threads have half of the registers.
 GELU_BLOCKS, GELU_UNROLL = 2, 2
@@ -52,7 +52,7 @@ TUNABLE = {
     "GELU_FLAT_UNROLL": (1, 2),
     "GELU_SM_THREADS": (1024, 1536, 2048),
     "UNROLL": (2, 3, 4),
-    "MASKED_UNROLL": (4, 6, 8),
+    "MASKED_UNROLL": (3, 4, 6, 8),
 }
 
 
