@@ -133,8 +133,8 @@ def measure(name: str, model: torch.nn.Module, *, device: str) -> HostRow:
         for model in (plain, ours):
             model.zero_grad(set_to_none=True)
 
-    contenders = {"plain": lambda _: step(plain), "advisor": lambda _: step(ours)}
-    us = timing.host(contenders, (None,), warmup=WARMUP, rounds=ROUNDS, before=clear)
+    contenders = {"plain": lambda: step(plain), "advisor": lambda: step(ours)}
+    us = timing.host(contenders, warmup=WARMUP, rounds=ROUNDS, before=clear)
     return HostRow(
         name=name,
         shape=tuple(images.shape),

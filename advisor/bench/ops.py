@@ -26,6 +26,8 @@ DEVICE = "cuda"
 CASE_BUDGET_S = 10.0
 # Errors are taken on a batch of at most this many: fp64 copies of a whole batch would not fit beside the rest.
 ERROR_BATCH = 8
+# Calls in a row for the host's times: few enough that no launch waits for room in the queue, and that what they keep fits.
+HOST_CALLS, HOST_BYTES, HOST_WARMUP = 8, 8 << 30, 3
 # Inductor compiles anew for each shape and dtype, seconds each: it is asked in the dtype in which training happens most.
 COMPILED_DTYPES = ("bfloat16",)
 
@@ -347,8 +349,7 @@ def _shares(case: Case, counting: units.UnitCounters) -> dict[str, dict[str, flo
 def host_again(case: Case, rows: Sequence[OpRow]) -> list[OpRow]:
     """The case's rows with the host's times as they are now."""
     with dispatch.everything():
-        contenders = {"advisor": case.ours, "eager": case.eager}
-        found = {way: _host_us(runs, sets) for way, runs, sets in contests(case, contenders, rotated=False)}
+        found = host_us(case)
     today = datetime.date.today().isoformat()
     return [
         replace(
@@ -359,6 +360,36 @@ def host_again(case: Case, rows: Sequence[OpRow]) -> list[OpRow]:
         )
         for row in rows
     ]
+
+
+def host_us(case: Case) -> dict[str, dict[str, float]]:
+    """Pass → contender → microseconds of the host a call, of calls in a row as a training makes them: a backward's by one run of autograd.
+
+    One call by itself behind a wait for the device takes the host up to twice as long, eager's and ours (docs/decisions/0054).
+    """
+    arguments = case.inputs(verify.seeded(DEVICE, 0), case.shape[0])
+    nbytes = sum(a.numel() * a.element_size() for a in arguments if isinstance(a, torch.Tensor))
+    calls = max(1, min(HOST_CALLS, HOST_BYTES // nbytes))
+    functions = {"advisor": case.ours, "eager": case.eager}
+
+    def forwards(function: Callable[..., Any]) -> Callable[[], object]:
+        return lambda: [function(*arguments) for _ in range(calls)]
+
+    rows = {"forward": {name: forwards(function) for name, function in functions.items()}}
+    if "backward" in case.passes:
+        rows["backward"] = {
+            name: _backwards([_graph(function, _leaves_anew(arguments)) for _ in range(calls)])
+            for name, function in functions.items()
+        }
+    return {
+        way: {name: spread.median for name, spread in timing.host(runs, calls=calls, warmup=HOST_WARMUP).items()}
+        for way, runs in rows.items()
+    }
+
+
+def _leaves_anew(arguments: Sequence[Any]) -> list[Any]:
+    """With leaves of their own over the same memory, so that no two graphs' gradients are added up."""
+    return [a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.requires_grad else a for a in arguments]
 
 
 def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
@@ -379,7 +410,8 @@ def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> 
 
 
 def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
-    times, hosts = timed(case, compiled=compiled, budget_s=CASE_BUDGET_S)
+    times = timed(case, compiled=compiled, budget_s=CASE_BUDGET_S)
+    hosts = host_us(case)
     batch = min(case.shape[0], ERROR_BATCH)
     mine, theirs = verify.errors(case, (case.ours, case.eager), DEVICE, batch=batch, seed=1)
     made = datetime.date.today().isoformat()
@@ -412,25 +444,14 @@ def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
     ]
 
 
-def timed(
-    case: Case, *, compiled: bool, budget_s: float
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
-    """Device times (pass → contender → Spread in ms) and host times (pass → contender → µs) of a case's passes."""
+def timed(case: Case, *, compiled: bool, budget_s: float) -> dict[str, dict[str, Any]]:
+    """Device times of a case's passes: pass → contender → Spread in ms."""
     contenders: dict[str, Callable[..., Any]] = {"advisor": case.ours, "eager": case.eager}
     if compiled and (function := _compiled(case)):
         contenders["compile"] = function
-    times: dict[str, dict[str, Any]] = {}
-    hosts: dict[str, dict[str, float]] = {}
-    for way, runs, sets in contests(case, contenders):
-        times[way] = timing.interleaved(runs, sets, budget_s=budget_s / 2)
-        # Not by turns with compiled code: after a call of that the others take a third to a half longer.
-        both = {name: call for name, call in runs.items() if name != "compile"}
-        hosts[way] = _host_us(both, sets)
-    return times, hosts
-
-
-def _host_us(runs: Mapping[str, Callable[[Any], object]], sets: Sequence[Any]) -> dict[str, float]:
-    return {name: spread.median for name, spread in timing.host(runs, sets).items()}
+    return {
+        way: timing.interleaved(runs, sets, budget_s=budget_s / 2) for way, runs, sets in contests(case, contenders)
+    }
 
 
 def _compiled(case: Case) -> Callable[..., Any] | None:
@@ -452,14 +473,13 @@ def _compiled(case: Case) -> Callable[..., Any] | None:
 
 
 def contests(
-    case: Case, contenders: Mapping[str, Callable[..., Any]], *, rotated: bool = True
+    case: Case, contenders: Mapping[str, Callable[..., Any]]
 ) -> Iterator[tuple[str, dict[str, Callable[[Any], object]], Sequence[Any]]]:
-    """Each pass of a case: its name, what each contender runs in it, and the sets of inputs over which that goes: one unless `rotated`."""
+    """Each pass of a case: its name, what each contender runs in it, and the sets of inputs over which that goes."""
     generator = verify.seeded(DEVICE, 0)
     first = case.inputs(generator, case.shape[0])
     nbytes = sum(a.numel() * a.element_size() for a in first if isinstance(a, torch.Tensor))
-    count = timing.rotation(nbytes) if rotated else 1
-    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(count - 1))]
+    sets = [first, *(case.inputs(generator, case.shape[0]) for _ in range(timing.rotation(nbytes) - 1))]
     yield "forward", {name: _call(function) for name, function in contenders.items()}, sets
     if "backward" in case.passes:
         graphs = {name: [_graph(function, arguments) for arguments in sets] for name, function in contenders.items()}
@@ -511,3 +531,9 @@ def _backward(graphs: Sequence[tuple[Any, Any, Any]]) -> Callable[[int], object]
         return torch.autograd.grad(outputs, leaves, above, retain_graph=True)
 
     return run
+
+
+def _backwards(graphs: Sequence[tuple[Any, Any, Any]]) -> Callable[[], object]:
+    """All of them in one run of autograd."""
+    outputs, leaves, above = ([tensor for part in parts for tensor in part] for parts in zip(*graphs, strict=True))
+    return lambda: torch.autograd.grad(outputs, leaves, above, retain_graph=True)

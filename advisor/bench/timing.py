@@ -23,7 +23,7 @@ Inputs = TypeVar("Inputs")
 # Enough rounds for a median that two runs agree on within a per cent on an idle H200, in about 50 ms a contender and shape.
 ROUNDS = 25
 WARMUP_ROUNDS = 3
-HOST_ROUNDS = 50  # a host's times are further apart than a device's
+HOST_ROUNDS = 40  # a host's times are further apart than a device's
 LEAST_ROUNDS = 7  # a median with quartiles of a sort, where the time budget ends earlier
 # Calls between two events: as many as take this long together, so that the events' own microseconds do not count.
 ROW_MS = 0.3
@@ -139,16 +139,16 @@ def interleaved(
 
 
 def host(
-    contenders: Mapping[str, Callable[[Inputs], object]],
-    sets: Sequence[Inputs],
+    contenders: Mapping[str, Callable[[], object]],
     *,
+    calls: int = 1,
     warmup: int = 0,
     rounds: int = HOST_ROUNDS,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, Spread]:
-    """Host microseconds that a call takes until it returns, of calls by turns that never wait for the device.
+    """Host microseconds a call until the last of `calls` has returned, which each run makes in a row; runs by turns, which never wait for the device.
 
-    `before` each call, untimed. The first `warmup` rounds do not count.
+    `before` each run, untimed. The first `warmup` rounds do not count.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(warmup + rounds):
@@ -156,10 +156,10 @@ def host(
             before()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            run(sets[number % len(sets)])
+            run()
             taken = time.perf_counter() - begin
             if number >= warmup:
-                times[name].append(taken * 1e6)
+                times[name].append(taken / calls * 1e6)
     return {name: spread(values) for name, values in times.items()}
 
 

@@ -364,14 +364,6 @@ def test_patterns_are_found_by_path(captured) -> None:
     assert "odd" not in report.matched  # momentum=None reads a counter: Dynamo leaves that batch norm out of the graph
 
 
-def test_rows_are_joined_only_where_that_is_dispatched() -> None:
-    """Until then a norm over channels that are no whole vectors is left alone, and the report says why."""
-    report, run = capture(Functional().train())
-    run(torch.randn(4, 3, 8, 8))
-    assert report.unmatched["bn5"] == "5 channels are no multiple of 4"
-    assert "bn1" in report.matched
-
-
 @pytest.mark.parametrize(
     ("channels", "dtype", "rows"),
     [

@@ -31,7 +31,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing, "host", lambda contenders, sets: dict.fromkeys(contenders, timing.spread([1.0] * 2)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(ops, "HOST_CALLS", 2)
+    monkeypatch.setattr(timing.host, "__kwdefaults__", {**timing.host.__kwdefaults__, "rounds": 2})
     monkeypatch.setattr(timing, "rotation", lambda nbytes: 2)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
@@ -63,6 +65,8 @@ def test_a_case_is_measured(emulated, on_cpu, family: Family) -> None:
     for row in rows:
         assert (row.advisor_ms, row.eager_ms, row.compile_ms) == (1.0, 2.0, None)
         assert row.limit_ms > 0
+        assert row.advisor_host_us > 0
+        assert row.eager_host_us > 0
         assert row.error == row.error < 0.1
         assert "eager/ours  2.00" in row.line()
     assert sum(emulated.launches.values()) > 0
@@ -72,17 +76,38 @@ def test_what_cannot_be_compiled_keeps_its_other_times(on_cpu, monkeypatch, caps
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     case = small(catalog.get("bias_act"))
     ours = replace(case, ours=case.eager)
-    times, hosts = ops.timed(ours, compiled=True, budget_s=1.0)
+    times = ops.timed(ours, compiled=True, budget_s=1.0)
     assert all(list(found) == ["advisor", "eager", "compile"] for found in times.values())
-    assert all(list(found) == ["advisor", "eager"] for found in hosts.values())
 
     def fails(*_: object) -> None:
         raise RuntimeError("no backend\nand more")
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: fails)
-    times, hosts = ops.timed(ours, compiled=True, budget_s=1.0)
-    assert all(list(found) == ["advisor", "eager"] for found in (*times.values(), *hosts.values()))
+    times = ops.timed(ours, compiled=True, budget_s=1.0)
+    assert all(list(found) == ["advisor", "eager"] for found in times.values())
     assert capsys.readouterr().out == f"{case.label}: torch.compile: RuntimeError: no backend\n"
+
+
+def test_the_host_s_times_are_of_calls_in_a_row_and_of_one_run_of_autograd(on_cpu, monkeypatch) -> None:
+    case = next(case for case in catalog.get("bias_act").verification if case.name == "bias+relu")
+    made: dict[str, list[Any]] = {"advisor": [], "eager": []}
+
+    def host(contenders: Mapping[str, Callable[[], Any]], *, calls: int, warmup: int) -> dict[str, Any]:
+        assert calls == 2
+        assert warmup
+        for name, run in contenders.items():
+            made[name].append(run())
+        return dict.fromkeys(contenders, timing.spread([3.0] * 2))
+
+    monkeypatch.setattr(timing, "host", host)
+    found = ops.host_us(replace(case, ours=case.eager))
+    assert found == {way: {"advisor": 3.0, "eager": 3.0} for way in ("forward", "backward")}
+    for forwards, gradients in made.values():
+        assert len(forwards) == 2
+        assert len(gradients) == 4
+        for dx, dbias in (gradients[:2], gradients[2:]):  # each call's own
+            torch.testing.assert_close(dx.float().sum((0, 2, 3)), dbias, rtol=1e-2, atol=1e-2)
+        assert not torch.equal(gradients[0], gradients[2])
 
 
 class Calls:

@@ -50,6 +50,7 @@ _UNEVEN = (
 )
 # Whose channels are no whole vectors, of ShuffleNetV2 and ReXNet at batch 256.
 _JOINED = ((256, 58, 28, 28), (256, 116, 14, 14), (256, 27, 56, 56), (256, 162, 28, 28))
+_SMALL_JOINED = ((32, 58, 28, 28), (8, 116, 14, 14))
 # Odd sizes: few rows, a prime number of vectors, N = 1, one pixel. Channels are multiples of 8, which every dtype takes.
 _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1, 1))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
@@ -241,6 +242,7 @@ BENCHMARK = (
     ),
     *(_case(shape, "bfloat16", activation, False) for shape, activation in _UNEVEN),
     *(_case(shape, "bfloat16", activation, False) for shape in _JOINED for activation in ("none", "relu")),
+    *(_case(shape, "bfloat16", "relu", False) for shape in _SMALL_JOINED),
     *(_case(_JOINED[0], dtype, "relu", False) for dtype in ("float16", "float32")),
     _case(_JOINED[3], "bfloat16", "relu", True),
     # One launch beside two, which the cases above have for the shapes that stand there too.

@@ -121,12 +121,6 @@ def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
     )
 
 
-def _joins() -> bool:
-    """Whether taking rows for one is dispatched at all."""
-    wins = spec.wins(activation="relu", residual=False, dtype="bfloat16", variant=spec.JOINED)
-    return not dispatch.refusal("", wins)
-
-
 def _patterns(norm: BatchNorm) -> list[_Pattern]:
     """What the operation could stand for here, the most first."""
     node = norm.node
@@ -154,11 +148,10 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     """
     graph = graph_module.graph
     running: list[tuple[fx.Node, fx.Node, int]] = []  # statistics to copy back: (buffer, op's second output, row)
-    joins = _joins()
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
-        norm, path = batch_norm(node, joins=joins), match.path(node)
+        norm, path = batch_norm(node, joins=True), match.path(node)
         if isinstance(norm, BatchNorm) and norm.variant and compiled:
             norm = f"{norm.variant}: left to Inductor"
         elif isinstance(norm, BatchNorm) and norm.shared and compiled:

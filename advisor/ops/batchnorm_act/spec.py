@@ -135,11 +135,11 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN, FORKED and JOINED, or empty for the batch norm that most networks train.
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
-    128x512x4x4, bn with LeakyReLU, SiLU and GELU, and bn+relu frozen, without affine parameters and without running statistics; what is
-    taken to do as these, INFERRED has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
+    128x512x4x4, bn with LeakyReLU, SiLU and GELU, bn+relu frozen, without affine parameters and without running statistics, and bn, bn+relu
+    and bn+add+relu of joined rows; what is taken to do as these, INFERRED has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
-    if variant == JOINED or (variant == FORKED and (activation, residual) not in _MEASURED_FORKED):
+    if variant == FORKED and (activation, residual) not in _MEASURED_FORKED:
         return UNMEASURED
     if activation == "none" and not residual and dtype == "float32":
         return f"nothing to fuse, and cuDNN's own batch norm is as fast in {dtype}"
@@ -154,7 +154,7 @@ def kind(activation: str, residual: bool, variant: str = "") -> str:
 def kinds() -> tuple[Kind, ...]:
     """Every kind that `wins` takes."""
     variants = {"": "", FORKED: FORKED, FROZEN: FROZEN, FROZEN_AFFINE: FROZEN}
-    variants |= {NO_AFFINE: NO_AFFINE, NO_STATISTICS: NO_STATISTICS}
+    variants |= {variant: variant for variant in (NO_AFFINE, NO_STATISTICS, JOINED)}
     return tuple(
         (kind(activation, residual, variant), dtype)
         for (variant, asked), (activation, residual), dtype in product(variants.items(), _PAIRS, STORAGE)
@@ -215,6 +215,25 @@ INFERRED = (
             ((("relu", False),), _OTHER_DTYPES),
             (tuple(pair for pair in _PAIRS if pair != ("relu", False)), tuple(STORAGE)),
         )
+    ),
+    Inferred(
+        names=tuple(kind(*pair, JOINED) for pair in (("none", False), ("relu", True))),
+        dtypes=_OTHER_DTYPES,
+        like_dtype="bfloat16",
+        because=OTHER_DTYPE,
+    ),
+    Inferred(
+        names=tuple(kind(a, residual, JOINED) for a, residual in _PAIRS if a not in ("none", "relu")),
+        dtypes=tuple(STORAGE),
+        like=kind("relu", False, JOINED),
+        because=OTHER_ACTIVATION,
+    ),
+    Inferred(
+        names=(kind("none", True, JOINED),),
+        dtypes=tuple(STORAGE),
+        like=kind("relu", True, JOINED),
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
     ),
 )
 SIZES_ASKED = ""

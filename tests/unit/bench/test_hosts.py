@@ -103,8 +103,8 @@ def test_steps_take_turns_with_gradients_cleared_and_are_timed_behind_the_warm_u
         ran.append((name, model.weight.grad))
         model(torch.ones(1, 2)).sum().backward()
 
-    steps = {"plain": lambda _: step("plain"), "advisor": lambda _: step("advisor")}
-    times = timing.host(steps, (None,), warmup=hosts.WARMUP, rounds=3, before=model.zero_grad)
+    steps = {"plain": lambda: step("plain"), "advisor": lambda: step("advisor")}
+    times = timing.host(steps, warmup=hosts.WARMUP, rounds=3, before=model.zero_grad)
     assert [spread.n for spread in times.values()] == [3, 3]
     assert all(spread.p10 > 0 for spread in times.values())
     assert ran == [("plain", None), ("advisor", None)] * (hosts.WARMUP + 3)
