@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -29,6 +29,10 @@ _ATTRIBUTE = struct.Struct("@i4xi60x")
 _COOPERATIVE, _OVERLAPPING = (ctypes.create_string_buffer(_ATTRIBUTE.pack(number, 1)) for number in (2, 6))
 # Struct's letters for the dtypes of numpy's scalars; a plain int is an address.
 _LETTERS = {"int32": "i", "int64": "q", "uint32": "I", "uint64": "Q", "float32": "f", "float64": "d"}
+
+
+# Told of each launch that went well, in its thread: while a call is recorded (ops/sites).
+watchers: list[Callable[..., None]] = []
 
 
 @lru_cache(maxsize=1)
@@ -122,6 +126,13 @@ class Kernel:
             raise AdvisorError(
                 f"the driver refuses to launch {self.name}: {_reason(status)}", fix="Run `advisor doctor`."
             )
+        for watcher in watchers:
+            watcher(self, grid, block, arguments, shared_bytes, stream, cooperative)
+
+    def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
+        """Of the driver's launch, of the kernel and of its attributes, and how many those are: for who launches without Python."""
+        attributes, number = self._attributes[cooperative]
+        return ctypes.cast(self._launch, ctypes.c_void_p).value or 0, self._function.value or 0, attributes, number
 
 
 @contextlib.contextmanager

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from advisor.ops.sites import recording
+
+_apply = torch._C._FunctionBase.__dict__["apply"]
 
 
 class Function(torch.autograd.Function):
@@ -10,6 +16,17 @@ class Function(torch.autograd.Function):
 
     What torch's own `apply` does before serves `setup_context`, which none of ours has, torch.func's transforms, and tensors that
     have outlived one: in all of those dispatch runs PyTorch's own operations (nvrtc.on_device).
+
+    Attributes:
+        replays: a call does nothing but allocate, launch and return, what it leaves on `ctx` besides tensors comes of its arguments'
+            layouts and constants alone, and so it is with its backward: a site may record and replay it (ops/sites).
     """
 
-    apply = torch._C._FunctionBase.__dict__["apply"]
+    replays = False
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As autograd.Function's."""
+        if recording.active is not None and recording.active.takes(cls):
+            return recording.active.apply(cls, args)
+        return _apply.__get__(None, cls)(*args)

@@ -426,6 +426,7 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
     `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor.
     """
     from advisor.ops import recomputation, weight_casts  # which read graphs through this module
+    from advisor.ops.sites import install
 
     families = [family for family in catalog.FAMILIES if family.id in reports]
     rewrites = [(family.rewrite, reports[family.id]) for family in families]
@@ -451,6 +452,8 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
                 _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)
         if mode is None:
             recomputation.as_written(graph_module)
+            for part in parts:
+                install.install(part.graph)
         if rewrites or mode is None:
             graph_module.recompile()
         if mode is None:

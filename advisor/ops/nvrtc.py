@@ -205,6 +205,14 @@ def tickets(device: torch.device) -> int:
     return counters.data_ptr() + slot * _TICKETS_PER_STREAM * 4
 
 
+def keeps(address: int) -> bool:
+    """Whether it lies in memory that `tickets` or `exchange` has given out, and which stays where it is."""
+    kept = [counters for counters, _ in _tickets.values()] + [
+        block for blocks, _ in _exchanges.values() for block in blocks
+    ]
+    return any(0 <= address - t.data_ptr() < t.untyped_storage().nbytes() for t in kept)
+
+
 # Of include/exchange.cuh: words of state ahead of two halves, and what stands in a word that has not come yet.
 EXCHANGE_STATE, ABSENT = 4, 0x7FEDCBA9
 _STREAMS_AT_A_TIME, _STREAMS_TO_SPARE = 8, 4  # to spare: for captures, which may take but not add to them

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from advisor.profiling import environment
+from advisor.core.cache import cache_dir
 
 PREFIX, FORBIDDEN = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
@@ -32,7 +32,7 @@ def hindrance() -> str:
 
 def variables() -> dict[str, str]:
     """What to set for the processes of a search; nothing where Python keeps compiled modules, or the user says where."""
-    folder = environment.cache_dir() / "python"
+    folder = cache_dir() / "python"
     if os.environ.get(PREFIX) or not hindrance() or not _private(folder):
         return {}
     return {PREFIX: str(folder), FORBIDDEN: ""}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from advisor.core.cache import cache_dir
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.units import bytes_text, rate_text
@@ -390,7 +391,7 @@ def _try_cupy() -> str:
 
 
 def _try_cache() -> tuple[str, str]:
-    folder = environment.cache_dir()
+    folder = cache_dir()
     try:
         with tempfile.TemporaryFile(dir=folder):
             return str(folder), ""

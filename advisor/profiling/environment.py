@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.core import storage
+from advisor.core.cache import cache_dir
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.profiling import hostload, nvml
@@ -99,16 +100,6 @@ def kept() -> Environment | None:
 
 def _kept_at() -> Path:
     return cache_dir() / f"environment-{_key()}.json"
-
-
-def cache_dir() -> Path:
-    """The user's cache folder for advisor, there and private (0700) where the disk allows it."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(root) / "advisor"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    return folder
 
 
 def measure() -> Environment:

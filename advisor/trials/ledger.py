@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.core import storage
+from advisor.core.cache import cache_dir
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval
 from advisor.core.profile import StepProfile
@@ -55,7 +56,7 @@ class Entry:
 
 def path() -> Path:
     """Where the ledger is."""
-    return Path(os.environ.get(VARIABLE) or environment.cache_dir() / FILE_NAME)
+    return Path(os.environ.get(VARIABLE) or cache_dir() / FILE_NAME)
 
 
 def entries(log: TrialLog, profile: StepProfile) -> tuple[Entry, ...]:

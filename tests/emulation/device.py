@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
-from advisor.ops import dispatch, nvrtc, shared_memory, tensor_map
+from advisor.ops import cuda_driver, dispatch, nvrtc, shared_memory, tensor_map
 from emulation import compiler
 from emulation.compiler import EmulationError
 
@@ -195,10 +196,18 @@ class Entry:
                 buffer.release()
         device.memory.sweep()
         device.launches[self.name] += 1
-        if device.counters.any():
+        with _disable_current_modes():  # nobody who watches the caller sees this
+            tickets, exchange = bool(device.counters.any()), device.exchanged is None or _ready(device.exchanged)
+        if tickets:
             raise EmulationError(f"{self.name} leaves a ticket that is not zero")
-        if device.exchanged is not None and not _ready(device.exchanged):
+        if not exchange:
             raise EmulationError(f"{self.name} leaves the exchange so that the next launch finds what is not its own")
+        for watcher in cuda_driver.watchers:
+            watcher(self, grid, block, arguments, shared, stream, cooperative)
+
+    def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
+        """None: it is launched from Python alone."""
+        return 0, 0, 0, 0
 
     def _copied(self, buffers: dict[int, _Buffer], address: int, name: str, written: bool) -> int:
         """Where the storage at this address lies for the launch. The null pointer stays what it is."""
@@ -296,6 +305,10 @@ class Device:
             self.memory.note(self.exchanged)
         return self.exchanged.data_ptr()
 
+    def keeps(self, address: int) -> bool:
+        kept = [t for t in (self.counters, self.exchanged) if t is not None]
+        return any(0 <= address - torch.Tensor.data_ptr(t) < t.untyped_storage().nbytes() for t in kept)
+
     def function(
         self, name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0
     ) -> Entry:
@@ -383,7 +396,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(nvrtc, "on_device", nvrtc.out_of_reach)
     monkeypatch.setattr(nvrtc, "refused", lambda name: "")
     monkeypatch.setattr(nvrtc, "stream", lambda device: None)
-    for name in ("function", "sm_count", "arch", "tickets", "exchange"):
+    for name in ("function", "sm_count", "arch", "tickets", "exchange", "keeps"):
         monkeypatch.setattr(nvrtc, name, getattr(device, name))
     monkeypatch.setattr(tensor_map, "unavailable", lambda: "")
     monkeypatch.setattr(tensor_map, "boxes", _boxes)

@@ -10,6 +10,7 @@ import torch
 from emulation.device import emulated
 
 from advisor.ops import catalog, dispatch
+from advisor.ops.sites import install
 
 __all__ = ["emulated"]
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[item.path] += 1
             if seen[item.path] > PLANTED:
                 item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture
+def readable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs call the operations' own functions, and no sites that stand for them (ops/sites)."""
+    monkeypatch.setattr(install, "install", lambda graph: None)
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from advisor.ops.grouped import api as grouped
 from advisor.ops.grouped import spec as grouped_spec
 from advisor.ops.moments_cases import APART
 
+pytestmark = pytest.mark.usefixtures("readable_graphs")
+
 PRODUCERS = ("depthwise", "grouped", "first_conv", "conv3x3", "pointwise")
 FAMILIES = ("batchnorm_max_pool", "batchnorm_act", "grouped")
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match
 
+pytestmark = pytest.mark.usefixtures("readable_graphs")
+
 
 class LayerNorm2d(nn.LayerNorm):
     """torchvision's."""

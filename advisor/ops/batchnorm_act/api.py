@@ -44,6 +44,8 @@ def _joined(x: torch.Tensor) -> bool:
 
 
 class _BatchNormAct(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -273,6 +275,8 @@ def _variant(x: torch.Tensor, running_mean: object, weight: object, bias: object
 
 
 class _FrozenBatchNormAct(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

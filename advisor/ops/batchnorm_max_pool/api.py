@@ -52,6 +52,8 @@ def _unsupported(
 
 
 class _BatchNormMaxPool(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -129,6 +129,8 @@ def _scale_name(variant: spec.Scaled) -> str:
 
 
 class _BiasAct(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -210,6 +212,8 @@ def bias_act(
 
 
 class _ScaleAdd(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

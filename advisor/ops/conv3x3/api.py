@@ -90,6 +90,8 @@ def _gradients(
 
 
 class _Conv3x3(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool

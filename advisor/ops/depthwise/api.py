@@ -128,6 +128,8 @@ def _gradients(
 
 
 class _DepthwiseConv2d(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, moments: bool

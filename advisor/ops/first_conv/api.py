@@ -166,6 +166,8 @@ def _differentiable_backward(
 
 
 class _FirstConv2d(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

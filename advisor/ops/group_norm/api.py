@@ -86,6 +86,8 @@ def _differentiable(
 
 
 class _GroupNorm(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

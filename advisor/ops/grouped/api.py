@@ -94,6 +94,8 @@ def _differentiable_backward(
 
 
 class _GroupedConv2d(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool

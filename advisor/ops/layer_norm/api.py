@@ -81,6 +81,8 @@ def _differentiable(
 
 
 class _LayerNorm(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

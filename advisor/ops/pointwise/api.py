@@ -38,6 +38,8 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 class _PointwiseConv2d(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, moments: bool

@@ -72,6 +72,8 @@ def _to_chosen(dy: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> to
 
 
 class _MaxPool(Function):
+    replays = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
         y, index = cuda.max_pool_forward(x, window, indices=ctx.needs_input_grad[0])
@@ -89,6 +91,8 @@ class _MaxPool(Function):
 
 
 class _BiasReluMaxPool(Function):
+    replays = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, window: Window) -> torch.Tensor:
         y, index = cuda.bias_max_pool_forward(x, alignment.aligned(bias.float()), window)
@@ -110,6 +114,8 @@ class _BiasReluMaxPool(Function):
 
 
 class _AvgPool(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, window: Window, count_include_pad: bool, divisor_override: int | None
@@ -138,6 +144,8 @@ class _AvgPool(Function):
 
 
 class _GlobalAvgPool(Function):
+    replays = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.shape = tuple(x.shape)

@@ -84,6 +84,8 @@ def _differentiable(
 
 
 class _SqueezeExcite(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -71,6 +71,8 @@ def _gradients(
 
 
 class _StridedPointwise(Function):
+    replays = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
         ctx.save_for_backward(x, weight)

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from advisor.core.cache import cache_dir
 from advisor.trials.files import journal
 
 OWNERS, TOKEN = "owners", "token"
@@ -37,10 +38,9 @@ def hold(run_dir: Path) -> None:
 
 def _noted(run_dir: Path) -> Path:
     """Where the user's own cache folder notes this search."""
-    from advisor.profiling import environment  # not in every process that is guarded: `guard` comes before the script
 
     name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:32]
-    return environment.cache_dir() / "searches" / name
+    return cache_dir() / "searches" / name
 
 
 def vouched(run_dir: Path) -> bool:

@@ -1,0 +1,499 @@
+// Calls of the bundled operations replayed without Python: a call site of a captured graph keeps what its call did, for the arguments
+// that it was made with (ops/sites.py), and does it again where arguments of the same layouts come.
+//
+// Recorded  a call is allocations, launches and calls of PyTorch's operators in an order, on slots: its tensor arguments, then what they
+//           make. An address is a slot's and an offset, all else that is passed is constant.
+// Site      what the graph calls. The first recording that fits the arguments is replayed; where none does, `miss` runs the operation in
+//           Python, and may add one.
+// Call      the autograd node. Its backward is replayed too, once Python has run and recorded it (`Recorded::context`); Python runs it again
+//           whenever it is not as recorded: create_graph, other layouts or streams, functorch.
+//
+// Compiled by the user's C++ compiler at first use (ops/native.py), without CUDA's headers: launches go through the driver's own
+// cuLaunchKernelEx, whose address Python knows.
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace py = pybind11;
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+constexpr int MOST_ARGUMENTS = 48;
+constexpr int NONE = -1;  // in place of a slot
+
+struct Config {  // CUlaunchConfig
+  unsigned int grid[3], block[3], shared;
+  void* stream;
+  void* attributes;
+  unsigned int number;
+};
+using LaunchKernel = int (*)(const Config*, void* function, void** arguments, void** extra);
+
+// What a tensor must be for a recording to fit it. Also: it begins at a multiple of 16 bytes.
+struct Layout {
+  bool there = false;
+  at::ScalarType dtype{};
+  c10::Device device{c10::DeviceType::CPU};
+  uint64_t keys = 0;  // of the dispatcher: tells subclasses, wrappers and inference tensors apart
+  bool wants = false;  // a gradient
+  std::vector<int64_t> sizes, strides;
+
+  explicit Layout(const Tensor& t) : there(t.defined()) {
+    if (!there) return;
+    dtype = t.scalar_type(), device = t.device(), keys = t.key_set().raw_repr(), wants = t.requires_grad();
+    sizes = t.sizes().vec(), strides = t.strides().vec();
+  }
+
+  bool fits(const Tensor& t) const {
+    if (!there || !t.defined()) return there == t.defined();
+    return t.key_set().raw_repr() == keys && t.scalar_type() == dtype && t.device() == device && t.sizes() == sizes &&
+           t.strides() == strides && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  }
+};
+
+int64_t current_stream(c10::Device device) {
+  if (device.is_cpu()) return 0;  // emulated kernels
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+}
+
+// torch.func's transforms and forward-mode differentiation: tensors have no memory of their own there.
+bool transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
+// Throws what Python has raised, so that it reaches whoever called autograd from another thread.
+[[noreturn]] void throw_raised(py::error_already_set& error) {
+  error.restore();
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
+struct Argument {
+  int slot = NONE;
+  int64_t offset = 0;
+  uint64_t value = 0;  // where there is no slot
+};
+
+struct Step {
+  // An allocation, into `slot`.
+  int slot = NONE;
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+  // Or a launch.
+  Config config{};
+  LaunchKernel launch = nullptr;  // null: `kernel` alone can
+  void* function = nullptr;
+  std::vector<Argument> arguments;
+  py::object kernel, constants;  // as Python calls it: an ops/cuda_driver.Kernel, and its arguments, None for what has a slot
+  bool cooperative = false;
+  // Or a call of an operator, as it came behind autocast.
+  std::optional<c10::OperatorHandle> called;
+  std::vector<c10::IValue> given;
+  std::vector<std::pair<int, int>> filled;  // (argument, slot)
+  std::vector<int> made;  // the slot of each result
+
+  std::vector<int> done;  // slots that nothing behind this step needs: their memory is free for what is allocated next
+
+  void run(variable_list& slots) const {
+    act(slots);
+    for (int last : done) slots[last].reset();
+  }
+
+  void act(variable_list& slots) const {
+    if (slot != NONE) {
+      slots[slot] = at::empty_strided(sizes, strides, options);
+    } else if (called) {
+      call(slots);
+    } else if (launch == nullptr || !driven(slots)) {
+      by_python(slots);  // which knows what to do where the device is not current, or says why it cannot
+    }
+  }
+
+  void call(variable_list& slots) const {
+    const c10::impl::ExcludeDispatchKeyGuard cast_already(c10::autocast_dispatch_keyset);
+    torch::jit::Stack stack = given;
+    for (const auto& [argument, from] : filled) stack[argument] = slots[from];
+    called->callBoxed(stack);
+    for (size_t i = 0; i < made.size(); ++i)
+      if (made[i] != NONE) slots[made[i]] = stack[i].toTensor();
+  }
+
+  bool driven(const variable_list& slots) const {
+    std::array<uint64_t, MOST_ARGUMENTS> values;
+    std::array<void*, MOST_ARGUMENTS> places;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const Argument& a = arguments[i];
+      values[i] = a.slot == NONE ? a.value : reinterpret_cast<uintptr_t>(slots[a.slot].const_data_ptr()) + a.offset;
+      places[i] = &values[i];
+    }
+    return launch(&config, function, places.data(), nullptr) == 0;
+  }
+
+  void by_python(const variable_list& slots) const {
+    py::gil_scoped_acquire gil;
+    try {
+      py::tuple given(arguments.size());
+      for (size_t i = 0; i < arguments.size(); ++i) {
+        const Argument& a = arguments[i];
+        given[i] = a.slot == NONE ? py::object(constants[py::int_(i)])
+                                  : py::object(py::cast(slots[a.slot]).attr("data_ptr")() + py::int_(a.offset));
+      }
+      const auto triple = [](const unsigned int* v) { return py::make_tuple(v[0], v[1], v[2]); };
+      const auto stream = reinterpret_cast<uintptr_t>(config.stream);
+      kernel(triple(config.grid), triple(config.block), given, config.shared, stream, py::arg("cooperative") = cooperative);
+    } catch (py::error_already_set& error) {
+      throw_raised(error);
+    }
+  }
+};
+
+// ("allocate", slot, sizes, strides, dtype, device), ("call", name, overload, arguments, [(argument, slot)], slots of results) or
+// ("launch", kernel, launch, function, attributes, number, grid, block, arguments, shared, stream, cooperative), where an argument is
+// (slot, offset) or (bytes, what Python passes).
+Step step(const py::tuple& of) {
+  Step made;
+  const auto kind = of[0].cast<std::string>();
+  if (kind == "allocate") {
+    made.slot = of[1].cast<int>();
+    made.sizes = of[2].cast<std::vector<int64_t>>(), made.strides = of[3].cast<std::vector<int64_t>>();
+    made.options = at::TensorOptions().dtype(of[4].cast<at::ScalarType>()).device(of[5].cast<c10::Device>());
+    return made;
+  }
+  if (kind == "call") {
+    made.called = c10::Dispatcher::singleton().findSchemaOrThrow(of[1].cast<std::string>().c_str(), of[2].cast<std::string>().c_str());
+    const auto& parameters = made.called->schema().arguments();
+    const auto values = of[3].cast<py::tuple>();
+    TORCH_CHECK(values.size() == parameters.size(), "a call has ", values.size(), " arguments");
+    made.filled = of[4].cast<std::vector<std::pair<int, int>>>();
+    made.made = of[5].cast<std::vector<int>>();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const bool later = std::any_of(made.filled.begin(), made.filled.end(), [&](const auto& pair) { return pair.first == static_cast<int>(i); });
+      made.given.push_back(later ? c10::IValue() : torch::jit::toIValue(values[i], parameters[i].real_type()));
+    }
+    return made;
+  }
+  const auto address = [&](int i) { return reinterpret_cast<void*>(of[i].cast<uintptr_t>()); };
+  made.kernel = of[1];
+  made.launch = reinterpret_cast<LaunchKernel>(address(2)), made.function = address(3);
+  made.config.attributes = address(4), made.config.number = of[5].cast<unsigned int>();
+  for (int i = 0; i < 3; ++i) {
+    made.config.grid[i] = py::tuple(of[6])[i].cast<unsigned int>();
+    made.config.block[i] = py::tuple(of[7])[i].cast<unsigned int>();
+  }
+  py::list constants;
+  for (const py::handle& item : py::tuple(of[8])) {
+    const auto pair = item.cast<py::tuple>();
+    Argument argument;
+    if (py::isinstance<py::bytes>(pair[0])) {
+      const auto bytes = pair[0].cast<std::string>();
+      TORCH_CHECK(bytes.size() <= sizeof argument.value, "a launch's constant has ", bytes.size(), " bytes");
+      std::memcpy(&argument.value, bytes.data(), bytes.size());
+      constants.append(pair[1]);
+    } else {
+      argument.slot = pair[0].cast<int>(), argument.offset = pair[1].cast<int64_t>();
+      constants.append(py::none());
+    }
+    made.arguments.push_back(argument);
+  }
+  TORCH_CHECK(made.arguments.size() <= MOST_ARGUMENTS, "a launch has ", made.arguments.size(), " arguments");
+  made.constants = constants;
+  made.config.shared = of[9].cast<unsigned int>(), made.config.stream = address(10), made.cooperative = of[11].cast<bool>();
+  return made;
+}
+
+// Of those slots that are none of `kept`, each is let go behind the last step that uses it.
+std::vector<Step> steps(const py::list& of, int slots, std::initializer_list<const std::vector<int>*> kept) {
+  std::vector<Step> made;
+  for (const py::handle& item : of) made.push_back(step(item.cast<py::tuple>()));
+  std::vector<bool> needed(slots, false);
+  for (const auto* some : kept)
+    for (int slot : *some)
+      if (slot != NONE) needed[slot] = true;
+  for (auto step = made.rbegin(); step != made.rend(); ++step) {
+    const auto use = [&](int slot) {
+      if (slot == NONE || needed[slot]) return;
+      needed[slot] = true;
+      step->done.push_back(slot);
+    };
+    use(step->slot);
+    for (const Argument& argument : step->arguments) use(argument.slot);
+    for (const auto& [_, slot] : step->filled) use(slot);
+    for (int slot : step->made) use(slot);
+  }
+  return made;
+}
+
+Tensor at_slot(const variable_list& slots, int slot) { return slot == NONE ? Tensor() : slots[slot]; }
+
+using Counters = std::vector<std::pair<py::object, py::object>>;  // (Counter, key): one more each time
+
+void count(const Counters& counters) {
+  for (const auto& [counter, key] : counters) {
+    PyObject* before = PyDict_GetItemWithError(counter.ptr(), key.ptr());
+    const auto now = py::reinterpret_steal<py::object>(PyLong_FromLong(before == nullptr ? 1 : PyLong_AsLong(before) + 1));
+    if (!now || PyDict_SetItem(counter.ptr(), key.ptr(), now.ptr()) != 0) throw py::error_already_set();
+  }
+}
+
+// Of saved tensors, then gradients from above, then what is allocated.
+struct Backward {
+  std::vector<Layout> inputs;
+  std::vector<Step> program;
+  std::vector<int> gradients;  // the slot of each argument's of the Function
+  Counters counters;
+  int slots;
+  c10::Device device;
+  int64_t stream;
+};
+
+struct Recorded {
+  // What it is for. An argument of the site is a tensor, the next of `inputs`, or a constant.
+  std::vector<py::object> constants;  // null where the argument is a tensor, or None in one's place
+  std::vector<Layout> inputs;
+  bool grad, autocast;
+  long state;
+  int64_t stream;
+  // What it does.
+  std::vector<Step> program;
+  int slots;
+  std::vector<int> outputs;
+  std::vector<int> differentiable, positions;  // slots of inputs that autograd sees, and which of the Function's arguments they are
+  std::vector<int> saved, dirty, constant;  // slots; `constant`: outputs without a gradient
+  bool single, materialize;  // `single`: the Function gives out a tensor, not a tuple
+  int pick = NONE;  // which of the outputs the site gives out; all of them
+  Counters counters;
+  py::object context;  // backward(saved, gradients) in Python; may set_backward
+  std::atomic<Backward*> backward{nullptr};
+
+  // Whoever lets it go last, a thread of autograd's perhaps, may not have Python's lock.
+  ~Recorded() {
+    if (!Py_IsInitialized()) {
+      for (py::object& constant : constants) constant.release();
+      for (auto& [counter, key] : counters) counter.release(), key.release();
+      for (Step& step : program) step.kernel.release(), step.constants.release();
+      context.release();
+      return;  // and its backward stays where it is
+    }
+    py::gil_scoped_acquire gil;
+    constants.clear(), counters.clear(), program.clear(), context = py::object();
+    delete backward.load();
+  }
+};
+
+struct Holder : torch::CustomClassHolder {
+  explicit Holder(std::shared_ptr<Recorded> of) : recorded(std::move(of)) {}
+  std::shared_ptr<Recorded> recorded;
+};
+
+struct Call : torch::autograd::Function<Call> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const Recorded* of, variable_list* slots, Holder* holder, bool ready) {
+    if (!ready)
+      for (const Step& step : of->program) step.run(*slots);
+    variable_list found, saved, marked, constant;
+    for (int slot : of->outputs)
+      if (slot != NONE) found.push_back((*slots)[slot]);
+    for (int slot : of->saved) saved.push_back(at_slot(*slots, slot));
+    ctx->save_for_backward(std::move(saved));
+    for (int slot : of->dirty) marked.push_back((*slots)[slot]);
+    if (!marked.empty()) ctx->mark_dirty(marked);
+    for (int slot : of->constant) constant.push_back((*slots)[slot]);
+    if (!constant.empty()) ctx->mark_non_differentiable(constant);
+    ctx->set_materialize_grads(of->materialize);
+    ctx->saved_data.emplace("of", c10::IValue::make_capsule(c10::intrusive_ptr<Holder>::reclaim_copy(holder)));
+    return found;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& above) {
+    const auto capsule = ctx->saved_data.at("of").toCapsule();
+    const std::shared_ptr<Recorded>& of = static_cast<Holder*>(capsule.get())->recorded;
+    variable_list slots = ctx->get_saved_variables();
+    auto next = above.begin();
+    for (int output : of->outputs) slots.push_back(output == NONE ? Tensor() : *next++);
+    variable_list found(of->differentiable.size() + 4);  // and one for each other argument of `forward`
+    const Backward* known = of->backward.load(std::memory_order_acquire);
+    if (known != nullptr && fits(*known, slots)) {
+      slots.resize(known->slots);
+      for (const Step& step : known->program) step.run(slots);
+      for (size_t i = 0; i < of->positions.size(); ++i) found[i] = at_slot(slots, known->gradients[of->positions[i]]);
+      if (!known->counters.empty()) {
+        py::gil_scoped_acquire gil;
+        count(known->counters);
+      }
+      return found;
+    }
+    py::gil_scoped_acquire gil;
+    try {
+      const auto begin = slots.begin(), middle = begin + static_cast<long>(of->saved.size());
+      const auto objects = [](auto from, auto to) {
+        py::list made;
+        for (; from != to; ++from) made.append(from->defined() ? py::cast(*from) : py::none());
+        return made;
+      };
+      const py::tuple gradients = of->context.attr("backward")(py::cast(of), objects(begin, middle), objects(middle, slots.end()));
+      for (size_t i = 0; i < of->positions.size(); ++i) {
+        const py::object gradient = gradients[of->positions[i]];
+        if (!gradient.is_none()) found[i] = gradient.cast<Tensor>();
+      }
+    } catch (py::error_already_set& error) {
+      throw_raised(error);
+    }
+    return found;
+  }
+
+  static bool fits(const Backward& known, const variable_list& slots) {
+    if (at::GradMode::is_enabled() || transformed() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+    if (known.inputs.size() != slots.size()) return false;
+    for (size_t i = 0; i < slots.size(); ++i)
+      if (!known.inputs[i].fits(slots[i])) return false;
+    return current_stream(known.device) == known.stream;
+  }
+};
+
+// The recording's outputs, with autograd's node behind them. Slots are filled as far as the inputs, or, once `ready`, all.
+py::object attach(const std::shared_ptr<Recorded>& of, variable_list& slots, bool ready) {
+  variable_list inputs;
+  for (int slot : of->differentiable) inputs.push_back(slots[slot]);
+  const auto holder = c10::make_intrusive<Holder>(of);
+  const variable_list found = Call::apply(at::TensorList(inputs), of.get(), &slots, holder.get(), ready);
+  auto next = found.begin();
+  py::tuple all(of->outputs.size());
+  for (size_t i = 0; i < of->outputs.size(); ++i) all[i] = of->outputs[i] == NONE ? py::none() : py::cast(*next++);
+  if (of->single) return all[0];
+  return of->pick == NONE ? py::object(all) : py::object(all[of->pick]);
+}
+
+// None where there is no tensor.
+variable_list tensors(const py::list& of) {
+  variable_list made;
+  for (const py::handle& item : of) made.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
+  return made;
+}
+
+struct Site {
+  py::object miss, state;
+  std::vector<std::shared_ptr<Recorded>> known;
+  std::string name;
+  PyMethodDef definition{};
+
+  bool fits(const Recorded& of, PyObject* const* args, Py_ssize_t number, long now, variable_list& slots) const {
+    if (of.state != now || of.grad != at::GradMode::is_enabled() || of.constants.size() != static_cast<size_t>(number)) return false;
+    slots.clear();
+    c10::Device device(c10::DeviceType::CPU);
+    for (Py_ssize_t i = 0; i < number; ++i) {
+      if (const PyObject* constant = of.constants[i].ptr()) {
+        if (constant == args[i]) continue;
+        if (Py_TYPE(constant) != Py_TYPE(args[i])) return false;
+        const int same = PyObject_RichCompareBool(const_cast<PyObject*>(constant), args[i], Py_EQ);
+        if (same < 0) PyErr_Clear();
+        if (same != 1) return false;
+        continue;
+      }
+      if (!THPVariable_Check(args[i])) return false;
+      const Tensor& tensor = THPVariable_Unpack(args[i]);
+      const Layout& layout = of.inputs[slots.size()];
+      if (!layout.fits(tensor) || (of.grad && layout.wants != tensor.requires_grad())) return false;
+      device = tensor.device();
+      slots.push_back(tensor);
+    }
+    return of.autocast == at::autocast::is_autocast_enabled(device.type()) && current_stream(device) == of.stream;
+  }
+
+  PyObject* call(PyObject* const* args, Py_ssize_t number) {
+    if (!known.empty() && !transformed() && !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+      const long now = state().cast<long>();
+      variable_list slots;
+      for (size_t i = 0; i < known.size(); ++i) {
+        const std::shared_ptr<Recorded> of = known[i];
+        if (!fits(*of, args, number, now, slots)) continue;
+        slots.resize(of->slots);
+        count(of->counters);
+        return attach(of, slots, false).release().ptr();
+      }
+    }
+    py::tuple given(number);
+    for (Py_ssize_t i = 0; i < number; ++i) given[i] = py::reinterpret_borrow<py::object>(args[i]);
+    return py::object(miss(*given)).release().ptr();
+  }
+};
+
+PyObject* call_site(PyObject* self, PyObject* const* args, Py_ssize_t number) {
+  HANDLE_TH_ERRORS
+  return reinterpret_cast<Site*>(PyCapsule_GetPointer(self, "advisor.site"))->call(args, number);
+  END_HANDLE_TH_ERRORS
+}
+
+// A function as Python calls it. The site lives as long as it.
+py::object function(std::shared_ptr<Site> site) {
+  auto* kept = new std::shared_ptr<Site>(std::move(site));
+  Site& of = **kept;
+  of.definition = {of.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_site)), METH_FASTCALL, nullptr};
+  py::object self = py::reinterpret_steal<py::object>(PyCapsule_New(&of, "advisor.site", [](PyObject* capsule) {
+    delete static_cast<std::shared_ptr<Site>*>(PyCapsule_GetContext(capsule));
+  }));
+  PyCapsule_SetContext(self.ptr(), kept);
+  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&of.definition, self.ptr(), py::str("advisor.ops.sites").ptr()));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(ADVISOR_NATIVE, m) {
+  py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
+      .def(py::init([](const py::list& arguments, const variable_list& inputs, const variable_list& slots, const py::list& program,
+                       std::vector<int> outputs, std::vector<int> differentiable, std::vector<int> positions,
+                       std::vector<int> saved, std::vector<int> dirty, std::vector<int> constant, bool single, bool materialize,
+                       py::object context, long state) {
+        auto made = std::make_shared<Recorded>();
+        for (const py::handle& argument : arguments)
+          made->constants.push_back(THPVariable_Check(argument.ptr()) ? py::object() : py::reinterpret_borrow<py::object>(argument));
+        for (const Tensor& input : inputs) made->inputs.emplace_back(input);
+        const c10::Device device = inputs.at(0).device();
+        made->grad = at::GradMode::is_enabled(), made->autocast = at::autocast::is_autocast_enabled(device.type());
+        made->state = state, made->stream = current_stream(device), made->slots = static_cast<int>(slots.size());
+        made->program = steps(program, made->slots, {&outputs, &differentiable, &saved, &dirty}), made->outputs = std::move(outputs);
+        made->differentiable = std::move(differentiable), made->positions = std::move(positions), made->saved = std::move(saved);
+        made->dirty = std::move(dirty), made->constant = std::move(constant);
+        made->single = single, made->materialize = materialize, made->context = std::move(context);
+        return made;
+      }))
+      .def("set_backward",
+           [](Recorded& self, const py::list& inputs, const py::list& program, std::vector<int> gradients, int slots, Counters counters) {
+             const c10::Device device = self.inputs.at(0).device;
+             auto made = std::unique_ptr<Backward>(new Backward{{}, steps(program, slots, {&gradients}), gradients, std::move(counters), slots, device, current_stream(device)});
+             for (const Tensor& input : tensors(inputs)) made->inputs.emplace_back(input);
+             Backward* none = nullptr;
+             if (self.backward.compare_exchange_strong(none, made.get())) made.release();
+           })
+      .def("set_result", [](Recorded& self, int pick, Counters counters) { self.pick = pick, self.counters = std::move(counters); })
+      .def("attach", [](const std::shared_ptr<Recorded>& self, variable_list slots) { return attach(self, slots, true); });
+  py::class_<Site, std::shared_ptr<Site>>(m, "Site")
+      .def(py::init([](std::string name, py::object miss, py::object state) {
+        auto made = std::make_shared<Site>();
+        made->name = std::move(name), made->miss = std::move(miss), made->state = std::move(state);
+        return made;
+      }))
+      .def("add", [](Site& self, std::shared_ptr<Recorded> recorded) { self.known.push_back(std::move(recorded)); })
+      .def("function", [](const std::shared_ptr<Site>& self) { return function(self); });
+}

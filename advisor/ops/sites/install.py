@@ -1,0 +1,80 @@
+"""Puts sites in the place of the bundled operations' functions that a rewritten graph calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from advisor.ops import dispatch
+from advisor.ops.sites import native
+from advisor.ops.sites.recording import recording
+
+_MOST_KNOWN = 8  # recordings a site
+_MOST_REFUSED = 2
+_numbers = itertools.count()
+# How many calls were recorded to be replayed, and why others were not, by function: read by tests and for debugging.
+recorded: Counter[str] = Counter()
+refused: Counter[tuple[str, str]] = Counter()
+
+
+def install(graph: fx.Graph) -> None:
+    """Put sites in, where they can be compiled at all."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and _is_ours(node.target) and _is_flat(node)]
+    if not nodes or native.module() is None:
+        return
+    for node in nodes:
+        names = tuple(node.kwargs)
+        node.target = site(node.target, names)
+        node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
+
+
+def site(function: Callable[..., Any], names: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """`function`, called with positional arguments, of which the last have these names."""
+    miss = _Miss(function, names)
+    miss.site = native.module().Site(f"{function.__name__}_{next(_numbers)}", miss, dispatch.state)
+    found: Callable[..., Any] = miss.site.function()
+    return found
+
+
+def _is_ours(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith("advisor.ops.") and module.endswith(".api")
+
+
+def _is_flat(node: fx.Node) -> bool:
+    """Whether no argument is a list of values or the like."""
+    flat = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
+    return set(flat) == set(node.all_input_nodes)
+
+
+class _Miss:
+    """What a site calls where no recording fits: the operation itself, recorded while that may be of use."""
+
+    def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self.site: Any = None
+        self._function, self._names = function, names
+        self._known = self._refused = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._known >= _MOST_KNOWN or self._refused >= _MOST_REFUSED:
+            return self._run(arguments)
+        with recording(arguments) as made:
+            result = self._run(arguments)
+        if made.finished(result):
+            self.site.add(made.recorded)
+            self._known += 1
+            recorded[self._function.__name__] += 1
+        else:
+            self._refused += 1
+            refused[self._function.__name__, made.refused] += 1
+        return result
+
+    def _run(self, arguments: tuple[Any, ...]) -> Any:
+        if not self._names:
+            return self._function(*arguments)
+        count = len(arguments) - len(self._names)
+        return self._function(*arguments[:count], **dict(zip(self._names, arguments[count:], strict=True)))

@@ -1,0 +1,361 @@
+"""Watches Python do an operation's call once: what it allocates and launches, in order, is what calls.cpp replays.
+
+A call can be replayed when it is one `Function` (of those that say so, `Function.replays`), runs on the one stream, and passes to launches
+addresses of its tensors, or of the counters and exchanges that a stream has for good (ops/nvrtc.py). All else stays in Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from advisor.core.errors import first_line
+from advisor.ops import cuda_driver, dispatch, nvrtc
+from advisor.ops.sites import native
+
+NONE = -1  # in place of a slot
+_MOST_TRIES = 3  # to record a backward
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # whose kernels fill the memory, so that a plain allocation will do
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Allocations, launches and operators of this thread while it is entered, as calls.cpp takes them.
+
+    Attributes:
+        slots: the tensors that there are: those given, None for one that is not there, then what is made.
+        steps: what makes them, and what is launched on them.
+        refused: why that cannot be replayed; empty where it can.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.slots = list(slots)
+        self.steps: list[tuple[Any, ...]] = []
+        self.refused = ""
+        self._base: dict[int, int] = {}  # of a slot that is a view, the one with the memory
+        self._views: list[tuple[torch.Tensor, Any, Any, Any]] = []  # that nobody has asked for yet, and what made them
+        device = next(t.device for t in self.slots if t is not None)
+        self._device, self._stream = device, nvrtc.stream(device.index or 0) or 0
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Tape:
+        cuda_driver.watchers.append(self._launched)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        cuda_driver.watchers.remove(self._launched)
+
+    def refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
+
+    def slot(self, tensor: torch.Tensor | None) -> int:
+        """A tensor's. One that has none gets one, and is refused."""
+        if tensor is None:
+            return NONE
+        for slot, found in enumerate(self.slots):
+            if found is tensor:
+                return slot
+        # Autograd may hand on another object than it got from below.
+        alike = [view for view in self._views if _told(view[0]) == _told(tensor)]
+        for view in [view for view in alike if view[0] is tensor] or alike[-1:]:
+            self._views.remove(view)
+            _, operation, arguments, keywords = view
+            base = self.slot(arguments[0])
+            self._called(operation, arguments, keywords, (tensor,))
+            self._base[len(self.slots) - 1] = self._base.get(base, base)
+            return len(self.slots) - 1
+        self.refuse("a tensor is none of those given or made")
+        return self._add(tensor)
+
+    def _add(self, tensor: torch.Tensor) -> int:
+        self.slots.append(tensor)
+        return len(self.slots) - 1
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = operation(*args, **kwargs)
+        if (nvrtc.stream(self._device.index or 0) or 0) != self._stream:
+            self.refuse("it runs on another stream")
+        if self.refused:
+            return found
+        if operation in _ALLOCATIONS:
+            if found.device != self._device:
+                self.refuse(f"it allocates on {found.device}")
+            layout = (list(found.shape), list(found.stride()), found.dtype, found.device)
+            self.steps.append(("allocate", self._add(found), *layout))
+        elif (
+            operation is _aten.detach.default
+            and args[0] is self.slots[-1]
+            and self.steps[-1:]
+            and self.steps[-1][0] == "allocate"
+        ):
+            self.slots[-1] = found  # so torch.empty_like ends where it is watched
+        elif (
+            not operation._schema.is_mutable
+            and isinstance(found, torch.Tensor)
+            and self._holding(_begin(found)) is not None
+        ):
+            self._views.append((found, operation, args, kwargs))
+        else:
+            self._called(operation, args, kwargs, found if isinstance(found, (tuple, list)) else (found,))
+        return found
+
+    def _called(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Any]) -> None:
+        values: list[Any] = []
+        filled: list[tuple[int, int]] = []
+        for number, parameter in enumerate(operation._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(parameter.name, parameter.default_value)
+            if isinstance(value, torch.Tensor):
+                filled.append((number, self.slot(value)))
+                value = None
+            elif isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
+                self.refuse(f"it calls {operation} with a list of tensors")
+            values.append(value)
+        if not all(one is None or isinstance(one, torch.Tensor) for one in found):
+            self.refuse(f"it calls {operation}, which gives no tensors")
+            return
+        made = [
+            NONE if one is None else next((i for i, t in enumerate(self.slots) if t is one), NONE - 1) for one in found
+        ]
+        made = [self._add(one) if slot < NONE else slot for slot, one in zip(made, found, strict=True)]
+        name, _, overload = operation.name().partition(".")
+        self.steps.append(("call", name, overload, tuple(values), filled, made))
+
+    def _holding(self, address: int) -> int | None:
+        """The slot in whose memory an address lies, of a tensor that is no view of another's."""
+        found = [
+            slot
+            for slot, tensor in enumerate(self.slots)
+            if tensor is not None
+            and slot not in self._base
+            and _begin(tensor) <= address < _begin(tensor) + tensor.untyped_storage().nbytes()
+        ]
+        if len(found) > 1:
+            self.refuse("two of its tensors lie in the same memory")
+        return found[0] if found else None
+
+    def _launched(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[Any],
+        shared: int,
+        stream: int | None,
+        cooperative: bool,
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if (stream or 0) != self._stream:
+            self.refuse("it launches on another stream")
+        placed = [self._argument(value) for value in arguments]
+        address = kernel.addresses(cooperative)
+        self.steps.append(
+            ("launch", kernel, *address, tuple(grid), tuple(block), tuple(placed), shared, stream or 0, cooperative)
+        )
+
+    def _argument(self, value: Any) -> tuple[Any, Any]:
+        if type(value) is int:
+            slot = self._holding(value) if value else None
+            if slot is not None:
+                tensor = self.slots[slot]
+                assert tensor is not None
+                return slot, value - torch.Tensor.data_ptr(tensor)
+            if value and not nvrtc.keeps(value):
+                self.refuse("it passes an address of no tensor that it was given or allocated")
+            return struct.pack("@P", value), value
+        if isinstance(value, (np.void, np.ndarray)):
+            self.refuse("it passes a struct")  # in which there may be addresses
+            return b"", value
+        return value.tobytes(), value
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    return torch.UntypedStorage.data_ptr(tensor.untyped_storage())
+
+
+def _told(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return _begin(tensor), tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+class Context:
+    """In place of an autograd.Function's context: what its forward leaves, and its backward whenever that has to run in Python."""
+
+    def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
+        self._function, self._tries = function, 0
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+        self.dirty: tuple[torch.Tensor, ...] = ()
+        self.constant: tuple[torch.Tensor, ...] = ()
+        self.materializes = True
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        self.constant = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materializes = value
+
+    def stay(self) -> None:
+        """Have every backward run in Python, and none recorded."""
+        self._tries = _MOST_TRIES
+
+    def backward(
+        self, recorded: Any, saved: Sequence[torch.Tensor | None], above: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The Function's own, and at first recorded. One gradient an argument of its forward."""
+        own = copy.copy(self)  # other calls share this one
+        own.saved_tensors = tuple(saved)
+        if torch.is_grad_enabled() or nvrtc.transformed() or self._tries >= _MOST_TRIES:
+            return _tuple(self._function.backward(own, *above))
+        self._tries += 1
+        before = _counts()
+        with Tape((*saved, *above)) as tape:
+            found = _tuple(self._function.backward(own, *above))
+            gradients = [tape.slot(gradient) for gradient in found]
+        if not tape.refused:
+            self.stay()
+            with contextlib.suppress(RuntimeError, TypeError):  # a kind of argument that is not foreseen
+                recorded.set_backward([*saved, *above], tape.steps, gradients, len(tape.slots), _more(before))
+        return found
+
+
+def _tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+class Recording:
+    """One call of a site.
+
+    Attributes:
+        refused: why it cannot be replayed; empty where it can.
+        recorded: as calls.cpp has it.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+        self.tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        self.refused = ""
+        self.recorded: Any = None
+        self._before = _counts()
+        self._returned: Any = None
+        self._thread = threading.get_ident()
+        if len({id(t) for t in self.tensors}) < len(self.tensors):
+            self.refused = "a tensor is given twice"
+        elif not all(_is_plain(t) for t in self.tensors):
+            self.refused = "a tensor has no memory of its own, or begins between two vectors"
+
+    def takes(self, function: Any) -> bool:
+        """Whether `apply` of this Function is to be recorded."""
+        if threading.get_ident() != self._thread:
+            return False
+        if self.recorded is not None:
+            self.refused = "it is more than one Function"
+        elif not function.replays:
+            self.refused = f"{function.__name__} is not replayed"
+        return not self.refused
+
+    def apply(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """As `function.apply(*args)`."""
+        grad = torch.is_grad_enabled()
+        context = Context(function, tuple(grad and isinstance(a, torch.Tensor) and a.requires_grad for a in args))
+        tape = Tape(self.tensors)
+        positions = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        seen = [tape.slot(args[i]) for i in positions]  # what the site was not given is refused
+        with torch.no_grad(), tape:
+            found = function.forward(context, *args)
+            results = _tuple(found)
+            outputs = [tape.slot(y) for y in results]
+            saved = [tape.slot(t) for t in context.saved_tensors]
+            dirty = [tape.slot(t) for t in context.dirty]
+        context.saved_tensors = ()
+        self.refused = tape.refused
+        constant = [
+            slot for y, slot in zip(results, outputs, strict=True) if any(y is marked for marked in context.constant)
+        ]
+        context.dirty = context.constant = ()
+        outcome = (outputs, seen, positions, saved, dirty, constant, not isinstance(found, tuple), context.materializes)
+        made = list(self.arguments), self.tensors, tape.slots
+        behind = context, dispatch.state()
+        try:
+            self.recorded = native.module().Recorded(*made, [] if self.refused else tape.steps, *outcome, *behind)
+        except (RuntimeError, TypeError) as error:  # a kind of argument that is not foreseen
+            self.refused = first_line(error)
+            self.recorded = native.module().Recorded(*made, [], *outcome, *behind)
+        if self.refused:
+            context.stay()
+        self._returned = self.recorded.attach(tape.slots)
+        return self._returned
+
+    def finished(self, result: Any) -> bool:
+        """Whether a call that gave this can be replayed as recorded."""
+        parts = self._returned if isinstance(self._returned, tuple) else ()
+        picked = [i for i, part in enumerate(parts) if part is result]
+        if self.recorded is None:
+            self.refused = self.refused or "it calls no Function"
+        elif result is self._returned or picked:
+            self.recorded.set_result(picked[0] if picked else NONE, _more(self._before))
+        else:
+            self.refused = self.refused or "its result is not the Function's own"
+        return not self.refused
+
+
+Counts = dict[int, tuple[Counter[str], Counter[str]]]
+
+
+def _counts() -> Counts:
+    """Dispatch's counters, and each as it is now."""
+    counters = (*dispatch.engaged.values(), *dispatch.fell_back.values())
+    return {id(counter): (counter, Counter(counter)) for counter in counters}
+
+
+def _more(before: Counts) -> list[tuple[Counter[str], str]]:
+    """Counters and what has been counted in them since."""
+    return [(counter, key) for counter, old in before.values() for key, count in counter.items() if count > old[key]]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and torch.Tensor.data_ptr(tensor) % 16 == 0
+
+
+# The one that goes on, in whichever thread: a launch or a Function asks whether it is its own.
+active: Recording | None = None
+
+
+@contextlib.contextmanager
+def recording(arguments: tuple[Any, ...]) -> Iterator[Recording]:
+    """Inside, the call of a site with these arguments is recorded, unless another one is just now."""
+    global active
+    made = Recording(arguments)
+    if active is not None or not made.tensors:
+        made.refused = "another call is being recorded"
+        yield made
+        return
+    active = made
+    try:
+        yield made
+    finally:
+        active = None
