@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from advisor.bench import goals, results, timing, units
+from advisor.bench.placed import placed
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
@@ -363,28 +364,29 @@ def host_again(case: Case, rows: Sequence[OpRow]) -> list[OpRow]:
 
 
 def host_us(case: Case) -> dict[str, dict[str, float]]:
-    """Pass → contender → microseconds of the host a call, of calls in a row as a training makes them: a backward's by one run of autograd.
+    """Pass → contender → microseconds of the host a call, ours through a site as in a captured graph.
 
-    One call by itself behind a wait for the device takes the host up to twice as long, eager's and ours (docs/decisions/0054).
+    Calls are made in a row as a training makes them, and a row's backward is one run of autograd: one call by itself behind a wait for the
+    device takes the host up to twice as long, eager's and ours (docs/decisions/0054).
     """
     arguments = case.inputs(verify.seeded(DEVICE, 0), case.shape[0])
     nbytes = sum(a.numel() * a.element_size() for a in arguments if isinstance(a, torch.Tensor))
     calls = max(1, min(HOST_CALLS, HOST_BYTES // nbytes))
-    functions = {"advisor": case.ours, "eager": case.eager}
 
     def forwards(function: Callable[..., Any]) -> Callable[[], object]:
         return lambda: [function(*arguments) for _ in range(calls)]
 
-    rows = {"forward": {name: forwards(function) for name, function in functions.items()}}
-    if "backward" in case.passes:
-        rows["backward"] = {
-            name: _backwards([_graph(function, _leaves_anew(arguments)) for _ in range(calls)])
-            for name, function in functions.items()
-        }
-    return {
-        way: {name: spread.median for name, spread in timing.host(runs, calls=calls, warmup=HOST_WARMUP).items()}
-        for way, runs in rows.items()
-    }
+    def backwards(function: Callable[..., Any]) -> Callable[[], object]:
+        return _backwards([_graph(function, _leaves_anew(arguments)) for _ in range(calls)])
+
+    with placed(case.ours) as ours:
+        made = {"forward": forwards, "backward": backwards}
+        found: dict[str, dict[str, float]] = {}
+        for way in case.passes:
+            runs = {"advisor": made[way](ours), "eager": made[way](case.eager)}
+            times = timing.host(runs, calls=calls, warmup=HOST_WARMUP)
+            found[way] = {name: spread.median for name, spread in times.items()}
+    return found
 
 
 def _leaves_anew(arguments: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -112,22 +112,29 @@ class Kernel:
         """
         with self._lock:
             layout = self._layout or self._lay_out(arguments)
+            packed = arguments
             if self._blobs:
-                arguments = list(arguments)
+                packed = list(arguments)
                 for place in self._blobs:
-                    arguments[place] = arguments[place].tobytes()
-            layout.pack_into(self._values, 0, *arguments)
+                    packed[place] = packed[place].tobytes()
+            layout.pack_into(self._values, 0, *packed)
             _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, *self._attributes[cooperative])
             status = self._launch(self._config, self._function, self._places, None)
             if status in _ELSEWHERE:
-                with _current(self.device):
+                with self.current():
                     status = self._launch(self._config, self._function, self._places, None)
         if status:
-            raise AdvisorError(
-                f"the driver refuses to launch {self.name}: {_reason(status)}", fix="Run `advisor doctor`."
-            )
+            self.refuse(status)
         for watcher in watchers:
             watcher(self, grid, block, arguments, shared_bytes, stream, cooperative)
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the kernel's device is current in this thread."""
+        return _current(self.device)
+
+    def refuse(self, status: int) -> NoReturn:
+        """Raise what the driver said."""
+        raise AdvisorError(f"the driver refuses to launch {self.name}: {_reason(status)}", fix="Run `advisor doctor`.")
 
     def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
         """Of the driver's launch, of the kernel and of its attributes, and how many those are: for who launches without Python."""

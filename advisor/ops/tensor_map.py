@@ -15,6 +15,8 @@ from advisor.ops import cuda_driver
 _BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _UINT16, _PLAIN, _LINES_OF_128, _ZEROS = 1, 0, 2, 0  # CUtensorMapDataType, …Interleave, …L2promotion, …FloatOOBfill
 Parts = tuple[tuple[int, int], ...]
+# Of a map: where its tensor begins behind the address in bytes, sizes, strides in bytes of all but the first, sizes of a box, swizzle.
+Description = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 _SWIZZLE = {64: 2, 128: 3}  # by bytes of a pixel in shared memory
 
@@ -54,6 +56,23 @@ def boxes(
     return _boxes(x.data_ptr(), *x.shape, channels, columns, rows, groups, parts, step)
 
 
+class Boxes(np.ndarray[Any, np.dtype[np.void]]):
+    """Maps as a kernel's argument: one np.void.
+
+    Attributes:
+        address: of the tensor that they are of.
+        made_of: what the driver makes each of, beside that: see `_descriptions`.
+    """
+
+    address: int
+    made_of: tuple[Description, ...]
+
+
+def encoder() -> int:
+    """Address of the driver's function, for who makes maps without Python: of rank 5, with these constants for what is alike in all."""
+    return ctypes.cast(_encode(), ctypes.c_void_p).value or 0
+
+
 @lru_cache(maxsize=4096)
 def _boxes(
     address: int,
@@ -70,23 +89,47 @@ def _boxes(
 ) -> Any:
     memory = np.zeros(len(parts) * _BYTES + _ALIGNMENT, dtype=np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
-    found = memory[begin : begin + len(parts) * _BYTES]
-    for at, (row, column) in enumerate(parts):
-        height, width = (-(-(size - first) // step) for size, first in ((h, row), (w, column)))
+    maps = memory[begin : begin + len(parts) * _BYTES]
+    made_of = _descriptions(n, c, h, w, channels, columns, rows, groups, parts, step)
+    for at, (offset, sizes, strides, box, swizzle) in enumerate(made_of):
         status = _encode()(
-            ctypes.c_void_p(found.ctypes.data + at * _BYTES),
+            ctypes.c_void_p(maps.ctypes.data + at * _BYTES),
             _UINT16,
             5,
-            ctypes.c_void_p(address + 2 * c * (row * w + column)),
-            (ctypes.c_uint64 * 5)(c // groups, groups, width, height, n),
-            (ctypes.c_uint64 * 4)(2 * c // groups, 2 * c * step, 2 * c * w * step, 2 * c * w * h),
-            (ctypes.c_uint32 * 5)(channels, 1, columns, rows, 1),
+            ctypes.c_void_p(address + offset),
+            (ctypes.c_uint64 * 5)(*sizes),
+            (ctypes.c_uint64 * 4)(*strides),
+            (ctypes.c_uint32 * 5)(*box),
             (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
             _PLAIN,
-            _SWIZZLE[2 * channels],
+            swizzle,
             _LINES_OF_128,
             _ZEROS,
         )
         if status:
             raise AdvisorError(f"the driver refuses a tensor map of {n} x {h} x {w} x {c} values (error {status})")
-    return found.view(np.dtype((np.void, len(parts) * _BYTES)))
+    found = maps.view(np.dtype((np.void, len(parts) * _BYTES))).view(Boxes)
+    found.address, found.made_of = address, made_of
+    return found
+
+
+def _descriptions(
+    n: int,
+    c: int,
+    h: int,
+    w: int,
+    channels: int,
+    columns: int,
+    rows: int,
+    groups: int,
+    parts: Parts,
+    step: int,
+) -> tuple[Description, ...]:
+    found: list[Description] = []
+    for row, column in parts:
+        height, width = (-(-(size - first) // step) for size, first in ((h, row), (w, column)))
+        sizes = (c // groups, groups, width, height, n)
+        strides = (2 * c // groups, 2 * c * step, 2 * c * w * step, 2 * c * w * h)
+        box = (channels, 1, columns, rows, 1)
+        found.append((2 * c * (row * w + column), sizes, strides, box, _SWIZZLE[2 * channels]))
+    return tuple(found)

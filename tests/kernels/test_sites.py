@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from emulation.compiler import EmulationError
+from emulation.device import only_what_wins
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
-from advisor.ops.sites import install, native
+from advisor.core.errors import AdvisorError
+from advisor.ops import catalog, cuda_driver, dispatch, match
+from advisor.ops.batchnorm_act import api as norm
+from advisor.ops.bias_act import api as bias_act
+from advisor.ops.function import Function
+from advisor.ops.pooling import api as pooling
+from advisor.ops.sites import install, native, recording
+from advisor.ops.upsample import api as upsample
 
 pytestmark = pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
+
+Step = Callable[..., list[torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +44,8 @@ def _fresh() -> Iterator[None]:
 
 
 class Net(nn.Module):
+    """A convolution, norms with a pooling, a residual and an activation behind them, and a mean."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 16, 3, padding=1)
@@ -41,34 +61,401 @@ class Net(nn.Module):
         return F.adaptive_avg_pool2d(x, 1).flatten(1)
 
 
-def captured(model: nn.Module):
+def captured(model: nn.Module) -> Any:
     reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
     return torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
 
 
-def step(run, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def step(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Result, gradients and buffers of a training step."""
     model.zero_grad()
     y = run(x)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    y.float().square().sum().backward()
+    gradients = [x.grad, *(p.grad for p in model.parameters())]
+    return [y.detach(), *(g for g in gradients if g is not None), *(b.clone() for b in model.buffers())]
 
 
-def test_steps_are_replayed_and_are_as_python_makes_them(emulated) -> None:
+def image(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.randn(shape).contiguous(memory_format=torch.channels_last).requires_grad_(grad)
+
+
+def vector(channels: int = 16, *, grad: bool = True) -> torch.Tensor:
+    return (torch.rand(channels) + 0.5).requires_grad_(grad)
+
+
+def _told(ran: list[str], own: Callable[..., Any], name: str, *args: Any) -> Any:
+    ran.append(name)
+    return own(*args)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The Functions whose forward or backward ran in Python inside."""
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        for function in Function.__subclasses__():
+            for name in ("forward", "backward"):
+                own, told = getattr(function, name), f"{function.__name__}.{name}"
+                patch.setattr(function, name, staticmethod(partial(_told, ran, own, told)))
+        yield ran
+
+
+def test_steps_are_replayed_and_are_as_python_makes_them(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Net().to(memory_format=torch.channels_last).train()
     other = copy.deepcopy(model)
     run = captured(model)
     counts = []
     for seed in range(4):
-        torch.manual_seed(seed)
-        x = torch.randn(2, 3, 12, 12).contiguous(memory_format=torch.channels_last)
+        x = image(2, 3, 12, 12)
         emulated.launches.clear()
         dispatch.clear()
-        mine = step(run, model, x.clone().requires_grad_())
+        with counted(monkeypatch) as in_python:
+            mine = step(run, model, x.detach().requires_grad_())
+        theirs = step(other, other, x.detach().requires_grad_())
         counts.append((dict(emulated.launches), {k: dict(v) for k, v in dispatch.engaged.items() if v}))
-        theirs = step(other, other, x.clone().requires_grad_())
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert len(in_python) == (8 if seed == 0 else 0)  # four forwards and four backwards
     assert counts[0][0]
     assert all(found == counts[0] for found in counts[1:])
-    print(install.recorded, install.refused)
+    assert install.recorded == {"batchnorm_max_pool": 1, "batchnorm_act": 2, "global_avg_pool2d": 1}
+    assert not install.refused
+
+
+def test_what_a_recording_does_not_fit_runs_in_python_and_is_recorded_too(emulated, monkeypatch) -> None:
+    site = install.site(pooling.max_pool2d)
+    rest = ((3, 3), (2, 2), (1, 1))
+    half = image(2, 16, 8, 8).detach().bfloat16().requires_grad_()
+    calls = [
+        (image(2, 16, 8, 8), rest),
+        (image(3, 16, 8, 8), rest),
+        (image(2, 16, 8, 8, grad=False), rest),
+        (half, rest),
+        (image(2, 16, 8, 8), ((2, 2), (2, 2), (0, 0))),
+    ]
+    for number, (x, window) in enumerate(calls, 1):
+        for again in (False, True):
+            with counted(monkeypatch) as in_python:
+                y = site(x, *window)
+            assert torch.equal(y, pooling.max_pool2d(x, *window))
+            assert bool(in_python) is not again
+        assert install.recorded["max_pool2d"] == number
+    with torch.no_grad():
+        assert site(calls[0][0], *rest).grad_fn is None
+    assert install.recorded["max_pool2d"] == len(calls) + 1
+    with dispatch.everything():  # as before
+        site(calls[0][0], *rest)
+    assert install.recorded["max_pool2d"] == len(calls) + 1
+
+
+def test_after_so_many_recordings_a_site_goes_on_in_python(emulated) -> None:
+    site = install.site(pooling.global_avg_pool2d)
+    for n in range(1, install._MOST_KNOWN + 4):
+        x = image(n, 8, 4, 4)
+        torch.testing.assert_close(site(x), x.mean((2, 3), keepdim=True))
+    assert install.recorded["global_avg_pool2d"] == install._MOST_KNOWN
+
+
+def test_no_kernel_runs_where_it_is_not_dispatched_any_more(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, x = install.site(pooling.max_pool2d), image(2, 16, 8, 8)
+    expected = site(x, (2, 2), (2, 2))
+    emulated.launches.clear()
+    monkeypatch.setattr(pooling.spec, "wins", lambda *_, **__: "slower")
+    with only_what_wins():
+        torch.testing.assert_close(site(x, (2, 2), (2, 2)), expected)
+    assert not emulated.launches
+    assert pooling.fell_back["slower"]
+
+
+def site_and_leaves() -> tuple[Any, list[Any], list[torch.Tensor]]:
+    """A batch norm's site that has recorded forward and backward, its arguments and those that want gradients."""
+    site = install.site(norm.batchnorm_act)
+    x, weight, bias = image(2, 16, 5, 4), vector(), vector()
+    arguments = [x, None, vector(grad=False), vector(grad=False), weight, bias, 0.1, 1e-5, "silu", 0.0]
+    for _ in range(2):
+        y = site(*arguments)
+        torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
+    assert install.recorded["batchnorm_act"] == 1
+    return site, arguments, [x, weight, bias]
+
+
+def test_a_backward_runs_in_python_when_it_is_not_as_recorded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, arguments, leaves = site_and_leaves()
+    dy = torch.randn(2, 16, 5, 4)  # not channels_last
+    with counted(monkeypatch) as in_python:
+        found = torch.autograd.grad(site(*arguments), leaves, dy)
+    assert in_python == ["_BatchNormAct.backward"]
+    expected = torch.autograd.grad(norm.batchnorm_act(*arguments), leaves, dy)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_second_derivatives_and_batches_of_gradients_pass_through_a_replayed_node(emulated) -> None:
+    site, arguments, leaves = site_and_leaves()
+    seconds = []
+    for function in (site, norm.batchnorm_act):
+        y = function(*arguments)
+        first = torch.autograd.grad(y, leaves, torch.ones_like(y).cumsum(0), create_graph=True)
+        seconds.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+        y = function(*arguments)
+        seconds[-1] += torch.autograd.grad(y, leaves, torch.ones(3, *y.shape).cumsum(0), is_grads_batched=True)
+    for mine, other in zip(*seconds, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_is_kept_freed_and_guarded_as_pytorch_s(emulated) -> None:
+    site, arguments, leaves = site_and_leaves()
+    y = site(*arguments)
+    first, second = (torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    torch.autograd.grad(y, leaves, torch.ones_like(y))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    y = site(*arguments)
+    with torch.no_grad():
+        arguments[0].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+
+def test_a_result_in_place_of_its_input_is_that_tensor(emulated) -> None:
+    site = install.site(bias_act.bias_act)
+    bias = vector()
+    for _ in range(3):
+        base = image(2, 16, 3, 5)
+        x = base * 2.0
+        version = x._version
+        y = site(x, bias, None, "relu", 0.0, True)
+        assert y is x
+        assert y._version > version
+        dx, dbias = torch.autograd.grad(y.square().sum(), (base, bias))
+        z = (base * 2.0 + bias.view(1, -1, 1, 1)).relu()
+        expected = torch.autograd.grad(z.square().sum(), (base, bias))
+        torch.testing.assert_close((dx, dbias), expected, rtol=1e-4, atol=1e-4)
+    assert install.recorded["bias_act"] == 1
+
+
+def test_two_results_over_one_memory_take_a_gradient_each(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = install.site(norm.forked_batchnorm_act)
+    arguments = [image(2, 16, 3, 5), image(2, 16, 3, 5), vector(grad=False), vector(grad=False), vector(), vector()]
+    arguments += [0.1, 1e-5, "relu", 0.0]
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    for number in range(3):
+        with counted(monkeypatch) as in_python:
+            one, other = site(*arguments)
+            assert one is not other
+            assert one.data_ptr() == other.data_ptr()
+            found = torch.autograd.grad((one, other), leaves, (torch.ones_like(one), 2 * torch.ones_like(one)))
+        assert bool(in_python) is (number == 0)
+        plain = norm.batchnorm_act(*arguments)
+        expected = torch.autograd.grad(plain, leaves, 3 * torch.ones_like(plain))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_in_a_list_are_arguments_too(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = install.site(upsample.upsample_concat)
+    rest = (0, (8, 6), None, "bilinear", True)
+    for number in range(3):
+        small, large = image(2, 8, 4, 3), image(2, 16, 8, 6)
+        with counted(monkeypatch) as in_python:
+            y = site([small, large], *rest)
+            found = torch.autograd.grad(y.square().sum(), (small, large))
+        assert bool(in_python) is (number == 0)
+        expected = upsample.upsample_concat([small, large], *rest)
+        assert torch.equal(y, expected)
+        torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), (small, large)))
+    assert install.recorded["upsample_concat"] == 1
+    alone = image(2, 8, 4, 3)
+    torch.testing.assert_close(site([alone], *rest), upsample.upsample_concat([alone], *rest))
+
+
+def test_what_a_launch_raises_is_raised(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, arguments, leaves = site_and_leaves()
+    y = site(*arguments)
+    monkeypatch.setattr(emulated.memory, "holding", lambda address: (_ for _ in ()).throw(EmulationError("planted")))
+    with pytest.raises(EmulationError, match="planted"):
+        site(*arguments)
+    with pytest.raises(EmulationError, match="planted"):
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+
+class Faulty(Function):
+    """What a test plants in its forward and backward."""
+
+    replays = True
+    plant: Callable[[torch.Tensor], Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        y.copy_(x)
+        found = Faulty.plant(y)
+        return found if isinstance(found, torch.Tensor) else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+def launches(*arguments: Any, stream: int = 0) -> Callable[[torch.Tensor], None]:
+    def plant(y: torch.Tensor) -> None:
+        for watcher in cuda_driver.watchers:
+            watcher(
+                _Kernel(), (1, 1, 1), (1, 1, 1), tuple(a(y) if callable(a) else a for a in arguments), 0, stream, False
+            )
+
+    return plant
+
+
+class _Kernel:
+    name = "planted"
+
+    def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
+        return 0, 0, 0, 0
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+
+elsewhere = torch.zeros(4)
+REFUSED = {
+    "it passes an address of no tensor": launches(lambda y: torch.Tensor.data_ptr(elsewhere)),
+    "it passes a struct": launches(np.zeros(3, np.int32)),
+    "it launches on another stream": launches(np.int32(3), stream=7),
+    "which gives no tensors": lambda y: y.sum().item(),
+    "with a list of tensors": lambda y: torch.cat([y[:2], y[2:]]),
+    "a tensor is none of those given or made": lambda y: elsewhere,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_replayed_stays_in_python(emulated, monkeypatch, reason: str) -> None:
+    monkeypatch.setattr(Faulty, "plant", staticmethod(REFUSED[reason]), raising=False)
+
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return Faulty.apply(x)
+
+    site = install.site(operation)
+    for _ in range(4):
+        x = torch.randn(4, requires_grad=True)
+        y = site(x)
+        assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y))[0], torch.ones_like(y))
+    assert not install.recorded
+    ((_, found),) = install.refused
+    assert reason in found
+
+
+def test_operators_between_launches_are_called_again_behind_autocast(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plant(y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (y.view(2, 2) @ y.view(2, 2).t()).flatten()
+
+    monkeypatch.setattr(Faulty, "plant", staticmethod(plant), raising=False)
+    site = install.site(lambda x: Faulty.apply(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            x = torch.randn(4)
+            found = site(x)
+            assert found.dtype == torch.float32  # a product that autocast would make in bf16
+            with torch.autocast("cpu", enabled=False):
+                torch.testing.assert_close(found, (x.view(2, 2) @ x.view(2, 2).t()).flatten())
+    assert sum(install.recorded.values()) == 1
+
+
+def test_a_tensor_that_is_left_on_ctx_is_not_replayed(emulated) -> None:
+    class Leaves(Function):
+        replays = True
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.kept = x * 2
+            return torch.empty_like(x).copy_(x)
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return dy * ctx.kept
+
+    site = install.site(lambda x: Leaves.apply(x))
+    for _ in range(3):
+        x = torch.randn(4, requires_grad=True)
+        (dx,) = torch.autograd.grad(site(x).sum(), x)
+        assert torch.equal(dx, 2 * x)
+    assert list(install.refused) == [("<lambda>", "it leaves a tensor on ctx that is not saved")]
+
+
+@pytest.mark.parametrize("arguments", ["twice", "unaligned", "subclass"])
+def test_tensors_that_a_recording_could_not_tell_apart_are_not_recorded(emulated, arguments: str) -> None:
+    x = image(2, 16, 3, 5)
+    if arguments == "twice":
+        site, given = install.site(bias_act.bias_act), (x, None, x, "relu", 0.0)
+    else:
+        other = torch.empty(2 * 16 * 15 + 1)[1:].view(2, 3, 5, 16).permute(0, 3, 1, 2).requires_grad_()
+        site = install.site(pooling.global_avg_pool2d)
+        given = (other if arguments == "unaligned" else x.as_subclass(type("Own", (torch.Tensor,), {})),)
+    for _ in range(2):
+        site(*given)
+    assert not install.recorded
+    assert sum(install.refused.values()) == 2
+
+
+def test_memory_between_launches_is_let_go_and_a_node_lets_its_own_go(emulated) -> None:
+    site, arguments, _ = site_and_leaves()
+    y = site(*arguments)
+    node, kept = y.grad_fn, weakref.ref(y)
+    del y
+    gc.collect()
+    assert kept() is None  # silu keeps x, not its result
+    assert node is not None
+
+
+def test_a_process_ends_with_graphs_alive() -> None:
+    """Nodes that Python's end finds hold objects of it."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import torch\n"
+        "from advisor.ops.sites import install, recording\n"
+        "from advisor.ops.function import Function; from advisor.ops import nvrtc; nvrtc.stream = lambda device: 0\n"
+        "class F(Function):\n"
+        "    replays = True\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x): ctx.save_for_backward(x); return x.clone()\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, dy): return dy.clone()\n"
+        "site = install.site(lambda x: F.apply(x)); x = torch.randn(4, requires_grad=True)\n"
+        "for _ in range(3): y = site(x); y.sum().backward(retain_graph=True)\n"
+        "sys.modules['kept'] = y; torch.kept = site(x)\n"
+        "print(install.recorded.total(), install.refused)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 Counter()\n"), done.stderr
+
+
+def test_without_a_compiler_graphs_call_the_functions_themselves(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "module", lambda: None)
+    model = Net().train()
+    x = image(2, 3, 12, 12)
+    y = captured(model)(x)
+    torch.testing.assert_close(y, copy.deepcopy(model)(x), rtol=1e-4, atol=1e-4)
+    assert emulated.launches
+    assert not install.recorded
+
+
+def test_a_refused_launch_says_what_the_driver_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "_reason", lambda status: f"status {status}")
+    kernel = cuda_driver.Kernel.__new__(cuda_driver.Kernel)
+    kernel.name = "some_kernel"
+    with pytest.raises(AdvisorError, match="refuses to launch some_kernel: status 3"):
+        kernel.refuse(3)
+
+
+def test_a_tape_sees_its_own_thread_alone(emulated) -> None:
+    import threading
+
+    x = image(2, 8, 3, 3, grad=False)
+    with recording.Tape([x]) as tape:
+        thread = threading.Thread(target=launches(np.int32(1)), args=(x,))
+        thread.start()
+        thread.join()
+        assert not tape.steps
+        launches(np.int32(1))(x)
+        assert [kind for kind, *_ in tape.steps] == ["launch"]
+    assert not cuda_driver.watchers

@@ -415,6 +415,7 @@ class Odd(nn.Module):
         return (self.conv(both), both.mean()) if self.kind == "mean" else self.conv(both)
 
 
+@pytest.mark.usefixtures("readable_graphs")
 @LOW
 @pytest.mark.parametrize(
     ("kind", "found"),

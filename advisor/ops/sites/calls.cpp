@@ -24,6 +24,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -91,10 +92,28 @@ bool transformed() {
   throw raised;
 }
 
+using EncodeMap = int (*)(void* map, int type, unsigned int rank, void* address, const uint64_t* sizes, const uint64_t* strides,
+                          const unsigned int* box, const unsigned int* steps, int interleave, int swizzle, int promotion, int fill);
+EncodeMap encode_map = nullptr;  // the driver's cuTensorMapEncodeTiled
+
+// A tensor map (ops/tensor_map.py).
+struct Map {
+  int64_t offset;
+  std::array<uint64_t, 5> sizes;
+  std::array<uint64_t, 4> strides;
+  std::array<unsigned int, 5> box;
+  int swizzle;
+};
+constexpr int MOST_MAPS = 4;
+struct alignas(64) Maps {
+  char bytes[MOST_MAPS * 128];
+};
+
 struct Argument {
   int slot = NONE;
   int64_t offset = 0;
   uint64_t value = 0;  // where there is no slot
+  std::vector<Map> maps;  // of the slot, in place of its address
 };
 
 struct Step {
@@ -127,8 +146,10 @@ struct Step {
       slots[slot] = at::empty_strided(sizes, strides, options);
     } else if (called) {
       call(slots);
-    } else if (launch == nullptr || !driven(slots)) {
-      by_python(slots);  // which knows what to do where the device is not current, or says why it cannot
+    } else if (launch == nullptr) {
+      by_python(slots);
+    } else if (driven(slots) != 0) {
+      once_more(slots);
     }
   }
 
@@ -141,17 +162,39 @@ struct Step {
       if (made[i] != NONE) slots[made[i]] = stack[i].toTensor();
   }
 
-  bool driven(const variable_list& slots) const {
+  static int encode(const Argument& of, const variable_list& slots, Maps& made) {
+    constexpr unsigned int each[5] = {1, 1, 1, 1, 1};
+    char* address = static_cast<char*>(const_cast<void*>(slots[of.slot].const_data_ptr()));
+    for (size_t i = 0; i < of.maps.size(); ++i) {
+      const Map& m = of.maps[i];
+      // 16-bit integers, not interleaved, lines of 128 bytes, zeros beyond the edges.
+      const int status = encode_map(made.bytes + 128 * i, 1, 5, address + m.offset, m.sizes.data(), m.strides.data(), m.box.data(), each, 0,
+                                    m.swizzle, 2, 0);
+      if (status != 0) return status;
+    }
+    return 0;
+  }
+
+  int driven(const variable_list& slots) const {
     std::array<uint64_t, MOST_ARGUMENTS> values;
     std::array<void*, MOST_ARGUMENTS> places;
+    std::array<Maps, 2> maps;
+    size_t mapped = 0;
     for (size_t i = 0; i < arguments.size(); ++i) {
       const Argument& a = arguments[i];
+      if (!a.maps.empty()) {
+        Maps& made = maps[mapped++];
+        if (const int status = encode(a, slots, made)) return status;
+        places[i] = made.bytes;
+        continue;
+      }
       values[i] = a.slot == NONE ? a.value : reinterpret_cast<uintptr_t>(slots[a.slot].const_data_ptr()) + a.offset;
       places[i] = &values[i];
     }
-    return launch(&config, function, places.data(), nullptr) == 0;
+    return launch(&config, function, places.data(), nullptr);
   }
 
+  // Of a kernel that only Python can launch: an emulated one.
   void by_python(const variable_list& slots) const {
     py::gil_scoped_acquire gil;
     try {
@@ -168,11 +211,25 @@ struct Step {
       throw_raised(error);
     }
   }
+
+  // As ops/cuda_driver.Kernel does: the device may not be current in this thread.
+  void once_more(const variable_list& slots) const {
+    py::gil_scoped_acquire gil;
+    try {
+      const py::object current = kernel.attr("current")();
+      current.attr("__enter__")();
+      const int status = driven(slots);
+      current.attr("__exit__")(py::none(), py::none(), py::none());
+      if (status != 0) kernel.attr("refuse")(status);
+    } catch (py::error_already_set& error) {
+      throw_raised(error);
+    }
+  }
 };
 
 // ("allocate", slot, sizes, strides, dtype, device), ("call", name, overload, arguments, [(argument, slot)], slots of results) or
 // ("launch", kernel, launch, function, attributes, number, grid, block, arguments, shared, stream, cooperative), where an argument is
-// (slot, offset) or (bytes, what Python passes).
+// (slot, offset), (slot, [what a tensor map is made of]) or (bytes, what Python passes).
 Step step(const py::tuple& of) {
   Step made;
   const auto kind = of[0].cast<std::string>();
@@ -204,6 +261,7 @@ Step step(const py::tuple& of) {
     made.config.block[i] = py::tuple(of[7])[i].cast<unsigned int>();
   }
   py::list constants;
+  int mapped = 0;
   for (const py::handle& item : py::tuple(of[8])) {
     const auto pair = item.cast<py::tuple>();
     Argument argument;
@@ -213,7 +271,15 @@ Step step(const py::tuple& of) {
       std::memcpy(&argument.value, bytes.data(), bytes.size());
       constants.append(pair[1]);
     } else {
-      argument.slot = pair[0].cast<int>(), argument.offset = pair[1].cast<int64_t>();
+      argument.slot = pair[0].cast<int>();
+      if (py::isinstance<py::int_>(pair[1])) {
+        argument.offset = pair[1].cast<int64_t>();
+      } else {
+        using Described = std::tuple<int64_t, std::array<uint64_t, 5>, std::array<uint64_t, 4>, std::array<unsigned int, 5>, int>;
+        for (const auto& [offset, sizes, strides, box, swizzle] : pair[1].cast<std::vector<Described>>())
+          argument.maps.push_back({offset, sizes, strides, box, swizzle});
+        TORCH_CHECK(argument.maps.size() <= MOST_MAPS && ++mapped <= 2, "a launch has more tensor maps than there is room for");
+      }
       constants.append(py::none());
     }
     made.arguments.push_back(argument);
@@ -270,8 +336,9 @@ struct Backward {
 };
 
 struct Recorded {
-  // What it is for. An argument of the site is a tensor, the next of `inputs`, or a constant.
-  std::vector<py::object> constants;  // null where the argument is a tensor, or None in one's place
+  // What it is for. An argument of the site is a tensor, the next of `inputs`, a list or tuple of some, or a constant.
+  std::vector<py::object> constants;  // null where there are tensors
+  std::vector<Py_ssize_t> listed;  // how many are in a list or tuple; NONE where there is none
   std::vector<Layout> inputs;
   bool grad, autocast;
   long state;
@@ -392,6 +459,14 @@ variable_list tensors(const py::list& of) {
   return made;
 }
 
+// Whether it is a list or tuple, and of tensors.
+bool holds_tensors(const py::handle& of) {
+  if (!PyList_Check(of.ptr()) && !PyTuple_Check(of.ptr())) return false;
+  PyObject* const* items = PySequence_Fast_ITEMS(of.ptr());
+  const Py_ssize_t number = PySequence_Fast_GET_SIZE(of.ptr());
+  return number > 0 && std::all_of(items, items + number, [](PyObject* item) { return THPVariable_Check(item); });
+}
+
 struct Site {
   py::object miss, state;
   std::vector<std::shared_ptr<Recorded>> known;
@@ -411,12 +486,17 @@ struct Site {
         if (same != 1) return false;
         continue;
       }
-      if (!THPVariable_Check(args[i])) return false;
-      const Tensor& tensor = THPVariable_Unpack(args[i]);
-      const Layout& layout = of.inputs[slots.size()];
-      if (!layout.fits(tensor) || (of.grad && layout.wants != tensor.requires_grad())) return false;
-      device = tensor.device();
-      slots.push_back(tensor);
+      const bool list = PyList_Check(args[i]) || PyTuple_Check(args[i]);
+      if (list ? of.listed[i] != PySequence_Fast_GET_SIZE(args[i]) : of.listed[i] != NONE) return false;
+      PyObject* const* items = list ? PySequence_Fast_ITEMS(args[i]) : &args[i];
+      for (Py_ssize_t item = 0; item < (list ? of.listed[i] : 1); ++item) {
+        if (!THPVariable_Check(items[item])) return false;
+        const Tensor& tensor = THPVariable_Unpack(items[item]);
+        const Layout& layout = of.inputs[slots.size()];
+        if (!layout.fits(tensor) || (of.grad && layout.wants != tensor.requires_grad())) return false;
+        device = tensor.device();
+        slots.push_back(tensor);
+      }
     }
     return of.autocast == at::autocast::is_autocast_enabled(device.type()) && current_stream(device) == of.stream;
   }
@@ -460,14 +540,19 @@ py::object function(std::shared_ptr<Site> site) {
 }  // namespace
 
 PYBIND11_MODULE(ADVISOR_NATIVE, m) {
+  m.def("use", [](uintptr_t encoder) { encode_map = reinterpret_cast<EncodeMap>(encoder); });
   py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
       .def(py::init([](const py::list& arguments, const variable_list& inputs, const variable_list& slots, const py::list& program,
                        std::vector<int> outputs, std::vector<int> differentiable, std::vector<int> positions,
                        std::vector<int> saved, std::vector<int> dirty, std::vector<int> constant, bool single, bool materialize,
                        py::object context, long state) {
         auto made = std::make_shared<Recorded>();
-        for (const py::handle& argument : arguments)
-          made->constants.push_back(THPVariable_Check(argument.ptr()) ? py::object() : py::reinterpret_borrow<py::object>(argument));
+        for (const py::handle& argument : arguments) {
+          const bool list = holds_tensors(argument);
+          const bool constant = !list && !THPVariable_Check(argument.ptr());
+          made->constants.push_back(constant ? py::reinterpret_borrow<py::object>(argument) : py::object());
+          made->listed.push_back(list ? PySequence_Fast_GET_SIZE(argument.ptr()) : NONE);
+        }
         for (const Tensor& input : inputs) made->inputs.emplace_back(input);
         const c10::Device device = inputs.at(0).device();
         made->grad = at::GradMode::is_enabled(), made->autocast = at::autocast::is_autocast_enabled(device.type());

@@ -46,9 +46,15 @@ def _is_ours(target: Any) -> bool:
 
 
 def _is_flat(node: fx.Node) -> bool:
-    """Whether no argument is a list of values or the like."""
-    flat = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
-    return set(flat) == set(node.all_input_nodes)
+    """Whether its arguments are values, lists or tuples of values, and constants."""
+    found: set[fx.Node] = set()
+    for argument in (*node.args, *node.kwargs.values()):
+        listed = argument if isinstance(argument, (list, tuple)) else (argument,)
+        values = [one for one in listed if isinstance(one, fx.Node)]
+        if values and len(values) < len(listed):
+            return False
+        found.update(values)
+    return found == set(node.all_input_nodes)
 
 
 class _Miss:

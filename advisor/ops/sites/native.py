@@ -19,6 +19,7 @@ from typing import Any
 
 from advisor.core.cache import cache_dir
 from advisor.core.errors import first_line
+from advisor.ops import tensor_map
 
 SWITCH = "ADVISOR_NATIVE"  # 0 keeps everything in Python
 _SOURCE = Path(__file__).with_name("calls.cpp")
@@ -115,4 +116,5 @@ def _load(path: Path) -> Any:
         raise ImportError(f"{path} is no extension module")
     loaded = module_from_spec(spec)
     spec.loader.exec_module(loaded)
+    loaded.use(tensor_map.encoder())
     return loaded

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.core.errors import first_line
-from advisor.ops import cuda_driver, dispatch, nvrtc
+from advisor.ops import cuda_driver, dispatch, nvrtc, tensor_map
 from advisor.ops.sites import native
 
 NONE = -1  # in place of a slot
@@ -74,10 +74,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is tensor:
                 return slot
         # Autograd may hand on another object than it got from below.
-        alike = [view for view in self._views if _told(view[0]) == _told(tensor)]
-        for view in [view for view in alike if view[0] is tensor] or alike[-1:]:
-            self._views.remove(view)
-            _, operation, arguments, keywords = view
+        alike = [number for number, view in enumerate(self._views) if _told(view[0]) == _told(tensor)]
+        same = [number for number in alike if self._views[number][0] is tensor]
+        if alike:
+            _, operation, arguments, keywords = self._views.pop((same or alike)[-1])
             base = self.slot(arguments[0])
             self._called(operation, arguments, keywords, (tensor,))
             self._base[len(self.slots) - 1] = self._base.get(base, base)
@@ -182,6 +182,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if value and not nvrtc.keeps(value):
                 self.refuse("it passes an address of no tensor that it was given or allocated")
             return struct.pack("@P", value), value
+        if isinstance(value, tensor_map.Boxes):
+            slot = self._holding(value.address)
+            tensor = None if slot is None else self.slots[slot]
+            if tensor is None:
+                self.refuse("it passes maps of no tensor that it was given or allocated")
+                return b"", value
+            begin = value.address - torch.Tensor.data_ptr(tensor)
+            return slot, [(begin + offset, *rest) for offset, *rest in value.made_of]
         if isinstance(value, (np.void, np.ndarray)):
             self.refuse("it passes a struct")  # in which there may be addresses
             return b"", value
@@ -257,7 +265,7 @@ class Recording:
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments
-        self.tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        self.tensors = [tensor for a in arguments for tensor in _tensors(a)]
         self.refused = ""
         self.recorded: Any = None
         self._before = _counts()
@@ -292,6 +300,8 @@ class Recording:
             saved = [tape.slot(t) for t in context.saved_tensors]
             dirty = [tape.slot(t) for t in context.dirty]
         context.saved_tensors = ()
+        if any(_tensors(left) for name, left in vars(context).items() if name not in ("dirty", "constant")):
+            tape.refuse("it leaves a tensor on ctx that is not saved")
         self.refused = tape.refused
         constant = [
             slot for y, slot in zip(results, outputs, strict=True) if any(y is marked for marked in context.constant)
@@ -335,6 +345,15 @@ def _counts() -> Counts:
 def _more(before: Counts) -> list[tuple[Counter[str], str]]:
     """Counters and what has been counted in them since."""
     return [(counter, key) for counter, old in before.values() for key, count in counter.items() if count > old[key]]
+
+
+def _tensors(argument: Any) -> tuple[torch.Tensor, ...]:
+    """A tensor, or all of a list or tuple of them."""
+    if isinstance(argument, torch.Tensor):
+        return (argument,)
+    if isinstance(argument, (list, tuple)) and all(isinstance(one, torch.Tensor) for one in argument):
+        return tuple(argument)
+    return ()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -98,6 +98,8 @@ def _differentiable_backward(dy: torch.Tensor, shape: tuple[int, ...], resize: R
 
 
 class _UpsampleConcat(Function):
+    replays = True
+
     @staticmethod
     def forward(ctx: Any, position: int, resize: Resize, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.position, ctx.resize, ctx.shapes = position, resize, [tuple(t.shape) for t in tensors]

@@ -29,7 +29,7 @@ def test_it_is_an_autograd_function_without_the_python_of_torchs_apply() -> None
     assert y.grad_fn is not None
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(dx, torch.full((3,), 2.0))
-    assert inspect.isbuiltin(Doubled.apply)
+    assert "setup_context" not in inspect.getsource(Doubled.apply)
 
 
 @pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)

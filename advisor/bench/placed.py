@@ -1,0 +1,58 @@
+"""The bundled operations as a captured graph calls them, through sites: for the host's times of a case outside of any graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from advisor.ops import catalog
+from advisor.ops.sites import install, native
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def placed(function: Function) -> Iterator[Function]:
+    """Inside, every family's functions are sites where they are looked up in its api; what is given is `function` so.
+
+    Without a C++ compiler it is the function itself, which is what a graph calls then.
+    """
+    if native.module() is None:
+        yield function
+        return
+    with ExitStack() as stack:
+        sites: dict[Function, Function] = {}
+        for family in catalog.FAMILIES:
+            api = family.module("api")
+            for own in vars(api).values():
+                if inspect.isfunction(own) and own.__module__ == api.__name__ and _is_operation(own):
+                    sites[own] = _by_any_call(own)
+            for own in [one for one in sites if one.__module__ == api.__name__]:
+                stack.enter_context(mock.patch.object(api, own.__name__, sites[own]))
+        if isinstance(function, partial):
+            yield partial(sites.get(function.func, function.func), *function.args, **function.keywords)
+        else:
+            yield sites.get(function, function)
+
+
+def _is_operation(function: Any) -> bool:
+    return not function.__name__.startswith("_") and "Tensor" in str(function.__annotations__.get("return"))
+
+
+def _by_any_call(function: Function) -> Function:
+    """A site takes positional arguments alone: one for each set of names that comes."""
+    plain, named = install.site(function), dict[tuple[str, ...], Function]()
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not keywords:
+            return plain(*arguments)
+        names = tuple(keywords)
+        if names not in named:
+            named[names] = install.site(function, names)
+        return named[names](*arguments, *keywords.values())
+
+    return call
