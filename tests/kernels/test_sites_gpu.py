@@ -21,10 +21,9 @@ def test_replayed_steps_are_those_of_python_bit_for_bit(monkeypatch: pytest.Monk
     other = copy.deepcopy(model)
     torch._dynamo.reset()
     install.recorded.clear()
-    with dispatch.everything(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        replayed = captured(model)
-        monkeypatch.setattr(install, "install", lambda graph: None)
-        python = captured(other)
+    placed, deterministic = install.install, torch.backends.cudnn.flags(deterministic=True, benchmark=False)
+    with deterministic, dispatch.everything(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        replayed, python = captured(model), captured(other)
         side = torch.cuda.Stream()
         for seed in range(8):
             torch.manual_seed(seed)
@@ -32,7 +31,7 @@ def test_replayed_steps_are_those_of_python_bit_for_bit(monkeypatch: pytest.Monk
             x = torch.randn(shape, device="cuda").contiguous(memory_format=torch.channels_last)
             torch.cuda.synchronize()
             with torch.cuda.stream(side if seed % 3 == 2 else torch.cuda.current_stream()):
-                monkeypatch.undo()
+                monkeypatch.setattr(install, "install", placed)
                 mine = step(replayed, model, x.clone().requires_grad_())
                 monkeypatch.setattr(install, "install", lambda graph: None)
                 theirs = step(python, other, x.clone().requires_grad_())

@@ -34,12 +34,20 @@ class Launch:
 
 @lru_cache(maxsize=4096)
 def launch(
-    rows: int, channels: int, dtype: torch.dtype, activation: str, residual: bool, forked: bool, device: int
+    rows: int,
+    channels: int,
+    dtype: torch.dtype,
+    activation: str,
+    residual: bool,
+    forked: bool,
+    device: int,
+    joined: bool = False,
 ) -> Launch:
+    """`joined`: rows and channels are of some rows taken for one."""
     name = storage.name(dtype)
     sms = nvrtc.sm_count(device)
-    statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM)
-    shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM)
+    statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM, joined=joined)
+    shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM, joined=joined)
     (stats, apply), (reduce, backward_apply) = (
         [nvrtc.function(source, entry, tuple(defines.items()), device) for entry in spec.KERNELS[source]]
         for source, defines in (

@@ -39,7 +39,7 @@ def _join(channels: int, device: int) -> _Join:
 def _plan(x: torch.Tensor, joined: int, activation: str, residual: bool) -> cuda.Launch:
     n, c, h, w = x.shape
     device = x.device.index or 0
-    return cuda.launch(n * h * w // joined, c * joined, x.dtype, activation, residual, False, device)
+    return cuda.launch(n * h * w // joined, c * joined, x.dtype, activation, residual, False, device, joined=True)
 
 
 def forward(

@@ -80,6 +80,8 @@ MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of 
 # Of a block that merges moments, or the sums of a gradient; the channels are written into the sources as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 JOINED_THREADS = 128
+# Joined rows go in pieces of a cache line up to this size, of two beyond it (docs/decisions/0053-rows-joined.md).
+JOINED_LINE_MOST_BYTES = 32 << 20
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor (some 30 MB of a forward, 17 of
 # a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
@@ -406,16 +408,24 @@ def unsupported(
     return ""
 
 
-def geometry(rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int) -> Geometry:
-    """Launch geometry for as many blocks as run at once on `sm_count` SMs."""
+def geometry(
+    rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int, *, joined: bool = False
+) -> Geometry:
+    """Launch geometry for as many blocks as run at once on `sm_count` SMs. `joined`: a row is several, and its channels their columns."""
     vectors = channels // vector_width(dtype)
+    tile = channel_tiles.piece(vectors)
+    if (
+        joined
+    ):  # small tensors mostly: what the last block of a tile adds up counts for more than sectors that two blocks read
+        large = rows * vectors * 16 > JOINED_LINE_MOST_BYTES
+        tile = min(tile, channel_tiles.PIECE_VECTORS if large else channel_tiles.LINE_VECTORS)
     return channel_tiles.geometry(
         rows,
         vectors,
         threads=THREADS,
         unroll=UNROLL,
         blocks=sm_count * blocks_per_sm,
-        tile=channel_tiles.piece(vectors),
+        tile=tile,
     )
 
 
