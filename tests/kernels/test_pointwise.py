@@ -88,7 +88,7 @@ def test_a_plan_covers_every_row_and_channel_within_what_a_block_may_have(
         ({}, ""),
         ({"arch": 75}, "older"),
         ({"dtype": "float32", "weight_dtype": "float32"}, "dtype float32"),
-        ({"weight_dtype": "float32"}, "weight dtype"),
+        ({"weight_dtype": "float16"}, "weight dtype"),
         ({"channels_last": False}, "channels_last"),
         ({"shape": (2, 12, 8, 8), "weight_shape": (64, 12, 1, 1)}, "12 channels are no multiple"),
         ({"weight_shape": (20, 64, 1, 1)}, "20 channels are no multiple"),

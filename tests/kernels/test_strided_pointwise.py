@@ -77,7 +77,7 @@ def test_a_plan_covers_every_row_and_channel_within_shared_memory(
         ({"shape": (2, 12, 8, 8), "weight_shape": (128, 12, 1, 1)}, "12 channels are no multiple of 8"),
         ({"weight_shape": (100, 64, 1, 1)}, "100 channels are no multiple of 8"),
         ({"dtype": "float32", "weight_dtype": "float32"}, "dtype float32"),
-        ({"weight_dtype": "float32"}, "weight dtype float32"),
+        ({"weight_dtype": "float16"}, "weight dtype float16"),
         ({"channels_last": False}, "input is not channels_last"),
         ({"shape": (0, 64, 8, 8)}, "empty input"),
         ({"shape": (1, 64, 65536, 65536)}, "more pixels than 32 bits count"),

@@ -45,8 +45,9 @@ class _PointwiseConv2d(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, moments: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
-        y, parts = cuda.forward(x, alignment.aligned(weight), moments=moments)
+        read = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight, read)
+        y, parts = cuda.forward(x, alignment.aligned(read), moments=moments)
         if parts is not None:
             ctx.mark_non_differentiable(parts)
         return y, parts
@@ -56,12 +57,14 @@ class _PointwiseConv2d(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return None, None, None
-        x, weight = ctx.saved_tensors
+        x, weight, read = ctx.saved_tensors
+        if differentiable.wanted(dy):
+            read = weight.to(x.dtype)  # of which autograd knows
         wanted = [*ctx.needs_input_grad[:2], False]
         dx, dweight, _ = torch.ops.aten.convolution_backward(
-            dy, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
+            dy, x, read, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
         )
-        return dx, dweight, None
+        return dx, None if dweight is None else dweight.to(weight.dtype), None
 
 
 def pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,12 +89,11 @@ def pointwise_conv2d_moments(x: torch.Tensor, weight: torch.Tensor) -> tuple[tor
 def _pointwise_conv2d(
     x: torch.Tensor, weight: torch.Tensor, *, moments: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    compute = computed_in(x)
-    x, weight = x.to(compute), weight.to(compute)
+    x = x.to(computed_in(x))
     reason = _refusal(x, weight)
     if reason:
         fell_back[reason] += 1
-        return F.conv2d(x, weight), None
+        return F.conv2d(x, weight.to(x.dtype)), None
     engaged[spec.name(x.shape[1], weight.shape[0])] += 1
     found: tuple[torch.Tensor, torch.Tensor | None]
     found = _PointwiseConv2d.apply(x, weight, moments)

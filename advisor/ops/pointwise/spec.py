@@ -192,7 +192,7 @@ def unsupported(
         return reason
     if dtype not in STORAGE:
         return f"dtype {dtype}"
-    if weight_dtype != dtype:
+    if weight_dtype not in (dtype, "float32"):
         return f"weight dtype {weight_dtype}"
     if not channels_last:
         return "input is not channels_last"

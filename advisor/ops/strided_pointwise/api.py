@@ -75,18 +75,21 @@ class _StridedPointwise(Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        read = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight, read)
         ctx.call = call
-        return _forward(x, weight, call)
+        return _forward(x, read, call)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight, read = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
         if differentiable.wanted(dy):
-            return (*_pytorch_backward(dy, x, weight, wanted), None)
-        return (*_gradients(dy, x, weight, ctx.call, wanted), None)
+            dx, dweight = _pytorch_backward(dy, x, weight.to(x.dtype), wanted)
+        else:
+            dx, dweight = _gradients(dy, x, read, ctx.call, wanted)
+        return dx, None if dweight is None else dweight.to(weight.dtype), None
 
 
 def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -100,12 +103,11 @@ def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     Returns:
         A new tensor [N, O, ceil(H / 2), ceil(W / 2)] in x's dtype (autocast's, if that is on).
     """
-    compute = computed_in(x)
-    x, weight = x.to(compute), weight.to(compute)
+    x = x.to(computed_in(x))
     reason = _refusal(x, weight)
     if reason:
         fell_back[reason] += 1
-        return _pytorch(x, weight)
+        return _pytorch(x, weight.to(x.dtype))
     call = spec.call(tuple(x.shape), weight.shape[0])
     engaged[spec.name(call.inputs, call.outputs)] += 1
     found: torch.Tensor = _StridedPointwise.apply(x, weight, call)
