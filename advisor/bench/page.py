@@ -34,9 +34,9 @@ or for its operations at the rate of a matrix product, whichever is longer. Erro
 20 us: the mean of the samples that lie wholly inside ([0042](../decisions/0042-units-are-counted-in-rows.md)).
 A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
-eager's, where eager is called without its modules; median of 50 calls of each by turns on an idle GPU, on a host shared with others (until
-2026-11-24 of 25 of one, then of the other; in the first rows of 2026-11-25, before those of the passes in [0051](../decisions/0051-short-blocks.md), compiled code had its
-turns too, and the calls behind it took up to half as long again). *Compile* is torch.compile in its default mode.
+eager's, where eager is called without its modules and ours through a site as in a captured graph; median of 20 rows of 8 calls of each by turns on an idle GPU, on a
+host shared with others ([0054](../decisions/0054-sites.md)). The rows of first, 3x3, 1x1 and strided 1x1 convolutions, casts, inputs, and some of depthwise and grouped convolutions are older: of
+50 single calls, ours from Python. *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 

@@ -23,7 +23,7 @@ Inputs = TypeVar("Inputs")
 # Enough rounds for a median that two runs agree on within a per cent on an idle H200, in about 50 ms a contender and shape.
 ROUNDS = 25
 WARMUP_ROUNDS = 3
-HOST_ROUNDS = 40  # a host's times are further apart than a device's
+HOST_ROUNDS = 20  # of a row of calls each; a host's times are further apart than a device's
 LEAST_ROUNDS = 7  # a median with quartiles of a sort, where the time budget ends earlier
 # Calls between two events: as many as take this long together, so that the events' own microseconds do not count.
 ROW_MS = 0.3

@@ -74,6 +74,7 @@ class Facts:
     counters_error: str = ""
     cupy: tuple[str, ...] = ()  # "name version" of each installed CuPy distribution
     cupy_error: str = ""  # why it does not import or compile; "" when it does or was not tried
+    calls_error: str = ""  # why kernels' calls are not replayed from C++; likewise
     old_pynvml: str = ""  # version of the deprecated `pynvml` distribution
     triton: str = ""
     compiler: str = ""  # path of a C++ compiler
@@ -89,7 +90,8 @@ def checks(*, measure: bool = False) -> tuple[Check, ...]:
 
 
 def gather(*, measure: bool = False) -> Facts:
-    """Ask the machine. Takes some ten seconds on a GPU when rates are measured, two when they were kept; never raises."""
+    """Ask the machine. Takes some ten seconds on a GPU when rates are measured, two when they were kept, half a minute at the first time of
+    all, which compiles; never raises."""
     found: dict[str, object] = {}
     found.update(_nvml_facts())
     try:
@@ -102,6 +104,7 @@ def gather(*, measure: bool = False) -> Facts:
     cupy = tuple(f"{name} {version}" for name in _CUPY if (version := _version(name)))
     if cupy and on_gpu:
         found["cupy_error"] = _try_cupy()
+        found["calls_error"] = _try_calls()
     cache, cache_error = _try_cache()
     return Facts(
         python=sys.version_info[:3],
@@ -129,6 +132,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
         *general[:3],
         _driver(facts),
         _cupy(facts),
+        _calls(facts),
         _nvml(facts),
         _gpm(facts),
         _counters(facts),
@@ -232,6 +236,15 @@ def _cupy(facts: Facts) -> Check:
     if facts.cupy_error:
         return Check(name="CuPy", status=Status.MISSING, found=f"{text}: {facts.cupy_error}", fix=f"Reinstall: {extra}")
     return Check(name="CuPy", status=Status.OK, found=text)
+
+
+def _calls(facts: Facts) -> Check:
+    if not facts.cupy:
+        return Check(name="Kernels' calls", status=Status.OK, found="no CuPy, no kernels")
+    if facts.calls_error:
+        fix = "Install g++ and Python's headers: without them kernels cost the host three times as much, where no CUDA graph spares it."
+        return Check(name="Kernels' calls", status=Status.WARN, found=f"from Python: {facts.calls_error}", fix=fix)
+    return Check(name="Kernels' calls", status=Status.OK, found="replayed from C++")
 
 
 def _nvml(facts: Facts) -> Check:
@@ -379,6 +392,16 @@ def _try_cupy() -> str:
         "import cupy; f = cupy.RawKernel('extern \"C\" __global__ void f(float* x) { x[0] = 1.f; }', 'f');"
         "x = cupy.zeros(1, 'f'); f((1,), (1,), (x,)); assert float(x[0]) == 1"
     )
+    return _try(code)
+
+
+def _try_calls() -> str:
+    """Compile what replays calls (ops/sites), unless it lies in the cache; the reason when that fails."""
+    return _try("import sys; from advisor.ops.sites import native; sys.exit(native.unavailable() or 0)")
+
+
+def _try(code: str) -> str:
+    """Run this in a process of its own; its last words when it fails."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=environment.TIMEOUT_S, check=False

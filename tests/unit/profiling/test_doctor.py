@@ -93,6 +93,7 @@ LOW = {"sm_clock_mhz": 600.0, "clock_reasons": 2.0}
         ({"cupy": ("cupy-cuda12x 14.2.0",)}, "CuPy", Status.MISSING, "pip uninstall cupy-cuda12x"),
         ({"cupy": ("cupy-cuda13x 14.2", "cupy-cuda12x 13.4")}, "CuPy", Status.WARN, "together"),
         ({"cupy_error": "libnvrtc.so.13: not found"}, "CuPy", Status.MISSING, "libnvrtc.so.13"),
+        ({"calls_error": "no C++ compiler"}, "Kernels' calls", Status.WARN, "no C++ compiler"),
         ({"nvml_error": "the NVIDIA driver is not loaded"}, "NVML", Status.WARN, "not loaded"),
         ({"old_pynvml": "11.5.0"}, "NVML", Status.WARN, "pip uninstall pynvml"),
         ({"gpm": False, "gpm_error": "GPM needs Hopper or newer"}, "GPM", Status.WARN, "Hopper"),
