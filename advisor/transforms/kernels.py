@@ -21,6 +21,8 @@ from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Family
+from advisor.ops.sites import native
+from advisor.profiling.patches import say
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
@@ -55,6 +57,9 @@ class KernelTransform(Transform):
         return _modules(root.module, self.family) or _calls(root, self.family.functions)
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        if native.pending():  # here, and not in a step that is timed
+            say("compiling what launches the kernels: half a minute, once")
+            native.module()
         # A forward whose arguments nobody kept could not be looked at: its graph will tell.
         roots = [
             root

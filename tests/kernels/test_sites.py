@@ -408,6 +408,21 @@ def test_memory_between_launches_is_let_go_and_a_node_lets_its_own_go(emulated) 
     assert node is not None
 
 
+def test_a_site_that_nobody_calls_any_more_is_freed(emulated) -> None:
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return pooling.global_avg_pool2d(x)
+
+    freed, site = weakref.ref(operation), install.site(operation)
+    x = image(2, 8, 4, 4)
+    for _ in range(3):
+        y = site(x)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert install.recorded == {"operation": 1}
+    del operation, site, y
+    gc.collect()
+    assert freed() is None
+
+
 def test_a_process_ends_with_graphs_alive() -> None:
     """Nodes that Python's end finds hold objects of it."""
     code = (

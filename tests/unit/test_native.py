@@ -29,6 +29,7 @@ def compiler(folder: Path, script: str) -> str:
 def test_the_switch_keeps_everything_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
     assert native.unavailable() == "ADVISOR_NATIVE=0"
+    assert not native.pending()
     assert native.module() is None
 
 
@@ -56,8 +57,10 @@ def test_what_it_makes_is_loaded_and_found_again(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     copying = compiler(tmp_path, f'echo once >> {tmp_path}/calls; for last; do :; done; cp {made} "$last"')
     monkeypatch.setenv("CXX", copying)
+    assert native.pending()
     for _ in range(2):
         assert native.unavailable() == ""
+        assert not native.pending()
         native._loaded.cache_clear()
     assert (tmp_path / "calls").read_text() == "once\n"
 

@@ -1,5 +1,5 @@
 // Calls of the bundled operations replayed without Python: a call site of a captured graph keeps what its call did, for the arguments
-// that it was made with (ops/sites.py), and does it again where arguments of the same layouts come.
+// that it was made with (recording.py), and does it again where arguments of the same layouts come.
 //
 // Recorded  a call is allocations, launches and calls of PyTorch's operators in an order, on slots: its tensor arguments, then what they
 //           make. An address is a slot's and an offset, all else that is passed is constant.
@@ -8,7 +8,7 @@
 // Call      the autograd node. Its backward is replayed too, once Python has run and recorded it (`Recorded::context`); Python runs it again
 //           whenever it is not as recorded: create_graph, other layouts or streams, functorch.
 //
-// Compiled by the user's C++ compiler at first use (ops/native.py), without CUDA's headers: launches go through the driver's own
+// Compiled by the user's C++ compiler at first use (native.py), without CUDA's headers: launches go through the driver's own
 // cuLaunchKernelEx, whose address Python knows.
 
 #include <ATen/autocast_mode.h>
@@ -352,7 +352,7 @@ struct Recorded {
   bool single, materialize;  // `single`: the Function gives out a tensor, not a tuple
   int pick = NONE;  // which of the outputs the site gives out; all of them
   Counters counters;
-  py::object context;  // backward(saved, gradients) in Python; may set_backward
+  py::object context;  // backward(this, saved, gradients) in Python; may set_backward
   std::atomic<Backward*> backward{nullptr};
 
   // Whoever lets it go last, a thread of autograd's perhaps, may not have Python's lock.
@@ -467,8 +467,8 @@ bool holds_tensors(const py::handle& of) {
   return number > 0 && std::all_of(items, items + number, [](PyObject* item) { return THPVariable_Check(item); });
 }
 
-struct Site {
-  py::object miss, state;
+struct Site : std::enable_shared_from_this<Site> {
+  py::object miss, state;  // miss(this, *arguments): no part of it may have this, or neither would ever be freed
   std::vector<std::shared_ptr<Recorded>> known;
   std::string name;
   PyMethodDef definition{};
@@ -513,8 +513,9 @@ struct Site {
         return attach(of, slots, false).release().ptr();
       }
     }
-    py::tuple given(number);
-    for (Py_ssize_t i = 0; i < number; ++i) given[i] = py::reinterpret_borrow<py::object>(args[i]);
+    py::tuple given(number + 1);
+    given[0] = py::cast(shared_from_this());
+    for (Py_ssize_t i = 0; i < number; ++i) given[i + 1] = py::reinterpret_borrow<py::object>(args[i]);
     return py::object(miss(*given)).release().ptr();
   }
 };
@@ -566,7 +567,9 @@ PYBIND11_MODULE(ADVISOR_NATIVE, m) {
       .def("set_backward",
            [](Recorded& self, const py::list& inputs, const py::list& program, std::vector<int> gradients, int slots, Counters counters) {
              const c10::Device device = self.inputs.at(0).device;
-             auto made = std::unique_ptr<Backward>(new Backward{{}, steps(program, slots, {&gradients}), gradients, std::move(counters), slots, device, current_stream(device)});
+             auto program_of = steps(program, slots, {&gradients});
+             auto made = std::unique_ptr<Backward>(new Backward{
+                 {}, std::move(program_of), std::move(gradients), std::move(counters), slots, device, current_stream(device)});
              for (const Tensor& input : tensors(inputs)) made->inputs.emplace_back(input);
              Backward* none = nullptr;
              if (self.backward.compare_exchange_strong(none, made.get())) made.release();

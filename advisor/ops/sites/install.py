@@ -34,9 +34,8 @@ def install(graph: fx.Graph) -> None:
 
 def site(function: Callable[..., Any], names: tuple[str, ...] = ()) -> Callable[..., Any]:
     """`function`, called with positional arguments, of which the last have these names."""
-    miss = _Miss(function, names)
-    miss.site = native.module().Site(f"{function.__name__}_{next(_numbers)}", miss, dispatch.state)
-    found: Callable[..., Any] = miss.site.function()
+    made = native.module().Site(f"{function.__name__}_{next(_numbers)}", _Miss(function, names), dispatch.state)
+    found: Callable[..., Any] = made.function()
     return found
 
 
@@ -61,17 +60,16 @@ class _Miss:
     """What a site calls where no recording fits: the operation itself, recorded while that may be of use."""
 
     def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self.site: Any = None
         self._function, self._names = function, names
         self._known = self._refused = 0
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, site: Any, *arguments: Any) -> Any:
         if self._known >= _MOST_KNOWN or self._refused >= _MOST_REFUSED:
             return self._run(arguments)
         with recording(arguments) as made:
             result = self._run(arguments)
         if made.finished(result):
-            self.site.add(made.recorded)
+            site.add(made.recorded)
             self._known += 1
             recorded[self._function.__name__] += 1
         else:

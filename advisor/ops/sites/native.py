@@ -41,19 +41,30 @@ def module() -> Any:
     return found
 
 
+def pending() -> bool:
+    """Whether the first use will compile, for half a minute."""
+    return not _hindrance() and not _library().is_file()
+
+
+def _hindrance() -> str:
+    """Why it is not even tried here."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    if os.name == "nt":
+        return "on Windows it is not built"
+    if not _compiler():
+        return f"no C++ compiler: neither CXX names one nor is there {', '.join(_COMPILERS)}"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Python's headers are not installed"
+    return ""
+
+
 @lru_cache(maxsize=1)
 def _loaded() -> tuple[Any, str]:
-    if os.environ.get(SWITCH) == "0":
-        return None, f"{SWITCH}=0"
-    if os.name == "nt":
-        return None, "on Windows it is not built"
-    compiler = _compiler()
-    if not compiler:
-        return None, f"no C++ compiler: neither CXX names one nor is there {', '.join(_COMPILERS)}"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        return None, "Python's headers are not installed"
+    if reason := _hindrance():
+        return None, reason
     try:
-        return _load(_built(compiler)), ""
+        return _load(_built(_compiler())), ""
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", "") or str(error)
         errors = [line for line in told.splitlines() if "error" in line]
@@ -79,12 +90,11 @@ def _built(compiler: list[str]) -> Path:
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]
     links = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", *(f"-l{library}" for library in _LIBRARIES)]
-    folder = cache_dir() / "native"
-    made = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    made = _library()
     if made.is_file():
         return made
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=made.parent)
     os.close(handle)
     try:
         subprocess.run(
@@ -101,6 +111,12 @@ def _built(compiler: list[str]) -> Path:
     return made
 
 
+def _library() -> Path:
+    """Where it is kept."""
+    return cache_dir() / "native" / f"{_name()}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+@lru_cache(maxsize=1)
 def _name() -> str:
     """Of the library, and so of the module: by all that it depends on."""
     import torch

@@ -115,6 +115,16 @@ def test_without_a_gpu_it_does_not_match(fused) -> None:
     assert "GPU" in fused.match(make_loop().training, {}).reason
 
 
+def test_what_launches_kernels_is_compiled_ahead_of_the_steps_and_said(fused, monkeypatch, capsys) -> None:
+    compiled: list[bool] = []
+    monkeypatch.setattr(kernels.native, "pending", lambda: not compiled)
+    monkeypatch.setattr(kernels.native, "module", lambda: compiled.append(True))
+    for _ in range(2):
+        fused.apply(make_loop().training, {}).run()
+    assert compiled == [True]
+    assert capsys.readouterr().err == "[advisor] compiling what launches the kernels: half a minute, once\n"
+
+
 def test_undo_is_exact(fused) -> None:
     loop, twin = twins()
     check_undo_is_exact(fused, loop, twin)
