@@ -53,7 +53,7 @@ def boxes(
     Raises:
         AdvisorError: when the driver refuses a map.
     """
-    return _boxes(x.data_ptr(), *x.shape, channels, columns, rows, groups, parts, step)
+    return _boxes(x.data_ptr(), _descriptions(*x.shape, channels, columns, rows, groups, parts, step))
 
 
 class Boxes(np.ndarray[Any, np.dtype[np.void]]):
@@ -74,23 +74,10 @@ def encoder() -> int:
 
 
 @lru_cache(maxsize=4096)
-def _boxes(
-    address: int,
-    n: int,
-    c: int,
-    h: int,
-    w: int,
-    channels: int,
-    columns: int,
-    rows: int,
-    groups: int,
-    parts: Parts,
-    step: int,
-) -> Any:
-    memory = np.zeros(len(parts) * _BYTES + _ALIGNMENT, dtype=np.uint8)
+def _boxes(address: int, made_of: tuple[Description, ...]) -> Any:
+    memory = np.zeros(len(made_of) * _BYTES + _ALIGNMENT, dtype=np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
-    maps = memory[begin : begin + len(parts) * _BYTES]
-    made_of = _descriptions(n, c, h, w, channels, columns, rows, groups, parts, step)
+    maps = memory[begin : begin + len(made_of) * _BYTES]
     for at, (offset, sizes, strides, box, swizzle) in enumerate(made_of):
         status = _encode()(
             ctypes.c_void_p(maps.ctypes.data + at * _BYTES),
@@ -107,12 +94,14 @@ def _boxes(
             _ZEROS,
         )
         if status:
-            raise AdvisorError(f"the driver refuses a tensor map of {n} x {h} x {w} x {c} values (error {status})")
-    found = maps.view(np.dtype((np.void, len(parts) * _BYTES))).view(Boxes)
+            shape = " x ".join(map(str, reversed(sizes)))
+            raise AdvisorError(f"the driver refuses a tensor map of {shape} values (error {status})")
+    found = maps.view(np.dtype((np.void, len(made_of) * _BYTES))).view(Boxes)
     found.address, found.made_of = address, made_of
     return found
 
 
+@lru_cache(maxsize=4096)
 def _descriptions(
     n: int,
     c: int,

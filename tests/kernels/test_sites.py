@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import struct
 import subprocess
 import sys
 import weakref
@@ -21,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from advisor.core.errors import AdvisorError
-from advisor.ops import catalog, cuda_driver, dispatch, match
+from advisor.ops import catalog, cuda_driver, dispatch, match, tensor_map
 from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.bias_act import api as bias_act
 from advisor.ops.function import Function
@@ -452,6 +454,115 @@ def test_without_a_compiler_graphs_call_the_functions_themselves(emulated, monke
     torch.testing.assert_close(y, copy.deepcopy(model)(x), rtol=1e-4, atol=1e-4)
     assert emulated.launches
     assert not install.recorded
+
+
+class Driver:
+    """Stands for the CUDA driver: what it is asked to launch, as it finds it, and the status that it answers with."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.statuses = sizes, [0]
+        self.launched: list[dict[str, Any]] = []
+        self.maps: list[tuple[Any, ...]] = []
+        pointer = ctypes.c_void_p
+        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._asked)
+        kinds = (pointer, ctypes.c_int, ctypes.c_uint, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4)
+        self._encode = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(self._mapped)
+        self.launch, self.encode = (ctypes.cast(f, pointer).value for f in (self._launch, self._encode))
+
+    def _asked(self, config: int, function: int, arguments: int, extra: int | None) -> int:
+        places = (ctypes.c_void_p * len(self.sizes)).from_address(arguments)
+        values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
+        found = cuda_driver._CONFIG.unpack(ctypes.string_at(config, cuda_driver._CONFIG.size))
+        self.launched.append({"config": found, "function": function, "values": values, "extra": extra})
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+    def _mapped(
+        self, at: int, kind: int, rank: int, address: int, sizes: int, strides: int, box: int, *rest: int
+    ) -> int:
+        assert at % 64 == 0
+        words = [(ctypes.c_uint64 * n).from_address(p) for p, n in ((sizes, 5), (strides, 4))]
+        self.maps.append(
+            (kind, rank, address, *map(tuple, words), tuple((ctypes.c_uint * 5).from_address(box)), rest[1:])
+        )
+        ctypes.memset(at, len(self.maps), 128)
+        return 0
+
+
+class Driven:
+    """A kernel as ops/cuda_driver has it, of that driver."""
+
+    name = "driven"
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.entered = driver, 0
+
+    def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
+        return self.driver.launch, 0xF00, 0xA77, 1 + cooperative
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.entered += 1
+        yield
+
+    def refuse(self, status: int) -> None:
+        raise AdvisorError(f"refused: {status}")
+
+
+def driven(kernel: Driven, y: torch.Tensor, *arguments: Any) -> None:
+    for watcher in cuda_driver.watchers:
+        watcher(kernel, (7, 2, 3), (64, 1, 1), (torch.Tensor.data_ptr(y), *arguments), 96, 0, True)
+
+
+def test_a_launch_reaches_the_driver_as_python_would_have_made_it(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver([8, 8, 4, 4, 8, 8])
+    kernel = Driven(driver)
+    ticket = emulated.counters.data_ptr()
+    scalars = (np.int32(-3), np.float32(0.5), np.int64(1 << 40))
+    plant = lambda y: driven(kernel, y, torch.Tensor.data_ptr(y) + 8, *scalars, ticket)  # noqa: E731
+    monkeypatch.setattr(Faulty, "plant", staticmethod(plant), raising=False)
+    site = install.site(lambda x: Faulty.apply(x))
+    for _ in range(3):
+        y = site(torch.randn(8))
+    assert len(driver.launched) == 2  # the first call was Python's
+    found = driver.launched[-1]
+    begin = torch.Tensor.data_ptr(y)
+    assert found["config"] == (7, 2, 3, 64, 1, 1, 96, 0, 0xA77, 2)
+    assert (found["function"], found["extra"]) == (0xF00, None)
+    layout = struct.Struct("@P")
+    assert [layout.unpack(found["values"][i])[0] for i in (0, 1, 5)] == [begin, begin + 8, ticket]
+    assert found["values"][2:5] == [scalar.tobytes() for scalar in scalars]
+    driver.statuses = [201, 0]  # the device is not current in this thread
+    site(torch.randn(8))
+    assert kernel.entered == 1
+    driver.statuses = [700]
+    with pytest.raises(AdvisorError, match="refused: 700"):
+        site(torch.randn(8))
+
+
+def test_a_tensor_map_is_made_of_where_the_tensor_lies_now(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ((0, 8, 3), (64, 9, 2))
+    made_of = tuple(
+        (offset, (8, 1, w, 4, 2), (16, 16, 64, 256), (8, 1, 4, 2, 1), swizzle) for offset, w, swizzle in parts
+    )
+    driver = Driver([8, 256])
+
+    def plant(y: torch.Tensor) -> None:
+        maps = np.zeros(256, np.uint8).view(np.dtype((np.void, 256))).view(tensor_map.Boxes)
+        maps.address, maps.made_of = torch.Tensor.data_ptr(y) + 16, made_of
+        driven(Driven(driver), y, maps)
+
+    monkeypatch.setattr(Faulty, "plant", staticmethod(plant), raising=False)
+    site = install.site(lambda x: Faulty.apply(x))
+    native.module().use(driver.encode)
+    try:
+        for _ in range(3):
+            y = site(torch.randn(64))
+    finally:
+        native.module().use(tensor_map.encoder())
+    begin = torch.Tensor.data_ptr(y) + 16
+    expected = [(1, 5, begin + offset, *of, (0, swizzle, 2, 0)) for offset, *of, swizzle in made_of]
+    assert driver.maps[-2:] == expected
+    assert driver.launched[-1]["values"][1] == bytes([3] * 128 + [4] * 128)
 
 
 def test_a_refused_launch_says_what_the_driver_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_of_groups_a_box_has_one_and_a_quarter_is_every_other_row_and_column(ask
 
 
 def test_a_map_that_the_driver_refuses_is_told(asked: list[Any]) -> None:
-    with pytest.raises(AdvisorError, match=r"refuses a tensor map of 0 x 4 x 4 x 0 values \(error 1\)"):
+    with pytest.raises(AdvisorError, match=r"refuses a tensor map of 0 x 4 x 4 x 1 x 0 values \(error 1\)"):
         tensor_map.boxes(torch.zeros(0, 0, 4, 4), 64, 10, 34)
 
 
