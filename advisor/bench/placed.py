@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 from advisor.ops import catalog
+from advisor.ops.family import Case
 from advisor.ops.sites import install, native
 
 Function = Callable[..., Any]
@@ -34,13 +36,23 @@ def placed(function: Function) -> Iterator[Function]:
             for own in [one for one in sites if one.__module__ == api.__name__]:
                 stack.enter_context(mock.patch.object(api, own.__name__, sites[own]))
         if isinstance(function, partial):
-            yield partial(sites.get(function.func, function.func), *function.args, **function.keywords)
+            keywords = {name: _placed(value, sites) for name, value in function.keywords.items()}
+            yield partial(sites.get(function.func, function.func), *function.args, **keywords)
         else:
-            yield sites.get(function, function)
+            yield _placed(function, sites)
+
+
+def _placed(value: Any, sites: Mapping[Function, Function]) -> Any:
+    if isinstance(value, Case):
+        return replace(value, ours=_placed(value.ours, sites))
+    return sites.get(value, value) if inspect.isfunction(value) else value
 
 
 def _is_operation(function: Any) -> bool:
-    return not function.__name__.startswith("_") and "Tensor" in str(function.__annotations__.get("return"))
+    return not function.__name__.startswith("_") and function.__annotations__.get("return") not in (
+        "str",
+        "torch.dtype",
+    )
 
 
 def _by_any_call(function: Function) -> Function:

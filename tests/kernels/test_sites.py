@@ -20,12 +20,16 @@ import torch
 from emulation.compiler import EmulationError
 from emulation.device import only_what_wins
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from advisor.bench.placed import placed
 from advisor.core.errors import AdvisorError
-from advisor.ops import catalog, cuda_driver, dispatch, match, tensor_map
+from advisor.ops import catalog, cuda_driver, dispatch, match, tensor_map, verify
 from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.bias_act import api as bias_act
+from advisor.ops.family import Case, Family
 from advisor.ops.function import Function
 from advisor.ops.pooling import api as pooling
 from advisor.ops.sites import install, native, recording
@@ -159,6 +163,75 @@ def test_after_so_many_recordings_a_site_goes_on_in_python(emulated) -> None:
     assert install.recorded["global_avg_pool2d"] == install._MOST_KNOWN
 
 
+REPLAYED = [
+    family
+    for family in catalog.FAMILIES
+    if any(isinstance(f, type) and issubclass(f, Function) and f.replays for f in vars(family.module("api")).values())
+]
+# What stays in Python: the one that frees a tensor midway, and, emulated, launches with tensor maps, which are structs there.
+IN_PYTHON, MAPPED = "_BatchNormActPointwise", {"conv3x3", "grouped"}
+
+
+def smallest(family: Family) -> list[Case]:
+    """Of each of the family's names that has a backward the case with the fewest elements, the smallest few of these."""
+    found: dict[str, Case] = {}
+    for case in sorted(family.verification, key=lambda case: torch.Size(case.shape).numel()):
+        if "backward" in case.passes and case.dtype != "float16":
+            found.setdefault(case.name, case)
+    return list(found.values())[:8]
+
+
+@pytest.mark.parametrize("family", REPLAYED, ids=lambda family: family.id)
+def test_every_operation_is_replayed_as_python_runs_it(
+    emulated, monkeypatch: pytest.MonkeyPatch, family: Family
+) -> None:
+    replayed = 0
+    for case in smallest(family):
+        with placed(case.ours) as ours:
+            for number in range(3):
+                runs = []
+                for function in (ours, case.ours):
+                    given = case.inputs(verify.seeded("cpu", number), case.shape[0])
+                    with counted(monkeypatch) as in_python:
+                        outputs = verify.tensors(function(*given))
+                        leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
+                        above = [torch.ones_like(y).cumsum(-1) for y in outputs]
+                        gradients = torch.autograd.grad(outputs, leaves, above)
+                    kept = [a for a in given if isinstance(a, torch.Tensor) and not a.requires_grad]
+                    runs.append(([*outputs, *gradients, *kept], in_python))
+                (mine, ran), (theirs, _) = runs
+                for a, b in zip(mine, theirs, strict=True):
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num()), case.label
+        ran = [name for name in ran if not name.startswith(IN_PYTHON)]
+        assert family.id in MAPPED or not ran, (case.label, ran, install.refused)
+        replayed += not ran
+    assert replayed or family.id in MAPPED
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operation(*args, **(kwargs or {}))
+
+
+def test_while_somebody_watches_nothing_is_recorded_or_replayed(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, x = install.site(pooling.global_avg_pool2d), image(2, 8, 4, 4)
+    with Watching():
+        for _ in range(install._MOST_KNOWN + 2):
+            site(x)
+    for _ in range(install._MOST_REFUSED + 2):
+        torch.func.vmap(lambda one: site(one.unsqueeze(0)))(x)
+    assert not install.recorded
+    assert not install.refused
+    site(x)
+    with counted(monkeypatch) as in_python:
+        site(x)
+        assert not in_python
+        with Watching():
+            site(x)
+        assert in_python
+    assert install.recorded["global_avg_pool2d"] == 1
+
+
 def test_no_kernel_runs_where_it_is_not_dispatched_any_more(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     site, x = install.site(pooling.max_pool2d), image(2, 16, 8, 8)
     expected = site(x, (2, 2), (2, 2))
@@ -282,6 +355,15 @@ def test_what_a_launch_raises_is_raised(emulated, monkeypatch: pytest.MonkeyPatc
         torch.autograd.grad(y, leaves, torch.ones_like(y))
 
 
+def test_compiled_autograd_calls_a_replayed_node_as_it_is(emulated) -> None:
+    site, arguments, leaves = site_and_leaves()
+    expected = torch.autograd.grad(site(*arguments).sum(), leaves)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        site(*arguments).sum().backward()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
 class Faulty(Function):
     """What a test plants in its forward and backward."""
 
@@ -325,6 +407,7 @@ REFUSED = {
     "it passes a struct": launches(np.zeros(3, np.int32)),
     "it launches on another stream": launches(np.int32(3), stream=7),
     "which gives no tensors": lambda y: y.sum().item(),
+    "unbind.int, which gives no tensors": lambda y: y.view(1, 4).unbind()[0],
     "with a list of tensors": lambda y: torch.cat([y[:2], y[2:]]),
     "a tensor is none of those given or made": lambda y: elsewhere,
 }

@@ -571,7 +571,7 @@ def frozen_backward(
     dx = torch.empty_like(dy)
     dresidual = torch.empty_like(dy) if residual else dy.new_empty(0)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
-    dweight, dbias = torch.empty((2, c if affine_gradients else 0), dtype=torch.float32, device=dy.device)
+    dweight, dbias = (dy.new_empty(c if affine_gradients else 0, dtype=torch.float32) for _ in range(2))
     plan.kernel(
         plan.grid,
         plan.block,

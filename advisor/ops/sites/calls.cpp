@@ -14,6 +14,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -370,13 +371,20 @@ struct Recorded {
   }
 };
 
-struct Holder : torch::CustomClassHolder {
-  explicit Holder(std::shared_ptr<Recorded> of) : recorded(std::move(of)) {}
-  std::shared_ptr<Recorded> recorded;
-};
+// A recording as a node keeps it: in a tensor's memory, of all that autograd lets a node keep what compiled autograd takes too.
+Tensor token(const std::shared_ptr<Recorded>& of) {
+  auto* kept = new std::shared_ptr<Recorded>(of);
+  const auto release = [](void* memory) { delete static_cast<std::shared_ptr<Recorded>*>(memory); };
+  return at::from_blob(kept, {static_cast<int64_t>(sizeof *kept)}, release, at::TensorOptions().dtype(at::kByte));
+}
+
+const std::shared_ptr<Recorded>& recorded(const c10::IValue& token) {
+  return *static_cast<const std::shared_ptr<Recorded>*>(token.toTensor().const_data_ptr());
+}
 
 struct Call : torch::autograd::Function<Call> {
-  static variable_list forward(AutogradContext* ctx, at::TensorList, const Recorded* of, variable_list* slots, Holder* holder, bool ready) {
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const Recorded* of, variable_list* slots, const c10::IValue& token,
+                               bool ready) {
     if (!ready)
       for (const Step& step : of->program) step.run(*slots);
     variable_list found, saved, marked, constant;
@@ -389,13 +397,13 @@ struct Call : torch::autograd::Function<Call> {
     for (int slot : of->constant) constant.push_back((*slots)[slot]);
     if (!constant.empty()) ctx->mark_non_differentiable(constant);
     ctx->set_materialize_grads(of->materialize);
-    ctx->saved_data.emplace("of", c10::IValue::make_capsule(c10::intrusive_ptr<Holder>::reclaim_copy(holder)));
+    ctx->saved_data.emplace("of", token);
     return found;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& above) {
-    const auto capsule = ctx->saved_data.at("of").toCapsule();
-    const std::shared_ptr<Recorded>& of = static_cast<Holder*>(capsule.get())->recorded;
+    const c10::IValue token = ctx->saved_data.at("of");
+    const std::shared_ptr<Recorded>& of = recorded(token);
     variable_list slots = ctx->get_saved_variables();
     auto next = above.begin();
     for (int output : of->outputs) slots.push_back(output == NONE ? Tensor() : *next++);
@@ -440,11 +448,11 @@ struct Call : torch::autograd::Function<Call> {
 };
 
 // The recording's outputs, with autograd's node behind them. Slots are filled as far as the inputs, or, once `ready`, all.
-py::object attach(const std::shared_ptr<Recorded>& of, variable_list& slots, bool ready) {
+py::object attach(const c10::IValue& token, variable_list& slots, bool ready) {
+  const std::shared_ptr<Recorded>& of = recorded(token);
   variable_list inputs;
   for (int slot : of->differentiable) inputs.push_back(slots[slot]);
-  const auto holder = c10::make_intrusive<Holder>(of);
-  const variable_list found = Call::apply(at::TensorList(inputs), of.get(), &slots, holder.get(), ready);
+  const variable_list found = Call::apply(at::TensorList(inputs), of.get(), &slots, token, ready);
   auto next = found.begin();
   py::tuple all(of->outputs.size());
   for (size_t i = 0; i < of->outputs.size(); ++i) all[i] = of->outputs[i] == NONE ? py::none() : py::cast(*next++);
@@ -469,7 +477,7 @@ bool holds_tensors(const py::handle& of) {
 
 struct Site : std::enable_shared_from_this<Site> {
   py::object miss, state;  // miss(this, *arguments): no part of it may have this, or neither would ever be freed
-  std::vector<std::shared_ptr<Recorded>> known;
+  std::vector<c10::IValue> known;  // tokens
   std::string name;
   PyMethodDef definition{};
 
@@ -506,11 +514,12 @@ struct Site : std::enable_shared_from_this<Site> {
       const long now = state().cast<long>();
       variable_list slots;
       for (size_t i = 0; i < known.size(); ++i) {
-        const std::shared_ptr<Recorded> of = known[i];
-        if (!fits(*of, args, number, now, slots)) continue;
-        slots.resize(of->slots);
-        count(of->counters);
-        return attach(of, slots, false).release().ptr();
+        const c10::IValue token = known[i];
+        const Recorded& of = *recorded(token);
+        if (!fits(of, args, number, now, slots)) continue;
+        slots.resize(of.slots);
+        count(of.counters);
+        return attach(token, slots, false).release().ptr();
       }
     }
     py::tuple given(number + 1);
@@ -575,13 +584,13 @@ PYBIND11_MODULE(ADVISOR_NATIVE, m) {
              if (self.backward.compare_exchange_strong(none, made.get())) made.release();
            })
       .def("set_result", [](Recorded& self, int pick, Counters counters) { self.pick = pick, self.counters = std::move(counters); })
-      .def("attach", [](const std::shared_ptr<Recorded>& self, variable_list slots) { return attach(self, slots, true); });
+      .def("attach", [](const std::shared_ptr<Recorded>& self, variable_list slots) { return attach(token(self), slots, true); });
   py::class_<Site, std::shared_ptr<Site>>(m, "Site")
       .def(py::init([](std::string name, py::object miss, py::object state) {
         auto made = std::make_shared<Site>();
         made->name = std::move(name), made->miss = std::move(miss), made->state = std::move(state);
         return made;
       }))
-      .def("add", [](Site& self, std::shared_ptr<Recorded> recorded) { self.known.push_back(std::move(recorded)); })
+      .def("add", [](Site& self, const std::shared_ptr<Recorded>& recorded) { self.known.emplace_back(token(recorded)); })
       .def("function", [](const std::shared_ptr<Site>& self) { return function(self); });
 }

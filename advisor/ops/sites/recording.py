@@ -129,8 +129,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
                 self.refuse(f"it calls {operation} with a list of tensors")
             values.append(value)
-        if not all(one is None or isinstance(one, torch.Tensor) for one in found):
-            self.refuse(f"it calls {operation}, which gives no tensors")
+        if not all(result.type.kind() in ("TensorType", "OptionalType") for result in operation._schema.returns):
+            self.refuse(f"it calls {operation}, which gives no tensors")  # or a list of them
             return
         made = [
             NONE if one is None else next((i for i, t in enumerate(self.slots) if t is one), NONE - 1) for one in found
