@@ -243,6 +243,7 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated: Any, monkeypatch: pytest
 # A product in place of a selection, and cases that must show it.
 MULTIPLIED = {
     "relu": ("return lives(z) ? g : 0.f;", "return g * (lives(z) ? 1.f : 0.f);"),
+    "bit": ("return bit ? g : (ACT == 3 ? g * slope : 0.f);", "return g * (bit ? 1.f : (ACT == 3 ? slope : 0.f));"),
     "gate": ("z < 3.f ? g * (1.f / 6.f) : 0.f;", "z < 3.f ? g * (1.f / 6.f) : g * 0.f;"),
     "hardswish": ("+ 0.5f : 1.f) : 0.f;", "+ 0.5f : 1.f) : g * 0.f;"),
     "bits": ("& 1u ? g[j] : 0.f;", "& 1u ? g[j] : g[j] * 0.f;"),
@@ -263,7 +264,7 @@ MULTIPLIED = {
         ("position", "pooling", ""),
         ("relu", "batchnorm_concat", "relu"),
         ("relu", "batchnorm_max_pool", "relu"),
-        ("relu", "bias_act", "relu"),
+        ("bit", "bias_act", "relu"),
         ("relu", "group_norm", "relu"),
         ("relu", "pointwise", "bn+relu+1x1"),
         ("relu", "squeeze_excite", ""),
