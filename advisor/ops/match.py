@@ -451,9 +451,9 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
             for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
                 _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)
         if mode is None:
-            recomputation.as_written(graph_module)
             for part in parts:
                 install.install(part.graph)
+            recomputation.as_written(graph_module)  # which compiles the checkpoints' bodies anew
         if rewrites or mode is None:
             graph_module.recompile()
         if mode is None:

@@ -22,6 +22,7 @@ from emulation.device import only_what_wins
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.bench.placed import placed
@@ -127,6 +128,27 @@ def test_steps_are_replayed_and_are_as_python_makes_them(emulated, monkeypatch: 
     assert all(found == counts[0] for found in counts[1:])
     assert install.recorded == {"batchnorm_max_pool": 1, "batchnorm_act": 2, "global_avg_pool2d": 1}
     assert not install.refused
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_is_replayed_too(emulated, monkeypatch, reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = Checkpointed().to(memory_format=torch.channels_last).train()
+    other = copy.deepcopy(model)
+    run = captured(model)
+    for _ in range(3):
+        x = image(2, 3, 12, 12)
+        with counted(monkeypatch) as in_python:
+            mine = step(run, model, x.detach().requires_grad_())
+        theirs = step(other, other, x.detach().requires_grad_())
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not in_python
+    assert install.recorded["batchnorm_act"] >= 2
 
 
 def test_what_a_recording_does_not_fit_runs_in_python_and_is_recorded_too(emulated, monkeypatch) -> None:

@@ -46,6 +46,7 @@ def test_a_compiler_that_fails_is_told_by_its_first_error(monkeypatch: pytest.Mo
     )
     assert native.unavailable() == "calls.cpp does not build: calls.cpp:1: error: no such thing"
     assert not list((tmp_path / "advisor/native").iterdir())  # nothing half made
+    assert not native.pending()  # nor is it tried again
 
 
 def test_what_it_makes_is_loaded_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

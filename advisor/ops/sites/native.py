@@ -42,8 +42,8 @@ def module() -> Any:
 
 
 def pending() -> bool:
-    """Whether the first use will compile, for half a minute."""
-    return not _hindrance() and not _library().is_file()
+    """Whether the next use will compile, for half a minute: it is the first, and nothing lies in the cache."""
+    return not _loaded.cache_info().currsize and not _hindrance() and not _library().is_file()
 
 
 def _hindrance() -> str:
@@ -80,6 +80,9 @@ def _compiler() -> list[str]:
 
 def _built(compiler: list[str]) -> Path:
     """The shared library: from the cache folder, or made there. Two processes at it make it twice, and each sees a whole one."""
+    made = _library()
+    if made.is_file():
+        return made
     import torch
 
     root = Path(torch.__file__).parent
@@ -90,9 +93,6 @@ def _built(compiler: list[str]) -> Path:
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]
     links = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", *(f"-l{library}" for library in _LIBRARIES)]
-    made = _library()
-    if made.is_file():
-        return made
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=made.parent)
     os.close(handle)
