@@ -30,19 +30,17 @@ def placed(function: Function) -> Iterator[Function]:
         sites: dict[Function, Function] = {}
         for family in catalog.FAMILIES:
             api = family.module("api")
-            for own in vars(api).values():
+            for own in list(vars(api).values()):
                 if inspect.isfunction(own) and own.__module__ == api.__name__ and _is_operation(own):
                     sites[own] = _by_any_call(own)
-            for own in [one for one in sites if one.__module__ == api.__name__]:
-                stack.enter_context(mock.patch.object(api, own.__name__, sites[own]))
-        if isinstance(function, partial):
-            keywords = {name: _placed(value, sites) for name, value in function.keywords.items()}
-            yield partial(sites.get(function.func, function.func), *function.args, **keywords)
-        else:
-            yield _placed(function, sites)
+                    stack.enter_context(mock.patch.object(api, own.__name__, sites[own]))
+        yield _placed(function, sites)
 
 
 def _placed(value: Any, sites: Mapping[Function, Function]) -> Any:
+    if isinstance(value, partial):
+        keywords = {name: _placed(one, sites) for name, one in value.keywords.items()}
+        return partial(_placed(value.func, sites), *value.args, **keywords)
     if isinstance(value, Case):
         return replace(value, ours=_placed(value.ours, sites))
     return sites.get(value, value) if inspect.isfunction(value) else value

@@ -95,11 +95,9 @@ def refusal(unsupported: str, wins: str) -> str:
     return unsupported or ("" if _forced else wins)
 
 
-def state() -> int:
-    """What decides how a call runs beside its arguments: a recorded one is for one of these alone (ops/sites)."""
-    from advisor.ops import nvrtc
-
-    return (_forced > 0) + 2 * nvrtc.alone()
+def forced() -> bool:
+    """Whether it is inside `everything()`."""
+    return _forced > 0
 
 
 def clear() -> None:

@@ -22,8 +22,8 @@ from emulation.device import only_what_wins
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from advisor.bench.placed import placed
 from advisor.core.errors import AdvisorError

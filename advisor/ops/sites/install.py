@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from advisor.ops import dispatch, nvrtc
+from advisor.ops import nvrtc
 from advisor.ops.sites import native
-from advisor.ops.sites.recording import recording
+from advisor.ops.sites.recording import recording, state
 
 _MOST_KNOWN = 8  # recordings a site
 _MOST_REFUSED = 4
@@ -35,7 +35,7 @@ def install(graph: fx.Graph) -> None:
 
 def site(function: Callable[..., Any], names: tuple[str, ...] = ()) -> Callable[..., Any]:
     """`function`, called with positional arguments, of which the last have these names."""
-    made = native.module().Site(f"{function.__name__}_{next(_numbers)}", _Miss(function, names), dispatch.state)
+    made = native.module().Site(f"{function.__name__}_{next(_numbers)}", _Miss(function, names), state)
     found: Callable[..., Any] = made.function()
     return found
 

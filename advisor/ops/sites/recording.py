@@ -34,6 +34,11 @@ _ALLOCATIONS = {
 }  # whose kernels fill the memory, so that a plain allocation will do
 
 
+def state() -> int:
+    """What decides how a call runs beside its arguments: a recording is for one of these alone. Asked at each call of a site."""
+    return dispatch.forced() + 2 * nvrtc.alone()
+
+
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Allocations, launches and operators of this thread while it is entered, as calls.cpp takes them.
 
@@ -70,9 +75,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor's. One that has none gets one, and is refused."""
         if tensor is None:
             return NONE
-        for slot, found in enumerate(self.slots):
-            if found is tensor:
-                return slot
+        found = self._find(tensor)
+        if found is not None:
+            return found
         # Autograd may hand on another object than it got from below.
         alike = [number for number, view in enumerate(self._views) if _told(view[0]) == _told(tensor)]
         same = [number for number in alike if self._views[number][0] is tensor]
@@ -84,6 +89,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return len(self.slots) - 1
         self.refuse("a tensor is none of those given or made")
         return self._add(tensor)
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        return next((slot for slot, found in enumerate(self.slots) if found is tensor), None)
 
     def _add(self, tensor: torch.Tensor) -> int:
         self.slots.append(tensor)
@@ -132,10 +140,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(result.type.kind() in ("TensorType", "OptionalType") for result in operation._schema.returns):
             self.refuse(f"it calls {operation}, which gives no tensors")  # or a list of them
             return
-        made = [
-            NONE if one is None else next((i for i, t in enumerate(self.slots) if t is one), NONE - 1) for one in found
-        ]
-        made = [self._add(one) if slot < NONE else slot for slot, one in zip(made, found, strict=True)]
+        made: list[int] = []
+        for one in found:
+            known = NONE if one is None else self._find(one)  # of an operator that writes into what it returns
+            made.append(self._add(one) if known is None else known)
         name, _, overload = operation.name().partition(".")
         self.steps.append(("call", name, overload, tuple(values), filled, made))
 
@@ -271,7 +279,9 @@ class Recording:
         self._before = _counts()
         self._returned: Any = None
         self._thread = threading.get_ident()
-        if len({id(t) for t in self.tensors}) < len(self.tensors):
+        if not self.tensors:
+            self.refused = "no argument is a tensor"
+        elif len({id(t) for t in self.tensors}) < len(self.tensors):
             self.refused = "a tensor is given twice"
         elif not all(_is_plain(t) for t in self.tensors):
             self.refused = "a tensor has no memory of its own, or begins between two vectors"
@@ -309,7 +319,7 @@ class Recording:
         context.dirty = context.constant = ()
         outcome = (outputs, seen, positions, saved, dirty, constant, not isinstance(found, tuple), context.materializes)
         made = list(self.arguments), self.tensors, tape.slots
-        behind = context, dispatch.state()
+        behind = context, state()
         try:
             self.recorded = native.module().Recorded(*made, [] if self.refused else tape.steps, *outcome, *behind)
         except (RuntimeError, TypeError) as error:  # a kind of argument that is not foreseen
@@ -369,8 +379,9 @@ def recording(arguments: tuple[Any, ...]) -> Iterator[Recording]:
     """Inside, the call of a site with these arguments is recorded, unless another one is just now."""
     global active
     made = Recording(arguments)
-    if active is not None or not made.tensors:
+    if active is not None:
         made.refused = "another call is being recorded"
+    if made.refused:
         yield made
         return
     active = made

@@ -38,7 +38,6 @@ def hold(run_dir: Path) -> None:
 
 def _noted(run_dir: Path) -> Path:
     """Where the user's own cache folder notes this search."""
-
     name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:32]
     return cache_dir() / "searches" / name
 
