@@ -54,15 +54,13 @@ def _is_operation(function: Any) -> bool:
 
 
 def _by_any_call(function: Function) -> Function:
-    """A site takes positional arguments alone: one for each set of names that comes."""
-    plain, named = install.site(function), dict[tuple[str, ...], Function]()
+    """A site takes positional arguments alone, and in a graph it is one call's: here one for each set of names and first argument's shape."""
+    found: dict[tuple[Any, ...], Function] = {}
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if not keywords:
-            return plain(*arguments)
-        names = tuple(keywords)
-        if names not in named:
-            named[names] = install.site(function, names)
-        return named[names](*arguments, *keywords.values())
+        key = getattr(arguments[0], "shape", None), *keywords
+        if key not in found:
+            found[key] = install.site(function, tuple(keywords))
+        return found[key](*arguments, *keywords.values())
 
     return call

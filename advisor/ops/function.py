@@ -20,9 +20,10 @@ class Function(torch.autograd.Function):
     Attributes:
         replays: a call does nothing but allocate, launch and call PyTorch's operators, what it leaves on `ctx` besides saved tensors comes
             of its arguments' layouts and constants alone, and so it is with its backward: a site may record and replay it (ops/sites).
+        releases: results are among its saved tensors, and its backward lets go of them before it ends.
     """
 
-    replays = False
+    replays = releases = False
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -127,8 +127,9 @@ def test_nothing_is_dispatched_without_a_measurement(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     feature = nhwc(2, 8, 4, 4)
-    found = api.features(feature, 16)
-    assert found.tensor is feature
+    tensor, moments = api.features(feature, 16)
+    assert tensor is feature
+    assert moments is None
     assert FAMILY.fell_back == {dispatch.UNMEASURED: 1}
 
 
@@ -144,8 +145,8 @@ def _block(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list
 def _chained(features: list[torch.Tensor], norms: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     there, found = api.features(features[0], 48), []
     for k, norm in enumerate(norms):
-        there = api.extended(there, features[k]) if k else there
-        y, there = api.batchnorm_act(there, *norm, 0.1, 1e-5, "silu")
+        there = api.extended(*there, features[k]) if k else there
+        y, *there = api.batchnorm_act(*there, *norm, 0.1, 1e-5, "silu")
         found.append(y)
     return found
 
@@ -154,15 +155,16 @@ def test_all_feature_maps_lie_in_one_tensor_and_are_written_once(emulated) -> No
     features, _ = _block()
     with dispatch.everything():
         there = api.features(features[0], 48)
-        first = there.tensor.data_ptr()
+        first = there[0].data_ptr()
         for feature in features[1:]:
-            there = api.extended(there, feature)
-    assert there.tensor.data_ptr() == first
-    assert torch.equal(there.tensor, torch.cat(features, 1))
+            there = api.extended(*there, feature)
+    tensor, moments = there
+    assert tensor.data_ptr() == first
+    assert torch.equal(tensor, torch.cat(features, 1))
     assert emulated.launches == {"batchnorm_concat_append": 3}
     x = torch.cat([f.detach() for f in features], 1).double()
-    torch.testing.assert_close(there.moments[0].double(), x.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(there.moments[1].double(), x.var((0, 2, 3), correction=0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moments[0].double(), x.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moments[1].double(), x.var((0, 2, 3), correction=0), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_only_some_outputs(emulated) -> None:
@@ -187,9 +189,9 @@ def test_the_concatenation_is_a_tensor_for_others_too(emulated) -> None:
         features, norms = _block()
         with dispatch.everything():
             if ours:
-                there = api.extended(api.features(features[0], 48), features[1])
-                y, there = api.batchnorm_act(there, *norms[1], 0.1, 1e-5, "relu")
-                x = there.tensor
+                there = api.extended(*api.features(features[0], 48), features[1])
+                y, *there = api.batchnorm_act(*there, *norms[1], 0.1, 1e-5, "relu")
+                x = there[0]
             else:
                 x = torch.cat(features[:2], 1)
                 y = F.relu(F.batch_norm(x, *norms[1][:2], *norms[1][2:], training=True))
@@ -201,12 +203,12 @@ def test_the_concatenation_is_a_tensor_for_others_too(emulated) -> None:
 def test_a_feature_map_that_does_not_fit_is_concatenated(emulated) -> None:
     features, norms = _block()
     with dispatch.everything():
-        there = api.extended(api.features(features[0], 24), features[1])  # 32 channels
-        y, there = api.batchnorm_act(there, *norms[1], 0.1, 1e-5, "silu")
-    assert there.room is None
-    assert torch.equal(there.tensor, torch.cat(features[:2], 1))
+        there = api.extended(*api.features(features[0], 24), features[1])  # 32 channels
+        y, tensor, moments = api.batchnorm_act(*there, *norms[1], 0.1, 1e-5, "silu")
+    assert moments is None
+    assert torch.equal(tensor, torch.cat(features[:2], 1))
     assert sum(FAMILY.fell_back.values()) == 1
-    mine = torch.autograd.grad(y.sum() + there.tensor.square().sum(), features[:2])
+    mine = torch.autograd.grad(y.sum() + tensor.square().sum(), features[:2])
     assert all(g.shape == f.shape for g, f in zip(mine, features, strict=False))
 
 
@@ -250,8 +252,8 @@ def test_one_concatenation_is_kept_for_the_backward(emulated) -> None:
     with dispatch.everything(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         there = api.features(features[0], 48)
         for k, norm in enumerate(norms):
-            there = api.extended(there, features[k]) if k else there
-            _, there = api.batchnorm_act(there, *norm, 0.1, 1e-5)
+            there = api.extended(*there, features[k]) if k else there
+            _, *there = api.batchnorm_act(*there, *norm, 0.1, 1e-5)
     assert list(kept.values()) == [4 * 2 * 48 * 5 * 4]
 
 

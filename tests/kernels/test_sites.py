@@ -21,6 +21,7 @@ from emulation.compiler import EmulationError
 from emulation.device import only_what_wins
 from torch import nn
 from torch._dynamo import compiled_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +33,7 @@ from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.bias_act import api as bias_act
 from advisor.ops.family import Case, Family
 from advisor.ops.function import Function
+from advisor.ops.pointwise import api as pointwise
 from advisor.ops.pooling import api as pooling
 from advisor.ops.sites import install, native, recording
 from advisor.ops.upsample import api as upsample
@@ -190,8 +192,7 @@ REPLAYED = [
     for family in catalog.FAMILIES
     if any(isinstance(f, type) and issubclass(f, Function) and f.replays for f in vars(family.module("api")).values())
 ]
-# What stays in Python: the one that frees a tensor midway, and, emulated, launches with tensor maps, which are structs there.
-IN_PYTHON, MAPPED = "_BatchNormActPointwise", {"conv3x3", "grouped"}
+MAPPED = {"conv3x3", "grouped"}  # whose launches stay in Python where they are emulated: tensor maps are structs there
 
 
 def smallest(family: Family) -> list[Case]:
@@ -224,7 +225,6 @@ def test_every_operation_is_replayed_as_python_runs_it(
                 (mine, ran), (theirs, _) = runs
                 for a, b in zip(mine, theirs, strict=True):
                     assert torch.equal(a.nan_to_num(), b.nan_to_num()), case.label
-        ran = [name for name in ran if not name.startswith(IN_PYTHON)]
         assert family.id in MAPPED or not ran, (case.label, ran, install.refused)
         replayed += not ran
     assert replayed or family.id in MAPPED
@@ -275,6 +275,23 @@ def site_and_leaves() -> tuple[Any, list[Any], list[torch.Tensor]]:
         torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
     assert install.recorded["batchnorm_act"] == 1
     return site, arguments, [x, weight, bias]
+
+
+def releasing_site_and_leaves(*, both: bool = True) -> tuple[Any, list[Any], list[torch.Tensor]]:
+    """Likewise of a batch norm with a 1x1 convolution, whose backward lets go of the norm's result midway.
+
+    The backward is recorded with gradients of `both` results, or of the convolution's alone.
+    """
+    site = install.site(pointwise.batchnorm_act_pointwise)
+    x, weight, bias = image(2, 64, 16, 16).detach().bfloat16().requires_grad_(), vector(64), vector(64)
+    conv = (torch.randn(64, 64, 1, 1) / 8).requires_grad_()
+    arguments = [x, None, vector(64, grad=False), vector(64, grad=False), weight, bias, 0.1, 1e-5, "relu", 0.0, conv]
+    leaves = [x, weight, bias, conv]
+    for _ in range(2):
+        outputs = site(*arguments)[0 if both else 1 : 2]
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
+    assert install.recorded["batchnorm_act_pointwise"] == 1, install.refused
+    return site, arguments, leaves
 
 
 def test_a_backward_runs_in_python_when_it_is_not_as_recorded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,6 +530,51 @@ def test_memory_between_launches_is_let_go_and_a_node_lets_its_own_go(emulated) 
     gc.collect()
     assert kept() is None  # silu keeps x, not its result
     assert node is not None
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_result_that_its_node_keeps_is_let_go_of_midway(emulated, monkeypatch, replayed: bool) -> None:
+    site, arguments, leaves = releasing_site_and_leaves(both=not replayed)
+    for kept in (False, True):
+        y, z, _ = site(*arguments)
+        result, gone = StorageWeakRef(y.untyped_storage()), []
+        del y
+        assert not result.expired()
+        with counted(monkeypatch) as in_python, monkeypatch.context() as patch:
+            patch.setattr(cuda_driver, "watchers", [lambda *_, r=result, g=gone: g.append(r.expired())])
+            torch.autograd.grad(z, leaves, torch.ones_like(z), retain_graph=kept)
+        assert bool(in_python) is not replayed
+        assert gone
+        assert all(one is not kept for one in gone)  # each launch comes behind the convolution's gradients
+
+
+def test_what_is_kept_beside_autograd_s_own_is_kept_freed_and_guarded_alike(emulated) -> None:
+    site, arguments, leaves = releasing_site_and_leaves()
+
+    def gradients(of: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(of[:2], leaves, [torch.ones_like(y) for y in of[:2]], **keywords)
+
+    outputs = site(*arguments)
+    first, second = (gradients(outputs, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    gradients(outputs)
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(outputs)
+    outputs = site(*arguments)
+    with torch.no_grad():
+        outputs[0].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(outputs)
+    seconds = []
+    for function in (site, pointwise.batchnorm_act_pointwise):
+        y, z, _ = function(*arguments)
+        found = torch.autograd.grad(
+            (y.square(), z.square()), leaves, (torch.ones_like(y), torch.ones_like(z)), create_graph=True
+        )
+        seconds.append(torch.autograd.grad(sum(g.float().square().sum() for g in found), leaves))
+    for mine, other in zip(*seconds, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.abs().sum() > 0
 
 
 def test_a_site_that_nobody_calls_any_more_is_freed(emulated) -> None:

@@ -3,11 +3,20 @@
 `features` begins one, `extended` appends a feature map, `batchnorm_act` normalises what there is so far. All feature maps lie
 in one tensor, each written once. The batch statistics of a channel are taken once, when it is appended, and its gradients are
 added up by the norms' own backwards: each gives the sum of its own and of all later norms' to the norm before it.
+
+What there is so far is two tensors, each the part that is taken of memory with room for all. Of each there is one user: who has
+made a next of it has no further use for it.
+
+    tensor   [N, C, H, W], a pixel's channels beside each other. A tensor like any other, but that its pixels lie as far apart as all
+             channels that there will be.
+    moments  [2, C] fp32, mean and biased variance of each channel; None where PyTorch's own operations run. As far as autograd is
+             concerned, what goes back through it are the two corrections of kernels/batchnorm_concat.
+
+The memory fills from the first channel on or, with `front`, where each feature map comes before those that are there, from the last on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,59 +29,35 @@ from advisor.ops.function import Function
 
 engaged, fell_back = dispatch.counters("batchnorm_concat")
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Room:
-    """Memory of one concatenation: values [N, C, H, W], a pixel's channels beside each other, and moments [2, C].
-
-    It fills from the first channel on or, where each feature map comes before those that are there, from the last on.
-    """
-
-    values: torch.Tensor
-    moments: torch.Tensor
-    front: bool
-
-    def begin(self, channels: int) -> int:
-        """The first channel of those taken when `channels` are."""
-        return self.values.shape[1] - channels if self.front else 0
-
-    def taken(self, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is there when `channels` are, as tensors of their own over the same memory: autograd sees no views."""
-        begin = self.begin(channels)
-        return self.values.narrow(1, begin, channels).detach(), self.moments.narrow(1, begin, channels).detach()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Features:
-    """Feature maps that have been concatenated so far.
-
-    Attributes:
-        tensor: [N, C, H, W], all of them. A tensor like any other, but that its pixels may lie further apart than C.
-        moments: [2, C], mean and biased variance of each channel; None where PyTorch's own operations run. As far as autograd
-            is concerned, what goes back through it are the two corrections of kernels/batchnorm_concat.
-        front: whether the next feature map comes before them, not behind.
-        room: where there is space for more.
-    """
-
-    tensor: torch.Tensor
-    moments: torch.Tensor | None = None
-    front: bool = False
-    room: _Room | None = None
+Parts = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Append(Function):
+    replays = True
+
     @staticmethod
     def forward(
-        ctx: Any, before: torch.Tensor | None, moments: torch.Tensor | None, feature: torch.Tensor, room: _Room
+        ctx: Any,
+        before: torch.Tensor | None,
+        moments: torch.Tensor | None,
+        feature: torch.Tensor,
+        channels: int,
+        front: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        there, channels = 0 if before is None else before.shape[1], feature.shape[1]
-        cuda.append(nhwc(feature), room.values, room.moments, room.begin(there + channels) if room.front else there)
-        after = room.taken(there + channels)
+        new = feature.shape[1]
+        if before is None or moments is None:
+            there = 0
+            room = cuda.concatenation(feature, channels), feature.new_empty((2, channels), dtype=torch.float32)
+        else:
+            there = before.shape[1]
+            room = _room(before, moments, front)
+        begin = channels - there - new if front else 0
+        cuda.append(nhwc(feature), *room, begin if front else there)
+        # Tensors of their own over the same memory: autograd sees no views.
+        after = room[0].narrow(1, begin, there + new).detach(), room[1].narrow(1, begin, there + new).detach()
         ctx.save_for_backward(*after)
         # First channel and how many, of what was there and of what is new.
-        ctx.old, ctx.new = (0, there), (there, channels)
-        if room.front:
-            ctx.new, ctx.old = (0, channels), (channels, there)
+        ctx.old, ctx.new = ((new, there), (0, new)) if front else ((0, there), (there, new))
         ctx.set_materialize_grads(False)
         return after
 
@@ -80,7 +65,7 @@ class _Append(Function):
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
         gradient, corrections = given
         if gradient is None:
-            return None, None, None, None
+            return (None,) * 5
         (x, moments), old, new = ctx.saved_tensors, ctx.old, ctx.new
         feature = None
         if ctx.needs_input_grad[2]:
@@ -91,8 +76,17 @@ class _Append(Function):
             else:
                 feature = cuda.append_backward(cuda.rows(gradient), corrections, cuda.rows(x), moments, *new)
         if not old[1]:
-            return None, None, feature, None
-        return gradient.narrow(1, *old), None if corrections is None else corrections.narrow(1, *old), feature, None
+            return None, None, feature, None, None
+        corrected = None if corrections is None else corrections.narrow(1, *old)
+        return gradient.narrow(1, *old), corrected, feature, None, None
+
+
+def _room(tensor: torch.Tensor, moments: torch.Tensor, front: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of the memory of which these are a part, as tensors over it."""
+    (n, there, h, w), channels = tensor.shape, tensor.stride(3)
+    before = channels - there if front else 0
+    values = tensor.as_strided((n, channels, h, w), tensor.stride(), tensor.storage_offset() - before)
+    return values, moments.as_strided((2, channels), (channels, 1), moments.storage_offset() - before)
 
 
 def _corrected(
@@ -105,6 +99,8 @@ def _corrected(
 
 
 class _BatchNormAct(Function):
+    replays = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -174,7 +170,7 @@ def unsupported(feature: torch.Tensor, channels: int) -> str:
     )
 
 
-def features(feature: torch.Tensor, channels: int, front: bool = False) -> Features:
+def features(feature: torch.Tensor, channels: int, front: bool = False) -> Parts:
     """The first feature map, [N, C, H, W], of a concatenation that will have `channels` in the end.
 
     With `front` each feature map that is to come stands before those that are there.
@@ -185,44 +181,37 @@ def features(feature: torch.Tensor, channels: int, front: bool = False) -> Featu
     reason = dispatch.refusal(unsupported(feature, channels), spec.wins(dtype=storage.name(feature.dtype)))
     if reason:
         fell_back[reason] += 1
-        return Features(feature, front=front)
-    moments = torch.empty((2, channels), dtype=torch.float32, device=feature.device)
-    return _appended(None, None, feature, _Room(cuda.concatenation(feature.detach(), channels), moments, front))
+        return feature, None
+    found: Parts = _Append.apply(None, None, feature, channels, front)
+    return found
 
 
-def extended(before: Features, feature: torch.Tensor) -> Features:
-    """What there is so far with one more feature map, [N, C, H, W]. `before` is used for nothing else then."""
-    if before.room is not None and before.moments is not None:
-        if _fits(before.room, before.tensor, feature):
-            return _appended(before.tensor, before.moments, feature, before.room)
+def extended(tensor: torch.Tensor, moments: torch.Tensor | None, feature: torch.Tensor, front: bool = False) -> Parts:
+    """What there is so far with one more feature map, [N, C, H, W]. `front` is that of `features`."""
+    if moments is not None:
+        if _fits(tensor, feature):
+            found: Parts = _Append.apply(tensor, moments, feature, tensor.stride(3), front)
+            return found
         fell_back["a later feature map differs from the first"] += 1
-    parts = (feature, before.tensor) if before.front else (before.tensor, feature)
-    return Features(torch.cat(parts, 1), front=before.front)
+    return torch.cat((feature, tensor) if front else (tensor, feature), 1), None
 
 
-def _appended(
-    before: torch.Tensor | None, moments: torch.Tensor | None, feature: torch.Tensor, room: _Room
-) -> Features:
-    tensor, moments = _Append.apply(before, moments, feature, room)
-    return Features(tensor, moments, room.front, room)
-
-
-def _fits(room: _Room, before: torch.Tensor, feature: torch.Tensor) -> bool:
-    """Whether the kernels can write `feature` beside `before`."""
-    n, c, h, w = feature.shape
-    whole = room.values
+def _fits(tensor: torch.Tensor, feature: torch.Tensor) -> bool:
+    """Whether the kernels can write `feature` beside what there is."""
+    (n, there, h, w), channels = tensor.shape, tensor.stride(3)
     return (
-        feature.dtype == whole.dtype
-        and feature.device == whole.device
-        and (n, h, w) == (whole.shape[0], *whole.shape[2:])
-        and before.shape[1] + c <= whole.shape[1]
-        and not c % storage.vector_width(storage.name(feature.dtype))
+        feature.dtype == tensor.dtype
+        and feature.device == tensor.device
+        and (feature.shape[0], *feature.shape[2:]) == (n, h, w)
+        and there + feature.shape[1] <= channels
+        and not feature.shape[1] % storage.vector_width(storage.name(feature.dtype))
         and not nvrtc.on_device(feature)
     )
 
 
 def batchnorm_act(
-    x: Features,
+    tensor: torch.Tensor,
+    moments: torch.Tensor | None,
     running_mean: torch.Tensor,
     running_var: torch.Tensor,
     weight: torch.Tensor,
@@ -231,24 +220,25 @@ def batchnorm_act(
     eps: float,
     activation: str = "none",
     slope: float = 0.01,
-) -> tuple[torch.Tensor, Features]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """act(batch_norm(all features so far)) in training mode; running statistics are updated in place.
 
     Args:
-        x: used for nothing else afterwards: its place takes the second result.
+        tensor, moments: used for nothing else afterwards: their place take the second and the third result.
         running_mean, running_var, weight, bias: [C] fp32.
         activation: a key of `batchnorm_act.spec.ACTIVATIONS`; `slope` is LeakyReLU's.
 
     Returns:
-        A new tensor like the concatenation, and the features for whoever comes next.
+        A new tensor like the concatenation, and what there is for whoever comes next.
     """
-    if x.moments is None or not (running_mean.is_contiguous() and running_var.is_contiguous()):
+    if moments is None or not (running_mean.is_contiguous() and running_var.is_contiguous()):
         y = reference.batchnorm_act(
-            x.tensor, None, running_mean, running_var, weight, bias, momentum, eps, activation, slope
+            tensor, None, running_mean, running_var, weight, bias, momentum, eps, activation, slope
         )
-        return y, Features(x.tensor, front=x.front)
+        return y, tensor, None
     engaged[activation] += 1
-    y, tensor, moments = _BatchNormAct.apply(
-        x.tensor, x.moments, weight, bias, running_mean, running_var, momentum, eps, activation, slope
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    found = _BatchNormAct.apply(
+        tensor, moments, weight, bias, running_mean, running_var, momentum, eps, activation, slope
     )
-    return y, Features(tensor, moments, x.front, x.room)
+    return found

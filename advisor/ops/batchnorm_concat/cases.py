@@ -62,11 +62,12 @@ def _grouped(arguments: Arguments, norms: int) -> tuple[Arguments, list[Any], Ar
 
 def _ours(*arguments: Any, norms: int) -> tuple[torch.Tensor, ...]:
     features, parameters, rest = _grouped(arguments, norms)
-    there = api.features(features[0], sum(feature.shape[1] for feature in features))
+    tensor, moments = api.features(features[0], sum(feature.shape[1] for feature in features))
     found = []
     for k, norm in enumerate(parameters):
-        there = api.extended(there, features[k]) if k else there
-        y, there = api.batchnorm_act(there, *norm, *rest)
+        if k:
+            tensor, moments = api.extended(tensor, moments, features[k])
+        y, tensor, moments = api.batchnorm_act(tensor, moments, *norm, *rest)
         found.append(y)
     return tuple(found)
 

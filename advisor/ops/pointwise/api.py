@@ -101,6 +101,8 @@ def _pointwise_conv2d(
 
 
 class _BatchNormActPointwise(Function):
+    replays = releases = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,24 +123,24 @@ class _BatchNormActPointwise(Function):
         ctx.set_materialize_grads(False)
         ctx.affine = weight is not None, bias is not None
         weight, bias = batchnorm_act.affine(x, weight, bias)
-        conv_weight = alignment.aligned(conv_weight)
+        read = alignment.aligned(conv_weight.to(x.dtype))
         statistics = running_mean, running_var
-        if _one_pass(x, residual, conv_weight, activation):
+        if _one_pass(x, residual, read, activation):
             affine = alignment.aligned(weight), alignment.aligned(bias)
             saved = batchnorm_cuda.statistics(
                 x, *statistics, *affine, momentum, eps, activation, residual is not None, moments
             )
             y, mask, z, parts = cuda.norm_forward(
-                x, residual, (saved, *affine), conv_weight, activation, slope, moments=leaving
+                x, residual, (saved, *affine), read, activation, slope, moments=leaving
             )
         else:
             y, saved, mask = batchnorm_cuda.forward(
                 x, residual, *statistics, weight, bias, momentum, eps, activation, slope, moments=moments
             )
-            z, parts = _convolved(y, conv_weight, moments=leaving)
+            z, parts = _convolved(y, read, moments=leaving)
         if parts is not None:
             ctx.mark_non_differentiable(parts)
-        ctx.save_for_backward(x, weight, bias, saved, mask, y, conv_weight)
+        ctx.save_for_backward(x, weight, bias, saved, mask, y, conv_weight, read)
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
         return y, z, parts
 
@@ -148,16 +150,19 @@ class _BatchNormActPointwise(Function):
         given = dz if dy is None else dy
         if given is None:  # nobody used the results
             return (None,) * 13
-        x, weight, bias, saved, mask, y, conv_weight = ctx.saved_tensors
+        x, weight, bias, saved, mask, y, conv_weight, read = ctx.saved_tensors
         twice = differentiable.wanted(given)
+        if twice:
+            read = conv_weight.to(x.dtype)  # of which autograd knows
         dconv = None
         if dz is not None:
             if not twice:
                 dz = alignment.nhwc(dz)
             wanted = [twice, ctx.needs_input_grad[4], False]
             through, dconv, _ = torch.ops.aten.convolution_backward(
-                dz, y, conv_weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
+                dz, y, read, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
             )
+            dconv = None if dconv is None else dconv.to(conv_weight.dtype)
         if not twice:
             # The norm's backward needs no y: PyTorch's own pair frees it here, too, before dx is made.
             ctx.maybe_clear_saved_tensors()
@@ -173,7 +178,7 @@ class _BatchNormActPointwise(Function):
         else:
             dy = None if dy is None else alignment.nhwc(dy)
             norm = saved, alignment.aligned(weight), alignment.aligned(bias)
-            g, sums = cuda.norm_gradient(dz, conv_weight, dy, x, mask, norm, ctx.activation, ctx.slope, ctx.residual)
+            g, sums = cuda.norm_gradient(dz, read, dy, x, mask, norm, ctx.activation, ctx.slope, ctx.residual)
             dx, dweight, dbias = batchnorm_cuda.backward_of_sums(g, sums, x, saved, weight, bias)
             found = dx, g, dweight, dbias
         dx, dresidual, dweight, dbias = found
@@ -276,7 +281,7 @@ def batchnorm_act_pointwise(
         residual,
         weight,
         bias,
-        conv_weight.to(x.dtype),
+        conv_weight,
         running_mean,
         running_var,
         momentum,

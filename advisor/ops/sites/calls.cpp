@@ -21,6 +21,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
@@ -350,6 +351,7 @@ struct Recorded {
   std::vector<int> outputs;
   std::vector<int> differentiable, positions;  // slots of inputs that autograd sees, and which of the Function's arguments they are
   std::vector<int> saved, dirty, constant;  // slots; `constant`: outputs without a gradient
+  std::vector<int> released;  // slots of `saved` that are outputs, which a backward lets go of behind their last use
   bool single, materialize;  // `single`: the Function gives out a tensor, not a tuple
   int pick = NONE;  // which of the outputs the site gives out; all of them
   Counters counters;
@@ -382,6 +384,47 @@ const std::shared_ptr<Recorded>& recorded(const c10::IValue& token) {
   return *static_cast<const std::shared_ptr<Recorded>*>(token.toTensor().const_data_ptr());
 }
 
+// Outputs that a node keeps beside what autograd saves for it, which it could not let go of before its backward ends.
+struct Kept {
+  static void put(AutogradContext* ctx, const Recorded& of, const variable_list& slots) {
+    std::vector<Tensor> tensors;
+    std::vector<int64_t> versions;
+    for (int slot : of.released) {
+      tensors.push_back(slots[slot].detach());  // the node behind an output must not have the output
+      versions.push_back(static_cast<int64_t>(slots[slot]._version()));
+    }
+    ctx->saved_data.emplace("kept", tensors), ctx->saved_data.emplace("versions", versions);
+  }
+
+  // Into the slots of saved tensors; out of the node, unless the graph is kept.
+  static void take(AutogradContext* ctx, const Recorded& of, variable_list& slots) {
+    const auto found = ctx->saved_data.find("kept");
+    TORCH_CHECK(found != ctx->saved_data.end(), "Trying to backward through the graph a second time: what it needs was freed in the first. "
+                                                "Specify retain_graph=True if you need to.");
+    auto tensors = found->second.toTensorVector();
+    const auto versions = ctx->saved_data.at("versions").toIntVector();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      TORCH_CHECK(static_cast<int64_t>(tensors[i]._version()) == versions[i],
+                  "one of the variables needed for gradient computation has been modified by an inplace operation: a result is at version ",
+                  tensors[i]._version(), "; expected version ", versions[i]);
+      const Tensor found = at::GradMode::is_enabled() ? behind(of, of.released[i], tensors[i]) : tensors[i];
+      for (size_t saved = 0; saved < of.saved.size(); ++saved)
+        if (of.saved[saved] == of.released[i]) slots[saved] = found;
+    }
+    if (!torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data.erase("kept");
+  }
+
+  // An output as autograd knows it, for second derivatives: with this node behind it.
+  static Tensor behind(const Recorded& of, int slot, const Tensor& tensor) {
+    uint32_t number = 0;
+    for (int output : of.outputs) {
+      if (output == slot) break;
+      number += output != NONE;
+    }
+    return torch::autograd::make_variable(tensor, torch::autograd::Edge(torch::autograd::get_current_node(), number));
+  }
+};
+
 struct Call : torch::autograd::Function<Call> {
   static variable_list forward(AutogradContext* ctx, at::TensorList, const Recorded* of, variable_list* slots, const c10::IValue& token,
                                bool ready) {
@@ -390,8 +433,10 @@ struct Call : torch::autograd::Function<Call> {
     variable_list found, saved, marked, constant;
     for (int slot : of->outputs)
       if (slot != NONE) found.push_back((*slots)[slot]);
-    for (int slot : of->saved) saved.push_back(at_slot(*slots, slot));
+    const auto released = [&](int slot) { return std::find(of->released.begin(), of->released.end(), slot) != of->released.end(); };
+    for (int slot : of->saved) saved.push_back(released(slot) ? Tensor() : at_slot(*slots, slot));
     ctx->save_for_backward(std::move(saved));
+    if (!of->released.empty()) Kept::put(ctx, *of, *slots);
     for (int slot : of->dirty) marked.push_back((*slots)[slot]);
     if (!marked.empty()) ctx->mark_dirty(marked);
     for (int slot : of->constant) constant.push_back((*slots)[slot]);
@@ -405,6 +450,7 @@ struct Call : torch::autograd::Function<Call> {
     const c10::IValue token = ctx->saved_data.at("of");
     const std::shared_ptr<Recorded>& of = recorded(token);
     variable_list slots = ctx->get_saved_variables();
+    if (!of->released.empty()) Kept::take(ctx, *of, slots);
     auto next = above.begin();
     for (int output : of->outputs) slots.push_back(output == NONE ? Tensor() : *next++);
     variable_list found(of->differentiable.size() + 4);  // and one for each other argument of `forward`
@@ -427,7 +473,9 @@ struct Call : torch::autograd::Function<Call> {
         for (; from != to; ++from) made.append(from->defined() ? py::cast(*from) : py::none());
         return made;
       };
-      const py::tuple gradients = of->context.attr("backward")(py::cast(of), objects(begin, middle), objects(middle, slots.end()));
+      const py::list saved = objects(begin, middle), given = objects(middle, slots.end());
+      slots.clear();  // Python may let go of some before it ends
+      const py::tuple gradients = of->context.attr("backward")(py::cast(of), saved, given);
       for (size_t i = 0; i < of->positions.size(); ++i) {
         const py::object gradient = gradients[of->positions[i]];
         if (!gradient.is_none()) found[i] = gradient.cast<Tensor>();
@@ -554,7 +602,8 @@ PYBIND11_MODULE(ADVISOR_NATIVE, m) {
   py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
       .def(py::init([](const py::list& arguments, const variable_list& inputs, const variable_list& slots, const py::list& program,
                        std::vector<int> outputs, std::vector<int> differentiable, std::vector<int> positions,
-                       std::vector<int> saved, std::vector<int> dirty, std::vector<int> constant, bool single, bool materialize,
+                       std::vector<int> saved, std::vector<int> released, std::vector<int> dirty, std::vector<int> constant, bool single,
+                       bool materialize,
                        py::object context, long state) {
         auto made = std::make_shared<Recorded>();
         for (const py::handle& argument : arguments) {
@@ -569,7 +618,7 @@ PYBIND11_MODULE(ADVISOR_NATIVE, m) {
         made->state = state, made->stream = current_stream(device), made->slots = static_cast<int>(slots.size());
         made->program = steps(program, made->slots, {&outputs, &differentiable, &saved, &dirty}), made->outputs = std::move(outputs);
         made->differentiable = std::move(differentiable), made->positions = std::move(positions), made->saved = std::move(saved);
-        made->dirty = std::move(dirty), made->constant = std::move(constant);
+        made->released = std::move(released), made->dirty = std::move(dirty), made->constant = std::move(constant);
         made->single = single, made->materialize = materialize, made->context = std::move(context);
         return made;
       }))

@@ -235,17 +235,22 @@ class Context:
     def set_materialize_grads(self, value: bool) -> None:
         self.materializes = value
 
+    def maybe_clear_saved_tensors(self) -> None:
+        """Whoever calls `backward` has emptied their list of them."""
+        self.saved_tensors = ()
+
     def stay(self) -> None:
         """Have every backward run in Python, and none recorded."""
         self._tries = _MOST_TRIES
 
     def backward(
-        self, recorded: Any, saved: Sequence[torch.Tensor | None], above: Sequence[torch.Tensor | None]
+        self, recorded: Any, saved: list[torch.Tensor | None], above: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The Function's own, and at first recorded. One gradient an argument of its forward."""
+        """The Function's own, and at first recorded. One gradient an argument of its forward. `saved` is emptied."""
         own = copy.copy(self)  # other calls share this one
         own.saved_tensors = tuple(saved)
         if torch.is_grad_enabled() or nvrtc.transformed() or self._tries >= _MOST_TRIES:
+            saved.clear()
             return _tuple(self._function.backward(own, *above))
         self._tries += 1
         before = _counts()
@@ -313,11 +318,13 @@ class Recording:
         if any(_tensors(left) for name, left in vars(context).items() if name not in ("dirty", "constant")):
             tape.refuse("it leaves a tensor on ctx that is not saved")
         self.refused = tape.refused
+        released = [slot for slot in saved if function.releases and slot != NONE and slot in outputs]
         constant = [
             slot for y, slot in zip(results, outputs, strict=True) if any(y is marked for marked in context.constant)
         ]
         context.dirty = context.constant = ()
-        outcome = (outputs, seen, positions, saved, dirty, constant, not isinstance(found, tuple), context.materializes)
+        kept = saved, released, dirty, constant
+        outcome = (outputs, seen, positions, *kept, not isinstance(found, tuple), context.materializes)
         made = list(self.arguments), self.tensors, tape.slots
         behind = context, state()
         try:
