@@ -63,7 +63,7 @@ def section(rows: Sequence[Row]) -> str:
     """In Markdown: a line a family. What was found with other sources is told as older."""
     watched = "; ".join(f"{tool}: {what}" for tool, what in TOOLS.items())
     text = (
-        "### Sanitized\n\ncompute-sanitizer over every family's verification cases, its own kernels alone (`make sanitize`): "
+        "## Sanitized\n\ncompute-sanitizer over every family's verification cases, its own kernels alone (`make sanitize`): "
         f"{watched}.\n"
     )
     if not rows:

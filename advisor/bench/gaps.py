@@ -20,7 +20,7 @@ FULL = 0.75  # of a unit's peak, while SMs have work: an addition of large tenso
 IDLE = 0.1  # of the time, from which on SMs without work are told
 NOT_COUNTED = "no counters on file"
 
-_TEXT = f"""### Goals
+_TEXT = f"""## Goals
 
 Limit ÷ ours that kernels are to reach in {DTYPE}, NHWC, on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where they are dispatched.
 Cases short of it are listed behind, the largest gap first, with what share of each unit's peak our kernels used: the {units.SHOWN} busiest

@@ -159,7 +159,7 @@ def place(model: torch.nn.Module, name: str) -> list[Any]:
     return [transform.apply(training, {}) for transform in found if transform.match(training, {}).applies]
 
 
-_TEXT = f"""### Steps that the host bounds
+_TEXT = f"""## Steps that the host bounds
 
 What a step costs the host without CUDA graphs: torchvision's networks, {BATCH} images of {SIZE} x {SIZE}, bf16 autocast, channels_last, loss and
 backward. *As written* and *with the kernels* by turns, from an idle GPU until the step's last call has returned; medians, with

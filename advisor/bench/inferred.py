@@ -10,7 +10,7 @@ from advisor.core.units import bytes_text, shape_text
 from advisor.ops import storage
 from advisor.ops.family import Family
 
-_TEXT = """### Dispatched without a row of their own
+_TEXT = """## Dispatched without a row of their own
 
 What is dispatched is measured here, or taken to do as something that is: each kind of call that has no row, by dtype, with the kind that stands for it and
 what speaks for that. The list is `INFERRED` in each family's `spec.py`, beside `wins`, which decides; a test holds both to the rows.

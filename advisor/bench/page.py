@@ -1,4 +1,4 @@
-"""docs/benchmarks/README.md, its plots and the README's table, made of the results on file: `python -m advisor.bench.page`."""
+"""docs/benchmarks, its pages and plots, and the README's table, made of the results on file: `python -m advisor.bench.page`."""
 
 from __future__ import annotations
 
@@ -22,59 +22,89 @@ BAR = 10  # characters for a kernel at its limit
 
 _HEAD = """# Benchmarks
 
-Made from the JSON files in this folder by `python -m advisor.bench.page`; the JSON by `advisor bench ops`, `advisor bench models` and
+Made from the JSON files in the folders here by `python -m advisor.bench.page`; the JSON by `advisor bench ops`, `advisor bench models` and
 `advisor bench hosts` on the machine that names the folder. Wins and losses alike.
 
-How it is measured: all contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
+{machines}
+Ratios compare within a machine and a run. What the kernels are dispatched for is decided once for all GPUs: a case has to win on one of them, and
+may on none take {tie} more than what it replaces.
+
+## How it is measured
+
+All contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
 behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
 2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)). *Limit* is the time for the
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 *Units* are counted by the GPU's performance monitors (`--counters`), after the timing, in rows of our calls that take about 3 ms, sampled every
 20 us: the mean of the samples that lie wholly inside ([0042](../decisions/0042-units-are-counted-in-rows.md)).
-A family of `advisor kernels list` that is not here has no measurement on file, and nothing runs it.
+A family of `advisor kernels list` that is on no page has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
 eager's, where eager is called without its modules and ours through a site as in a captured graph; median of 20 rows of 8 calls of each by turns on an idle GPU, on a
-host shared with others ([0054](../decisions/0054-sites.md)). The rows of first, 3x3, 1x1 and strided 1x1 convolutions, casts, inputs, and some of depthwise and grouped convolutions are older: of
-50 single calls, ours from Python. *Compile* is torch.compile in its default mode.
+host shared with others ([0054](../decisions/0054-sites.md)). On the H200 the rows of first, 3x3, 1x1 and strided 1x1 convolutions, growing concatenations, casts, inputs, and some of depthwise and
+grouped convolutions are older: of 50 single calls, ours from Python. *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 
 
 PAGE = "README.md"
+# What a case may take beyond what it replaces on one of several GPUs, where it wins on another: a run's noise.
+TIE = 0.01
 _CONTENDERS = {"advisor": "advisor", "eager": "eager PyTorch", "compile": "torch.compile"}
 _TRAINERS = {"advisor": "apply --auto", "eager": "tuned by hand", "compile": "and compiled"}
 
 
 def files(folder: Path) -> dict[str, str]:
-    """What belongs into `folder`, docs/benchmarks, by path: the page, one chapter a machine, in Markdown; and its plots."""
-    parts, drawn = [_HEAD], {}
+    """What belongs into `folder`, docs/benchmarks, by path: a page for all, one a machine, in Markdown; and plots."""
+    made: dict[str, str] = {}
+    lines = [
+        "| GPU | trainings | measurements | cases dispatched | faster than eager PyTorch | eager ÷ ours | copy GB/s |",
+        "|---|---:|---:|---:|---:|---|---:|",
+    ]
+    every: list[Row] = []
     for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
         ops, models = (_document(machine / f"{kind}.json") for kind in ("ops", "models"))
-        if not ops and not models:
-            continue
-        parts.append(f"## {(ops or models)['gpu']}\n")
-        if models:
-            name = f"{machine.name}/trainings.svg"
-            drawn[name] = _models_plot(models["rows"])
-            parts.append(_models(models, f"![Speed of whole trainings, as written = 1]({name})"))
-        if ops:
-            families = _families(ops["rows"])
-            checked = _document(machine / checks.FILE).get("rows", ())
-            parts += [_facts(ops, families), _summary(families), gaps.section(families)]
-            small = hosts.section(_document(machine / hosts.FILE).get("rows", ()))
-            parts += [beside_eager.section(families), *([small] if small else [])]
-            parts += [inferred.section(families), checks.section(checked)]
-            for family, cases in families:
-                name = f"{machine.name}/{family.id}.svg"
-                measured = [(case, rows) for case, rows in cases if rows]
-                plot = _family_plot(family, measured)
-                drawn |= {name: plot} if plot else {}
-                parts.append(
-                    _family(family, measured, f"![{family.id}: share of the limit reached]({name})" if plot else "")
-                )
-                missing = [f"{case.name} {case.dtype} {shape_text(case.shape)}" for case, rows in cases if not rows]
-                parts += [f"Not measured: {', '.join(missing)}.\n"] if missing else []
+        if ops or models:
+            made |= {f"{machine.name}/{name}": text for name, text in _machine(machine, ops, models).items()}
+            lines.append(_line(machine.name, ops, models))
+            every += ops.get("rows", [])
+    head = _HEAD.format(machines="\n".join(lines) + "\n", tie=f"{TIE:.0%}")
+    return {PAGE: f"{head}\n{inferred.section(_families(every))}".rstrip() + "\n", **made}
+
+
+def _line(name: str, ops: Row, models: Row) -> str:
+    gpu, trainings = (ops or models)["gpu"], len(models.get("rows", ()))
+    measured = [rows for _, cases in _families(ops.get("rows", ())) for case, rows in cases if rows and not case.wins()]
+    ratios = [sum(r["eager_ms"] for r in rows) / sum(r["advisor_ms"] for r in rows) for rows in measured]
+    return (
+        f"| [{gpu}]({name}/{PAGE}) | {trainings} | {len(ops.get('rows', ()))} | {len(ratios)} | {sum(r > 1 for r in ratios)} "
+        f"| {_range(ratios)} | {_number(ops.get('copy_gbps'))} |"
+    )
+
+
+def _machine(folder: Path, ops: Row, models: Row) -> dict[str, str]:
+    """A machine's page and plots, by name."""
+    parts, drawn = [f"# {(ops or models)['gpu']}\n\n[How it is measured](../{PAGE}#how-it-is-measured).\n"], {}
+    if models:
+        name = "trainings.svg"
+        drawn[name] = _models_plot(models["rows"])
+        parts.append(_models(models, f"![Speed of whole trainings, as written = 1]({name})"))
+    if ops:
+        families = _families(ops["rows"])
+        checked = _document(folder / checks.FILE).get("rows", ())
+        small = hosts.section(_document(folder / hosts.FILE).get("rows", ()))
+        parts += [_facts(ops, families), _summary(families), gaps.section(families), beside_eager.section(families)]
+        parts += [*([small] if small else []), checks.section(checked)]
+        for family, cases in families:
+            name = f"{family.id}.svg"
+            measured = [(case, rows) for case, rows in cases if rows]
+            plot = _family_plot(family, measured)
+            drawn |= {name: plot} if plot else {}
+            parts.append(
+                _family(family, measured, f"![{family.id}: share of the limit reached]({name})" if plot else "")
+            )
+            missing = [f"{case.name} {case.dtype} {shape_text(case.shape)}" for case, rows in cases if not rows]
+            parts += [f"Not measured: {', '.join(missing)}.\n"] if missing else []
     return {PAGE: "\n".join(parts).rstrip() + "\n", **drawn}
 
 
@@ -90,7 +120,7 @@ def _facts(document: Row, families: Sequence[tuple[Family, Measured]]) -> str:
     dates = sorted({row["date"] for row in rows})
     torch = ", ".join(sorted({row["torch"] for row in rows}))
     return (
-        f"### Kernels\n\n{len(rows)} measurements, torch {torch}, CUDA {document['cuda']}, copy bandwidth "
+        f"## Kernels\n\n{len(rows)} measurements, torch {torch}, CUDA {document['cuda']}, copy bandwidth "
         f"{document['copy_gbps']:,.0f} GB/s, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_compiled(families, rows)}\n"
     )
 
@@ -177,7 +207,7 @@ def _family_plot(family: Family, measured: Measured) -> str:
 
 def _family(family: Family, cases: Measured, plot: str) -> str:
     lines = [
-        f"#### {family.id}\n",
+        f"### {family.id}\n",
         f"In place of {family.replaces}.\n",
         *([f"{plot}\n"] if plot else []),
         "| operation | shape | dtype | pass | ours ms | limit ÷ ours | | eager ÷ ours | compile ÷ ours | spread | "
@@ -234,7 +264,7 @@ def with_trainings(readme: str, document: Row) -> str:
 def _models(document: Row, plot: str) -> str:
     rows = document["rows"]
     lines = [
-        "### Whole trainings\n",
+        "## Whole trainings\n",
         f"torch {document['torch']}, CUDA {document['cuda']}. The scripts are docs/examples, unmodified; *applied* is what "
         "`advisor apply --auto` kept, in fresh processes. *Tuned by hand* is the same script with bf16 autocast, channels_last, "
         "cuDNN autotuning and a fused optimizer, *compiled* with torch.compile too; – where that was not measured in the same "

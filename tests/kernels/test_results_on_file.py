@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from advisor.bench import goals
+from advisor.bench.page import TIE
 from advisor.ops import catalog, dispatch, storage
 from advisor.ops.dispatch import Inferred
 from advisor.ops.family import Case, Family, kernel_sha
@@ -36,11 +37,6 @@ def rows() -> list[Row]:
 
 def of(case: Case, rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if (r["name"], tuple(r["shape"]), r["dtype"]) == (case.name, case.shape, case.dtype)]
-
-
-# What a case may take beyond what it replaces on one of several GPUs, where dispatch knows one answer for all and it wins on another:
-# a run's noise.
-TIE = 0.01
 
 
 def time(rows: Iterable[Row]) -> float:
