@@ -15,6 +15,7 @@
 //           MB on average):
 //             16.8 MB 128x64x32x32  loads 7, stores 4.2: 17 us          8.4 MB 128x128x16x16  11 us       4.2 MB 128x256x8x8 8 us
 //             12.8 MB 256x512x7x7   14 us                               8.0 MB 256x80x14x14   11 us
+// WHOLE_ROWS  a block has whole rows, where their pieces would split cache lines: one more exchange, 1 us.
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of x and dy a thread in registers, `kept` more in shared
 //           memory, all under way at once; of those dy2 and the mask follow UNROLL rows at a time.
 // Numerics  those of the two launches (with FORK dx comes of a rounded g where that is kept or written): z by the forward's expression,
@@ -33,7 +34,11 @@
 #include "written.cuh"
 #include "grid_tile.cuh"
 #include "prefetch.cuh"
+#include "leaving.cuh"
 
+#ifndef LEAVING
+#define LEAVING 0
+#endif
 #ifndef FORK
 #define FORK 0
 #endif
@@ -103,7 +108,11 @@ __device__ __forceinline__ void store_gradient(
     const Channel& k, float (&g)[VEC], const float (&d)[VEC], const float (&c1)[VEC], const float (&c2)[VEC], Vec16* dx) {
 #pragma unroll
   for (int j = 0; j < VEC; ++j) g[j] = k.scale[j] * (g[j] - c1[j] - d[j] * c2[j]);
+#if LEAVING
+  store_leaving(dx, narrow(g));
+#else
   store(dx, narrow(g));
+#endif
 }
 
 __device__ __forceinline__ void store_gradients(
@@ -179,12 +188,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
 #endif
     }
   }
+  // While the loads are under way.
+#if WHOLE_ROWS
+  for (int place = threadIdx.x; place < width; place += THREADS) {
+    const int channel = channel_at(place, vectors);
+    constant[place] = saved[channel];
+    constant[width + place] = saved[channels + channel] * weight[channel];
+    constant[2 * width + place] = bias[channel];
+  }
+  const int c = owned_channel(channels);
+  const double invstd = c >= 0 ? (double)saved[channels + c] : 0.0;
+#else
   const int c = grid_channel(tile, vectors);
-  if (c >= 0) {  // while the loads are under way
+  if (c >= 0) {
     constant[threadIdx.x] = saved[c];
     constant[width + threadIdx.x] = saved[channels + c] * weight[c];
     constant[2 * width + threadIdx.x] = bias[c];
   }
+#endif
   __syncthreads();
   Channel k;
   float sum[VEC], product[VEC];
@@ -280,10 +301,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
       }
     }
   }
-  double first, second;
   const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
+#if WHOLE_ROWS
+  sum_over_rows(
+      vectors, sum, product, scratch, exchange,
+      [&](double first, double second) {
+        dbias[c] = (float)first;
+        dweight[c] = (float)(second * invstd);
+        return make_float2((float)(first * inverse), (float)(second * inverse * invstd * invstd));
+      },
+      [&](int channel, float its_first, float its_second) {
+        const int place = place_of(channel, vectors);
+        constant[3 * width + place] = its_first;
+        constant[4 * width + place] = its_second;
+      });
+#else
+  double first, second;
   sum_over_grid(tile, sum, product, scratch, exchange, first, second);
-  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   if (c >= 0) {
     const double invstd = (double)saved[channels + c];
     constant[3 * width + threadIdx.x] = (float)(first * inverse);
@@ -293,6 +327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
       dweight[c] = (float)(second * invstd);
     }
   }
+#endif
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   __syncthreads();
   float c1[VEC], c2[VEC];
   fetch(constant + 3 * width, tile, t.tx, c1);
@@ -353,5 +389,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
             at + (HOLD + row) * step, slope);
     }
   }
-  if (threadIdx.x == 0) close_exchange(exchange, left, gridDim.x * gridDim.y * 2 * width);
+  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(width));
 }

@@ -19,6 +19,7 @@
 //              8.4 MB 128x128x16x16 9 us     4.2 MB 128x256x8x8 7 us    12.8 MB 256x512x7x7    11 us
 //             24.1 MB 256x960x7x7   15 us    8.0 MB 256x80x14x14 9 us
 //           STREAM, 29 MB kept: 51 MB 33 us, 103 MB 74 us (two launches measured 51 and 90).
+// WHOLE_ROWS  a block has whole rows, where their pieces would split cache lines: one more exchange, 1 us.
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of 16 bytes a thread in registers, `kept` more in shared
 //           memory, all under way at once: x first, then `ahead` rows of the residual, which land during the exchange of sums.
 // Numerics  those of the two launches: fp32 sums of x - x[0,c], fp64 across warps and blocks.
@@ -33,7 +34,11 @@
 #include "cp_async.cuh"
 #include "slots.cuh"
 #include "grid_tile.cuh"
+#include "leaving.cuh"
 
+#ifndef LEAVING
+#define LEAVING 0
+#endif
 #ifndef UNROLL
 #define UNROLL 4  // rows that come from shared memory at a time
 #endif
@@ -61,7 +66,11 @@ __device__ __forceinline__ void apply(
 #endif
     f[j] = activate_streaming(z, slope);
   }
+#if LEAVING
+  store_leaving(y + place, narrow(f));
+#else
   store(y + place, narrow(f));
+#endif
 #if RESIDUAL && ACT != 0
   mask[place] = (unsigned char)bits;  // fp32 uses the low four bits of its byte
 #endif
@@ -85,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     int ahead, float momentum, float eps, float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [kept + ahead][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
-  __shared__ float constant[5 * GRID_WIDTH];
+  __shared__ float constant[(WHOLE_ROWS ? 3 : 5) * GRID_WIDTH];
   const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
   const int width = tile * VEC, channels = vectors * VEC;
@@ -112,8 +121,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #pragma unroll
   for (int j = 0; j < VEC; ++j) sum[j] = square[j] = shift[j] = 0.f;
   if (t.vector >= 0) widen(load(x + t.vector), shift);
+  // While the loads are under way: behind the sums they would be waited for.
+#if WHOLE_ROWS
+  for (int place = threadIdx.x; place < width; place += THREADS) {
+    constant[width + place] = weight[channel_at(place, vectors)];
+    constant[2 * width + place] = bias[channel_at(place, vectors)];
+  }
+  const int c = owned_channel(channels);
+  float old_mean = 0.f, old_var = 0.f;
+  if (c >= 0) old_mean = running_mean[c], old_var = running_var[c];
+#else
   const int c = grid_channel(tile, vectors);
-  if (c >= 0) {  // while the loads are under way: behind the sums they would be waited for
+  if (c >= 0) {
     constant[width + threadIdx.x] = weight[c];
     constant[2 * width + threadIdx.x] = bias[c];
     if (blockIdx.x == 0) {
@@ -121,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
       constant[4 * width + threadIdx.x] = running_var[c];
     }
   }
+#endif
   if (threadIdx.x < tile) {
 #pragma unroll
     for (int j = 0; j < VEC; ++j) constant[j * tile + t.tx] = shift[j];
@@ -162,20 +182,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) accumulate(v[u], shift, sum, square);
-  double first, second, var;
+  double var;
   float mean, invstd;
   const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
-  sum_over_grid(tile, sum, square, scratch, exchange, first, second);
-  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
-  if (c >= 0) {
+  const auto statistics = [&](double first, double second, float shift_of) {
     const double d = first * inverse;
     var = second * inverse - d * d;
     var = var > 0.0 ? var : (var != var ? var : 0.0);
-    mean = (float)(d + (double)constant[threadIdx.x]);
+    mean = (float)(d + (double)shift_of);
     invstd = (float)rsqrt(var + (double)eps);
+  };
+#if WHOLE_ROWS
+  sum_over_rows(
+      vectors, sum, square, scratch, exchange,
+      [&](double first, double second) {
+        statistics(first, second, constant[place_of(c, vectors)]);
+        return make_float2(mean, invstd);
+      },
+      [&](int channel, float its_mean, float its_invstd) {
+        const int place = place_of(channel, vectors);
+        constant[place] = its_mean;
+        constant[width + place] *= its_invstd;
+      });
+#else
+  double first, second;
+  sum_over_grid(tile, sum, square, scratch, exchange, first, second);
+  if (c >= 0) {
+    statistics(first, second, constant[threadIdx.x]);
     constant[threadIdx.x] = mean;
     constant[width + threadIdx.x] *= invstd;
   }
+#endif
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   cp_async_wait<0>();
   __syncthreads();
   Channel k;
@@ -256,12 +294,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
           apply(k, load_slot(slot + (base + u) * SLOTS_APART), r[u], y, mask, at + (HOLD + base + u) * step, slope);
     }
   }
-  if (c >= 0 && blockIdx.x == 0) {  // last: nobody in this launch waits for it
+  if (c >= 0 && (WHOLE_ROWS || blockIdx.x == 0)) {  // last: nobody in this launch waits for it
+#if !WHOLE_ROWS
+    const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
+#endif
     saved[c] = mean;
     saved[channels + c] = invstd;
-    const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
     running_mean_out[c] = old_mean + momentum * (mean - old_mean);
     running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
   }
-  if (threadIdx.x == 0) close_exchange(exchange, left, gridDim.x * gridDim.y * 2 * width);
+  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(width));
 }

@@ -9,9 +9,13 @@
 // Sums go: thread -> block (shared memory, a warp a sum) -> exchange.cuh -> every block adds its column's partial sums as they come, in
 // one order: deterministic, without floating-point atomics, and nobody waits for one block that would add them for all.
 //
-// The exchange has [tiles][blocks][2][VEC][tile] words.
+// The exchange has [tiles][blocks][2][VEC][tile] words. With WHOLE_ROWS, where a column is the whole row: sum_over_rows, below.
 
 #include "exchange.cuh"
+
+#ifndef WHOLE_ROWS
+#define WHOLE_ROWS 0
+#endif
 
 #define AT_ONCE 4  // partial sums under way a thread, four words each
 #define GRID_WIDTH (MAX_TILE * VEC)  // channels of the widest tile
@@ -36,6 +40,9 @@ __device__ __forceinline__ GridTile grid_tile(int tile, int vectors) {
   t.vector = ty < rows_per_pass && vector < vectors ? vector : -1;
   return t;
 }
+
+#if !WHOLE_ROWS
+__device__ __forceinline__ int exchanged_words(int width) { return gridDim.x * gridDim.y * 2 * width; }
 
 // The channel whose constants and sums thread `threadIdx.x` of a block looks after; -1 when it has none. Its place in the
 // tile, o = j * tile + tx, is threadIdx.x.
@@ -104,3 +111,99 @@ __device__ __forceinline__ void sum_over_grid(
     }
   }
 }
+
+#else
+// A block has whole rows, of more channels than it has threads perhaps: all partial sums for all blocks would be 94 MB of L2's loads
+// for 672 channels. So there are two exchanges: each block adds the partial sums of its `share` of the channels, and sends what comes of them
+// to all.
+//
+// The exchange has [owners][blocks][share][2] words, and behind them [channels][2].
+
+// The place of the channel among a block's constants, which stand as grid_tile's threads read them: [VEC][vectors].
+__device__ __forceinline__ int place_of(int channel, int vectors) { return channel % VEC * vectors + channel / VEC; }
+__device__ __forceinline__ int channel_at(int place, int vectors) { return place % vectors * VEC + place / vectors; }
+
+// Channels that a block adds up, of `channels`: an even number.
+__device__ __forceinline__ int share_of(int channels) { return 2 * ((channels + 2 * gridDim.x - 1) / (2 * gridDim.x)); }
+
+// The channel that this thread finishes the sums of, one lane or two of a warp for each four words; -1 where it has none.
+__device__ __forceinline__ int owned_channel(int channels) {
+  const int share = share_of(channels), pair = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int channel = blockIdx.x * share + 2 * pair + lane;
+  return lane < 2 && 2 * pair < share && channel < channels ? channel : -1;
+}
+
+__device__ __forceinline__ int exchanged_words(int channels) {
+  const int share = share_of(channels), owners = (channels + share - 1) / share;
+  return owners * (int)gridDim.x * 2 * share + 2 * channels;
+}
+
+// Adds a[] and b[] over all rows. The thread of owned_channel gets its channel's sums in finish(first, second), whose two floats take(channel,
+// x, y) then gets in some thread of every block, for every channel. All threads of all blocks call it. scratch: GRID_SCRATCH floats of shared
+// memory. C even, at most 2 * THREADS; at most 2 * THREADS / 32 channels a block.
+template <typename Finish, typename Take>
+__device__ __forceinline__ void sum_over_rows(
+    int vectors, const float (&a)[VEC], const float (&b)[VEC], float* scratch, const Exchange& exchange, Finish finish, Take take) {
+  const int channels = vectors * VEC, blocks = gridDim.x, share = share_of(channels), lane = threadIdx.x % 32;
+  const int owners = (channels + share - 1) / share, used = THREADS / vectors * vectors;
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    scratch[j * THREADS + threadIdx.x] = a[j];
+    scratch[(VEC + j) * THREADS + threadIdx.x] = b[j];
+  }
+  const unsigned int before = exchanged_before(exchange);
+  __syncthreads();
+  float* const partial = exchanged(exchange);
+  float* const made = partial + owners * blocks * 2 * share;
+  for (int place = threadIdx.x; place < channels; place += THREADS) {
+    const int j = place / vectors, tx = place % vectors, channel = channel_at(place, vectors);
+    double first = 0.0, second = 0.0;
+    for (int i = tx; i < used; i += vectors) {
+      first += scratch[j * THREADS + i];
+      second += scratch[(VEC + j) * THREADS + i];
+    }
+    float* const to = partial + ((channel / share * blocks + blockIdx.x) * share + channel % share) * 2;
+    send(to, (float)first);
+    send(to + 1, (float)second);
+  }
+  clear_before(exchange, before);
+  // Two channels a warp: four words of each block.
+  const int pair = threadIdx.x / 32;
+  if (2 * pair < share && (int)blockIdx.x * share + 2 * pair < channels) {
+    const float4* const at = (const float4*)(partial + (int)blockIdx.x * blocks * share * 2) + pair;
+    Double4 sum = {0.0, 0.0, 0.0, 0.0};
+    for (int p = lane; p < blocks; p += AT_ONCE * 32) {
+      float4 v[AT_ONCE];
+      const int count = (blocks - p + 31) / 32;
+      receive(at + p * (share / 2), 32 * (share / 2), count, v);
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u) {
+        if (u >= count) break;
+        sum.x += v[u].x;
+        sum.y += v[u].y;
+        sum.z += v[u].z;
+        sum.w += v[u].w;
+      }
+    }
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) {
+      sum.x += __shfl_xor_sync(0xffffffffu, sum.x, apart);
+      sum.y += __shfl_xor_sync(0xffffffffu, sum.y, apart);
+      sum.z += __shfl_xor_sync(0xffffffffu, sum.z, apart);
+      sum.w += __shfl_xor_sync(0xffffffffu, sum.w, apart);
+    }
+    const int channel = blockIdx.x * share + 2 * pair + lane;
+    if (lane < 2 && channel < channels) {
+      const float2 found = lane ? finish(sum.z, sum.w) : finish(sum.x, sum.y);
+      send(made + 2 * channel, found.x);
+      send(made + 2 * channel + 1, found.y);
+    }
+  }
+  if ((int)threadIdx.x < channels / 2) {
+    float4 v[1];
+    receive((const float4*)made + threadIdx.x, 1, 1, v);
+    take(2 * (int)threadIdx.x, v[0].x, v[0].y);
+    take(2 * (int)threadIdx.x + 1, v[0].z, v[0].w);
+  }
+}
+#endif

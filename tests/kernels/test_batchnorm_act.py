@@ -92,9 +92,9 @@ def test_the_chip_holds_every_row_of_a_tile(
         assert vectors > sms  # a row is wider than the blocks
         return
     hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.again > 0)
-    slots = spec.grid_slots(arch, dtype)
+    slots = spec.grid_slots(source, arch, dtype, whole=shape.whole)
     tensors = 2 if source == spec.GRID_BACKWARD else 1
-    assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE)
+    assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE) or shape.tile == vectors <= spec.MAX_WHOLE_ROW
     assert shape.tile * (shape.tiles - 1) < vectors <= shape.tile * shape.tiles
     assert shape.blocks * shape.tiles <= sms
     held = (hold + shape.kept) * shape.blocks * (spec.GRID_THREADS // shape.tile)
@@ -104,8 +104,15 @@ def test_the_chip_holds_every_row_of_a_tile(
         chip = sms * spec.GRID_THREADS * (spec.GRID_FORKED_SLOPED_ROWS + slots // tensors)
         assert rows * vectors > 0.6 * chip - 2 * spec.GRID_THREADS * sms
     assert tensors * shape.kept + shape.ahead == shape.slots <= slots
-    assert shape.tile * storage.vector_width(dtype) <= spec.GRID_THREADS  # a thread a channel
-    assert 2 * shape.tile * storage.vector_width(dtype) // 4 <= spec.GRID_THREADS
+    if shape.whole:  # a thread for two channels, and a warp for two of a block's share
+        share = 2 * -(-channels // (2 * shape.blocks))
+        assert channels <= 2 * spec.GRID_THREADS
+        assert share <= 2 * spec.GRID_THREADS // 32
+        words = -(-channels // share) * shape.blocks * 2 * share + 2 * channels
+        assert words <= spec.grid_exchange(sms)
+    else:
+        assert shape.tile * storage.vector_width(dtype) <= spec.GRID_THREADS  # a thread a channel
+        assert 2 * shape.tile * storage.vector_width(dtype) // 4 <= spec.GRID_THREADS
 
 
 @pytest.mark.parametrize(
@@ -136,10 +143,18 @@ def test_tensors_of_some_megabytes_lie_on_the_h200(shape: tuple[int, ...], forwa
 
 def test_the_shared_memory_asked_for_is_what_a_block_may_have() -> None:
     for dtype, scratch in (("bfloat16", 16 * 512 * 4), ("float32", 8 * 512 * 4)):
-        constants = 5 * 16 * storage.vector_width(dtype) * 4
-        for arch, kib in ((80, 163), (86, 99), (90, 227)):
-            used = spec.grid_slots(arch, dtype) * 16 * spec.GRID_THREADS + scratch + constants
-            assert kib * 1024 - 16 * spec.GRID_THREADS < used <= kib * 1024
+        for source, whole, channels in (
+            (spec.GRID_FORWARD, False, 5 * 16),
+            (spec.GRID_BACKWARD, False, 5 * 16),
+            (spec.GRID_FORWARD, True, 3 * 96),
+            (spec.GRID_BACKWARD, True, 5 * 96),
+        ):
+            constants = channels * storage.vector_width(dtype) * 4
+            assert scratch + constants <= 48 << 10  # static
+            for arch, kib in ((80, 163), (86, 99), (90, 227)):
+                slots = spec.grid_slots(source, arch, dtype, whole=whole)
+                used = slots * 16 * spec.GRID_THREADS + scratch + constants
+                assert kib * 1024 - 16 * spec.GRID_THREADS < used <= kib * 1024
 
 
 @pytest.mark.parametrize(

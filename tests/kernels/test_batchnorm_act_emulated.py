@@ -9,7 +9,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc, verify
+from advisor.ops import catalog, dispatch, match, nvrtc, storage, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_act")
@@ -214,7 +214,7 @@ def test_a_fault_planted_where_rows_are_read_twice_is_found(
     one_row, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     one_row.use(sm_count=1)
-    monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype: 0)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: 0)
     grid = cases._case((4, 64, 9, 14), "bfloat16", "relu", True, way=spec.GRID)
     assert not passes_with(monkeypatch, FAMILY, grid, *STREAM_FAULTS[fault])
 
@@ -226,7 +226,7 @@ def test_what_the_chip_does_not_hold_goes_by_twice(
     one_row, monkeypatch: pytest.MonkeyPatch, dtype: str, activation: str, residual: bool, slots: int
 ) -> None:
     one_row.use(sm_count=1)
-    monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype: slots)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
     for forked in (False, True):
         grid = cases._case((4, 64, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
         one_row.launches.clear()
@@ -479,3 +479,26 @@ def test_the_operations_of_the_library(emulated, activation: str, residual: bool
     torch.library.opcheck(
         torch.ops.advisor.batchnorm_act_backward.default, given, test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])
+@pytest.mark.parametrize(("blocks", "slots"), [(5, 9), (7, 1), (7, 9), (16, 1)])
+def test_blocks_that_have_whole_rows_exchange_their_sums_twice(
+    one_row, monkeypatch: pytest.MonkeyPatch, dtype: str, activation: str, residual: bool, blocks: int, slots: int
+) -> None:
+    one_row.use(sm_count=blocks)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
+    monkeypatch.setattr(spec, "WHOLE_ROW_BYTES", 0)
+    channels = {5: 20, 7: 22, 16: 42}[blocks] * storage.vector_width(dtype)
+    for forked in (False, True):
+        grid = cases._case((8, channels, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
+        one_row.launches.clear()
+        row = verify.check(FAMILY, grid, "cpu")
+        assert row["passed"], row["detail"]
+        assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
+    shape = spec.grid(
+        spec.GRID_FORWARD, 8 * 9 * 14, channels, dtype, activation, residual=residual, sm_count=blocks, arch=90
+    )
+    assert shape is not None
+    assert shape.whole

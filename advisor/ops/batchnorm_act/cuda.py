@@ -134,12 +134,14 @@ def _one_launch(
             sizes=tuple(map(np.int32, sizes)),
         )
     defines = tuple(
-        spec.grid_defines(source, name, activation, residual, forked=forked, streams=shape.again > 0).items()
+        spec.grid_defines(
+            source, name, activation, residual, forked=forked, streams=shape.again > 0, whole=shape.whole
+        ).items()
     )
     slot = 16 * spec.GRID_THREADS
     kept = (shape.kept,) if backward else (shape.kept, shape.ahead)
     return _OneLaunch(
-        kernel=nvrtc.function(source, entry, defines, device, spec.grid_slots(arch, name) * slot),
+        kernel=nvrtc.function(source, entry, defines, device, spec.grid_slots(source, arch, name, whole=shape.whole) * slot),
         grid=(shape.blocks, shape.tiles, 1),
         block=(spec.GRID_THREADS, 1, 1),
         sizes=tuple(map(np.int32, (*sizes, *kept))),

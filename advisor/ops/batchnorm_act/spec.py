@@ -111,6 +111,10 @@ GRID_FORKED_SLOPED_ROWS = 3  # of a backward with two gradients and a slope beyo
 GRID_STREAMED_ROWS = {(False, False): (4, 4), (False, True): (1, 8), (True, False): (2, 3), (True, True): (2, 3)}
 MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
+MAX_WHOLE_ROW = 96  # vectors of a row that a block takes whole, where pieces of it would split cache lines
+WHOLE_ROWS = 1  # 0: in pieces all the same
+LEAVING_STORES = 0  # 1: where rows are read twice results leave L2 before them
+WHOLE_ROW_BYTES = 48 << 10  # what a block could move while the sums of whole rows are exchanged twice
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
 # docs/decisions/0001-batchnorm-launch.md.
 TUNABLE = {
@@ -118,6 +122,8 @@ TUNABLE = {
     "HELD_THREADS": (256, 512),
     "HELD_CLUSTER": (4, 8),
     "GRID_LEAST_BYTES": (GRID_LEAST_BYTES, 1 << 40),
+    "WHOLE_ROWS": (0, 1),
+    "LEAVING_STORES": (0, 1),
 }
 
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
@@ -259,8 +265,10 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         return (joined_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
     if source in (GRID_FORWARD, GRID_BACKWARD):
-        options = product((False, True), forks, STORAGE, _PAIRS)
-        return tuple(grid_defines(source, dtype, *pair, forked=f, streams=s) for s, f, dtype, pair in options)
+        options = product((False, True), (False, True), forks, STORAGE, _PAIRS)
+        return tuple(
+            grid_defines(source, dtype, *pair, forked=f, streams=s, whole=w) for w, s, f, dtype, pair in options
+        )
     if source in HELD_ROWS:
         return tuple(
             held_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
@@ -334,17 +342,28 @@ def grid_rows(source: str, activation: str, residual: bool, *, forked: bool, str
 
 
 def grid_defines(
-    source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False, streams: bool = False
+    source: str,
+    dtype: str,
+    activation: str,
+    residual: bool,
+    *,
+    forked: bool = False,
+    streams: bool = False,
+    whole: bool = False,
 ) -> dict[str, int]:
-    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD. `streams`: there are rows that are read twice."""
+    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD. `streams`: there are rows that are read twice. `whole`: `Grid.whole`."""
     found = {
         **_macros(dtype, activation, residual),
         "THREADS": GRID_THREADS,
-        "MAX_TILE": MAX_GRID_TILE,
+        "MAX_TILE": MAX_WHOLE_ROW if whole else MAX_GRID_TILE,
         "HOLD": grid_rows(source, activation, residual, forked=forked, streams=streams),
     }
     if streams:
         found["STREAM"] = GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][1]
+        if LEAVING_STORES:
+            found["LEAVING"] = 1
+    if whole:
+        found["WHOLE_ROWS"] = 1
     return {**found, "FORK": 1} if forked else found
 
 
@@ -468,17 +487,33 @@ class Grid:
     slots: int  # vectors of a thread in shared memory
     again: int  # rows beyond those, which are read twice
 
+    @property
+    def whole(self) -> bool:
+        """Whether a block has whole rows, of more vectors than a tile has: two exchanges (include/grid_tile.cuh)."""
+        return self.tile > MAX_GRID_TILE
 
-def grid_slots(arch: int, dtype: str) -> int:
+
+def grid_slots(source: str, arch: int, dtype: str, *, whole: bool = False) -> int:
     """Vectors of a thread for which a block's shared memory has room, beside the sums and constants of its channels."""
     width = vector_width(dtype)
-    sums = max(2 * width * 4, 32) * GRID_THREADS + 5 * MAX_GRID_TILE * width * 4
+    constants = 3 * MAX_WHOLE_ROW if whole and source == GRID_FORWARD else 5 * (MAX_WHOLE_ROW if whole else MAX_GRID_TILE)
+    sums = max(2 * width * 4, 32) * GRID_THREADS + constants * width * 4
     return (shared_memory.of_a_block(arch) - sums) // (16 * GRID_THREADS)
 
 
 def grid_exchange(sm_count: int) -> int:
-    """Words of the partial sums of any launch of the whole grid, at most (include/exchange.cuh): two sums of each channel of a block's tile."""
-    return sm_count * 2 * MAX_GRID_TILE * max(map(vector_width, STORAGE))
+    """Words of the partial sums of any launch of the whole grid, at most (include/exchange.cuh): two sums of each channel of a block's tile.
+
+    Of whole rows two of each channel from each block, to blocks with an even number of channels, and what comes of them.
+    """
+    width = max(map(vector_width, STORAGE))
+    return max(sm_count * 2 * MAX_GRID_TILE * width, (2 * sm_count + 4) * MAX_WHOLE_ROW * width + 4 * sm_count)
+
+
+def _takes_whole_rows(vectors: int, channels: int, blocks: int) -> bool:
+    """Whether pieces would split cache lines, and threads and warps of whole rows have a channel each, or two."""
+    fits = MAX_GRID_TILE < vectors <= MAX_WHOLE_ROW and channels <= min(2 * GRID_THREADS, blocks * GRID_THREADS // 16)
+    return bool(WHOLE_ROWS) and fits and vectors % channel_tiles.LINE_VECTORS != 0
 
 
 @lru_cache(maxsize=4096)
@@ -501,7 +536,7 @@ def grid(
     split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten), nor of rows of whole
     cache lines those that split one (256x192x28x28 in tiles of twelve is 12 % slower than in eight).
     """
-    vectors, slots, backward = channels // vector_width(dtype), grid_slots(arch, dtype), source == GRID_BACKWARD
+    vectors, backward = channels // vector_width(dtype), source == GRID_BACKWARD
     if rows * vectors >= 2**31:
         return None
     unit = SECTOR_VECTORS if vectors % channel_tiles.LINE_VECTORS else channel_tiles.LINE_VECTORS
@@ -510,12 +545,16 @@ def grid(
         hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
         # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
         piece = channel_tiles.LINE_VECTORS * (2 if streams else 1)
-        for tile in GRID_TILES:
+        for tile in (*GRID_TILES, vectors):
             tiles = -(-vectors // tile)
             if tile > vectors or tiles > sm_count or (tiles > 1 and tile % unit):
                 continue
-            rows_per_pass = GRID_THREADS // tile
+            rows_per_pass = max(1, GRID_THREADS // tile)
             blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
+            whole = tile > MAX_GRID_TILE
+            if whole and not _takes_whole_rows(vectors, channels, blocks):
+                continue
+            slots = grid_slots(source, arch, dtype, whole=whole)
             passes = -(-rows // (blocks * rows_per_pass))
             kept = min(max(0, passes - hold), slots // (1 + backward))
             again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
@@ -524,7 +563,7 @@ def grid(
             used = kept * (1 + backward)
             ahead = min(passes, slots - used) if residual and not backward and not streams else 0
             moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, piece))
-            merged = blocks * 2 * tile * vector_width(dtype) * 4
+            merged = WHOLE_ROW_BYTES if whole else blocks * 2 * tile * vector_width(dtype) * 4
             if best is None or moved + merged < best[0]:
                 found = Grid(
                     tile=tile,
