@@ -139,13 +139,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
     const unsigned char* __restrict__ mask, unsigned int* __restrict__ memory, int half,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
-    int rows, int vectors, int tile, int kept, float slope) {
+    int rows, int vectors, int tile, int kept,
+#if WHOLE_ROWS
+    int channels,
+#endif
+    float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [2][kept][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
   __shared__ float constant[5 * GRID_WIDTH];
   const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
-  const int width = tile * VEC, channels = vectors * VEC;
+  const int width = tile * VEC;
+#if !WHOLE_ROWS
+  const int channels = vectors * VEC;
+#endif
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
   const Slot slot = first_slot(slots), above = slot + kept * SLOTS_APART;
@@ -191,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
   // While the loads are under way.
 #if WHOLE_ROWS
   for (int place = threadIdx.x; place < width; place += THREADS) {
-    const int channel = channel_at(place, vectors);
+    const int channel = column_at(place, vectors) % channels;
     constant[place] = saved[channel];
     constant[width + place] = saved[channels + channel] * weight[channel];
     constant[2 * width + place] = bias[channel];
@@ -301,19 +308,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
       }
     }
   }
-  const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
+  const double inverse = 1.0 / ((double)rows * (WHOLE_ROWS ? width / channels : 1));  // ahead of the sums: it takes as long as a trip to L2
 #if WHOLE_ROWS
   sum_over_rows(
-      vectors, sum, product, scratch, exchange,
+      vectors, channels, sum, product, scratch, exchange,
       [&](double first, double second) {
         dbias[c] = (float)first;
         dweight[c] = (float)(second * invstd);
         return make_float2((float)(first * inverse), (float)(second * inverse * invstd * invstd));
       },
       [&](int channel, float its_first, float its_second) {
-        const int place = place_of(channel, vectors);
-        constant[3 * width + place] = its_first;
-        constant[4 * width + place] = its_second;
+        for (int column = channel; column < width; column += channels) {
+          const int place = place_of(column, vectors);
+          constant[3 * width + place] = its_first;
+          constant[4 * width + place] = its_second;
+        }
       });
 #else
   double first, second;
@@ -389,5 +398,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
             at + (HOLD + row) * step, slope);
     }
   }
-  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(width));
+  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(WHOLE_ROWS ? channels : width));
 }

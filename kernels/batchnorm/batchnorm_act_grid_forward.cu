@@ -76,6 +76,19 @@ __device__ __forceinline__ void apply(
 #endif
 }
 
+#if WHOLE_ROWS
+__device__ __forceinline__ float element(const Vec16* x, int place) {
+#if STORAGE == 0
+  return ((const float*)x)[place];
+#else
+  const Vec16 v = {{((const unsigned short*)x)[place], 0u, 0u, 0u}};
+  float f[VEC];
+  widen(v, f);
+  return f[0];
+#endif
+}
+#endif
+
 __device__ __forceinline__ void accumulate(const Vec16& v, const float (&shift)[VEC], float (&sum)[VEC], float (&square)[VEC]) {
   float f[VEC];
   widen(v, f);
@@ -91,13 +104,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     const Vec16* __restrict__ x, const Vec16* __restrict__ residual, unsigned int* __restrict__ memory, int half,
     const float* running_mean, const float* running_var, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ saved, float* running_mean_out, float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile, int kept,
-    int ahead, float momentum, float eps, float slope) {
+    int ahead,
+#if WHOLE_ROWS
+    int channels,
+#endif
+    float momentum, float eps, float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [kept + ahead][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
   __shared__ float constant[(WHOLE_ROWS ? 3 : 5) * GRID_WIDTH];
   const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
-  const int width = tile * VEC, channels = vectors * VEC;
+  const int width = tile * VEC;
+#if !WHOLE_ROWS
+  const int channels = vectors * VEC;
+#endif
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
   const Slot slot = first_slot(slots);
@@ -120,12 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
   float sum[VEC], square[VEC], shift[VEC];
 #pragma unroll
   for (int j = 0; j < VEC; ++j) sum[j] = square[j] = shift[j] = 0.f;
+#if WHOLE_ROWS
+  if (t.vector >= 0)  // the same for all columns of a channel
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) shift[j] = element(x, (t.vector * VEC + j) % channels);
+#else
   if (t.vector >= 0) widen(load(x + t.vector), shift);
+#endif
   // While the loads are under way: behind the sums they would be waited for.
 #if WHOLE_ROWS
   for (int place = threadIdx.x; place < width; place += THREADS) {
-    constant[width + place] = weight[channel_at(place, vectors)];
-    constant[2 * width + place] = bias[channel_at(place, vectors)];
+    const int channel = column_at(place, vectors) % channels;
+    constant[width + place] = weight[channel];
+    constant[2 * width + place] = bias[channel];
   }
   const int c = owned_channel(channels);
   float old_mean = 0.f, old_var = 0.f;
@@ -184,7 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     if (t.first + u * t.stride < end) accumulate(v[u], shift, sum, square);
   double var;
   float mean, invstd;
-  const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
+  const double values = (double)rows * (WHOLE_ROWS ? width / channels : 1);  // a channel
+  const double inverse = 1.0 / values;  // ahead of the sums: it takes as long as a trip to L2
   const auto statistics = [&](double first, double second, float shift_of) {
     const double d = first * inverse;
     var = second * inverse - d * d;
@@ -194,15 +222,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
   };
 #if WHOLE_ROWS
   sum_over_rows(
-      vectors, sum, square, scratch, exchange,
+      vectors, channels, sum, square, scratch, exchange,
       [&](double first, double second) {
         statistics(first, second, constant[place_of(c, vectors)]);
         return make_float2(mean, invstd);
       },
       [&](int channel, float its_mean, float its_invstd) {
-        const int place = place_of(channel, vectors);
-        constant[place] = its_mean;
-        constant[width + place] *= its_invstd;
+        for (int column = channel; column < width; column += channels) {
+          const int place = place_of(column, vectors);
+          constant[place] = its_mean;
+          constant[width + place] *= its_invstd;
+        }
       });
 #else
   double first, second;
@@ -301,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     saved[c] = mean;
     saved[channels + c] = invstd;
     running_mean_out[c] = old_mean + momentum * (mean - old_mean);
-    running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
+    running_var_out[c] = old_var + momentum * ((float)(var * (values / (values - 1.0))) - old_var);
   }
-  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(width));
+  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(WHOLE_ROWS ? channels : width));
 }

@@ -114,38 +114,50 @@ __device__ __forceinline__ void sum_over_grid(
 
 #else
 // A block has whole rows, of more channels than it has threads perhaps: all partial sums for all blocks would be 94 MB of L2's loads
-// for 672 channels. So there are two exchanges: each block adds the partial sums of its `share` of the channels, and sends what comes of them
+// for 672 channels. So there are two exchanges: each block adds the partial sums of its share of the channels, and sends what comes of them
 // to all.
 //
-// The exchange has [owners][blocks][share][2] words, and behind them [channels][2].
+// A row may be several of the tensor's, where its channels are no whole vectors: then a channel has several of the row's columns.
+//
+// The exchange has [owners][blocks][share][2] words, and behind them [channels][2], channels to the next even number.
 
-// The place of the channel among a block's constants, which stand as grid_tile's threads read them: [VEC][vectors].
-__device__ __forceinline__ int place_of(int channel, int vectors) { return channel % VEC * vectors + channel / VEC; }
-__device__ __forceinline__ int channel_at(int place, int vectors) { return place % vectors * VEC + place / vectors; }
+struct Share {
+  int even, channels, owners;  // channels in all, even; those of a block, an even number; blocks that have some
+};
 
-// Channels that a block adds up, of `channels`: an even number.
-__device__ __forceinline__ int share_of(int channels) { return 2 * ((channels + 2 * gridDim.x - 1) / (2 * gridDim.x)); }
-
-// The channel that this thread finishes the sums of, one lane or two of a warp for each four words; -1 where it has none.
-__device__ __forceinline__ int owned_channel(int channels) {
-  const int share = share_of(channels), pair = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int channel = blockIdx.x * share + 2 * pair + lane;
-  return lane < 2 && 2 * pair < share && channel < channels ? channel : -1;
+__device__ __forceinline__ Share share_of(int channels) {
+  Share s;
+  s.even = channels + channels % 2;
+  s.channels = 2 * ((s.even + 2 * (int)gridDim.x - 1) / (2 * (int)gridDim.x));
+  s.owners = (s.even + s.channels - 1) / s.channels;
+  return s;
 }
 
 __device__ __forceinline__ int exchanged_words(int channels) {
-  const int share = share_of(channels), owners = (channels + share - 1) / share;
-  return owners * (int)gridDim.x * 2 * share + 2 * channels;
+  const Share s = share_of(channels);
+  return s.owners * (int)gridDim.x * 2 * s.channels + 2 * s.even;
 }
 
-// Adds a[] and b[] over all rows. The thread of owned_channel gets its channel's sums in finish(first, second), whose two floats take(channel,
-// x, y) then gets in some thread of every block, for every channel. All threads of all blocks call it. scratch: GRID_SCRATCH floats of shared
-// memory. C even, at most 2 * THREADS; at most 2 * THREADS / 32 channels a block.
+// The place of a column among a block's constants, which stand as grid_tile's threads read them: [VEC][vectors]; and the column at a place.
+__device__ __forceinline__ int place_of(int column, int vectors) { return column % VEC * vectors + column / VEC; }
+__device__ __forceinline__ int column_at(int place, int vectors) { return place % vectors * VEC + place / vectors; }
+
+// The channel that this thread finishes the sums of, two lanes of a warp for each four words; -1 where it has none.
+__device__ __forceinline__ int owned_channel(int channels) {
+  const int share = share_of(channels).channels, own = threadIdx.x / 32 * 2 + threadIdx.x % 32;
+  const int channel = blockIdx.x * share + own;
+  return threadIdx.x % 32 < 2 && own < share && channel < channels ? channel : -1;
+}
+
+// Adds a[] and b[] over all rows, and all columns of a channel. The thread of owned_channel gets its channel's sums in finish(first, second), whose
+// two floats take(channel, x, y) then gets in some thread of every block, for every channel. All threads of all blocks call it. scratch:
+// GRID_SCRATCH floats of shared memory. At most 2 * THREADS columns, and THREADS / 16 channels a block.
 template <typename Finish, typename Take>
 __device__ __forceinline__ void sum_over_rows(
-    int vectors, const float (&a)[VEC], const float (&b)[VEC], float* scratch, const Exchange& exchange, Finish finish, Take take) {
-  const int channels = vectors * VEC, blocks = gridDim.x, share = share_of(channels), lane = threadIdx.x % 32;
-  const int owners = (channels + share - 1) / share, used = THREADS / vectors * vectors;
+    int vectors, int channels, const float (&a)[VEC], const float (&b)[VEC], float* scratch, const Exchange& exchange, Finish finish,
+    Take take) {
+  const int columns = vectors * VEC, blocks = gridDim.x, lane = threadIdx.x % 32, used = THREADS / vectors * vectors;
+  const Share s = share_of(channels);
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
     scratch[j * THREADS + threadIdx.x] = a[j];
@@ -153,29 +165,60 @@ __device__ __forceinline__ void sum_over_rows(
   }
   const unsigned int before = exchanged_before(exchange);
   __syncthreads();
-  float* const partial = exchanged(exchange);
-  float* const made = partial + owners * blocks * 2 * share;
-  for (int place = threadIdx.x; place < channels; place += THREADS) {
-    const int j = place / vectors, tx = place % vectors, channel = channel_at(place, vectors);
-    double first = 0.0, second = 0.0;
-    for (int i = tx; i < used; i += vectors) {
-      first += scratch[j * THREADS + i];
-      second += scratch[(VEC + j) * THREADS + i];
+  double first[2] = {0.0, 0.0}, second[2] = {0.0, 0.0};
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int place = threadIdx.x + u * THREADS, j = place / vectors;
+    if (place < columns)
+      for (int i = place % vectors; i < used; i += vectors) {
+        first[u] += scratch[j * THREADS + i];
+        second[u] += scratch[(VEC + j) * THREADS + i];
+      }
+  }
+  if (channels < columns) {  // of several columns: they meet in shared memory
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int place = threadIdx.x + u * THREADS;
+      if (place < columns) {
+        const int column = column_at(place, vectors);
+        scratch[column] = (float)first[u];
+        scratch[columns + column] = (float)second[u];
+      }
     }
-    float* const to = partial + ((channel / share * blocks + blockIdx.x) * share + channel % share) * 2;
-    send(to, (float)first);
-    send(to + 1, (float)second);
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      first[u] = second[u] = 0.0;
+      const int channel = threadIdx.x + u * THREADS;
+      if (channel < channels)
+        for (int column = channel; column < columns; column += channels) {
+          first[u] += scratch[column];
+          second[u] += scratch[columns + column];
+        }
+    }
+  }
+  float* const partial = exchanged(exchange);
+  float* const made = partial + s.owners * blocks * 2 * s.channels;
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int place = threadIdx.x + u * THREADS, channel = channels < columns ? place : column_at(place, vectors);
+    if (place < (channels < columns ? s.even : columns)) {
+      float* const to = partial + ((channel / s.channels * blocks + (int)blockIdx.x) * s.channels + channel % s.channels) * 2;
+      send(to, (float)first[u]);
+      send(to + 1, (float)second[u]);
+    }
   }
   clear_before(exchange, before);
   // Two channels a warp: four words of each block.
-  const int pair = threadIdx.x / 32;
-  if (2 * pair < share && (int)blockIdx.x * share + 2 * pair < channels) {
-    const float4* const at = (const float4*)(partial + (int)blockIdx.x * blocks * share * 2) + pair;
+  const int own = threadIdx.x / 32 * 2;
+  if (own < s.channels && (int)blockIdx.x * s.channels + own < s.even) {
+    const float4* const at = (const float4*)(partial + (int)blockIdx.x * blocks * s.channels * 2) + own / 2;
     Double4 sum = {0.0, 0.0, 0.0, 0.0};
     for (int p = lane; p < blocks; p += AT_ONCE * 32) {
       float4 v[AT_ONCE];
       const int count = (blocks - p + 31) / 32;
-      receive(at + p * (share / 2), 32 * (share / 2), count, v);
+      receive(at + p * (s.channels / 2), 32 * (s.channels / 2), count, v);
 #pragma unroll
       for (int u = 0; u < AT_ONCE; ++u) {
         if (u >= count) break;
@@ -192,18 +235,20 @@ __device__ __forceinline__ void sum_over_rows(
       sum.z += __shfl_xor_sync(0xffffffffu, sum.z, apart);
       sum.w += __shfl_xor_sync(0xffffffffu, sum.w, apart);
     }
-    const int channel = blockIdx.x * share + 2 * pair + lane;
-    if (lane < 2 && channel < channels) {
-      const float2 found = lane ? finish(sum.z, sum.w) : finish(sum.x, sum.y);
+    const int channel = blockIdx.x * s.channels + own + lane;
+    if (lane < 2 && channel < s.even) {
+      float2 found = {0.f, 0.f};
+      if (channel < channels) found = lane ? finish(sum.z, sum.w) : finish(sum.x, sum.y);
       send(made + 2 * channel, found.x);
       send(made + 2 * channel + 1, found.y);
     }
   }
-  if ((int)threadIdx.x < channels / 2) {
+  if ((int)threadIdx.x < s.even / 2) {
     float4 v[1];
     receive((const float4*)made + threadIdx.x, 1, 1, v);
-    take(2 * (int)threadIdx.x, v[0].x, v[0].y);
-    take(2 * (int)threadIdx.x + 1, v[0].z, v[0].w);
+    const int channel = 2 * (int)threadIdx.x;
+    take(channel, v[0].x, v[0].y);
+    if (channel + 1 < channels) take(channel + 1, v[0].z, v[0].w);
   }
 }
 #endif

@@ -91,7 +91,7 @@ def test_the_chip_holds_every_row_of_a_tile(
     if shape is None:
         assert vectors > sms  # a row is wider than the blocks
         return
-    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.again > 0)
+    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.streams)
     slots = spec.grid_slots(source, arch, dtype, whole=shape.whole)
     tensors = 2 if source == spec.GRID_BACKWARD else 1
     assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE) or shape.tile == vectors <= spec.MAX_WHOLE_ROW

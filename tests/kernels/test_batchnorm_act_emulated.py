@@ -135,7 +135,7 @@ def test_a_norm_of_joined_rows_takes_no_moments_and_has_one_result(emulated) -> 
 GRID_FAULTS = {
     "a block that says nothing": ("if (lane < tile) send(", "if (lane < tile && blockIdx.x) send("),
     "what the launch before has said left": ("  clear_before(exchange, before);\n", ""),
-    "less noted than was said": ("gridDim.x * gridDim.y * 2 * width);", "gridDim.x * gridDim.y * width);"),
+    "less noted than was said": ("return gridDim.x * gridDim.y * 2 * width;", "return gridDim.x * gridDim.y * width;"),
     "one block's sums left out": ("p < blocks; p += AT_ONCE", "p < blocks - 1; p += AT_ONCE"),
     "no barrier before the block's sums": ("  __syncthreads();\n  float* const mine", "  float* const mine"),
     "no barrier before the column's sums": ("  __syncthreads();\n  first = second", "  first = second"),
@@ -502,3 +502,51 @@ def test_blocks_that_have_whole_rows_exchange_their_sums_twice(
     )
     assert shape is not None
     assert shape.whole
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True)])
+@pytest.mark.parametrize(
+    ("channels", "blocks", "slots"), [(27, 5, 9), (27, 2, 1), (26, 3, 1), (58, 7, 9), (10, 1, 0), (9, 16, 9)]
+)
+def test_joined_rows_in_one_launch(
+    one_row,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    activation: str,
+    residual: bool,
+    channels: int,
+    blocks: int,
+    slots: int,
+) -> None:
+    one_row.use(sm_count=blocks)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
+    one_row.launches.clear()
+    row = verify.check(FAMILY, cases._case((8, channels, 9, 14), dtype, activation, residual), "cpu")
+    assert row["passed"], row["detail"]
+    assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
+
+
+# As above, in what blocks with whole rows exchange.
+WHOLE_FAULTS = {
+    "no barrier before the block's sums": ("  __syncthreads();\n  double first[2]", "  double first[2]"),
+    "no barrier before columns meet": ("    __syncthreads();\n#pragma unroll\n    for (int u = 0; u < 2; ++u) {\n      const int place", "#pragma unroll\n    for (int u = 0; u < 2; ++u) {\n      const int place"),
+    "no barrier before their sum": ("    __syncthreads();\n#pragma unroll\n    for (int u = 0; u < 2; ++u) {\n      first[u]", "#pragma unroll\n    for (int u = 0; u < 2; ++u) {\n      first[u]"),
+    "the first column alone": ("column < columns; column += channels) {\n          first", "column < channels; column += channels) {\n          first"),
+    "a lane's sums left out": ("apart > 0; apart /= 2) {\n      sum.x", "apart > 1; apart /= 2) {\n      sum.x"),
+    "an odd channel's neighbour not sent": ("(channels < columns ? s.even : columns)", "(channels < columns ? channels : columns)"),
+    "too few values a channel": ("WHOLE_ROWS ? width / channels : 1", "1"),
+    "constants of the first column alone": ("column < width; column += channels", "column < channels; column += channels"),
+    "words left for the next launch but one": ("exchanged_words(WHOLE_ROWS ? channels : width)", "exchanged_words(1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WHOLE_FAULTS)
+def test_a_fault_planted_where_sums_are_exchanged_twice_is_found(
+    one_row, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    one_row.use(sm_count=5)
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
+    joined = cases._case((8, 27, 9, 14), "bfloat16", "silu", False)
+    assert not passes_with(monkeypatch, FAMILY, joined, *WHOLE_FAULTS[fault])

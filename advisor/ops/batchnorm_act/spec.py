@@ -486,17 +486,16 @@ class Grid:
     ahead: int  # rows of the residual, likewise
     slots: int  # vectors of a thread in shared memory
     again: int  # rows beyond those, which are read twice
-
-    @property
-    def whole(self) -> bool:
-        """Whether a block has whole rows, of more vectors than a tile has: two exchanges (include/grid_tile.cuh)."""
-        return self.tile > MAX_GRID_TILE
+    streams: bool  # the kernel that reads rows twice, if there are any
+    whole: bool  # a block has whole rows: two exchanges (include/grid_tile.cuh)
 
 
 def grid_slots(source: str, arch: int, dtype: str, *, whole: bool = False) -> int:
     """Vectors of a thread for which a block's shared memory has room, beside the sums and constants of its channels."""
     width = vector_width(dtype)
-    constants = 3 * MAX_WHOLE_ROW if whole and source == GRID_FORWARD else 5 * (MAX_WHOLE_ROW if whole else MAX_GRID_TILE)
+    constants = (
+        3 * MAX_WHOLE_ROW if whole and source == GRID_FORWARD else 5 * (MAX_WHOLE_ROW if whole else MAX_GRID_TILE)
+    )
     sums = max(2 * width * 4, 32) * GRID_THREADS + constants * width * 4
     return (shared_memory.of_a_block(arch) - sums) // (16 * GRID_THREADS)
 
@@ -510,10 +509,11 @@ def grid_exchange(sm_count: int) -> int:
     return max(sm_count * 2 * MAX_GRID_TILE * width, (2 * sm_count + 4) * MAX_WHOLE_ROW * width + 4 * sm_count)
 
 
-def _takes_whole_rows(vectors: int, channels: int, blocks: int) -> bool:
-    """Whether pieces would split cache lines, and threads and warps of whole rows have a channel each, or two."""
-    fits = MAX_GRID_TILE < vectors <= MAX_WHOLE_ROW and channels <= min(2 * GRID_THREADS, blocks * GRID_THREADS // 16)
-    return bool(WHOLE_ROWS) and fits and vectors % channel_tiles.LINE_VECTORS != 0
+def _takes_whole_rows(vectors: int, columns: int, joined: int, blocks: int) -> bool:
+    """Whether pieces would split cache lines, and threads and warps of whole rows have a column each, or two. Joined rows have no other way."""
+    fits = vectors <= MAX_WHOLE_ROW and columns <= 2 * GRID_THREADS and columns // joined <= blocks * GRID_THREADS // 16
+    wanted = vectors > MAX_GRID_TILE and vectors % channel_tiles.LINE_VECTORS != 0
+    return bool(WHOLE_ROWS) and fits and (wanted or joined > 1)
 
 
 @lru_cache(maxsize=4096)
@@ -528,8 +528,11 @@ def grid(
     forked: bool = False,
     sm_count: int,
     arch: int,
+    joined: int = 1,
 ) -> Grid | None:
     """The geometry in which all blocks together hold the tensor, or else of it what they can; None where there are too many tiles.
+
+    Rows are of `joined` rows of the tensor, and `channels` their columns.
 
     Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
     bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
@@ -545,14 +548,13 @@ def grid(
         hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
         # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
         piece = channel_tiles.LINE_VECTORS * (2 if streams else 1)
-        for tile in (*GRID_TILES, vectors):
+        for tile, whole in (*((tile, False) for tile in GRID_TILES if joined == 1), (vectors, True)):
             tiles = -(-vectors // tile)
             if tile > vectors or tiles > sm_count or (tiles > 1 and tile % unit):
                 continue
             rows_per_pass = max(1, GRID_THREADS // tile)
             blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
-            whole = tile > MAX_GRID_TILE
-            if whole and not _takes_whole_rows(vectors, channels, blocks):
+            if whole and not _takes_whole_rows(vectors, channels, joined, blocks):
                 continue
             slots = grid_slots(source, arch, dtype, whole=whole)
             passes = -(-rows // (blocks * rows_per_pass))
@@ -574,6 +576,8 @@ def grid(
                     ahead=ahead,
                     slots=used + ahead,
                     again=again,
+                    streams=streams,
+                    whole=whole,
                 )
                 best = moved + merged, found
         if best is not None:
@@ -595,8 +599,9 @@ def launch(
     arch: int,
     way: str | None = None,
     alone: bool = True,
+    joined: int = 1,
 ) -> tuple[str, Held | Grid | None]:
-    """The source that a pass is launched from, and its geometry where that is one launch.
+    """The source that a pass is launched from, and its geometry where that is one launch. `joined` as of `grid`.
 
     `way` of WAYS, and TWO where what it names cannot hold the rows; None for the first of `ways` that can, `alone` or not. `forked` takes
     two gradients.
@@ -605,6 +610,8 @@ def launch(
     forked = forked and backward
     for wanted in (way,) if way else ways(nbytes, residual, backward=backward, alone=alone):
         found: Held | Grid | None = None
+        if joined > 1 and wanted != GRID:
+            continue
         source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
             backward
         ]
@@ -612,7 +619,7 @@ def launch(
             found = held(source, rows, channels, dtype, sm_count=sm_count, forked=forked)
         elif wanted == GRID:
             options = {"residual": residual, "forked": forked, "sm_count": sm_count, "arch": arch}
-            found = grid(source, rows, channels, dtype, activation, **options)
+            found = grid(source, rows, channels, dtype, activation, joined=joined, **options)
             if (
                 found is not None
                 and found.again
@@ -647,15 +654,11 @@ def work(
     arch: int,
     way: str | None = None,
 ) -> tuple[str, int]:
-    """The source that a pass is launched from, as of `launch` or joined, and the bytes that it must move."""
-    if joined(channels, dtype) > 1:
-        both = bytes_moved(
-            elements=rows * channels, itemsize=itemsize(dtype), activation=activation, residual=residual, forked=forked
-        )
-        return (BACKWARD if backward else FORWARD), both[backward]
+    """The source that a pass is launched from, as of `launch`, and the bytes that it must move."""
+    one = joined(channels, dtype)
     source, shape = launch(
-        rows,
-        channels,
+        rows // one,
+        channels * one,
         dtype,
         activation,
         residual=residual,
@@ -664,6 +667,7 @@ def work(
         sm_count=sm_count,
         arch=arch,
         way=way,
+        joined=one,
     )
     size = itemsize(dtype)
     count = bytes_moved if shape is None else held_bytes_moved
@@ -674,7 +678,7 @@ def work(
         return source, moved
     # x again; of a backward also what came from above, or its sum where the first reading has written that.
     tensors = 2 + (forked and not residual) if backward else 1
-    return source, moved + shape.again * channels * size * tensors
+    return source, moved + shape.again * channels * one * size * tensors
 
 
 def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:
