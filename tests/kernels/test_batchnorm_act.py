@@ -91,7 +91,7 @@ def test_the_chip_holds_every_row_of_a_tile(
     if shape is None:
         assert vectors > sms  # a row is wider than the blocks
         return
-    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.streams)
+    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.streams, whole=shape.whole)
     slots = spec.grid_slots(source, arch, dtype, whole=shape.whole)
     tensors = 2 if source == spec.GRID_BACKWARD else 1
     assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE) or shape.tile == vectors <= spec.MAX_WHOLE_ROW
@@ -101,7 +101,7 @@ def test_the_chip_holds_every_row_of_a_tile(
     assert shape.again == max(0, rows - held)
     if shape.again:  # all that can be is kept, and with all of the chip's rows it would not fit
         assert slots - tensors < tensors * shape.kept <= slots
-        chip = sms * spec.GRID_THREADS * (spec.GRID_FORKED_SLOPED_ROWS + slots // tensors)
+        chip = sms * spec.GRID_THREADS * (2 + slots // tensors)
         assert rows * vectors > 0.6 * chip - 2 * spec.GRID_THREADS * sms
     assert tensors * shape.kept + shape.ahead == shape.slots <= slots
     if shape.whole:  # a thread for two channels, and a warp for two of a block's share

@@ -106,7 +106,6 @@ GRID_THREADS = 512
 # Rows of a thread in registers; shared memory holds the rest. More of them, 14 of a forward, are 1 us slower where a thread has
 # only a few rows (their code is unrolled) and no faster where it has many.
 GRID_ROWS = 4
-GRID_FORKED_SLOPED_ROWS = 3  # of a backward with two gradients and a slope beyond ReLU's: one more spills
 # Where rows are read twice: in registers, and under way at a time; by pass and residual. As many as spill nothing.
 GRID_STREAMED_ROWS = {(False, False): (4, 4), (False, True): (1, 8), (True, False): (2, 3), (True, True): (2, 3)}
 MAX_GRID_TILE = 16  # vectors
@@ -333,12 +332,15 @@ def held_defines(source: str, dtype: str, activation: str, residual: bool, *, fo
     return {**found, "FORK": 1} if forked else found
 
 
-def grid_rows(source: str, activation: str, residual: bool, *, forked: bool, streams: bool) -> int:
-    """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers. `forked`, of the latter alone, takes two gradients."""
+def grid_rows(source: str, activation: str, residual: bool, *, forked: bool, streams: bool, whole: bool = False) -> int:
+    """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers: one more spills.
+
+    `forked`, of the latter alone, takes two gradients; `whole`: `Grid.whole`.
+    """
     if streams:
         return GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][0]
     sloped = source == GRID_BACKWARD and activation not in ("none", "relu")
-    return min(GRID_FORKED_SLOPED_ROWS, GRID_ROWS) if sloped and forked else GRID_ROWS
+    return max(1, GRID_ROWS - (forked + whole if sloped else 0))
 
 
 def grid_defines(
@@ -356,7 +358,7 @@ def grid_defines(
         **_macros(dtype, activation, residual),
         "THREADS": GRID_THREADS,
         "MAX_TILE": MAX_WHOLE_ROW if whole else MAX_GRID_TILE,
-        "HOLD": grid_rows(source, activation, residual, forked=forked, streams=streams),
+        "HOLD": grid_rows(source, activation, residual, forked=forked, streams=streams, whole=whole),
     }
     if streams:
         found["STREAM"] = GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][1]
@@ -545,7 +547,6 @@ def grid(
     unit = SECTOR_VECTORS if vectors % channel_tiles.LINE_VECTORS else channel_tiles.LINE_VECTORS
     best: tuple[float, Grid] | None = None
     for streams in (False, True):
-        hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
         # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
         piece = channel_tiles.LINE_VECTORS * (2 if streams else 1)
         for tile, whole in (*((tile, False) for tile in GRID_TILES if joined == 1), (vectors, True)):
@@ -557,6 +558,7 @@ def grid(
             if whole and not _takes_whole_rows(vectors, channels, joined, blocks):
                 continue
             slots = grid_slots(source, arch, dtype, whole=whole)
+            hold = grid_rows(source, activation, residual, forked=forked, streams=streams, whole=whole)
             passes = -(-rows // (blocks * rows_per_pass))
             kept = min(max(0, passes - hold), slots // (1 + backward))
             again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
