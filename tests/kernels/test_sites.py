@@ -394,11 +394,17 @@ def test_what_a_launch_raises_is_raised(emulated, monkeypatch: pytest.MonkeyPatc
         torch.autograd.grad(y, leaves, torch.ones_like(y))
 
 
-def test_compiled_autograd_calls_a_replayed_node_as_it_is(emulated) -> None:
-    site, arguments, leaves = site_and_leaves()
-    expected = torch.autograd.grad(site(*arguments).sum(), leaves)
+@pytest.mark.parametrize("releasing", [False, True])
+def test_compiled_autograd_calls_a_replayed_node_as_it_is(emulated, releasing: bool) -> None:
+    site, arguments, leaves = releasing_site_and_leaves(both=False) if releasing else site_and_leaves()
+
+    def loss() -> torch.Tensor:
+        found = site(*arguments)
+        return (found[1] if releasing else found).sum()
+
+    expected = torch.autograd.grad(loss(), leaves)
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        site(*arguments).sum().backward()
+        loss().backward()
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad, gradient)
 

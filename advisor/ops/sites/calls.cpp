@@ -384,34 +384,37 @@ const std::shared_ptr<Recorded>& recorded(const c10::IValue& token) {
   return *static_cast<const std::shared_ptr<Recorded>*>(token.toTensor().const_data_ptr());
 }
 
-// Outputs that a node keeps beside what autograd saves for it, which it could not let go of before its backward ends.
+// Outputs that a node keeps beside what autograd saves for it, which it could not let go of before its backward ends. Each under a name of its
+// own: lists of tensors compiled autograd does not take.
 struct Kept {
+  static std::string name(size_t i) { return "kept" + std::to_string(i); }
+
   static void put(AutogradContext* ctx, const Recorded& of, const variable_list& slots) {
-    std::vector<Tensor> tensors;
     std::vector<int64_t> versions;
-    for (int slot : of.released) {
-      tensors.push_back(slots[slot].detach());  // the node behind an output must not have the output
-      versions.push_back(static_cast<int64_t>(slots[slot]._version()));
+    for (size_t i = 0; i < of.released.size(); ++i) {
+      const Tensor& output = slots[of.released[i]];
+      ctx->saved_data.emplace(name(i), output.detach());  // the node behind an output must not have the output
+      versions.push_back(static_cast<int64_t>(output._version()));
     }
-    ctx->saved_data.emplace("kept", tensors), ctx->saved_data.emplace("versions", versions);
+    ctx->saved_data.emplace("versions", versions);
   }
 
   // Into the slots of saved tensors; out of the node, unless the graph is kept.
   static void take(AutogradContext* ctx, const Recorded& of, variable_list& slots) {
-    const auto found = ctx->saved_data.find("kept");
-    TORCH_CHECK(found != ctx->saved_data.end(), "Trying to backward through the graph a second time: what it needs was freed in the first. "
-                                                "Specify retain_graph=True if you need to.");
-    auto tensors = found->second.toTensorVector();
     const auto versions = ctx->saved_data.at("versions").toIntVector();
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      TORCH_CHECK(static_cast<int64_t>(tensors[i]._version()) == versions[i],
+    for (size_t i = 0; i < of.released.size(); ++i) {
+      const auto kept = ctx->saved_data.find(name(i));
+      TORCH_CHECK(kept != ctx->saved_data.end(), "Trying to backward through the graph a second time: what it needs was freed in the first. "
+                                                 "Specify retain_graph=True if you need to.");
+      const Tensor tensor = kept->second.toTensor();
+      TORCH_CHECK(static_cast<int64_t>(tensor._version()) == versions[i],
                   "one of the variables needed for gradient computation has been modified by an inplace operation: a result is at version ",
-                  tensors[i]._version(), "; expected version ", versions[i]);
-      const Tensor found = at::GradMode::is_enabled() ? behind(of, of.released[i], tensors[i]) : tensors[i];
+                  tensor._version(), "; expected version ", versions[i]);
+      const Tensor output = at::GradMode::is_enabled() ? behind(of, of.released[i], tensor) : tensor;
       for (size_t saved = 0; saved < of.saved.size(); ++saved)
-        if (of.saved[saved] == of.released[i]) slots[saved] = found;
+        if (of.saved[saved] == of.released[i]) slots[saved] = output;
+      if (!torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data.erase(kept);
     }
-    if (!torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data.erase("kept");
   }
 
   // An output as autograd knows it, for second derivatives: with this node behind it.
