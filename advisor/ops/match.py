@@ -394,6 +394,11 @@ def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
             node.graph.erase_node(node)
 
 
+def results(call: fx.Node, count: int) -> list[fx.Node]:
+    """Nodes of the first results of a call that gives a tuple, where the graph is inserting."""
+    return [call.graph.call_function(operator.getitem, (call, place)) for place in range(count)]
+
+
 def _rewrite_or_leave(
     rewrite: Callable[..., None], graph_module: fx.GraphModule, report: MatchReport, *, compiled: bool
 ) -> None:

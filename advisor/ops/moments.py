@@ -67,7 +67,7 @@ def _leaving(plain: fx.Node, producer: Producer) -> fx.Node:
     graph = plain.graph
     with graph.inserting_before(plain):
         both = graph.call_function(producer.function, plain.args, plain.kwargs)
-        result, parts = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+        result, parts = match.results(both, 2)
     match.replace(plain, result)
     return parts
 

@@ -83,15 +83,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]
 def test_a_training_with_kernels_is_as_right_as_pytorchs_and_the_same_on_both_ranks(found, way: str) -> None:
     ways, why = found
     assert way in ways, f"not reached: {why}"
-    # As tests/kernels has it: of a whole network's step in fp32, and of autocast. One value beside a kink, of a maximum or of ReLU, is 2.4e-4 of
-    # these four steps: in 13 of 13 runs on two H100s PyTorch's own were so far off, in a 14th, ours on the other side, 3.3e-5.
-    factor, slack = (2.0, 1e-2) if way == BF16 else (1.4, 5e-4)
+    # As tests/kernels has it: of a whole network's step in fp32, and of autocast.
+    factor, slack = (2.0, 1e-2) if way == BF16 else (1.4, 1e-4)
+    # One value beside a kink, of a maximum or of ReLU, is 2.4e-4 of these four steps. PyTorch's own were so far off in 13 of 13 runs on two
+    # H100s, in a 14th, with ours on that side of it, not: so the worst of PyTorch's own in any way counts.
+    alike = [rank for name, ranks in ways.items() if (name == BF16) == (way == BF16) for rank in ranks]
+    plain_error = max((rank["plain_error"] for rank in alike if "failed" not in rank), default=0.0)
     for rank in ways[way]:
         assert "failed" not in rank, rank["failed"]
         print({key: value for key, value in rank.items() if key != "losses"})
         assert rank["same_on_all_ranks"]
         assert rank["ranks_saw_other_data"]
-        assert rank["error"] <= factor * rank["plain_error"] + slack
+        assert rank["error"] <= factor * plain_error + slack
         assert rank["buffers"] <= factor * rank["plain_buffers"] + slack
         wanted = IN_BF16 if way == BF16 else IN_FP32 - NORMS if way == SYNCHRONISED else IN_FP32
         assert set(rank["matched"]) >= wanted

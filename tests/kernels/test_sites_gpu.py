@@ -21,10 +21,8 @@ def test_replayed_steps_are_those_of_python_bit_for_bit(monkeypatch: pytest.Monk
     other = copy.deepcopy(model)
     torch._dynamo.reset()
     install.recorded.clear()
-    placed, deterministic = (
-        install.install,
-        torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False),
-    )
+    placed = install.install
+    deterministic = torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False)
     with deterministic, dispatch.everything(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         replayed, python = captured(model), captured(other)
         side = torch.cuda.Stream()

@@ -195,8 +195,7 @@ def _substitute(
             )
         elif compiled:
             call = graph.call_function(torch.ops.advisor.batchnorm_act.default, arguments)
-            fused = graph.call_function(operator.getitem, (call, 0))
-            statistics = graph.call_function(operator.getitem, (call, 1))
+            fused, statistics = match.results(call, 2)
             running += norm.updated_by(statistics)
         else:
             fused = graph.call_function(api.batchnorm_act, arguments)
@@ -254,7 +253,7 @@ def _fork(norm: fx.Node) -> None:
     graph, (first, *_) = norm.graph, norm.users
     with graph.inserting_before(norm):
         both = graph.call_function(api.forked_batchnorm_act, norm.args, norm.kwargs)
-        one, other = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+        one, other = match.results(both, 2)
     one.meta.update(norm.meta)
     first.replace_input_with(norm, one)
     match.replace(norm, other)

@@ -435,9 +435,8 @@ def geometry(
     """Launch geometry for as many blocks as run at once on `sm_count` SMs. `joined`: a row is several, and its channels their columns."""
     vectors = channels // vector_width(dtype)
     tile = channel_tiles.piece(vectors)
-    if (
-        joined
-    ):  # small tensors mostly: what the last block of a tile adds up counts for more than sectors that two blocks read
+    # Small tensors mostly: what the last block of a tile adds up counts for more than sectors that two blocks read.
+    if joined:
         large = rows * vectors * 16 > JOINED_LINE_MOST_BYTES
         tile = min(tile, channel_tiles.PIECE_VECTORS if large else channel_tiles.LINE_VECTORS)
     return channel_tiles.geometry(

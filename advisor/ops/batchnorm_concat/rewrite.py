@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -179,30 +178,23 @@ def _channels(features: tuple[fx.Node, ...]) -> int:
 
 def _substitute(graph: fx.Graph, chain: _Chain) -> None:
     channels = _channels(chain.stages[-1].features)
-    current: tuple[fx.Node, fx.Node] | None = None
+    current: list[fx.Node] = []  # what there is so far: the tensor and its moments
     there = 0
-
-    def pair(of: fx.Node, first: int) -> tuple[fx.Node, fx.Node]:
-        tensor, moments = (graph.call_function(operator.getitem, (of, first + i)) for i in range(2))
-        return tensor, moments
-
     for stage in chain.stages:
         with graph.inserting_before(stage.cat):
             for feature in (stage.features[::-1] if chain.front else stage.features)[there:]:
-                if current is None:
+                if not current:
                     made = graph.call_function(api.features, (feature, channels, chain.front))
                 else:
                     made = graph.call_function(api.extended, (*current, feature, chain.front))
-                current = pair(made, 0)
+                current = match.results(made, 2)
         there = len(stage.features)
         for found in stage.norms:
             norm = found.norm
-            assert current is not None
             with graph.inserting_before(norm.node):
                 arguments = (norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.momentum, norm.eps)
                 call = graph.call_function(api.batchnorm_act, (*current, *arguments, found.activation, found.slope))
-                fused = graph.call_function(operator.getitem, (call, 0))
-                current = pair(call, 1)
+                fused, *current = match.results(call, 3)
             match.replace(found.nodes[-1], fused, found.nodes[-2::-1])
     for stage in reversed(chain.stages):
         if not stage.cat.users:

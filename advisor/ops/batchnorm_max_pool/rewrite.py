@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -112,8 +111,7 @@ def _substitute(
     with graph.inserting_before(norm.node):  # who reads the running statistics next finds them updated
         if compiled:
             call = graph.call_function(torch.ops.advisor.batchnorm_max_pool.default, arguments)
-            fused = graph.call_function(operator.getitem, (call, 0))
-            statistics = graph.call_function(operator.getitem, (call, 1))
+            fused, statistics = match.results(call, 2)
             running += norm.updated_by(statistics)
         else:
             fused = graph.call_function(api.batchnorm_max_pool, arguments)

@@ -159,12 +159,11 @@ def _merge(norm: fx.Node, handle: fx.Node, conv: fx.Node, weight: fx.Node) -> No
     with graph.inserting_before(conv):
         arguments, given = (*norm.args, weight), {**norm.kwargs, "leaving": leaving}
         both = graph.call_function(api.batchnorm_act_pointwise, arguments, given)
-        y, z = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
-        parts = graph.call_function(operator.getitem, (both, 2)) if leaving else None
-    if parts is None:
+        y, z, *parts = match.results(both, 3 if leaving else 2)
+    if not parts:
         match.replace(conv, z)
     else:
-        for result, new in ((0, z), (1, parts)):
+        for result, new in enumerate((z, *parts)):
             for user in [user for user in conv.users if user.args[1] == result]:
                 match.replace(user, new)
         graph.erase_node(conv)

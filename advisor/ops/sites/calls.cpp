@@ -404,8 +404,7 @@ struct Kept {
     const auto versions = ctx->saved_data.at("versions").toIntVector();
     for (size_t i = 0; i < of.released.size(); ++i) {
       const auto kept = ctx->saved_data.find(name(i));
-      TORCH_CHECK(kept != ctx->saved_data.end(), "Trying to backward through the graph a second time: what it needs was freed in the first. "
-                                                 "Specify retain_graph=True if you need to.");
+      TORCH_INTERNAL_ASSERT(kept != ctx->saved_data.end());  // a second backward has been refused by now, for the saved tensors
       const Tensor tensor = kept->second.toTensor();
       TORCH_CHECK(static_cast<int64_t>(tensor._version()) == versions[i],
                   "one of the variables needed for gradient computation has been modified by an inplace operation: a result is at version ",
@@ -606,8 +605,7 @@ PYBIND11_MODULE(ADVISOR_NATIVE, m) {
       .def(py::init([](const py::list& arguments, const variable_list& inputs, const variable_list& slots, const py::list& program,
                        std::vector<int> outputs, std::vector<int> differentiable, std::vector<int> positions,
                        std::vector<int> saved, std::vector<int> released, std::vector<int> dirty, std::vector<int> constant, bool single,
-                       bool materialize,
-                       py::object context, long state) {
+                       bool materialize, py::object context, long state) {
         auto made = std::make_shared<Recorded>();
         for (const py::handle& argument : arguments) {
           const bool list = holds_tensors(argument);

@@ -246,7 +246,10 @@ class Context:
     def backward(
         self, recorded: Any, saved: list[torch.Tensor | None], above: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The Function's own, and at first recorded. One gradient an argument of its forward. `saved` is emptied."""
+        """The Function's own, and at first recorded. One gradient an argument of its forward.
+
+        Where it is not recorded `saved` is emptied: nobody but the Function has them then.
+        """
         own = copy.copy(self)  # other calls share this one
         own.saved_tensors = tuple(saved)
         if torch.is_grad_enabled() or nvrtc.transformed() or self._tries >= _MOST_TRIES:
