@@ -15,6 +15,8 @@
 //           MB on average):
 //             16.8 MB 128x64x32x32  loads 7, stores 4.2: 17 us          8.4 MB 128x128x16x16  11 us       4.2 MB 128x256x8x8 8 us
 //             12.8 MB 256x512x7x7   14 us                               8.0 MB 256x80x14x14   11 us
+// WHOLE_ROWS  a block has whole rows, where pieces of them would split cache lines, or where it takes several rows for their channels to be
+//           whole vectors: one more exchange, 3 us (11 MB: 21 for 18).
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of x and dy a thread in registers, `kept` more in shared
 //           memory, all under way at once; of those dy2 and the mask follow UNROLL rows at a time.
 // Numerics  those of the two launches (with FORK dx comes of a rounded g where that is kept or written): z by the forward's expression,
@@ -130,13 +132,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
     const unsigned char* __restrict__ mask, unsigned int* __restrict__ memory, int half,
     const float* __restrict__ saved, const float* __restrict__ weight, const float* __restrict__ bias,
     Vec16* __restrict__ dx, Vec16* __restrict__ dresidual, float* __restrict__ dweight, float* __restrict__ dbias,
-    int rows, int vectors, int tile, int kept, float slope) {
+    int rows, int vectors, int tile, int kept,
+#if WHOLE_ROWS
+    int channels, int joined,  // rows of the tensor in a row
+#endif
+    float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [2][kept][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
   __shared__ float constant[5 * GRID_WIDTH];
   const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
-  const int width = tile * VEC, channels = vectors * VEC;
+  const int width = tile * VEC;
+#if !WHOLE_ROWS
+  const int channels = vectors * VEC, joined = 1;
+#endif
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
   const Slot slot = first_slot(slots), above = slot + kept * SLOTS_APART;
@@ -179,12 +188,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
 #endif
     }
   }
+  // While the loads are under way.
+#if WHOLE_ROWS
+  if (t.vector >= 0) {
+    for (int j = t.ty; j < VEC; j += t.rows_per_pass) {
+      const int column = t.vector * VEC + j, channel = joined > 1 ? column % channels : column, place = j * tile + t.tx;
+      constant[place] = saved[channel];
+      constant[width + place] = saved[channels + channel] * weight[channel];
+      constant[2 * width + place] = bias[channel];
+    }
+  }
+  const int c = owned_channel(channels);
+  const float its_invstd = c >= 0 ? saved[channels + c] : 0.f;
+#else
   const int c = grid_channel(tile, vectors);
-  if (c >= 0) {  // while the loads are under way
+  if (c >= 0) {
     constant[threadIdx.x] = saved[c];
     constant[width + threadIdx.x] = saved[channels + c] * weight[c];
     constant[2 * width + threadIdx.x] = bias[c];
   }
+#endif
   __syncthreads();
   Channel k;
   float sum[VEC], product[VEC];
@@ -280,10 +303,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
       }
     }
   }
+  const double inverse = 1.0 / ((double)rows * joined);  // ahead of the sums: it takes as long as a trip to L2
+#if WHOLE_ROWS
+  sum_over_rows(
+      vectors, channels, sum, product, scratch, exchange,
+      [&](double first, double second) {
+        const double invstd = its_invstd;
+        if (threadIdx.x % 16 == 0) {
+          dbias[c] = (float)first;
+          dweight[c] = (float)(second * invstd);
+        }
+        return make_float2((float)(first * inverse), (float)(second * inverse * invstd * invstd));
+      },
+      [&](int channel, float its_first, float its_second) {
+        for (int column = channel; column < width; column += channels) {
+          const int place = place_of(column, vectors);
+          constant[3 * width + place] = its_first;
+          constant[4 * width + place] = its_second;
+        }
+      });
+#else
   double first, second;
-  const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
   sum_over_grid(tile, sum, product, scratch, exchange, first, second);
-  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   if (c >= 0) {
     const double invstd = (double)saved[channels + c];
     constant[3 * width + threadIdx.x] = (float)(first * inverse);
@@ -293,6 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
       dweight[c] = (float)(second * invstd);
     }
   }
+#endif
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
   __syncthreads();
   float c1[VEC], c2[VEC];
   fetch(constant + 3 * width, tile, t.tx, c1);
@@ -353,5 +396,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_back
             at + (HOLD + row) * step, slope);
     }
   }
-  if (threadIdx.x == 0) close_exchange(exchange, left, gridDim.x * gridDim.y * 2 * width);
+  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(WHOLE_ROWS ? channels : width));
 }

@@ -19,6 +19,8 @@
 //              8.4 MB 128x128x16x16 9 us     4.2 MB 128x256x8x8 7 us    12.8 MB 256x512x7x7    11 us
 //             24.1 MB 256x960x7x7   15 us    8.0 MB 256x80x14x14 9 us
 //           STREAM, 29 MB kept: 51 MB 33 us, 103 MB 74 us (two launches measured 51 and 90).
+// WHOLE_ROWS  a block has whole rows, where pieces of them would split cache lines, or where it takes several rows for their channels to be
+//           whole vectors: one more exchange, 4 us (11 MB: 16 for 12).
 // Grid      (blocks, tiles), include/grid_tile.cuh; cooperative. HOLD rows of 16 bytes a thread in registers, `kept` more in shared
 //           memory, all under way at once: x first, then `ahead` rows of the residual, which land during the exchange of sums.
 // Numerics  those of the two launches: fp32 sums of x - x[0,c], fp64 across warps and blocks.
@@ -67,6 +69,19 @@ __device__ __forceinline__ void apply(
 #endif
 }
 
+#if STORAGE == 0
+typedef float Element;
+__device__ __forceinline__ float widened(Element e) { return e; }
+#else
+typedef unsigned short Element;
+__device__ __forceinline__ float widened(Element e) {
+  const Vec16 v = {{e, 0u, 0u, 0u}};
+  float f[VEC];
+  widen(v, f);
+  return f[0];
+}
+#endif
+
 __device__ __forceinline__ void accumulate(const Vec16& v, const float (&shift)[VEC], float (&sum)[VEC], float (&square)[VEC]) {
   float f[VEC];
   widen(v, f);
@@ -82,13 +97,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
     const Vec16* __restrict__ x, const Vec16* __restrict__ residual, unsigned int* __restrict__ memory, int half,
     const float* running_mean, const float* running_var, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ saved, float* running_mean_out, float* running_var_out, Vec16* __restrict__ y, unsigned char* __restrict__ mask, int rows, int vectors, int tile, int kept,
-    int ahead, float momentum, float eps, float slope) {
+    int ahead,
+#if WHOLE_ROWS
+    int channels, int joined,  // rows of the tensor in a row
+#endif
+    float momentum, float eps, float slope) {
   extern __shared__ __align__(16) Vec16 slots[];  // [kept + ahead][THREADS]
   __shared__ __align__(16) float scratch[GRID_SCRATCH];
-  __shared__ float constant[5 * GRID_WIDTH];
+  __shared__ float constant[(WHOLE_ROWS ? 3 : 5) * GRID_WIDTH];
   const Exchange exchange = open_exchange(memory, half);
   const GridTile t = grid_tile(tile, vectors);
-  const int width = tile * VEC, channels = vectors * VEC;
+  const int width = tile * VEC;
+#if !WHOLE_ROWS
+  const int channels = vectors * VEC, joined = 1;
+#endif
   const int end = t.vector < 0 ? 0 : rows;
   const int at = t.first * vectors + t.vector, step = t.stride * vectors;
   const Slot slot = first_slot(slots);
@@ -108,19 +130,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) v[u] = load(x + at + u * step);
-  float sum[VEC], square[VEC], shift[VEC];
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) sum[j] = square[j] = shift[j] = 0.f;
-  if (t.vector >= 0) widen(load(x + t.vector), shift);
-  const int c = grid_channel(tile, vectors);
-  if (c >= 0) {  // while the loads are under way: behind the sums they would be waited for
-    constant[width + threadIdx.x] = weight[c];
-    constant[2 * width + threadIdx.x] = bias[c];
-    if (blockIdx.x == 0) {
-      constant[3 * width + threadIdx.x] = running_mean[c];
-      constant[4 * width + threadIdx.x] = running_var[c];
+  // While the loads are under way: behind the sums they would be waited for. All of them before what waits for one.
+  Vec16 row = {};
+  if (t.vector >= 0) row = load(x + t.vector);
+#if WHOLE_ROWS
+  const int c = owned_channel(channels);
+  Element own_shift = {};
+  float old_mean = 0.f, old_var = 0.f;
+  if (c >= 0) {
+    own_shift = ((const Element*)x)[c];
+    old_mean = running_mean[c];
+    old_var = running_var[c];
+  }
+  if (t.vector >= 0) {
+    for (int j = t.ty; j < VEC; j += t.rows_per_pass) {
+      const int column = t.vector * VEC + j, channel = joined > 1 ? column % channels : column;
+      constant[width + j * tile + t.tx] = weight[channel];
+      constant[2 * width + j * tile + t.tx] = bias[channel];
     }
   }
+#else
+  const int c = grid_channel(tile, vectors);
+  if (c >= 0) {
+    const bool last = blockIdx.x == 0;  // who writes the running statistics
+    const float its_weight = weight[c], its_bias = bias[c];
+    const float old_mean = last ? running_mean[c] : 0.f, old_var = last ? running_var[c] : 0.f;
+    constant[width + threadIdx.x] = its_weight;
+    constant[2 * width + threadIdx.x] = its_bias;
+    if (last) {
+      constant[3 * width + threadIdx.x] = old_mean;
+      constant[4 * width + threadIdx.x] = old_var;
+    }
+  }
+#endif
+  float sum[VEC], square[VEC], shift[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) sum[j] = square[j] = 0.f;
+  widen(row, shift);
+#if WHOLE_ROWS
+  if (joined > 1 && t.vector >= 0)  // one for all columns of a channel
+#pragma unroll
+    for (int j = 0, channel = t.vector * VEC % channels; j < VEC; ++j, channel = channel + 1 < channels ? channel + 1 : 0)
+      shift[j] = widened(((const Element*)x)[channel]);
+#endif
   if (threadIdx.x < tile) {
 #pragma unroll
     for (int j = 0; j < VEC; ++j) constant[j * tile + t.tx] = shift[j];
@@ -162,20 +214,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
 #pragma unroll
   for (int u = 0; u < HOLD; ++u)
     if (t.first + u * t.stride < end) accumulate(v[u], shift, sum, square);
-  double first, second, var;
+  double var;
   float mean, invstd;
-  const double inverse = 1.0 / (double)rows;  // ahead of the sums: it takes as long as a trip to L2
-  sum_over_grid(tile, sum, square, scratch, exchange, first, second);
-  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
-  if (c >= 0) {
+  const double values = (double)rows * joined;  // a channel
+  const double inverse = 1.0 / values;  // ahead of the sums: it takes as long as a trip to L2
+  const auto statistics = [&](double first, double second, float its_shift) {
     const double d = first * inverse;
     var = second * inverse - d * d;
     var = var > 0.0 ? var : (var != var ? var : 0.0);
-    mean = (float)(d + (double)constant[threadIdx.x]);
+    mean = (float)(d + (double)its_shift);
     invstd = (float)rsqrt(var + (double)eps);
+  };
+#if WHOLE_ROWS
+  sum_over_rows(
+      vectors, channels, sum, square, scratch, exchange,
+      [&](double first, double second) {
+        statistics(first, second, widened(own_shift));
+        return make_float2(mean, invstd);
+      },
+      [&](int channel, float its_mean, float its_invstd) {
+        for (int column = channel; column < width; column += channels) {
+          const int place = place_of(column, vectors);
+          constant[place] = its_mean;
+          constant[width + place] *= its_invstd;
+        }
+      });
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
+#else
+  double first, second;
+  sum_over_grid(tile, sum, square, scratch, exchange, first, second);
+  const unsigned int left = threadIdx.x == 0 ? leave_exchange(exchange) : 0u;
+  if (c >= 0) {
+    statistics(first, second, constant[threadIdx.x]);
     constant[threadIdx.x] = mean;
     constant[width + threadIdx.x] *= invstd;
   }
+#endif
   cp_async_wait<0>();
   __syncthreads();
   Channel k;
@@ -256,12 +330,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batchnorm_act_grid_forw
           apply(k, load_slot(slot + (base + u) * SLOTS_APART), r[u], y, mask, at + (HOLD + base + u) * step, slope);
     }
   }
-  if (c >= 0 && blockIdx.x == 0) {  // last: nobody in this launch waits for it
+  if (c >= 0 && (WHOLE_ROWS ? threadIdx.x % 16 == 0 : blockIdx.x == 0)) {  // last: nobody in this launch waits for it
+#if !WHOLE_ROWS
+    const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
+#endif
     saved[c] = mean;
     saved[channels + c] = invstd;
-    const float old_mean = constant[3 * width + threadIdx.x], old_var = constant[4 * width + threadIdx.x];
     running_mean_out[c] = old_mean + momentum * (mean - old_mean);
-    running_var_out[c] = old_var + momentum * ((float)(var * ((double)rows / ((double)rows - 1.0))) - old_var);
+    running_var_out[c] = old_var + momentum * ((float)(var * (values / (values - 1.0))) - old_var);
   }
-  if (threadIdx.x == 0) close_exchange(exchange, left, gridDim.x * gridDim.y * 2 * width);
+  if (threadIdx.x == 0) close_exchange(exchange, left, exchanged_words(WHOLE_ROWS ? channels : width));
 }

@@ -43,9 +43,23 @@ __device__ __forceinline__ void clear_before(const Exchange& e, unsigned int wor
     other[i] = ABSENT;
 }
 
-__device__ __forceinline__ void send(float* at, float value) {
+// A value that happens to be ABSENT goes as another NaN.
+__device__ __forceinline__ unsigned int present(float value) {
   const unsigned int bits = __float_as_uint(value);
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(bits == ABSENT ? 0x7fffffffu : bits) : "memory");
+  return bits == ABSENT ? 0x7fffffffu : bits;
+}
+
+__device__ __forceinline__ void send(float* at, float value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(present(value)) : "memory");
+}
+
+__device__ __forceinline__ void send(float* at, const float2& v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(present(v.x)), "r"(present(v.y)) : "memory");
+}
+
+__device__ __forceinline__ void send(float4* at, const float4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(at), "r"(present(v.x)), "r"(present(v.y)), "r"(present(v.z)), "r"(present(v.w)) : "memory");
 }
 
 // Four words each at `at`, `at` + stride, ..., `count` of them or N, as soon as all have come.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from itertools import product
 
 import pytest
@@ -91,21 +90,25 @@ def test_the_chip_holds_every_row_of_a_tile(
     if shape is None:
         assert vectors > sms  # a row is wider than the blocks
         return
-    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.again > 0)
-    slots = spec.grid_slots(arch, dtype)
+    hold = spec.grid_rows(source, activation, True, forked=forked, streams=shape.streams, whole=shape.whole)
+    slots = spec.grid_slots(source, arch, dtype, whole=shape.whole)
     tensors = 2 if source == spec.GRID_BACKWARD else 1
-    assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE)
+    assert 1 <= shape.tile <= min(vectors, spec.MAX_GRID_TILE) or shape.tile == vectors <= spec.MAX_WHOLE_ROW
     assert shape.tile * (shape.tiles - 1) < vectors <= shape.tile * shape.tiles
     assert shape.blocks * shape.tiles <= sms
     held = (hold + shape.kept) * shape.blocks * (spec.GRID_THREADS // shape.tile)
     assert shape.again == max(0, rows - held)
     if shape.again:  # all that can be is kept, and with all of the chip's rows it would not fit
         assert slots - tensors < tensors * shape.kept <= slots
-        chip = sms * spec.GRID_THREADS * (spec.GRID_FORKED_SLOPED_ROWS + slots // tensors)
+        chip = sms * spec.GRID_THREADS * (2 + slots // tensors)
         assert rows * vectors > 0.6 * chip - 2 * spec.GRID_THREADS * sms
     assert tensors * shape.kept + shape.ahead == shape.slots <= slots
-    assert shape.tile * storage.vector_width(dtype) <= spec.GRID_THREADS  # a thread a channel
-    assert 2 * shape.tile * storage.vector_width(dtype) // 4 <= spec.GRID_THREADS
+    if shape.whole:  # a thread for two channels, and a warp for two of a block's own
+        assert channels <= 2 * spec.GRID_THREADS
+        assert -(-channels // (2 * shape.blocks)) <= spec.GRID_THREADS // 32
+    else:
+        assert shape.tile * storage.vector_width(dtype) <= spec.GRID_THREADS  # a thread a channel
+        assert 2 * shape.tile * storage.vector_width(dtype) // 4 <= spec.GRID_THREADS
 
 
 @pytest.mark.parametrize(
@@ -136,10 +139,18 @@ def test_tensors_of_some_megabytes_lie_on_the_h200(shape: tuple[int, ...], forwa
 
 def test_the_shared_memory_asked_for_is_what_a_block_may_have() -> None:
     for dtype, scratch in (("bfloat16", 16 * 512 * 4), ("float32", 8 * 512 * 4)):
-        constants = 5 * 16 * storage.vector_width(dtype) * 4
-        for arch, kib in ((80, 163), (86, 99), (90, 227)):
-            used = spec.grid_slots(arch, dtype) * 16 * spec.GRID_THREADS + scratch + constants
-            assert kib * 1024 - 16 * spec.GRID_THREADS < used <= kib * 1024
+        for source, whole, channels in (
+            (spec.GRID_FORWARD, False, 5 * 16),
+            (spec.GRID_BACKWARD, False, 5 * 16),
+            (spec.GRID_FORWARD, True, 3 * 96),
+            (spec.GRID_BACKWARD, True, 5 * 96),
+        ):
+            constants = channels * storage.vector_width(dtype) * 4
+            assert scratch + constants <= 48 << 10  # static
+            for arch, kib in ((80, 163), (86, 99), (90, 227)):
+                slots = spec.grid_slots(source, arch, dtype, whole=whole)
+                used = slots * 16 * spec.GRID_THREADS + scratch + constants
+                assert kib * 1024 - 16 * spec.GRID_THREADS < used <= kib * 1024
 
 
 @pytest.mark.parametrize(
@@ -154,48 +165,58 @@ def test_small_tensors_spread_over_the_h200(shape: tuple[int, ...], tile: int, b
 
 
 def test_nothing_takes_one_launch_that_was_not_measured_to_win() -> None:
-    small, least = spec.HELD_BYTES, spec.GRID_LEAST_BYTES
-    for backward in (False, True):
-        ways = partial(spec.ways, backward=backward)
-        assert ways(small + 1, False, alone=False) == (spec.TWO,)
-        assert ways(small, False, alone=False) == (spec.CLUSTER, spec.TWO)
-        assert ways(small, True, alone=False) == (spec.TWO,)
-        assert ways(small // 2, True, alone=False) == (spec.CLUSTER, spec.TWO)
-        assert ways(least - 1, True) == (spec.CLUSTER, spec.TWO)
-        assert ways(least, True) == (spec.GRID, spec.CLUSTER, spec.TWO)
-        for residual in (False, True):
-            most = spec.GRID_MOST_BYTES[backward, residual]
-            assert ways(most, residual) == (spec.GRID, spec.TWO)
-            assert ways(most + 1, residual) == (spec.TWO,)
+    small, least, most = spec.HELD_BYTES, spec.GRID_LEAST_BYTES, spec.GRID_MOST_BYTES
+    assert spec.ways(small + 1, False, alone=False) == (spec.TWO,)
+    assert spec.ways(small, False, alone=False) == (spec.CLUSTER, spec.TWO)
+    assert spec.ways(small, True, alone=False) == (spec.TWO,)
+    assert spec.ways(small // 2, True, alone=False) == (spec.CLUSTER, spec.TWO)
+    assert spec.ways(least - 1, True) == (spec.CLUSTER, spec.TWO)
+    assert spec.ways(least, True) == (spec.GRID, spec.CLUSTER, spec.TWO)
+    for residual in (False, True):
+        assert spec.ways(most, residual) == (spec.GRID, spec.TWO)
+        assert spec.ways(most + 1, residual) == (spec.TWO,)
+
+
+TWO, TILES, WHOLE = "two launches", "one, in tiles", "one, of whole rows"
 
 
 @pytest.mark.parametrize(
     ("shape", "arch", "residual", "forward", "backward"),
     [
-        ((256, 1024, 14, 14), 90, False, True, True),
-        ((256, 1024, 14, 14), 80, False, False, False),  # not measured
-        ((256, 672, 14, 14), 90, False, True, False),  # tiles of 14 vectors split lines
-        ((256, 960, 7, 7), 90, False, True, True),  # as do these, but what is read twice lies in L2
-        ((256, 72, 56, 56), 90, False, True, True),  # whole rows split none
-        ((256, 512, 28, 28), 90, False, False, False),
-        ((128, 64, 32, 32), 80, False, True, False),  # held on chip
-        ((256, 1024, 14, 14), 90, True, True, False),
-        ((256, 672, 14, 14), 90, True, False, False),  # two tensors in tiles that split lines
-        ((256, 432, 14, 14), 90, True, True, False),  # as here, but they are smaller
-        ((256, 432, 14, 14), 90, False, True, False),
-        ((256, 336, 14, 14), 90, False, True, True),
-        ((256, 576, 14, 14), 90, False, True, True),  # tiles of a line
-        ((256, 72, 56, 56), 90, True, True, False),
+        ((256, 1024, 14, 14), 90, False, TILES, TILES),
+        ((256, 1024, 14, 14), 80, False, TWO, TWO),  # not measured
+        ((256, 1024, 14, 14), 90, True, TILES, TWO),
+        ((256, 512, 28, 28), 90, False, TWO, TWO),
+        ((128, 64, 32, 32), 80, False, TILES, TWO),  # held on chip
+        ((256, 72, 56, 56), 90, False, TILES, TILES),  # a tile is a row and splits no line
+        ((256, 72, 56, 56), 90, True, TILES, TILES),
+        ((256, 960, 7, 7), 90, False, TILES, TILES),  # tiles split lines, but what is read twice lies in L2
+        ((256, 576, 14, 14), 90, False, TILES, TILES),  # tiles of a line
+        ((256, 672, 14, 14), 90, False, TILES, WHOLE),  # tiles of 14 vectors split lines
+        ((256, 672, 14, 14), 90, True, WHOLE, WHOLE),
+        ((256, 432, 14, 14), 90, True, WHOLE, WHOLE),
+        ((256, 336, 14, 14), 90, True, TILES, WHOLE),  # as there, but that costs a second exchange
+        ((256, 240, 14, 14), 90, False, TILES, TILES),
+        ((256, 240, 28, 28), 90, False, WHOLE, WHOLE),
+        ((256, 240, 28, 28), 90, True, WHOLE, TWO),
+        ((256, 152, 28, 28), 90, False, WHOLE, WHOLE),  # tiles split sectors
+        ((256, 152, 14, 14), 90, False, TILES, WHOLE),
+        ((256, 1016, 14, 14), 90, False, TILES, TWO),  # rows are wider than a block takes whole
+        ((256, 58, 28, 28), 90, False, WHOLE, WHOLE),  # four rows for one
+        ((256, 162, 28, 28), 90, True, WHOLE, WHOLE),
+        ((32, 58, 28, 28), 80, False, WHOLE, WHOLE),
+        ((256, 110, 28, 28), 80, False, TWO, TWO),
     ],
 )
-def test_rows_are_read_twice_in_one_launch_where_that_was_measured_to_win(
-    shape: tuple[int, ...], arch: int, residual: bool, forward: bool, backward: bool
+def test_a_pass_is_launched_as_was_measured_to_win(
+    shape: tuple[int, ...], arch: int, residual: bool, forward: str, backward: str
 ) -> None:
     n, c, h, w = shape
+    joined = spec.joined(c, "bfloat16")
     for of, expected in ((False, forward), (True, backward)):
         size = {"residual": residual, "forked": False, "backward": of, "sm_count": 132, "arch": arch}
-        _, found = spec.launch(n * h * w, c, "bfloat16", "relu", **size)
-        assert isinstance(found, spec.Grid) is expected
+        _, found = spec.launch(n * h * w // joined, c * joined, "bfloat16", "relu", joined=joined, **size)
+        assert (TWO if found is None else WHOLE if found.whole else TILES) == expected
 
 
 @pytest.mark.parametrize("sm_count", [16, 132, 160])
@@ -207,7 +228,11 @@ def test_the_exchange_has_room_for_the_sums_of_every_launch(sm_count: int) -> No
             shape = spec.grid(
                 spec.GRID_FORWARD, rows, channels, dtype, "relu", residual=False, sm_count=sm_count, arch=90
             )
-            if shape is not None:
+            if shape is None:
+                continue
+            if shape.whole:
+                assert 2 * (channels + channels % 2) * (shape.blocks + spec.GRID_COPIES) <= room
+            else:
                 assert shape.tiles * shape.blocks * 2 * shape.tile * storage.vector_width(dtype) <= room
 
 

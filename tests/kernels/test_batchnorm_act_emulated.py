@@ -9,7 +9,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc, verify
+from advisor.ops import catalog, dispatch, match, nvrtc, storage, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_act")
@@ -135,7 +135,7 @@ def test_a_norm_of_joined_rows_takes_no_moments_and_has_one_result(emulated) -> 
 GRID_FAULTS = {
     "a block that says nothing": ("if (lane < tile) send(", "if (lane < tile && blockIdx.x) send("),
     "what the launch before has said left": ("  clear_before(exchange, before);\n", ""),
-    "less noted than was said": ("gridDim.x * gridDim.y * 2 * width);", "gridDim.x * gridDim.y * width);"),
+    "less noted than was said": ("return gridDim.x * gridDim.y * 2 * width;", "return gridDim.x * gridDim.y * width;"),
     "one block's sums left out": ("p < blocks; p += AT_ONCE", "p < blocks - 1; p += AT_ONCE"),
     "no barrier before the block's sums": ("  __syncthreads();\n  float* const mine", "  float* const mine"),
     "no barrier before the column's sums": ("  __syncthreads();\n  first = second", "  first = second"),
@@ -214,7 +214,7 @@ def test_a_fault_planted_where_rows_are_read_twice_is_found(
     one_row, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     one_row.use(sm_count=1)
-    monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype: 0)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: 0)
     grid = cases._case((4, 64, 9, 14), "bfloat16", "relu", True, way=spec.GRID)
     assert not passes_with(monkeypatch, FAMILY, grid, *STREAM_FAULTS[fault])
 
@@ -226,7 +226,7 @@ def test_what_the_chip_does_not_hold_goes_by_twice(
     one_row, monkeypatch: pytest.MonkeyPatch, dtype: str, activation: str, residual: bool, slots: int
 ) -> None:
     one_row.use(sm_count=1)
-    monkeypatch.setattr(spec, "grid_slots", lambda arch, dtype: slots)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
     for forked in (False, True):
         grid = cases._case((4, 64, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
         one_row.launches.clear()
@@ -240,7 +240,7 @@ def test_what_the_chip_does_not_hold_goes_by_twice(
 )
 def test_size_decides_on_the_whole_grid(one_row, monkeypatch, window: tuple[int, int], grid: bool) -> None:
     monkeypatch.setattr(spec, "GRID_LEAST_BYTES", window[0])
-    monkeypatch.setattr(spec, "GRID_MOST_BYTES", dict.fromkeys(spec.GRID_MOST_BYTES, window[1]))
+    monkeypatch.setattr(spec, "GRID_MOST_BYTES", window[1])
     assert verify.check(FAMILY, case("bfloat16", "relu", False, (4, 64, 9, 7), None), "cpu")["passed"]
     assert bool(one_row.launches["batchnorm_act_grid_forward"]) is grid
     assert bool(one_row.launches["batchnorm_act_grid_backward"]) is grid
@@ -479,3 +479,79 @@ def test_the_operations_of_the_library(emulated, activation: str, residual: bool
     torch.library.opcheck(
         torch.ops.advisor.batchnorm_act_backward.default, given, test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])
+@pytest.mark.parametrize(("blocks", "slots"), [(5, 9), (7, 1), (7, 9), (16, 1)])
+def test_blocks_that_have_whole_rows_exchange_their_sums_twice(
+    one_row, monkeypatch: pytest.MonkeyPatch, dtype: str, activation: str, residual: bool, blocks: int, slots: int
+) -> None:
+    one_row.use(sm_count=blocks)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
+    monkeypatch.setattr(spec, "WHOLE_ROW_BYTES", dict.fromkeys(spec.WHOLE_ROW_BYTES, -1))
+    channels = {5: 20, 7: 22, 16: 42}[blocks] * storage.vector_width(dtype)
+    for forked in (False, True):
+        grid = cases._case((8, channels, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
+        one_row.launches.clear()
+        row = verify.check(FAMILY, grid, "cpu")
+        assert row["passed"], row["detail"]
+        assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
+    shape = spec.grid(
+        spec.GRID_FORWARD, 8 * 9 * 14, channels, dtype, activation, residual=residual, sm_count=blocks, arch=90
+    )
+    assert shape is not None
+    assert shape.whole
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True)])
+@pytest.mark.parametrize(
+    ("channels", "blocks", "slots"), [(27, 5, 9), (27, 2, 1), (26, 3, 1), (58, 7, 9), (10, 1, 0), (9, 16, 9)]
+)
+def test_joined_rows_in_one_launch(
+    one_row,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    activation: str,
+    residual: bool,
+    channels: int,
+    blocks: int,
+    slots: int,
+) -> None:
+    one_row.use(sm_count=blocks)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
+    one_row.launches.clear()
+    row = verify.check(FAMILY, cases._case((8, channels, 9, 14), dtype, activation, residual), "cpu")
+    assert row["passed"], row["detail"]
+    assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
+
+
+# As above, in what blocks with whole rows exchange.
+WHOLE_FAULTS = {
+    "no barrier before the block's sums": ("  __syncthreads();\n  for (int s = threadIdx.x / 32", "  for (int s = threadIdx.x / 32"),
+    "no barrier behind them": ("  __syncthreads();\n  float4* const partial", "  float4* const partial"),
+    "one row left out": ("strided_sum(values, THREADS - vectors + 1,", "strided_sum(values, THREADS - 2 * vectors,"),
+    "rows beyond the last": ("i + u * step < end ? values", "i + u * step < end + step ? values"),
+    "the first column alone": ("if (channels < columns) {  // and", "if (false) {"),
+    "the last column left out": ("column = channel + channels; column < columns;", "column = channel + channels; column + channels < columns;"),
+    "an odd channel's neighbour not sent": ("  if (pair < pairs) {\n    float sums", "  if (2 * pair + 1 < channels) {\n    float sums"),
+    "a block's sums left out": ("p < blocks; p += OWNED_AT_ONCE", "p < blocks - 1; p += OWNED_AT_ONCE"),
+    "the other half's sums left out": ("first += __shfl_xor_sync(0xffffffffu, other ? sum.x : sum.z, 16);", ""),
+    "a lane's sums left out": ("int apart = 8; apart > 0;", "int apart = 8; apart > 1;"),
+    "one copy for all": ("made + lane % COPIES * pairs + own", "made + own"),
+    "too few values a channel": ("(double)rows * joined", "(double)rows"),
+    "constants of the first column alone": ("column < width; column += channels", "column < channels; column += channels"),
+    "words left for the next launch but one": ("exchanged_words(WHOLE_ROWS ? channels : width)", "exchanged_words(1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WHOLE_FAULTS)
+def test_a_fault_planted_where_sums_are_exchanged_twice_is_found(
+    one_row, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    one_row.use(sm_count=5)
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
+    joined = cases._case((8, 27, 9, 14), "bfloat16", "silu", False)
+    assert not passes_with(monkeypatch, FAMILY, joined, *WHOLE_FAULTS[fault])

@@ -94,7 +94,7 @@ class _BatchNormAct(Function):
             dx, dresidual, dweight, dbias = differentiable_backward(ctx, given[0], x, weight, bias, mask)
         elif ctx.joined:
             above = nhwc(given[0])
-            found = joined.backward(above, x, saved, mask, ctx.activation, ctx.slope, ctx.residual)
+            found = joined.backward(above, x, saved, mask, weight, bias, ctx.activation, ctx.slope, ctx.residual)
             dx, dresidual, dweight, dbias = found
         else:
             dx, dresidual, dweight, dbias = cuda.backward(

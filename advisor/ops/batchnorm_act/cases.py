@@ -160,7 +160,10 @@ def _case(
         )
         kernel, nbytes = work(way=way)
         as_dispatched &= kernel == work()[0]
-        passes[kind] = Work(kernels=(kernel, spec.JOINED_ROWS) if joined else (kernel,), nbytes=nbytes)
+        passes[kind] = Work(
+            kernels=(kernel, spec.JOINED_ROWS) if joined and kernel in (spec.FORWARD, spec.BACKWARD) else (kernel,),
+            nbytes=nbytes,
+        )
     inputs = partial(_incomplete_inputs, without=without) if without else _inputs
     variant = spec.FORKED if forked else spec.JOINED if joined else without
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=variant)

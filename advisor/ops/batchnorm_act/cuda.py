@@ -78,7 +78,9 @@ class _OneLaunch:
     kernel: Any
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    sizes: tuple[Any, ...]  # rows, vectors, tile; with an exchange also kept, and of the forward ahead
+    sizes: tuple[
+        Any, ...
+    ]  # rows, vectors, tile; with an exchange kept, of the forward ahead, of whole rows channels and `joined`
     shared: int = 0  # bytes of dynamic shared memory
     half: int = 0  # words of an exchange
 
@@ -105,9 +107,10 @@ def _one_launch(
     backward: bool,
     way: str | None,
     alone: bool,
+    joined: int,
     device: int,
 ) -> _OneLaunch | None:
-    """The one launch where spec says so, or `way`; None for two."""
+    """The one launch where spec says so, or `way`; None for two. Rows are of `joined` rows, and channels their columns."""
     name, arch = storage.name(dtype), nvrtc.arch(device)
     source, shape = spec.launch(
         rows,
@@ -121,6 +124,7 @@ def _one_launch(
         arch=arch,
         way=way,
         alone=alone,
+        joined=joined,
     )
     if shape is None:
         return None
@@ -134,12 +138,18 @@ def _one_launch(
             sizes=tuple(map(np.int32, sizes)),
         )
     defines = tuple(
-        spec.grid_defines(source, name, activation, residual, forked=forked, streams=shape.again > 0).items()
+        spec.grid_defines(
+            source, name, activation, residual, forked=forked, streams=shape.streams, whole=shape.whole
+        ).items()
     )
     slot = 16 * spec.GRID_THREADS
     kept = (shape.kept,) if backward else (shape.kept, shape.ahead)
+    if shape.whole:
+        kept = *kept, channels // joined, joined
     return _OneLaunch(
-        kernel=nvrtc.function(source, entry, defines, device, spec.grid_slots(arch, name) * slot),
+        kernel=nvrtc.function(
+            source, entry, defines, device, spec.grid_slots(source, arch, name, whole=shape.whole) * slot
+        ),
         grid=(shape.blocks, shape.tiles, 1),
         block=(spec.GRID_THREADS, 1, 1),
         sizes=tuple(map(np.int32, (*sizes, *kept))),
@@ -222,6 +232,45 @@ def _statistics_memory(
     return saved, running, updated
 
 
+def forward_at_once(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    *,
+    in_place: bool = True,
+    way: str | None = None,
+    joined: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """As `forward`, where that is one launch; else None. `joined` rows are taken for one."""
+    n, c, h, w = x.shape
+    shape = n * h * w // joined, c * joined, x.dtype, activation, residual is not None
+    found = _one(x.device, *shape, False, False, way, nvrtc.alone(), joined)
+    if found is None:
+        return None
+    one, memory = found
+    weight, bias = aligned(weight), aligned(bias)
+    y = torch.empty_like(x)
+    saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
+    mask = mask_memory(x, activation, residual=residual is not None)
+    affine = weight.data_ptr(), bias.data_ptr()
+    outputs = saved.data_ptr(), *updated, y.data_ptr(), nvrtc.address(mask)
+    numbers = np.float32(momentum), np.float32(eps), np.float32(slope)
+    one.run(
+        memory,
+        (x.data_ptr(), nvrtc.address(residual)),
+        (*running, *affine, *outputs, *one.sizes, *numbers),
+        nvrtc.stream(x.device.index or 0),
+    )
+    return y, saved, mask
+
+
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -247,37 +296,16 @@ def forward(
     where what it names cannot hold the rows; None takes what spec says is fastest. `moments` of x (ops/moments.py) spare two launches the
     first's pass over x: they are taken whatever the way.
     """
+    arguments = x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    found = forward_at_once(*arguments, in_place=in_place, way=way) if moments is None else None
+    if found is not None:
+        return found
     weight, bias = aligned(weight), aligned(bias)
     device = x.device.index or 0
     y = torch.empty_like(x)
-    channels = x.shape[1]
     saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
     mask = mask_memory(x, activation, residual=residual is not None)
     stream = nvrtc.stream(device)
-    n, _, h, w = x.shape
-    shape = n * h * w, channels, x.dtype, activation, residual is not None
-    found = _one(x.device, *shape, False, False, way if moments is None else spec.TWO, nvrtc.alone())
-    if found is not None:
-        one, memory = found
-        one.run(
-            memory,
-            (x.data_ptr(), nvrtc.address(residual)),
-            (
-                *running,
-                weight.data_ptr(),
-                bias.data_ptr(),
-                saved.data_ptr(),
-                *updated,
-                y.data_ptr(),
-                nvrtc.address(mask),
-                *one.sizes,
-                np.float32(momentum),
-                np.float32(eps),
-                np.float32(slope),
-            ),
-            stream,
-        )
-        return y, saved, mask
     plan = _plan(x, activation, residual is not None)
     _statistics(plan, x, saved, running, updated, momentum, eps, moments)
     plan.apply(
@@ -384,6 +412,45 @@ def merge_moments(
     plan.kernel(plan.grid, plan.block, arguments, 0, nvrtc.stream(device))
 
 
+def backward_at_once(
+    dy: torch.Tensor,
+    dy2: torch.Tensor | None,
+    x: torch.Tensor,
+    saved: torch.Tensor,
+    mask: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    activation: str,
+    slope: float,
+    residual: bool,
+    *,
+    way: str | None = None,
+    joined: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor] | None:
+    """As `backward`, where that is one launch; else None. `joined` rows are taken for one."""
+    n, c, h, w = x.shape
+    forked = dy2 is not None
+    shape = n * h * w // joined, c * joined, x.dtype, activation, residual
+    found = _one(x.device, *shape, forked, True, way, nvrtc.alone(), joined)
+    if found is None:
+        return None
+    one, memory = found
+    weight, bias = aligned(weight), aligned(bias)
+    dx, dresidual = torch.empty_like(x), dy if residual else None
+    if spec.writes_residual_gradient(activation, residual, forked=forked):
+        dresidual = torch.empty_like(x)
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
+    common = saved.data_ptr(), weight.data_ptr(), bias.data_ptr()
+    outputs = dx.data_ptr(), nvrtc.address(dresidual), dweight.data_ptr(), dbias.data_ptr()
+    one.run(
+        memory,
+        (dy.data_ptr(), nvrtc.address(dy2), x.data_ptr(), nvrtc.address(mask)),
+        (*common, *outputs, *one.sizes, np.float32(slope)),
+        nvrtc.stream(x.device.index or 0),
+    )
+    return dx, dresidual, dweight, dbias
+
+
 def backward(
     dy: torch.Tensor,
     dy2: torch.Tensor | None,
@@ -403,6 +470,9 @@ def backward(
     dy, dy2: like x, channels_last; the caller makes them so. What came from above is their sum, or dy alone, which is dresidual
     itself then where there is no activation. `way` as in `forward`; the two need not agree.
     """
+    found = backward_at_once(dy, dy2, x, saved, mask, weight, bias, activation, slope, residual, way=way)
+    if found is not None:
+        return found
     weight, bias = aligned(weight), aligned(bias)
     device = x.device.index or 0
     channels = x.shape[1]
@@ -417,24 +487,6 @@ def backward(
     above = (dy.data_ptr(), nvrtc.address(dy2))
     common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
     stream = nvrtc.stream(device)
-    n, _, h, w = x.shape
-    found = _one(x.device, n * h * w, channels, x.dtype, activation, residual, forked, True, way, nvrtc.alone())
-    if found is not None:
-        one, memory = found
-        one.run(
-            memory,
-            (*above, x.data_ptr(), bits),
-            (
-                *common,
-                dx.data_ptr(),
-                other,
-                *sums,
-                *one.sizes,
-                np.float32(slope),
-            ),
-            stream,
-        )
-        return dx, dresidual, dweight, dbias
     plan = _plan(x, activation, residual, forked=forked)
     partial, coefficients = weight.new_empty(plan.partials), weight.new_empty(2, channels)
     plan.reduce(

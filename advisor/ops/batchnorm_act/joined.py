@@ -1,6 +1,7 @@
-"""Launches of a batch norm over channels that are no multiple of a vector's: some rows are taken for one (kernels/batchnorm/batchnorm_joined.cu).
+"""Launches of a batch norm over channels that are no multiple of a vector's: some rows are taken for one.
 
-As `cuda`, with a launch more between the two of each pass. Shapes and dtypes have been checked by the caller (spec).
+As `cuda`: one launch a pass, or with one more between two (kernels/batchnorm/batchnorm_joined.cu). Shapes and dtypes have been checked by
+the caller (spec).
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ def forward(
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As `cuda.forward` in place; what is saved is [6, joined, C] fp32, as the kernels have it."""
+    """As `cuda.forward` in place; of several launches what is saved is [6, joined, C] fp32, as the kernels have it."""
     n, channels, h, w = x.shape
     joined = spec.joined(channels, storage.name(x.dtype))
+    tensors = x, residual, running_mean, running_var, weight, bias
+    found = cuda.forward_at_once(*tensors, momentum, eps, activation, slope, joined=joined)
+    if found is not None:
+        return found
     device = x.device.index or 0
     plan, join = _plan(x, joined, activation, residual is not None), _join(channels, device)
     y = torch.empty_like(x)
@@ -92,8 +97,8 @@ def forward(
         0,
         stream,
     )
-    tensors = (x.data_ptr(), nvrtc.address(residual), at[0], at[2], at[3], y.data_ptr(), nvrtc.address(mask))
-    plan.apply(plan.grid, plan.block, (*tensors, *sizes, np.float32(slope)), 0, stream)
+    passed = (x.data_ptr(), nvrtc.address(residual), at[0], at[2], at[3], y.data_ptr(), nvrtc.address(mask))
+    plan.apply(plan.grid, plan.block, (*passed, *sizes, np.float32(slope)), 0, stream)
     return y, saved, mask
 
 
@@ -102,13 +107,21 @@ def backward(
     x: torch.Tensor,
     saved: torch.Tensor,
     mask: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
     activation: str,
     slope: float,
     residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """As `cuda.backward` with one gradient."""
-    _, joined, channels = saved.shape
-    device = dy.device.index or 0
+    channels, device = x.shape[1], dy.device.index or 0
+    joined = spec.joined(channels, storage.name(x.dtype))
+    if saved.dim() == 2:  # of a forward in one launch
+        tensors = (dy, None, x, saved, mask, weight, bias)
+        found = cuda.backward_at_once(*tensors, activation, slope, residual, joined=joined)
+        if found is not None:
+            return found
+        saved = torch.stack((*saved[:2], weight, bias)).unsqueeze(1).repeat(1, joined, 1)
     plan, join = _plan(x, joined, activation, residual), _join(channels, device)
     dx = torch.empty_like(x)
     dresidual = dy if residual else None

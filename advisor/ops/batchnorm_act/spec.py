@@ -87,17 +87,15 @@ SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
 # cluster's launch is as fast (docs/decisions/0022-batch-norm-in-one-launch.md).
 GRID_LEAST_BYTES = 3 << 19
-# And up to so many, by pass and residual: beyond, two launches are as fast or faster (docs/decisions/0043-streamed-norms.md,
+# And up to so many: beyond, two launches are as fast or faster (docs/decisions/0043-streamed-norms.md,
 # docs/decisions/0047-sums-without-a-barrier.md).
-GRID_MOST_BYTES = {
-    (False, False): 128 << 20,
-    (False, True): 128 << 20,
-    (True, False): 128 << 20,
-    (True, True): 36 << 20,
-}
+GRID_MOST_BYTES = 128 << 20
 # Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs. Forward
 # and backward (docs/decisions/0052-flat-passes.md).
 GRID_SPLIT_LINES_MOST_BYTES = {False: 44 << 20, True: 36 << 20}
+# Of backwards with a residual, where two launches split cache lines and this one does not: of rows as wide as one tile, or wider. Where it
+# does, or where neither does, GRID_SPLIT_LINES_MOST_BYTES (docs/decisions/0056-whole-rows.md).
+GRID_RESIDUAL_MOST_BYTES = {False: 128 << 20, True: 88 << 20}
 # Architectures on which reading some rows twice in one launch was measured to win.
 _STREAMS_ON = frozenset({90})
 # A kernel ahead has no use for leaving moments of a result of up to so many bytes: the forward reads it once.
@@ -106,11 +104,21 @@ GRID_THREADS = 512
 # Rows of a thread in registers; shared memory holds the rest. More of them, 14 of a forward, are 1 us slower where a thread has
 # only a few rows (their code is unrolled) and no faster where it has many.
 GRID_ROWS = 4
-GRID_FORKED_SLOPED_ROWS = 3  # of a backward with two gradients and a slope beyond ReLU's: one more spills
 # Where rows are read twice: in registers, and under way at a time; by pass and residual. As many as spill nothing.
 GRID_STREAMED_ROWS = {(False, False): (4, 4), (False, True): (1, 8), (True, False): (2, 3), (True, True): (2, 3)}
 MAX_GRID_TILE = 16  # vectors
 GRID_TILES = tuple(range(1, MAX_GRID_TILE + 1))  # those to choose from
+GRID_COPIES = 16  # of what is exchanged second of whole rows, one a lane of half a warp
+MAX_WHOLE_ROW = 96  # vectors of a row that a block takes whole, where pieces of it would split cache lines
+WHOLE_ROWS = 1  # 0: in pieces all the same
+# What lines of which two SMs have a part must cost a block (`Grid.split`) for whole rows to win, whose sums are exchanged twice: by pass and
+# residual (docs/decisions/0056-whole-rows.md).
+WHOLE_ROW_BYTES = {
+    (False, False): 208 << 10,
+    (False, True): 125 << 10,
+    (True, False): 98 << 10,
+    (True, True): 98 << 10,
+}
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
 # docs/decisions/0001-batchnorm-launch.md.
 TUNABLE = {
@@ -118,6 +126,7 @@ TUNABLE = {
     "HELD_THREADS": (256, 512),
     "HELD_CLUSTER": (4, 8),
     "GRID_LEAST_BYTES": (GRID_LEAST_BYTES, 1 << 40),
+    "WHOLE_ROWS": (0, 1),
 }
 
 # (activation, residual) for which two gradients are measured to be taken faster than their sum.
@@ -241,13 +250,13 @@ INFERRED = (
 SIZES_ASKED = ""
 
 
-def ways(nbytes: int, residual: bool, *, backward: bool, alone: bool = True) -> tuple[str, ...]:
+def ways(nbytes: int, residual: bool, *, alone: bool = True) -> tuple[str, ...]:
     """TWO, CLUSTER and GRID by measured speed for an x of this size: the first that can be had is taken, TWO always can.
 
     Not `alone` are kernels beside which others run for long: gradients' collectives, on whose SMs a launch that wants all SMs
     at once would wait.
     """
-    grid = (GRID,) if alone and GRID_LEAST_BYTES <= nbytes <= GRID_MOST_BYTES[backward, residual] else ()
+    grid = (GRID,) if alone and GRID_LEAST_BYTES <= nbytes <= GRID_MOST_BYTES else ()
     return (*grid, CLUSTER, TWO) if nbytes <= (HELD_BYTES // 2 if residual else HELD_BYTES) else (*grid, TWO)
 
 
@@ -259,8 +268,10 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         return (joined_defines(),)
     forks = (False, True) if source in (BACKWARD, HELD_BACKWARD, GRID_BACKWARD) else (False,)
     if source in (GRID_FORWARD, GRID_BACKWARD):
-        options = product((False, True), forks, STORAGE, _PAIRS)
-        return tuple(grid_defines(source, dtype, *pair, forked=f, streams=s) for s, f, dtype, pair in options)
+        options = product((False, True), (False, True), forks, STORAGE, _PAIRS)
+        return tuple(
+            grid_defines(source, dtype, *pair, forked=f, streams=s, whole=w) for w, s, f, dtype, pair in options
+        )
     if source in HELD_ROWS:
         return tuple(
             held_defines(source, dtype, *pair, forked=f) for f in forks for dtype in STORAGE for pair in _PAIRS
@@ -301,7 +312,7 @@ def joined(channels: int, dtype: str) -> int:
 def takes_moments(nbytes: int, residual: bool) -> str:
     """Why a norm over a tensor of this size has no use for the moments that the kernel before it can leave; empty where it has."""
     held = GRID_LEAST_BYTES <= nbytes <= GRID_HELD_BYTES
-    return "one launch reads the tensor once" if held or CLUSTER in ways(nbytes, residual, backward=False) else ""
+    return "one launch reads the tensor once" if held or CLUSTER in ways(nbytes, residual) else ""
 
 
 def held_threads(source: str) -> int:
@@ -325,26 +336,38 @@ def held_defines(source: str, dtype: str, activation: str, residual: bool, *, fo
     return {**found, "FORK": 1} if forked else found
 
 
-def grid_rows(source: str, activation: str, residual: bool, *, forked: bool, streams: bool) -> int:
-    """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers. `forked`, of the latter alone, takes two gradients."""
+def grid_rows(source: str, activation: str, residual: bool, *, forked: bool, streams: bool, whole: bool = False) -> int:
+    """Rows that a thread of GRID_FORWARD or GRID_BACKWARD holds in registers: one more spills.
+
+    `forked`, of the latter alone, takes two gradients; `whole`: `Grid.whole`.
+    """
     if streams:
         return GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][0]
     sloped = source == GRID_BACKWARD and activation not in ("none", "relu")
-    return min(GRID_FORKED_SLOPED_ROWS, GRID_ROWS) if sloped and forked else GRID_ROWS
+    return max(1, GRID_ROWS - (forked + whole if sloped else 0))
 
 
 def grid_defines(
-    source: str, dtype: str, activation: str, residual: bool, *, forked: bool = False, streams: bool = False
+    source: str,
+    dtype: str,
+    activation: str,
+    residual: bool,
+    *,
+    forked: bool = False,
+    streams: bool = False,
+    whole: bool = False,
 ) -> dict[str, int]:
-    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD. `streams`: there are rows that are read twice."""
+    """Macros of one variant of GRID_FORWARD or GRID_BACKWARD. `streams`: there are rows that are read twice. `whole`: `Grid.whole`."""
     found = {
         **_macros(dtype, activation, residual),
         "THREADS": GRID_THREADS,
-        "MAX_TILE": MAX_GRID_TILE,
-        "HOLD": grid_rows(source, activation, residual, forked=forked, streams=streams),
+        "MAX_TILE": MAX_WHOLE_ROW if whole else MAX_GRID_TILE,
+        "HOLD": grid_rows(source, activation, residual, forked=forked, streams=streams, whole=whole),
     }
     if streams:
         found["STREAM"] = GRID_STREAMED_ROWS[source == GRID_BACKWARD, residual][1]
+    if whole:
+        found |= {"WHOLE_ROWS": 1, "COPIES": GRID_COPIES}
     return {**found, "FORK": 1} if forked else found
 
 
@@ -462,22 +485,58 @@ class Grid:
     tiles: int
     blocks: int
     vectors: int
-    kept: int  # rows of a thread in shared memory
+    passes: int  # rows of a thread
+    kept: int  # of those in shared memory
     ahead: int  # rows of the residual, likewise
     slots: int  # vectors of a thread in shared memory
     again: int  # rows beyond those, which are read twice
+    streams: bool  # the kernel that reads rows twice, if there are any
+    whole: bool  # a block has whole rows: two exchanges (include/grid_tile.cuh)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of one tensor that a block reads and writes."""
+        return 2 * 16 * GRID_THREADS * self.passes
+
+    @property
+    def split(self) -> float:
+        """And of lines that another block has a part of.
+
+        Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
+        """
+        piece = channel_tiles.LINE_VECTORS * (2 if self.streams else 1)
+        return 0.0 if self.tiles == 1 else self.moved * 2 / min(self.tile, piece)
+
+    @property
+    def merged(self) -> int:
+        """Bytes of the partial sums that a block adds, for each of a vector's channels."""
+        return self.blocks * 2 * self.tile * 4
 
 
-def grid_slots(arch: int, dtype: str) -> int:
+def grid_slots(source: str, arch: int, dtype: str, *, whole: bool = False) -> int:
     """Vectors of a thread for which a block's shared memory has room, beside the sums and constants of its channels."""
     width = vector_width(dtype)
-    sums = max(2 * width * 4, 32) * GRID_THREADS + 5 * MAX_GRID_TILE * width * 4
+    constants = (
+        3 * MAX_WHOLE_ROW if whole and source == GRID_FORWARD else 5 * (MAX_WHOLE_ROW if whole else MAX_GRID_TILE)
+    )
+    sums = max(2 * width * 4, 32) * GRID_THREADS + constants * width * 4
     return (shared_memory.of_a_block(arch) - sums) // (16 * GRID_THREADS)
 
 
 def grid_exchange(sm_count: int) -> int:
-    """Words of the partial sums of any launch of the whole grid, at most (include/exchange.cuh): two sums of each channel of a block's tile."""
-    return sm_count * 2 * MAX_GRID_TILE * max(map(vector_width, STORAGE))
+    """Words of the partial sums of any launch of the whole grid, at most (include/exchange.cuh): two sums of each channel of a block's tile.
+
+    Of whole rows two of each channel from each block, and copies of what comes of them; channels are an even number there.
+    """
+    width = max(map(vector_width, STORAGE))
+    return max(sm_count * 2 * MAX_GRID_TILE * width, 2 * (sm_count + GRID_COPIES) * MAX_WHOLE_ROW * width)
+
+
+def _takes_whole_rows(vectors: int, columns: int, joined: int, blocks: int) -> bool:
+    """Whether pieces would split cache lines, and threads and warps of whole rows have a column each, or two. Joined rows have no other way."""
+    fits = vectors <= MAX_WHOLE_ROW and columns <= 2 * GRID_THREADS and columns // joined <= blocks * GRID_THREADS // 16
+    wanted = vectors > MAX_GRID_TILE and vectors % channel_tiles.LINE_VECTORS != 0
+    return bool(WHOLE_ROWS) and fits and (wanted or joined > 1)
 
 
 @lru_cache(maxsize=4096)
@@ -492,52 +551,72 @@ def grid(
     forked: bool = False,
     sm_count: int,
     arch: int,
+    joined: int = 1,
 ) -> Grid | None:
     """The geometry in which all blocks together hold the tensor, or else of it what they can; None where there are too many tiles.
+
+    Rows are of `joined` rows of the tensor, and `channels` their columns.
 
     Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
     bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
     split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten), nor of rows of whole
-    cache lines those that split one (256x192x28x28 in tiles of twelve is 12 % slower than in eight).
+    cache lines those that split one (256x192x28x28 in tiles of twelve is 12 % slower than in eight). Where that costs more than
+    WHOLE_ROW_BYTES, whole rows if they fit.
     """
-    vectors, slots, backward = channels // vector_width(dtype), grid_slots(arch, dtype), source == GRID_BACKWARD
+    vectors, backward = channels // vector_width(dtype), source == GRID_BACKWARD
     if rows * vectors >= 2**31:
         return None
-    unit = SECTOR_VECTORS if vectors % channel_tiles.LINE_VECTORS else channel_tiles.LINE_VECTORS
-    best: tuple[float, Grid] | None = None
+    odd_lines, odd_sectors = vectors % channel_tiles.LINE_VECTORS != 0, vectors % SECTOR_VECTORS != 0
+    unit = SECTOR_VECTORS if odd_lines else channel_tiles.LINE_VECTORS
+
+    def shape(tile: int, *, streams: bool, whole: bool) -> Grid | None:
+        tiles = -(-vectors // tile)
+        rows_per_pass = max(1, GRID_THREADS // tile)
+        blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
+        if whole and not _takes_whole_rows(vectors, channels, joined, blocks):
+            return None
+        slots = grid_slots(source, arch, dtype, whole=whole)
+        hold = grid_rows(source, activation, residual, forked=forked, streams=streams, whole=whole)
+        passes = -(-rows // (blocks * rows_per_pass))
+        kept = min(max(0, passes - hold), slots // (1 + backward))
+        again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
+        if again and not streams:
+            return None
+        used = kept * (1 + backward)
+        ahead = min(passes, slots - used) if residual and not backward and not streams else 0
+        return Grid(
+            tile=tile,
+            tiles=tiles,
+            blocks=blocks,
+            vectors=vectors,
+            passes=passes,
+            kept=kept,
+            ahead=ahead,
+            slots=used + ahead,
+            again=again,
+            streams=streams,
+            whole=whole,
+        )
+
+    tiles = [
+        tile
+        for tile in GRID_TILES
+        if joined == 1 and tile <= vectors and -(-vectors // tile) <= sm_count and (tile == vectors or tile % unit == 0)
+    ]
     for streams in (False, True):
-        hold = grid_rows(source, activation, residual, forked=forked, streams=streams)
-        # Of rows that are read twice 256 bytes in a piece are 2 to 5 % faster than 128, of those that are kept they are 10 % slower.
-        piece = channel_tiles.LINE_VECTORS * (2 if streams else 1)
-        for tile in GRID_TILES:
-            tiles = -(-vectors // tile)
-            if tile > vectors or tiles > sm_count or (tiles > 1 and tile % unit):
-                continue
-            rows_per_pass = GRID_THREADS // tile
-            blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
-            passes = -(-rows // (blocks * rows_per_pass))
-            kept = min(max(0, passes - hold), slots // (1 + backward))
-            again = max(0, rows - (hold + kept) * blocks * rows_per_pass)
-            if again and not streams:
-                continue
-            used = kept * (1 + backward)
-            ahead = min(passes, slots - used) if residual and not backward and not streams else 0
-            moved = 2 * 16 * GRID_THREADS * passes * (1.0 if tiles == 1 else 1 + 2 / min(tile, piece))
-            merged = blocks * 2 * tile * vector_width(dtype) * 4
-            if best is None or moved + merged < best[0]:
-                found = Grid(
-                    tile=tile,
-                    tiles=tiles,
-                    blocks=blocks,
-                    vectors=vectors,
-                    kept=kept,
-                    ahead=ahead,
-                    slots=used + ahead,
-                    again=again,
-                )
-                best = moved + merged, found
+        pieces = [found for tile in tiles if (found := shape(tile, streams=streams, whole=False)) is not None]
+        best = min(
+            pieces, key=lambda found: found.moved + found.split + found.merged * vector_width(dtype), default=None
+        )
+        whole = shape(vectors, streams=streams, whole=True)
+        if whole is not None:
+            # Rows that are read twice are fetched so once more, and pieces of odd rows split sectors too.
+            reads = 1 + (residual or backward)
+            times = (1 + best.again / rows * reads / (reads + 1)) * (1 + odd_sectors) if best else 0.0
+            if best is None or best.split * times > WHOLE_ROW_BYTES[backward, residual]:
+                return whole
         if best is not None:
-            return best[1]
+            return best
     return None
 
 
@@ -555,16 +634,19 @@ def launch(
     arch: int,
     way: str | None = None,
     alone: bool = True,
+    joined: int = 1,
 ) -> tuple[str, Held | Grid | None]:
-    """The source that a pass is launched from, and its geometry where that is one launch.
+    """The source that a pass is launched from, and its geometry where that is one launch. `joined` as of `grid`.
 
     `way` of WAYS, and TWO where what it names cannot hold the rows; None for the first of `ways` that can, `alone` or not. `forked` takes
     two gradients.
     """
     nbytes = rows * channels * itemsize(dtype)
     forked = forked and backward
-    for wanted in (way,) if way else ways(nbytes, residual, backward=backward, alone=alone):
+    for wanted in (way,) if way else ways(nbytes, residual, alone=alone):
         found: Held | Grid | None = None
+        if joined > 1 and wanted != GRID:
+            continue
         source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
             backward
         ]
@@ -572,7 +654,7 @@ def launch(
             found = held(source, rows, channels, dtype, sm_count=sm_count, forked=forked)
         elif wanted == GRID:
             options = {"residual": residual, "forked": forked, "sm_count": sm_count, "arch": arch}
-            found = grid(source, rows, channels, dtype, activation, **options)
+            found = grid(source, rows, channels, dtype, activation, joined=joined, **options)
             if (
                 found is not None
                 and found.again
@@ -587,11 +669,16 @@ def launch(
 
 def _streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool, arch: int) -> bool:
     """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
-    whole_lines = shape.tiles == 1 or not (
-        shape.tile % channel_tiles.LINE_VECTORS or shape.vectors % channel_tiles.LINE_VECTORS
-    )
-    two_tensors = residual or backward
-    return arch in _STREAMS_ON and (whole_lines or not two_tensors or nbytes <= GRID_SPLIT_LINES_MOST_BYTES[backward])
+    if arch not in _STREAMS_ON:
+        return False
+    odd_lines = shape.vectors % channel_tiles.LINE_VECTORS != 0
+    splits_lines = shape.tiles > 1 and (odd_lines or shape.tile % channel_tiles.LINE_VECTORS != 0)
+    most = GRID_MOST_BYTES
+    if splits_lines and (residual or backward):
+        most = GRID_SPLIT_LINES_MOST_BYTES[backward]
+    elif residual and backward:
+        most = GRID_RESIDUAL_MOST_BYTES[shape.whole] if odd_lines else GRID_SPLIT_LINES_MOST_BYTES[backward]
+    return nbytes <= most
 
 
 def work(
@@ -607,15 +694,11 @@ def work(
     arch: int,
     way: str | None = None,
 ) -> tuple[str, int]:
-    """The source that a pass is launched from, as of `launch` or joined, and the bytes that it must move."""
-    if joined(channels, dtype) > 1:
-        both = bytes_moved(
-            elements=rows * channels, itemsize=itemsize(dtype), activation=activation, residual=residual, forked=forked
-        )
-        return (BACKWARD if backward else FORWARD), both[backward]
+    """The source that a pass is launched from, as of `launch`, and the bytes that it must move."""
+    one = joined(channels, dtype)
     source, shape = launch(
-        rows,
-        channels,
+        rows // one,
+        channels * one,
         dtype,
         activation,
         residual=residual,
@@ -624,6 +707,7 @@ def work(
         sm_count=sm_count,
         arch=arch,
         way=way,
+        joined=one,
     )
     size = itemsize(dtype)
     count = bytes_moved if shape is None else held_bytes_moved
@@ -634,7 +718,7 @@ def work(
         return source, moved
     # x again; of a backward also what came from above, or its sum where the first reading has written that.
     tensors = 2 + (forked and not residual) if backward else 1
-    return source, moved + shape.again * channels * size * tensors
+    return source, moved + shape.again * channels * one * size * tensors
 
 
 def bytes_moved(*, elements: int, itemsize: int, activation: str, residual: bool, forked: bool) -> tuple[int, int]:

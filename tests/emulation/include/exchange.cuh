@@ -37,9 +37,24 @@ inline void clear_before(const Exchange& e, unsigned int words) {
     other[i] = ABSENT;
 }
 
-inline void send(float* at, float value) {
+// A value that happens to be ABSENT goes as another NaN.
+inline unsigned int present(float value) {
   const unsigned int bits = __float_as_uint(value);
-  *reinterpret_cast<unsigned*>(at) = bits == ABSENT ? 0x7fffffffu : bits;
+  return bits == ABSENT ? 0x7fffffffu : bits;
+}
+
+inline void send(float* at, float value) { *reinterpret_cast<unsigned*>(at) = present(value); }
+
+inline void send(float* at, const float2& v) {
+  send(at, v.x);
+  send(at + 1, v.y);
+}
+
+inline void send(float4* at, const float4& v) {
+  send(&at->x, v.x);
+  send(&at->y, v.y);
+  send(&at->z, v.z);
+  send(&at->w, v.w);
 }
 
 // Four words each at `at`, `at` + stride, ..., `count` of them or N, as soon as all have come.
