@@ -198,7 +198,7 @@ TWO, TILES, WHOLE = "two launches", "one, in tiles", "one, of whole rows"
         ((256, 336, 14, 14), 90, True, TILES, WHOLE),  # as there, but that costs a second exchange
         ((256, 240, 14, 14), 90, False, TILES, TILES),
         ((256, 240, 28, 28), 90, False, WHOLE, WHOLE),
-        ((256, 240, 28, 28), 90, True, WHOLE, TWO),
+        ((256, 240, 28, 28), 90, True, WHOLE, WHOLE),
         ((256, 152, 28, 28), 90, False, WHOLE, WHOLE),  # tiles split sectors
         ((256, 152, 14, 14), 90, False, TILES, WHOLE),
         ((256, 1016, 14, 14), 90, False, TILES, TWO),  # rows are wider than a block takes whole

@@ -91,11 +91,8 @@ GRID_LEAST_BYTES = 3 << 19
 # docs/decisions/0047-sums-without-a-barrier.md).
 GRID_MOST_BYTES = 128 << 20
 # Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs. Forward
-# and backward (docs/decisions/0052-flat-passes.md).
+# and backward (docs/decisions/0052-flat-passes.md); the latter also of backwards with a residual whose lines two launches split no more.
 GRID_SPLIT_LINES_MOST_BYTES = {False: 44 << 20, True: 36 << 20}
-# Of backwards with a residual, where two launches split cache lines and this one does not: of rows as wide as one tile, or wider. Where it
-# does, or where neither does, GRID_SPLIT_LINES_MOST_BYTES (docs/decisions/0056-whole-rows.md).
-GRID_RESIDUAL_MOST_BYTES = {False: 128 << 20, True: 88 << 20}
 # Architectures on which reading some rows twice in one launch was measured to win.
 _STREAMS_ON = frozenset({90})
 # A kernel ahead has no use for leaving moments of a result of up to so many bytes: the forward reads it once.
@@ -673,12 +670,9 @@ def _streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool,
         return False
     odd_lines = shape.vectors % channel_tiles.LINE_VECTORS != 0
     splits_lines = shape.tiles > 1 and (odd_lines or shape.tile % channel_tiles.LINE_VECTORS != 0)
-    most = GRID_MOST_BYTES
-    if splits_lines and (residual or backward):
-        most = GRID_SPLIT_LINES_MOST_BYTES[backward]
-    elif residual and backward:
-        most = GRID_RESIDUAL_MOST_BYTES[shape.whole] if odd_lines else GRID_SPLIT_LINES_MOST_BYTES[backward]
-    return nbytes <= most
+    no_better = residual and backward and not odd_lines
+    limited = no_better or (splits_lines and (residual or backward))
+    return nbytes <= (GRID_SPLIT_LINES_MOST_BYTES[backward] if limited else GRID_MOST_BYTES)
 
 
 def work(
