@@ -9,14 +9,21 @@ import torch
 Parameter = TypeVar("Parameter", torch.Tensor, torch.Tensor | None)
 
 
+def _begins_aligned(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() % 16 == 0
+    except RuntimeError:  # it has outlived a torch.func transform, and has no memory of its own
+        return False
+
+
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether the tensor is contiguous and begins at a multiple of 16 bytes."""
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return tensor.is_contiguous() and _begins_aligned(tensor)
 
 
 def is_nhwc(tensor: torch.Tensor) -> bool:
     """Whether the tensor is 4-D, channels_last and begins at a multiple of 16 bytes."""
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.data_ptr() % 16 == 0
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and _begins_aligned(tensor)
 
 
 def realigned(tensor: Parameter) -> Parameter:
