@@ -377,6 +377,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     if compiler.COMPILER is None:
         pytest.skip("kernels are emulated with a C++ compiler, and there is none")
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch.utils._device import _device_constructors
 
     device = Device()
     address = torch.Tensor.data_ptr
@@ -388,6 +389,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     forget_launches()
     get_torch_obj_rule_map()  # Dynamo looks torch's functions up once a process: not while stand-ins are in their place
+    _device_constructors()  # nor those that `with torch.device(...)` means
     monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
     makers = ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty", "new_empty_strided")))
     for owner, name in ((owner, name) for owner, names in makers for name in names):
