@@ -528,6 +528,25 @@ def test_joined_rows_in_one_launch(
     assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
 
 
+@pytest.mark.parametrize(("activation", "residual"), [("silu", False), ("relu", True)])
+def test_joined_rows_whose_forward_alone_is_one_launch(one_row, monkeypatch, activation: str, residual: bool) -> None:
+    one_row.use(sm_count=1)
+    monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: 6)  # x is held, not x and what comes from above
+    monkeypatch.setattr(spec, "_STREAMS_ON", frozenset())
+    monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
+    case = cases._case((8, 27, 9, 14), "bfloat16", activation, residual)
+    assert verify.check(FAMILY, case, "cpu")["passed"]
+    one_row.launches.clear()
+    given = case.inputs(verify.seeded("cpu", 0), 8)
+    case.ours(*given).float().sum().backward()
+    assert dict(one_row.launches) == {
+        "batchnorm_act_grid_forward": 1,
+        "batchnorm_act_backward_reduce": 1,
+        "batchnorm_join_sums": 1,
+        "batchnorm_act_backward_apply": 1,
+    }
+
+
 # As above, in what blocks with whole rows exchange.
 WHOLE_FAULTS = {
     "no barrier before the block's sums": ("  __syncthreads();\n  for (int s = threadIdx.x / 32", "  for (int s = threadIdx.x / 32"),
