@@ -529,9 +529,9 @@ def grid_exchange(sm_count: int) -> int:
     return max(sm_count * 2 * MAX_GRID_TILE * width, 2 * (sm_count + GRID_COPIES) * MAX_WHOLE_ROW * width)
 
 
-def _takes_whole_rows(vectors: int, columns: int, joined: int, blocks: int) -> bool:
-    """Whether pieces would split cache lines, and threads and warps of whole rows have a column each, or two. Joined rows have no other way."""
-    fits = vectors <= MAX_WHOLE_ROW and columns <= 2 * GRID_THREADS and columns // joined <= blocks * GRID_THREADS // 16
+def _takes_whole_rows(vectors: int, channels: int, joined: int, blocks: int) -> bool:
+    """Whether pieces would split cache lines, and each warp has but two channels to finish. Joined rows have no other way."""
+    fits = vectors <= MAX_WHOLE_ROW and channels <= blocks * 2 * GRID_THREADS // 32
     wanted = vectors > MAX_GRID_TILE and vectors % channel_tiles.LINE_VECTORS != 0
     return bool(WHOLE_ROWS) and fits and (wanted or joined > 1)
 
@@ -570,7 +570,7 @@ def grid(
         tiles = -(-vectors // tile)
         rows_per_pass = max(1, GRID_THREADS // tile)
         blocks = min(sm_count // tiles, -(-rows // rows_per_pass))
-        if whole and not _takes_whole_rows(vectors, channels, joined, blocks):
+        if whole and not _takes_whole_rows(vectors, channels // joined, joined, blocks):
             return None
         slots = grid_slots(source, arch, dtype, whole=whole)
         hold = grid_rows(source, activation, residual, forked=forked, streams=streams, whole=whole)
@@ -595,13 +595,13 @@ def grid(
             whole=whole,
         )
 
-    tiles = [
+    widths = [
         tile
         for tile in GRID_TILES
         if joined == 1 and tile <= vectors and -(-vectors // tile) <= sm_count and (tile == vectors or tile % unit == 0)
     ]
     for streams in (False, True):
-        pieces = [found for tile in tiles if (found := shape(tile, streams=streams, whole=False)) is not None]
+        pieces = [found for tile in widths if (found := shape(tile, streams=streams, whole=False)) is not None]
         best = min(
             pieces, key=lambda found: found.moved + found.split + found.merged * vector_width(dtype), default=None
         )
