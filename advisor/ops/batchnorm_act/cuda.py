@@ -80,7 +80,7 @@ class _OneLaunch:
     block: tuple[int, int, int]
     sizes: tuple[
         Any, ...
-    ]  # rows, vectors, tile; with an exchange kept, of the forward ahead, of whole rows channels and `joined`
+    ]  # rows, vectors, tile; with an exchange `kept`, forward `ahead`, of whole rows channels and `joined`
     shared: int = 0  # bytes of dynamic shared memory
     half: int = 0  # words of an exchange
 
@@ -211,6 +211,14 @@ def mask_memory(x: torch.Tensor, activation: str, *, residual: bool) -> torch.Te
     if not residual or activation == "none":
         return None
     return x.new_empty(x.numel() // storage.vector_width(storage.name(x.dtype)), dtype=torch.uint8)
+
+
+def gradient_memory(
+    dy: torch.Tensor, x: torch.Tensor, activation: str, *, residual: bool, forked: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A backward's dx and dresidual, to be written; the latter is dy where that is the residual's gradient, None without a residual."""
+    written = spec.writes_residual_gradient(activation, residual, forked=forked)
+    return torch.empty_like(x), torch.empty_like(x) if written else dy if residual else None
 
 
 def _statistics_memory(
@@ -436,9 +444,7 @@ def backward_at_once(
         return None
     one, memory = found
     weight, bias = aligned(weight), aligned(bias)
-    dx, dresidual = torch.empty_like(x), dy if residual else None
-    if spec.writes_residual_gradient(activation, residual, forked=forked):
-        dresidual = torch.empty_like(x)
+    dx, dresidual = gradient_memory(dy, x, activation, residual=residual, forked=forked)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     common = saved.data_ptr(), weight.data_ptr(), bias.data_ptr()
     outputs = dx.data_ptr(), nvrtc.address(dresidual), dweight.data_ptr(), dbias.data_ptr()
@@ -476,11 +482,8 @@ def backward(
     weight, bias = aligned(weight), aligned(bias)
     device = x.device.index or 0
     channels = x.shape[1]
-    dx = torch.empty_like(x)
     forked = dy2 is not None
-    dresidual = dy if residual else None
-    if spec.writes_residual_gradient(activation, residual, forked=forked):
-        dresidual = torch.empty_like(x)
+    dx, dresidual = gradient_memory(dy, x, activation, residual=residual, forked=forked)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     other, bits = nvrtc.address(dresidual), nvrtc.address(mask)
     sums = dweight.data_ptr(), dbias.data_ptr()

@@ -123,10 +123,7 @@ def backward(
             return found
         saved = torch.stack((*saved[:2], weight, bias)).unsqueeze(1).repeat(1, joined, 1)
     plan, join = _plan(x, joined, activation, residual), _join(channels, device)
-    dx = torch.empty_like(x)
-    dresidual = dy if residual else None
-    if spec.writes_residual_gradient(activation, residual, forked=False):
-        dresidual = torch.empty_like(x)
+    dx, dresidual = cuda.gradient_memory(dy, x, activation, residual=residual, forked=False)
     columns, partial = saved.new_empty(4, joined, channels), saved.new_empty(plan.partials)
     dweight, dbias = saved.new_empty(channels), saved.new_empty(channels)
     stream = nvrtc.stream(device)

@@ -513,10 +513,9 @@ class Grid:
 def grid_slots(source: str, arch: int, dtype: str, *, whole: bool = False) -> int:
     """Vectors of a thread for which a block's shared memory has room, beside the sums and constants of its channels."""
     width = vector_width(dtype)
-    constants = (
-        3 * MAX_WHOLE_ROW if whole and source == GRID_FORWARD else 5 * (MAX_WHOLE_ROW if whole else MAX_GRID_TILE)
-    )
-    sums = max(2 * width * 4, 32) * GRID_THREADS + constants * width * 4
+    constants = 3 if whole and source == GRID_FORWARD else 5  # a channel
+    channels = (MAX_WHOLE_ROW if whole else MAX_GRID_TILE) * width
+    sums = max(2 * width * 4, 32) * GRID_THREADS + constants * channels * 4
     return (shared_memory.of_a_block(arch) - sums) // (16 * GRID_THREADS)
 
 
