@@ -41,8 +41,7 @@ or for its operations at the rate of a matrix product, whichever is longer. Erro
 A family of `advisor kernels list` that is on no page has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
 eager's, where eager is called without its modules and ours through a site as in a captured graph; median of 20 rows of 8 calls of each by turns on an idle GPU, on a
-host shared with others ([0054](../decisions/0054-sites.md)). On the H200 the rows of first, 3x3, 1x1 and strided 1x1 convolutions, of norms before 1x1 convolutions and over growing concatenations, casts, inputs, and some of
-depthwise and grouped convolutions are older: of 50 single calls, or ours from Python. *Compile* is torch.compile in its default mode.
+host shared with others ([0054](../decisions/0054-sites.md)). *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 
