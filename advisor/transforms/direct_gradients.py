@@ -3,7 +3,8 @@
 An autograd.Function with an edge to every parameter costs the host 6 to 10 µs a parameter and step: autograd runs one
 AccumulateGrad for each, if only to put a pointer down. Where a CUDA graph computes the whole backward, that is most of what the host
 does in a step. Here the function keeps one edge, to a leaf of our own, so that a backward reaches it, and writes `.grad` itself as
-AccumulateGrad would: the graph's own memory where there was none, else added to it.
+AccumulateGrad would: the graph's own memory where there was none, else added to it. Before the next replay writes there, gradients that
+the script still has, in `.grad` or in a list of its own, are moved out.
 
 What else an edge is good for still works: hooks of a tensor and of its AccumulateGrad run (through autograd then), and
 `autograd.grad` or `backward(inputs=…)` for parameters get theirs from the graph (`serve_partial_backwards`).
@@ -11,6 +12,7 @@ What else an edge is good for still works: hooks of a tensor and of its Accumula
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +36,7 @@ class ParameterGradients:
 
     Args:
         parameters: in the order of `static`, whose entries are None for a parameter without a gradient; each has its
-            parameter's shape, dtype and strides, and memory of its own.
+            parameter's shape, dtype and strides, and memory of its own. The list is taken over: nobody else has these tensors.
 
     Attributes:
         anchor: the leaf that stands for all parameters in a forward without edges to them.
@@ -43,19 +45,46 @@ class ParameterGradients:
             that is kept. The graph of the last loss before this is known is one, so one forward without edges comes first.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], static: Sequence[torch.Tensor | None]) -> None:
-        self.pairs = [(p, g) for p, g in zip(parameters, static, strict=True) if g is not None]
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], static: list[torch.Tensor | None]) -> None:
+        self.static = static
+        self._parameters = list(parameters)
+        self._settled()
         device = next((p.device for p in parameters), None)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.watched: bool | None = None
         self._tried = False
 
+    def _settled(self) -> None:
+        """Nobody but this object has the static tensors."""
+        self.pairs = [(p, g) for p, g in zip(self._parameters, self.static, strict=True) if g is not None]
+        self._references = self._referred()
+
+    def _referred(self) -> list[int]:
+        return [sys.getrefcount(static) for _, static in self.pairs]
+
     def keep(self) -> None:
-        """Move every `.grad` that lies in the static memory out of it: it would be overwritten, and is to be added to."""
-        for parameter, static in self.pairs:
+        """Move every gradient of an earlier replay out of the static memory, which is about to be overwritten, if somebody has it still.
+
+        In `.grad` it is to be added to; or the script keeps it, past `zero_grad`. That is told by references to the tensor itself; another one
+        over the same memory (`p.grad.detach()`) is not seen.
+        """
+        kept = [now > before for now, before in zip(self._referred(), self._references, strict=True)]
+        for i, (parameter, static) in enumerate(self.pairs):
             grad = parameter.grad
-            if grad is not None and grad.data_ptr() == static.data_ptr():
-                parameter.grad = grad.clone()
+            if grad is static:
+                kept[i] = True
+            elif grad is not None and grad.data_ptr() == static.data_ptr():
+                parameter.grad = grad.clone()  # which autograd has put there: a tensor of its own over that memory
+        if any(kept):
+            self._move_out({id(static) for (_, static), moves in zip(self.pairs, kept, strict=True) if moves})
+
+    def _move_out(self, tensors: set[int]) -> None:
+        """Give these static tensors, by id, memory of their own, and others their places."""
+        for i, static in enumerate(self.static):
+            if static is not None and id(static) in tensors:
+                self.static[i] = static.detach()
+                static.data = static.clone()
+        self._settled()
 
     def direct(self) -> bool:
         """Before a forward: whether it goes without edges to the parameters."""
@@ -134,14 +163,14 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def serve_partial_backwards(
-    undo: Undo, node_type: type, replay: Callable[[Any, Sequence[Any]], ParameterGradients]
+    undo: Undo, node_type: type, replay: Callable[[Any, Sequence[Any], bool], ParameterGradients]
 ) -> None:
     """`autograd.grad` and `backward(inputs=…)` find gradients of parameters to which there is no edge.
 
     Args:
         node_type: of the autograd nodes that stand for a replay, while they have no edges to their parameters an attribute
             `direct` that is true, and `parameters` with all of these by id.
-        replay: `replay(node, gradients)`: run the node's backward with these gradients of its outputs (None: zero).
+        replay: `replay(node, gradients, retain)`: run the node's backward with these gradients of its outputs (None: zero).
     """
     original = getattr(torch.autograd, _ENGINE)
 
@@ -160,7 +189,7 @@ def serve_partial_backwards(
         found = original(outputs, gradients, True, False, (*inputs, *edges), True, accumulate_grad=False)
         result, rest_of = list(found[: len(inputs)]), iter(found[len(inputs) :])
         for node in nodes:
-            for parameter, static in replay(node, [next(rest_of) for _ in range(node.outputs)]).pairs:
+            for parameter, static in replay(node, [next(rest_of) for _ in range(node.outputs)], retain).pairs:
                 for i, tensor in enumerate(inputs):
                     if tensor is parameter:
                         result[i] = static.clone() if result[i] is None else result[i] + static

@@ -19,6 +19,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.phase, self.mask, self.skipped, self.kept, self.sizes = (
+            "warm-up",
+            torch.ones(8),
+            None,
+            [True, True],
+            (8, 8),
+        )
         self.body, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,8 +46,8 @@ class Replayed(cuda_graphs._Captured):
         out = self._run()
         self.outputs, self.output_grads = [out.detach().clone()], [torch.empty_like(out)]
         self.input_grads = [torch.empty_like(x) if x.requires_grad else None]
-        self.parameter_grads = [torch.full_like(p, torch.nan).detach() for p in self.parameters]
-        self.gradients = ParameterGradients(self.parameters, self.parameter_grads)
+        self.memory = [torch.full_like(p, torch.nan).detach() for p in self.parameters]  # the graph's
+        self.gradients = ParameterGradients(self.parameters, [g.detach() for g in self.memory])
         self.forward = SimpleNamespace(replay=self._forward)
         self.backward = SimpleNamespace(replay=self._backward)
 
@@ -56,7 +63,7 @@ class Replayed(cuda_graphs._Captured):
         sources = [*(x for x in self.inputs if x.requires_grad), *self.leaves.values()]
         found = torch.autograd.grad(self.graph, sources, self.output_grads[0], retain_graph=True)
         for static, gradient in zip(
-            [*(g for g in self.input_grads if g is not None), *self.parameter_grads], found, strict=True
+            [*(g for g in self.input_grads if g is not None), *self.memory], found, strict=True
         ):
             static.copy_(gradient)
 
@@ -134,6 +141,52 @@ def test_a_backward_through_the_same_graph_twice_adds_twice(loop: Loop) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     loop.hold()
+
+
+def test_what_a_graph_that_is_kept_needs_is_not_overwritten(loop: Loop) -> None:
+    loop.settle()
+    ours, theirs = loop(), loop.plain(loop.x)
+    for out in (ours, theirs):
+        out.square().sum().backward(retain_graph=True)
+    assert loop.captured.busy()  # so that a forward between runs eagerly
+    for out in (ours, theirs):
+        out.sum().backward()
+    loop.hold()
+    assert not loop.captured.busy()
+    found = torch.autograd.grad(loop().sum(), [loop.net.body.weight], retain_graph=True)
+    assert not loop.captured.busy()  # its graph is gone
+    out = loop().sum()
+    found = torch.autograd.grad(out, [loop.net.body.weight], retain_graph=True)
+    assert loop.captured.busy()
+    torch.testing.assert_close(torch.autograd.grad(out, [loop.net.body.weight]), found)
+    assert not loop.captured.busy()
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_that_the_script_keeps_stay_as_they_are(loop: Loop, accumulated: bool) -> None:
+    loop.settle()
+    kept: list[list[torch.Tensor]] = []
+    for step in range(3):
+        for net, out in ((loop.net, loop()), (loop.plain, loop.plain(loop.x))):
+            if not accumulated:
+                net.zero_grad()
+            (out * (step + 1)).square().sum().backward()
+            kept.append([p.grad for p in net.parameters() if p.grad is not None])
+        loop.hold()
+    for ours, theirs in zip(kept[::2], kept[1::2], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+    assert all((a is b) == accumulated for a, b in zip(kept[0], kept[2], strict=True))
+    kept.clear()
+    del ours, theirs, a, b, out
+    loop.net.zero_grad()
+    loop().sum().backward()
+    before = [g for _, g in loop.captured.gradients.pairs]
+    loop.net.zero_grad()
+    del before
+    loop().sum().backward()
+    places = [p.grad.data_ptr() for p in loop.net.parameters() if p.grad is not None]
+    assert places == [g.data_ptr() for g in loop.captured.memory]  # nothing is copied where nothing is kept
 
 
 def test_a_parameter_that_a_penalty_reads_too_has_both_gradients(loop: Loop) -> None:
@@ -347,8 +400,58 @@ def _no_number_any_more(net: Net) -> None:
     net.norm.eps = torch.ones(2)
 
 
+def _phase(net: Net) -> None:
+    net.phase = "full"
+
+
+def _mask(net: Net) -> None:
+    net.mask = torch.ones(8)
+
+
+def _mask_elsewhere(net: Net) -> None:
+    net.mask.data = torch.zeros(8)
+
+
+def _a_number_now(net: Net) -> None:
+    net.skipped = 0.5
+
+
+def _in_a_list(net: Net) -> None:
+    net.kept[0] = False
+
+
+def _tuple(net: Net) -> None:
+    net.sizes = (4, 4)
+
+
+def _attribute(net: Net) -> None:
+    net.late = True
+
+
+def _hook(net: Net) -> None:
+    net.head.register_forward_hook(lambda *_: None)
+
+
+def _forward(net: Net) -> None:
+    net.body.forward = lambda x: x
+
+
 @pytest.mark.parametrize(
-    "change", [_replaced, _data, _buffer, _parameter, _added, _frozen_norm, _scheduled_momentum, _no_number_any_more]
+    "change",
+    [
+        *(
+            _replaced,
+            _data,
+            _buffer,
+            _parameter,
+            _added,
+            _frozen_norm,
+            _scheduled_momentum,
+            _no_number_any_more,
+            _phase,
+        ),
+        *(_mask, _mask_elsewhere, _a_number_now, _in_a_list, _tuple, _attribute, _hook, _forward),
+    ],
 )
 def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
     net = Net()
@@ -390,6 +493,20 @@ def test_numbers_that_change_every_few_steps_end_the_captures(captures: list[Rep
     assert bool(forward.failed) == (every == 1)
 
 
+def test_what_has_hooks_by_now_is_not_captured(captures: list[Replayed]) -> None:
+    net = Net()
+    forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
+    for _ in range(cuda_graphs._WARM_CALLS + 1):
+        forward(torch.randn(5, 6))
+    seen: list[torch.Tensor] = []
+    net.head.register_forward_hook(lambda _module, _args, out: seen.append(out))
+    for _ in range(cuda_graphs._WARM_CALLS + 2):
+        forward(torch.randn(5, 6))
+    assert len(captures) == 1
+    assert len(seen) == cuda_graphs._WARM_CALLS + 2
+    assert list(forward.failed.values()) == ["head has hooks, which a replay would not run"]
+
+
 @pytest.mark.parametrize("change", ["thaw", "evaluate"])
 def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, captures: list[Replayed]) -> None:
     net = Net()
@@ -410,23 +527,31 @@ def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, captures: 
 
 
 def captured_in_place_of(net: Net, forward: Callable[[], object]) -> None:
-    with cuda_graphs._buffers_stay(net):
+    with cuda_graphs._tensors_stay(net):
         forward()
 
 
-def test_buffers_that_a_captured_forward_replaces_are_put_back_and_refused() -> None:
+def test_tensors_that_a_captured_forward_replaces_are_put_back_and_refused() -> None:
     """Nothing is computed in a capture: what it puts there holds no values."""
     net = Net()
     before = dict(net.norm._buffers)
 
+    net.calls, net.state = 0, before["running_var"]
+
     def replaces() -> None:
+        net.calls += 1
+        net.state = net.state * 0.9
+        net.seen = net.state
         net.norm.running_mean = net.norm.running_mean * 0.9
         net.register_buffer("other", torch.zeros(1))
 
-    with pytest.raises(RuntimeError, match="replaces its own buffers"):
+    with pytest.raises(RuntimeError, match="keep: other, running_mean, seen, state"):
         captured_in_place_of(net, replaces)
     assert dict(net.norm._buffers) == before
     assert "other" not in net._buffers
+    assert net.state is before["running_var"]
+    assert not hasattr(net, "seen")
+    assert net.calls == 1
     captured_in_place_of(net, lambda: net.norm.running_mean.mul_(0.9))
 
     def fails() -> None:
