@@ -89,9 +89,12 @@ def annotated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
         with _RecordFunctionFast(CLOSURE):
             return closure()
 
-    return (
-        (args, {**kwargs, "closure": annotated}) if "closure" in kwargs else ((args[0], annotated, *args[2:]), kwargs)
-    )
+    return with_closure(args, kwargs, annotated)
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an `Optimizer.step` that has a closure, with this one in its place."""
+    return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
 
 
 def optimizer_ends() -> None:

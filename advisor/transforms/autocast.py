@@ -222,7 +222,7 @@ def casts_weights(output: torch.Tensor) -> bool:
 def _scaling_refuses(training: Training) -> str:
     for optimizer in training.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            return "LBFGS calls backward inside its step, where a loss cannot be scaled for it"
+            return "LBFGS takes several gradients in a step, and cannot do without those that overflow"
     for parameter in parameters_of(training):
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return "a parameter has gradient hooks, which would see scaled gradients"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from advisor.profiling.annotate import closure_of, with_closure
 from advisor.transforms.base import Undo
 
 
@@ -24,10 +26,13 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
 def skip_step_hooks(
     undo: Undo, optimizer: torch.optim.Optimizer, decide: Callable[[torch.optim.Optimizer], bool]
 ) -> None:
-    """Whenever `decide` says so before a step, hide all gradients for that step. They are back when `step` returns."""
+    """Whenever `decide` says so before a step, hide all gradients for that step. They are back when `step` returns.
+
+    A step that is given a closure gets its gradients there: it is decided about them each time that has run.
+    """
     hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def hide(optimizer: torch.optim.Optimizer) -> None:
         if decide(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -35,10 +40,25 @@ def skip_step_hooks(
                         hidden.append((parameter, parameter.grad))
                         parameter.grad = None
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def put_back() -> None:
         for parameter, gradient in hidden:
             parameter.grad = gradient
         hidden.clear()
 
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            hide(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def decided() -> Any:
+            put_back()
+            loss = closure()
+            hide(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, decided)
+
     undo.push(optimizer.register_step_pre_hook(before).remove)
-    undo.push(optimizer.register_step_post_hook(after).remove)
+    undo.push(optimizer.register_step_post_hook(lambda *_: put_back()).remove)

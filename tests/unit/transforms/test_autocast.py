@@ -216,6 +216,36 @@ def test_an_overflowing_step_is_skipped_and_the_scale_halves(fused) -> None:
     assert all(loss < 10 for loss in losses)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_step_whose_closure_overflows_is_skipped_too(monkeypatch, optimizer, fused, by_name) -> None:
+    loop, other = twins(optimizer=optimizer, steps=0)
+    for each in (loop, other):
+        if fused:
+            FusedOptimizer().apply(each.training, {})
+        undo = scaled_only(monkeypatch).apply(each.training, ANYWAY)
+        for large in (True, False, False, True, True, False):
+
+            def closure(each=each, factor=1e36 if large else 1.0) -> torch.Tensor:
+                x, y = next(each.batches)
+                each.optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(each.model(x), y) * factor
+                loss.backward()
+                return loss
+
+            if each is other:
+                closure()
+                each.optimizer.step()
+            else:
+                loss = each.optimizer.step(closure=closure) if by_name else each.optimizer.step(closure)
+                assert torch.isfinite(loss)
+                assert all(parameter.grad.isfinite().all() for parameter in each.model.parameters()) != large
+        undo.run()
+    assert all(parameter.isfinite().all() for parameter in loop.model.parameters())
+    assert_equal(values(loop), values(other))
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_two_optimizers_and_explicit_start_gradients(monkeypatch, late) -> None:
     loop, plain = twins()
