@@ -45,54 +45,64 @@ class LossScale:
         """Look after this optimizer's gradients from now on."""
         if optimizer not in self.optimizers:
             self.optimizers.add(optimizer)
-            for group in optimizer.param_groups:
-                self.parameters.update((id(parameter), ref(parameter)) for parameter in group["params"])
+            self._parameters(optimizer)
             skip_step_hooks(self.undo, optimizer, self.overflowed)
             self.undo.push(optimizer.register_step_post_hook(_drop_flag).remove)
 
+    @torch.no_grad()
     def adopt_late(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Hook before any optimizer's step: one that nobody knew of yet still holds scaled gradients, but of parameters known before."""
         if self.active and optimizer not in self.optimizers:
-            unscaled = {id(parameter) for parameter in self._with_gradient()}
+            unscaled = {id(parameter) for parameter in self._alive()}
             self.adopt(optimizer)
-            self._unscale(optimizer, unscaled)
+            self.found_inf[optimizer] = self._multiply(self._parameters(optimizer), self.inverse, unscaled)
 
     @torch.no_grad()
     def rescale(self) -> None:
         """Bring gradients of earlier backward passes up to the scale of the one that is about to add to them."""
-        gradients = [parameter.grad for parameter in self._with_gradient() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, self.scale)
+        self._multiply_all(self.scale)
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Divide all gradients by the scale, those that several optimizers share once, and note overflow for each optimizer."""
+        """Divide all gradients by the scale, and note overflow for each optimizer."""
         self.inverse = self.scale.double().reciprocal().float()
-        unscaled: set[int] = set()
-        for optimizer in self.optimizers:
-            self._unscale(optimizer, unscaled)
-        others = [p.grad for p in self._with_gradient() if p.grad is not None and id(p) not in unscaled]
-        if others:
-            torch._foreach_mul_(others, self.inverse)
-
-    @torch.no_grad()
-    def _unscale(self, optimizer: torch.optim.Optimizer, unscaled: set[int]) -> None:
         # Gradients hold what earlier backward passes left, overflow included, so the latest check is the whole answer.
-        found = self.found_inf[optimizer] = torch.zeros((), device=self.scale.device)
-        scaled: list[torch.Tensor] = []
-        true: list[torch.Tensor] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    (true if id(parameter) in unscaled else scaled).append(parameter.grad)
-                    unscaled.add(id(parameter))
-        for gradients, factor in ((scaled, self.inverse), (true, torch.ones_like(self.inverse))):
-            if gradients:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
+        self.found_inf.update(self._multiply_all(self.inverse))
 
-    def _with_gradient(self) -> list[torch.Tensor]:
-        alive = (reference() for reference in self.parameters.values())
-        return [parameter for parameter in alive if parameter is not None and parameter.grad is not None]
+    def _multiply_all(self, factor: torch.Tensor) -> dict[torch.optim.Optimizer, torch.Tensor]:
+        """Multiply the gradients of all parameters, those that several optimizers share once; above 0 where an optimizer's have overflowed."""
+        done: set[int] = set()
+        found = {optimizer: self._multiply(self._parameters(optimizer), factor, done) for optimizer in self.optimizers}
+        if len(done) < len(self.parameters):  # some are of optimizers that are gone
+            self._multiply([parameter for parameter in self._alive() if id(parameter) not in done], factor, done)
+        return found
+
+    def _multiply(self, parameters: list[torch.Tensor], factor: torch.Tensor, done: set[int]) -> torch.Tensor:
+        """Multiply the gradients of these but for the `done`, to which they are added; above 0 where one of them all has overflowed."""
+        found = torch.zeros((), device=self.scale.device)
+        due: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                (others if id(parameter) in done else due).append(parameter.grad)
+            done.add(id(parameter))
+        if due:
+            torch._amp_foreach_non_finite_check_and_unscale_(due, found, factor)
+        if others:
+            torch._amp_foreach_non_finite_check_and_unscale_(others, found, torch.ones_like(factor))
+        return found
+
+    def _parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Those that its groups hold by now, for the script may add some at any time; noted for when it is gone."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            known = self.parameters.get(id(parameter))
+            if known is None or known() is not parameter:
+                self.parameters[id(parameter)] = ref(parameter)
+        return parameters
+
+    def _alive(self) -> list[torch.Tensor]:
+        return [parameter for known in self.parameters.values() if (parameter := known()) is not None]
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer's step must be skipped from outside. Moves the scale on.

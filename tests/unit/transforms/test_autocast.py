@@ -316,6 +316,34 @@ def test_an_optimizer_made_anew_over_the_same_parameters_sees_true_gradients(mon
     assert not any(optimizer() for optimizer in gone)
 
 
+def test_parameters_that_come_later_see_true_gradients(monkeypatch) -> None:
+    loop, plain = twins()
+    seen = {id(loop): [], id(plain): []}
+    for each in (plain, loop):
+        first, second = each.model.conv1, [p for n, p in each.model.named_parameters() if not n.startswith("conv1")]
+        first.requires_grad_(False)
+        each.optimizer = torch.optim.SGD(second, lr=0.05, momentum=0.9)
+        each.training.optimizers[:] = [each.optimizer]
+        if each is loop:
+            scaled_only(monkeypatch).apply(loop.training, {})
+        each.step()
+        first.requires_grad_(True)  # thawed
+        each.optimizer.add_param_group({"params": list(first.parameters())})
+        for step in range(2):
+            if step:  # made anew, while the other one lives
+                kept = each.optimizer
+                each.optimizer = torch.optim.SGD(each.model.parameters(), lr=0.05, momentum=0.9)
+            each.optimizer.zero_grad()
+            for _ in range(3):
+                x, y = next(each.batches)
+                nn.functional.cross_entropy(each.model(x), y).backward()
+                seen[id(each)] += [parameter.grad.clone() for parameter in each.model.parameters()]
+            each.optimizer.step()
+        del kept
+    assert all(map(torch.equal, seen[id(loop)], seen[id(plain)]))
+    assert_equal(values(loop), values(plain))
+
+
 def test_scaling_refuses_gradient_hooks_foreign_parameters_and_input_gradients() -> None:
     transform = AutocastFp16()
     loop = make_loop()
