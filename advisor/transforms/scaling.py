@@ -2,7 +2,8 @@
 
 Every `backward` starts from a loss multiplied by the scale, and gradients are divided by it again before `backward` returns. So
 the script sees true gradients at all times: clipping, inspection, accumulation, several losses and several optimizers stay right.
-A step whose gradients overflowed is skipped, and the scale follows the rule of `torch.amp.GradScaler`.
+A step whose gradients overflowed is skipped, and the scale follows the rule of `torch.amp.GradScaler`. It falls behind the backward pass,
+for a script may see the overflow (a norm that is not finite) and leave its step out itself.
 
 The scale is a power of two, so scaling and unscaling are exact as long as nothing overflows.
 """
@@ -24,6 +25,9 @@ from advisor.transforms.skip import lacks_momentum, skip_step_hooks
 # The defaults of torch.amp.GradScaler.
 _INITIAL_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
+Overflows = dict[torch.optim.Optimizer | None, torch.Tensor]
+"""Optimizer, None for those that are gone → above 0 where its gradients have overflowed. Those without gradients are not in it."""
+
 
 class LossScale:
     """The scale, and what the last backward pass found. All tensors are fp32 scalars on the training's device."""
@@ -38,6 +42,7 @@ class LossScale:
         self.parameters: dict[int, ref[torch.Tensor]] = {}
         # Optimizer → above 0 when its gradients overflowed.
         self.found_inf: WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = WeakKeyDictionary()
+        self.stepped = True  # since the last backward pass
         self.undo = undo
         self.active = True
 
@@ -55,37 +60,61 @@ class LossScale:
         if self.active and optimizer not in self.optimizers:
             unscaled = {id(parameter) for parameter in self._alive()}
             self.adopt(optimizer)
-            self.found_inf[optimizer] = self._multiply(self._parameters(optimizer), self.inverse, unscaled)
+            found = self._multiply(self._parameters(optimizer), self.inverse, unscaled)
+            if found is not None:
+                self.found_inf[optimizer] = found
 
     @torch.no_grad()
-    def rescale(self) -> None:
-        """Bring gradients of earlier backward passes up to the scale of the one that is about to add to them."""
-        self._multiply_all(self.scale)
+    def rescale(self) -> Overflows:
+        """Bring gradients of earlier backward passes up to the scale of the one that is about to add to them. Which have overflowed already."""
+        return self._multiply_all(self.scale)
 
     @torch.no_grad()
-    def unscale(self) -> None:
-        """Divide all gradients by the scale, and note overflow for each optimizer."""
+    def unscale(self, before: Overflows) -> None:
+        """Divide all gradients by the scale, note overflow for each optimizer, and move the scale on.
+
+        Args:
+            before: what `rescale` found.
+        """
         self.inverse = self.scale.double().reciprocal().float()
-        # Gradients hold what earlier backward passes left, overflow included, so the latest check is the whole answer.
-        self.found_inf.update(self._multiply_all(self.inverse))
+        found = self._multiply_all(self.inverse)
+        # Gradients hold what earlier backward passes left, overflow included, so the latest check is the whole answer for a step. For the
+        # scale, what overflowed before was counted then.
+        self.found_inf.update((optimizer, flag) for optimizer, flag in found.items() if optimizer is not None)
+        new = [flag - before[optimizer] if optimizer in before else flag for optimizer, flag in found.items()]
+        if new:
+            self._move_scale(new[0] if len(new) == 1 else torch.stack(new).sum())
 
-    def _multiply_all(self, factor: torch.Tensor) -> dict[torch.optim.Optimizer, torch.Tensor]:
-        """Multiply the gradients of all parameters, those that several optimizers share once; above 0 where an optimizer's have overflowed."""
+    def _move_scale(self, overflow: torch.Tensor) -> None:
+        """GradScaler's rule, which counts good steps: of the backward passes between two steps, the first."""
+        if not self.stepped:
+            self.growth_tracker.sub_(1)  # which is then added
+        self.stepped = False
+        torch._amp_update_scale_(self.scale, self.growth_tracker, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+
+    def _multiply_all(self, factor: torch.Tensor) -> Overflows:
+        """Multiply all gradients, those that several optimizers share once."""
         done: set[int] = set()
-        found = {optimizer: self._multiply(self._parameters(optimizer), factor, done) for optimizer in self.optimizers}
-        if len(done) < len(self.parameters):  # some are of optimizers that are gone
-            self._multiply([parameter for parameter in self._alive() if id(parameter) not in done], factor, done)
-        return found
+        found: dict[torch.optim.Optimizer | None, torch.Tensor | None] = {
+            optimizer: self._multiply(self._parameters(optimizer), factor, done) for optimizer in self.optimizers
+        }
+        if len(done) < len(self.parameters):
+            others = [parameter for parameter in self._alive() if id(parameter) not in done]
+            found[None] = self._multiply(others, factor, done)
+        return {optimizer: flag for optimizer, flag in found.items() if flag is not None}
 
-    def _multiply(self, parameters: list[torch.Tensor], factor: torch.Tensor, done: set[int]) -> torch.Tensor:
-        """Multiply the gradients of these but for the `done`, to which they are added; above 0 where one of them all has overflowed."""
-        found = torch.zeros((), device=self.scale.device)
+    def _multiply(self, parameters: list[torch.Tensor], factor: torch.Tensor, done: set[int]) -> torch.Tensor | None:
+        """Multiply the gradients of these but for the `done`, to which they are added. Above 0 where one of them all has overflowed; None
+        where there are none."""
         due: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for parameter in parameters:
             if parameter.grad is not None:
                 (others if id(parameter) in done else due).append(parameter.grad)
             done.add(id(parameter))
+        if not due and not others:
+            return None
+        found = torch.zeros((), device=self.scale.device)
         if due:
             torch._amp_foreach_non_finite_check_and_unscale_(due, found, factor)
         if others:
@@ -105,14 +134,14 @@ class LossScale:
         return [parameter for known in self.parameters.values() if (parameter := known()) is not None]
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer's step must be skipped from outside. Moves the scale on.
+        """Whether this optimizer's step must be skipped from outside.
 
         A fused optimizer is given the device's own flag and skips without the host; any other makes the host wait for it.
         """
         found = self.found_inf.pop(optimizer, None)
         if found is None:  # no backward since its last step
             return False
-        torch._amp_update_scale_(self.scale, self.growth_tracker, found, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+        self.stepped = True
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not lacks_momentum(optimizer):
             optimizer.found_inf = found  # type: ignore[attr-defined]
             return False
@@ -136,13 +165,13 @@ def scale_losses(training: Training, undo: Undo) -> None:
         # A graph of gradients, or gradients of chosen leaves: true as they are, only without protection from underflow.
         scaling = state.active and not create_graph and inputs is None and grad_variables is None
         if scaling:
-            state.rescale()
+            before = state.rescale()
             grad_tensors = _scaled(tensors, grad_tensors, state.scale)
         try:
             plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         finally:
             if scaling:
-                state.unscale()
+                state.unscale(before)
 
     def stop() -> None:
         state.active = False

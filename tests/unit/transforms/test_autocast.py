@@ -246,6 +246,71 @@ def test_a_step_whose_closure_overflows_is_skipped_too(monkeypatch, optimizer, f
     assert_equal(values(loop), values(other))
 
 
+LARGE = 1e36  # a loss times this overflows fp32 at usual scales
+
+
+def scale_at(loop, factor: float) -> float:
+    """One more backward pass; the scale that its loss had."""
+    x, y = next(loop.batches)
+    loss = nn.functional.cross_entropy(loop.model(x), y) * factor
+    seen = []
+    loss.register_hook(lambda gradient: seen.append(gradient.item()))
+    loss.backward()
+    return seen[0]
+
+
+def finite(optimizer) -> bool:
+    return all(p.grad.isfinite().all() for group in optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("zero_to_none", [False, True])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_the_scale_is_a_grad_scalers(monkeypatch, leaves_out, passes, zero_to_none) -> None:
+    """Also where the script itself leaves out a step whose gradients have overflowed; and several passes before a step count once."""
+    interval = 2000 if leaves_out else 2  # a pass behind a step that was left out is not counted
+    monkeypatch.setattr("advisor.transforms.scaling._GROWTH_INTERVAL", interval)
+    loop = make_loop()
+    scaled_only(monkeypatch).apply(loop.training, {})
+    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    scaler.scale(torch.zeros(()))  # which makes its tensors
+    for overflows in ([1], [], [], [], [0], [0, 1], [1], [], [], [], [], [], [0]):
+        loop.optimizer.zero_grad(set_to_none=zero_to_none)
+        for number in range(passes):
+            scale = scale_at(loop, LARGE if number in overflows else 1.0)
+            assert number or scale == scaler.get_scale()
+        assert finite(loop.optimizer) == (not any(number < passes for number in overflows))
+        if finite(loop.optimizer) or not leaves_out:
+            loop.optimizer.step()
+        scaler._per_optimizer_states[0]["found_inf_per_device"] = {
+            "cpu": torch.tensor(float(not finite(loop.optimizer)))
+        }
+        scaler.update()
+
+
+def test_an_overflow_counts_once_whoever_leaves_out_its_step(monkeypatch) -> None:
+    # Each loss reaches what both optimizers train, as a GAN's does, and each clears its own gradients alone.
+    loop = make_loop()
+    parameters = list(loop.model.parameters())
+    optimizers = [torch.optim.SGD(parameters[:4], lr=0.01), torch.optim.SGD(parameters[4:], lr=0.01)]
+    loop.training.optimizers[:] = optimizers
+    scaled_only(monkeypatch).apply(loop.training, {})
+    for turn in range(6):
+        optimizers[turn % 2].zero_grad()
+        assert scale_at(loop, LARGE) == 2.0 ** (16 - turn)
+        assert not finite(optimizers[turn % 2])
+    for turn in range(2):
+        optimizers[turn].zero_grad()
+        assert scale_at(loop, 1.0) == 2.0**10
+        optimizers[turn].step()
+    assert all(parameter.isfinite().all() for parameter in parameters)
+    del optimizers[:], loop.training.optimizers[:]  # of one that the next epoch makes anew nobody knows before its step
+    gc.collect()
+    for turn in range(3):
+        loop.model.zero_grad()
+        assert scale_at(loop, LARGE) == 2.0 ** (10 - turn)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_two_optimizers_and_explicit_start_gradients(monkeypatch, late) -> None:
     loop, plain = twins()
