@@ -226,7 +226,13 @@ def _scaling_refuses(training: Training) -> str:
     for parameter in parameters_of(training):
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return "a parameter has gradient hooks, which would see scaled gradients"
+    every = torch.nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return "hooks of all modules' backward passes would see scaled gradients"
     for root in training.roots:
+        for name, module in root.module.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                return f"{name or root.name} has backward hooks, which would see scaled gradients"
         if any(tensor.requires_grad for tensor in tensors_in((root.args, root.kwargs)) if tensor.is_leaf):
             return f"{root.name} gets an input that requires a gradient, which would stay scaled"
     owned = {id(p) for optimizer in training.optimizers for group in optimizer.param_groups for p in group["params"]}

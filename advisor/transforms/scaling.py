@@ -1,9 +1,12 @@
 """Loss scaling for fp16 without the script's help.
 
-Every `backward` starts from a loss multiplied by the scale, and gradients are divided by it again before `backward` returns. So
-the script sees true gradients at all times: clipping, inspection, accumulation, several losses and several optimizers stay right.
+Every `backward` starts from a loss multiplied by the scale, and parameters' gradients are divided by it again before `backward`
+returns. So the script sees these true at all times: clipping, inspection, accumulation, several losses and several optimizers stay right.
 A step whose gradients overflowed is skipped, and the scale follows the rule of `torch.amp.GradScaler`. It falls behind the backward pass,
 for a script may see the overflow (a norm that is not finite) and leave its step out itself.
+
+What looks inside a backward pass sees scaled gradients. `autocast` refuses where parameters or modules have hooks for it; `retain_grad`,
+hooks of a tensor in the graph, and hooks that come later cannot be seen ahead.
 
 The scale is a power of two, so scaling and unscaling are exact as long as nothing overflows.
 """

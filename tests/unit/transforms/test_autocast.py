@@ -415,6 +415,14 @@ def test_scaling_refuses_gradient_hooks_foreign_parameters_and_input_gradients()
     handle = loop.model.conv1.weight.register_hook(lambda g: g)
     assert "gradient hooks" in transform.match(loop.training, ANYWAY).reason
     handle.remove()
+    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
+        handle = register(loop.model.conv3, lambda *_: None)
+        assert "conv3 has backward hooks" in transform.match(loop.training, ANYWAY).reason
+        handle.remove()
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert "hooks of all modules" in transform.match(loop.training, ANYWAY).reason
+    handle.remove()
+    assert transform.match(loop.training, ANYWAY).applies
     loop.training.optimizers = [torch.optim.SGD(loop.model.head.parameters(), lr=0.1)]
     assert "no known optimizer" in transform.match(loop.training, ANYWAY).reason
     loop = make_loop()
