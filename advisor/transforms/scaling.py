@@ -165,8 +165,10 @@ def scale_losses(training: Training, undo: Undo) -> None:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        # A graph of gradients, or gradients of chosen leaves: true as they are, only without protection from underflow.
-        scaling = state.active and not create_graph and inputs is None and grad_variables is None
+        # A graph of gradients, or gradients of chosen leaves: true as they are, only without protection from underflow. And inside of another
+        # backward pass (a reentrant checkpoint's) it starts from that one's gradients, which are scaled.
+        inner = torch._C._current_graph_task_id() != -1
+        scaling = state.active and not inner and not create_graph and inputs is None and grad_variables is None
         if scaling:
             before = state.rescale()
             grad_tensors = _scaled(tensors, grad_tensors, state.scale)

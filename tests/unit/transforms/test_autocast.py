@@ -10,6 +10,7 @@ import pytest
 import torch
 from loops import ConvNet, assert_equal, check_undo_is_exact, make_loop, twins, values
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from advisor.core.profile import KernelRow
 from advisor.transforms.autocast import AutocastBf16, AutocastFp16
@@ -379,6 +380,20 @@ def test_an_optimizer_made_anew_over_the_same_parameters_sees_true_gradients(mon
     assert_equal(values(loop), values(plain))
     gc.collect()
     assert not any(optimizer() for optimizer in gone)
+
+
+class Checkpointed(ConvNet):
+    def forward(self, x):
+        x = nn.functional.relu(self.bn1(self.conv1(x)))
+        x = checkpoint(lambda x: nn.functional.relu(self.bn2(self.conv2(x))), x, use_reentrant=True)
+        return self.head(self.conv3(x).mean((2, 3)))
+
+
+def test_a_backward_pass_inside_another_is_not_scaled_again(monkeypatch) -> None:
+    loop, plain = twins(model=Checkpointed)
+    scaled_only(monkeypatch).apply(loop.training, {})
+    assert loop.run(3) == plain.run(3)
+    assert_equal(values(loop), values(plain))
 
 
 def test_parameters_that_come_later_see_true_gradients(monkeypatch) -> None:
