@@ -257,18 +257,6 @@ def test_one_concatenation_is_kept_for_the_backward(emulated) -> None:
     assert list(kept.values()) == [4 * 2 * 48 * 5 * 4]
 
 
-def test_tensors_that_a_hook_has_laid_out_anew(emulated) -> None:
-    """As torch.autograd.graph.save_on_cpu gives saved tensors back: contiguous."""
-    features, norms = _block()
-    with dispatch.everything():
-        plain = torch.autograd.grad(sum(y.square().sum() for y in _chained(features, norms)), features)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
-            loss = sum(y.square().sum() for y in _chained(features, norms))
-        other = torch.autograd.grad(loss, features)
-    for a, b in zip(plain, other, strict=True):
-        assert torch.equal(a, b)
-
-
 FAULTS = {
     "a feature's gradient without its correction": ("g[j] -= constant[j] + ", "g[j] -= 0.f * constant[j] + "),
     "what comes from behind forgotten": ("g[j] += f[j];", "g[j] += 0.f * f[j];"),

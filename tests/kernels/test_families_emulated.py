@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from test_sites import smallest
 
-from advisor.ops import catalog, verify
+from advisor.bench.placed import placed
+from advisor.ops import catalog, dispatch, verify
 from advisor.ops.family import Case, Family
 
 KEPT = 1  # of each family and dtype, whatever else shows the same
@@ -51,6 +56,39 @@ def test_kernels_pass_the_checks_of_verify(emulated, family: Family, case: Case)
     found = verify.check(family, case, "cpu")
     assert found["passed"], found["detail"]
     assert emulated.launches
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _between_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    place = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize + 1, dtype=tensor.dtype)
+    return place.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+def _gradients(case: Case, function: Callable[..., Any], unpack: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    given = case.inputs(verify.seeded("cpu", 0), case.shape[0])
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        outputs = verify.tensors(function(*given))
+        leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
+        return torch.autograd.grad(outputs, leaves, [torch.ones_like(y).cumsum(-1) for y in outputs])
+
+
+@pytest.mark.parametrize("unpack", [_contiguous, _between_vectors])
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_tensors_that_a_hook_has_laid_out_anew(
+    emulated, family: Family, unpack: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """As torch.autograd.graph.save_on_cpu(pin_memory=True) gives saved tensors back, or parts of one buffer would come."""
+    for case in smallest(family):
+        with dispatch.everything(), placed(case.ours) as first, placed(case.ours) as second:
+            expected = _gradients(case, case.ours, lambda tensor: tensor)
+            runs = [(case.ours, unpack), (first, None), (first, unpack), (second, unpack), (second, unpack)]
+            for function, hook in runs:
+                found = _gradients(case, function, hook or (lambda tensor: tensor))
+                for a, b in zip(found, expected, strict=True):
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num()), case.label
 
 
 @pytest.mark.long

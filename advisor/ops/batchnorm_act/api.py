@@ -72,7 +72,7 @@ class _BatchNormAct(Function):
             y, saved, mask = joined.forward(*tensors, momentum, eps, activation, slope)
         else:
             y, saved, mask = cuda.forward(*tensors, momentum, eps, activation, slope, way=way, moments=moments)
-        ctx.save_for_backward(x, weight, bias, saved, mask)
+        Function.keep(ctx, x, weight, bias, saved, mask)
         # Only a second derivative needs the residual again; the bit mask serves the first.
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
         ctx.way = way
@@ -85,7 +85,7 @@ class _BatchNormAct(Function):
         given = [dy for dy in gradients if dy is not None]
         if not given:  # nobody used the result
             return (None,) * 13
-        x, weight, bias, saved, mask = ctx.saved_tensors
+        x, weight, bias, saved, mask = Function.kept(ctx)
         twice = differentiable.wanted(given[0])
         # To make a slice, as a concatenation's gradient has it, dense for the kernels would cost what the sum does.
         if len(given) == 2 and (twice or not all(map(is_nhwc, given))):
@@ -297,16 +297,16 @@ class _FrozenBatchNormAct(Function):
             x, residual, running_mean, running_var, weight, bias, eps, activation, slope, ctx.affine_gradients
         )
         keeps_input = spec.frozen_keeps_input(activation, residual is not None, ctx.affine_gradients)
-        ctx.save_for_backward(x if keeps_input else None, mask, running_mean, running_var, weight, bias)
+        Function.keep(ctx, x if keeps_input else None, mask, running_mean, running_var, weight, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         if differentiable.wanted(dy):
-            found = _frozen_differentiable_backward(dy, *ctx.saved_tensors, *ctx.variant)
+            found = _frozen_differentiable_backward(dy, *Function.kept(ctx), *ctx.variant)
         else:
-            found = cuda.frozen_backward(nhwc(dy), *ctx.saved_tensors, *ctx.variant)
+            found = cuda.frozen_backward(nhwc(dy), *Function.kept(ctx), *ctx.variant)
         wanted = ctx.needs_input_grad[:4]
         return (*(t if want else None for t, want in zip(found, wanted, strict=True)), *[None] * 5)
 

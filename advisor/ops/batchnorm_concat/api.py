@@ -55,7 +55,7 @@ class _Append(Function):
         cuda.append(nhwc(feature), *room, begin if front else there)
         # Tensors of their own over the same memory: autograd sees no views.
         after = room[0].narrow(1, begin, there + new).detach(), room[1].narrow(1, begin, there + new).detach()
-        ctx.save_for_backward(*after)
+        Function.keep(ctx, *after)
         # First channel and how many, of what was there and of what is new.
         ctx.old, ctx.new = ((new, there), (0, new)) if front else ((0, there), (there, new))
         ctx.set_materialize_grads(False)
@@ -66,7 +66,7 @@ class _Append(Function):
         gradient, corrections = given
         if gradient is None:
             return (None,) * 5
-        (x, moments), old, new = ctx.saved_tensors, ctx.old, ctx.new
+        (x, moments), old, new = Function.kept(ctx), ctx.old, ctx.new
         feature = None
         if ctx.needs_input_grad[2]:
             if corrections is None:
@@ -116,7 +116,7 @@ class _BatchNormAct(Function):
         slope: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = cuda.forward(x, moments, running_mean, running_var, weight, bias, momentum, eps, activation, slope)
-        ctx.save_for_backward(x, moments, weight, bias)
+        Function.keep(ctx, x, moments, weight, bias)
         ctx.variant = eps, activation, slope
         ctx.set_materialize_grads(False)
         return y, x.detach(), moments.detach()
@@ -127,7 +127,7 @@ class _BatchNormAct(Function):
         nothing = [None] * 6
         if dy is None:
             return later, corrections, None, None, *nothing
-        x, moments, weight, bias = ctx.saved_tensors
+        x, moments, weight, bias = Function.kept(ctx)
         if differentiable.wanted(dy):
             dx, dweight, dbias = _differentiable_backward(dy, x, weight, bias, *ctx.variant)
             return dx if later is None else later + dx, corrections, dweight, dbias, *nothing

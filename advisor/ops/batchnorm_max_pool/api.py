@@ -72,14 +72,14 @@ class _BatchNormMaxPool(Function):
         y, saved, index, chosen = cuda.forward(
             x, running_mean, running_var, weight, bias, momentum, eps, activation, slope, pool, moments=moments
         )
-        ctx.save_for_backward(x, weight, bias, saved, index, chosen)
+        Function.keep(ctx, x, weight, bias, saved, index, chosen)
         ctx.eps, ctx.variant = eps, (activation, slope, pool)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        x, weight, bias, saved, index, chosen = ctx.saved_tensors
+        x, weight, bias, saved, index, chosen = Function.kept(ctx)
         if differentiable.wanted(dy):
             found = _differentiable_backward(ctx, dy, x, weight, bias, index)
         else:

@@ -148,14 +148,14 @@ class _BiasAct(Function):
         cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, dim, mask)
         if y is x:
             ctx.mark_dirty(x)
-        ctx.save_for_backward(mask if masked else x, bias)
+        Function.keep(ctx, mask if masked else x, bias)
         ctx.activation, ctx.slope, ctx.residual, ctx.dim = activation, slope, residual is not None, dim
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        saved, bias = ctx.saved_tensors
+        saved, bias = Function.kept(ctx)
         if differentiable.wanted(dy):
             dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope, ctx.dim)
         else:
@@ -225,7 +225,7 @@ class _ScaleAdd(Function):
         result: torch.dtype,
         twin: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(None if scale is None else branch, scale, keep, bias)
+        Function.keep(ctx, None if scale is None else branch, scale, keep, bias)
         ctx.dtype, ctx.residual = branch.dtype, residual.dtype
         y, half = cuda.scale_add(
             branch, _fp32(bias), _fp32(scale), _factors(keep, branch.dtype), residual, result, twin=twin
@@ -236,7 +236,7 @@ class _ScaleAdd(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         dy, *twin = gradients
         half = twin[0] if twin else None
-        branch, scale, keep, bias = ctx.saved_tensors
+        branch, scale, keep, bias = Function.kept(ctx)
         if differentiable.wanted(dy):
             d = dy if half is None else dy + half.to(dy.dtype)
             return *_differentiable_scale_backward(d, branch, scale, keep, ctx.residual, bias, ctx.dtype), None, None

@@ -98,7 +98,7 @@ class _Conv3x3(Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         y, parts, read = _forward(x, weight, call, moments=moments)  # without grad mode, as all of this function
-        ctx.save_for_backward(x, weight, read if spec.product_left(call.gradient()) else None)
+        Function.keep(ctx, x, weight, read if spec.product_left(call.gradient()) else None)
         ctx.call = call
         if parts is not None:
             ctx.mark_non_differentiable(parts)
@@ -109,7 +109,7 @@ class _Conv3x3(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return None, None, None, None
-        x, weight, read = ctx.saved_tensors
+        x, weight, read = Function.kept(ctx)
         wanted = ctx.needs_input_grad[:2]
         if differentiable.wanted(dy):
             return (*_pytorch_backward(dy, x, weight, wanted), None, None)

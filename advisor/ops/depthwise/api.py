@@ -135,7 +135,7 @@ class _DepthwiseConv2d(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, moments: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias)
+        Function.keep(ctx, x, weight, bias)
         ctx.call = call
         y, parts = cuda.forward(x, weight.contiguous(), bias, call, moments=moments)
         if parts is not None:
@@ -147,7 +147,7 @@ class _DepthwiseConv2d(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return (None,) * 5
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias = Function.kept(ctx)
         call = ctx.call
         dx_wanted, dweight_wanted, dbias_wanted, *_ = ctx.needs_input_grad
         if differentiable.wanted(dy):

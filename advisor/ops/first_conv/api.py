@@ -179,7 +179,7 @@ class _FirstConv2d(Function):
         moments: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias)
+        Function.keep(ctx, x, weight, bias)
         ctx.call, ctx.compute = call, compute
         bias = None if bias is None else bias.contiguous()
         y, parts = cuda.forward(x, weight, bias, call, compute, moments=moments)
@@ -192,7 +192,7 @@ class _FirstConv2d(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return (None,) * 6
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias = Function.kept(ctx)
         call, compute = ctx.call, ctx.compute
         if differentiable.wanted(dy):
             wanted = (False, *ctx.needs_input_grad[1:3])

@@ -100,14 +100,14 @@ class _GroupNorm(Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         y, saved = cuda.forward(x, groups, weight, bias, eps, activation, dtype)
-        ctx.save_for_backward(x, weight, bias, saved)
+        Function.keep(ctx, x, weight, bias, saved)
         ctx.groups, ctx.eps, ctx.activation = groups, eps, activation
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        x, weight, bias, saved = ctx.saved_tensors
+        x, weight, bias, saved = Function.kept(ctx)
         if differentiable.wanted(dy):
             dx, dweight, dbias = _differentiable(dy, x, ctx.groups, weight, bias, ctx.eps, ctx.activation)
             return dx, None, dweight, dbias, None, None, None

@@ -101,7 +101,7 @@ class _GroupedConv2d(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call, moments: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        Function.keep(ctx, x, weight)
         ctx.call = call
         y, parts = _forward(x, weight, call, moments=moments)  # without grad mode, as all of this function
         if parts is not None:
@@ -113,7 +113,7 @@ class _GroupedConv2d(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return None, None, None, None
-        x, weight = ctx.saved_tensors
+        x, weight = Function.kept(ctx)
         call: spec.Call = ctx.call
         wanted = ctx.needs_input_grad[:2]
         if differentiable.wanted(dy):

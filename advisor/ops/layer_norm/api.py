@@ -93,14 +93,14 @@ class _LayerNorm(Function):
         dim: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        Function.keep(ctx, x, weight, bias)
         ctx.eps, ctx.dim = eps, dim
         return cuda.forward(x, weight, bias, eps, dim, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias = Function.kept(ctx)
         if differentiable.wanted(dy):
             return (*_differentiable(dy, x, weight, bias, ctx.eps, ctx.dim), None, None, None)
         dy = dense(dy, _format(ctx.dim))

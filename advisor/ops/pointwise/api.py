@@ -46,7 +46,7 @@ class _PointwiseConv2d(Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         read = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight, read)
+        Function.keep(ctx, x, weight, read)
         y, parts = cuda.forward(x, alignment.aligned(read), moments=moments)
         if parts is not None:
             ctx.mark_non_differentiable(parts)
@@ -57,7 +57,7 @@ class _PointwiseConv2d(Function):
         dy, _ = gradients
         if dy is None:  # nobody used the result
             return None, None, None
-        x, weight, read = ctx.saved_tensors
+        x, weight, read = Function.kept(ctx)
         if differentiable.wanted(dy):
             read = weight.to(x.dtype)  # of which autograd knows
         wanted = [*ctx.needs_input_grad[:2], False]
@@ -140,7 +140,7 @@ class _BatchNormActPointwise(Function):
             z, parts = _convolved(y, read, moments=leaving)
         if parts is not None:
             ctx.mark_non_differentiable(parts)
-        ctx.save_for_backward(x, weight, bias, saved, mask, y, conv_weight, read)
+        Function.keep(ctx, x, weight, bias, saved, mask, y, conv_weight, read)
         ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
         return y, z, parts
 
@@ -150,7 +150,7 @@ class _BatchNormActPointwise(Function):
         given = dz if dy is None else dy
         if given is None:  # nobody used the results
             return (None,) * 13
-        x, weight, bias, saved, mask, y, conv_weight, read = ctx.saved_tensors
+        x, weight, bias, saved, mask, y, conv_weight, read = Function.kept(ctx)
         twice = differentiable.wanted(given)
         if twice:
             read = conv_weight.to(x.dtype)  # of which autograd knows

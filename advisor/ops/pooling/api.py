@@ -77,14 +77,14 @@ class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
         y, index = cuda.max_pool_forward(x, window, indices=ctx.needs_input_grad[0])
-        ctx.save_for_backward(index)
+        Function.keep(ctx, index)
         ctx.shape, ctx.window = tuple(x.shape), window
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        (index,) = ctx.saved_tensors
+        (index,) = Function.kept(ctx)
         if differentiable.wanted(dy):
             return _to_chosen(dy, flat_indices(index, ctx.shape, ctx.window), ctx.shape), None
         return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
@@ -96,14 +96,14 @@ class _BiasReluMaxPool(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, window: Window) -> torch.Tensor:
         y, index = cuda.bias_max_pool_forward(x, alignment.aligned(bias.float()), window)
-        ctx.save_for_backward(index)
+        Function.keep(ctx, index)
         ctx.shape, ctx.window, ctx.dtype = tuple(x.shape), window, bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        (index,) = ctx.saved_tensors
+        (index,) = Function.kept(ctx)
         if differentiable.wanted(dy):
             alive = index != DEAD
             g = dy.where(alive, 0)

@@ -98,14 +98,14 @@ class _SqueezeExcite(Function):
         gate: str,
     ) -> torch.Tensor:
         y, saved = cuda.forward(x, w1, b1, w2, b2, activation, gate)
-        ctx.save_for_backward(x, w1, b1, w2, b2, saved)
+        Function.keep(ctx, x, w1, b1, w2, b2, saved)
         ctx.activation, ctx.gate = activation, gate
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        x, w1, b1, w2, b2, saved = ctx.saved_tensors
+        x, w1, b1, w2, b2, saved = Function.kept(ctx)
         if differentiable.wanted(dy):
             return (*_differentiable(dy, x, w1, b1, w2, b2, ctx.activation, ctx.gate), None, None)
         dy = nhwc(dy)

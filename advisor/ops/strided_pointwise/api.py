@@ -76,14 +76,14 @@ class _StridedPointwise(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: spec.Call) -> torch.Tensor:
         read = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight, read)
+        Function.keep(ctx, x, weight, read)
         ctx.call = call
         return _forward(x, read, call)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
-        x, weight, read = ctx.saved_tensors
+        x, weight, read = Function.kept(ctx)
         wanted = ctx.needs_input_grad[:2]
         if differentiable.wanted(dy):
             dx, dweight = _pytorch_backward(dy, x, weight.to(x.dtype), wanted)
