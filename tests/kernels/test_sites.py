@@ -10,7 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -581,6 +581,52 @@ def test_what_is_kept_beside_autograd_s_own_is_kept_freed_and_guarded_alike(emul
     for mine, other in zip(*seconds, strict=True):
         assert torch.equal(mine, other)
         assert mine.abs().sum() > 0
+
+
+def test_hooks_are_asked_about_a_result_that_its_node_keeps_as_in_python(emulated) -> None:
+    """So save_on_cpu takes it off the device."""
+    site, arguments, leaves = releasing_site_and_leaves()
+    found = []
+    for function in (site, pointwise.batchnorm_act_pointwise):
+        asked: list[Any] = []
+
+        def pack(tensor: torch.Tensor, asked: list[Any] = asked) -> torch.Tensor:
+            asked.append((tensor.shape, tensor.dtype))
+            return tensor.detach().clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y, z, _ = function(*arguments)
+        result = StorageWeakRef(y.untyped_storage())
+        del y
+        assert result.expired()
+        found.append((asked, torch.autograd.grad(z, leaves, torch.ones_like(z))))
+    (asked, mine), (expected, theirs) = found
+    assert asked == expected
+    assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_a_checkpoint_that_runs_once_in_python_saves_alike(emulated, inside: str) -> None:
+    site, arguments, leaves = releasing_site_and_leaves()
+    with Watching() if inside == "forward" else nullcontext():
+        y, z, _ = checkpoint(site, *arguments, use_reentrant=False)
+    with Watching() if inside == "backward" else nullcontext():
+        found = torch.autograd.grad((y, z), leaves, (torch.ones_like(y), torch.ones_like(z)))
+    y, z, _ = site(*arguments)
+    expected = torch.autograd.grad((y, z), leaves, (torch.ones_like(y), torch.ones_like(z)))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_no_node_keeps_a_result_where_there_will_be_no_backward(emulated) -> None:
+    """A tensor of inference mode has no version to note beside it."""
+    site, arguments, _ = releasing_site_and_leaves()
+    expected = pointwise.batchnorm_act_pointwise(*arguments)
+    for without in (torch.inference_mode, torch.no_grad):
+        for _ in range(3):
+            with without():
+                found = site(*arguments)
+            assert all(map(torch.equal, found[:2], expected[:2]))
+    assert install.recorded == {"batchnorm_act_pointwise": 2}
 
 
 def test_a_site_that_nobody_calls_any_more_is_freed(emulated) -> None:

@@ -11,6 +11,7 @@
 // Compiled by the user's C++ compiler at first use (native.py), without CUDA's headers: launches go through the driver's own
 // cuLaunchKernelEx, whose address Python knows.
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
@@ -385,9 +386,15 @@ const std::shared_ptr<Recorded>& recorded(const c10::IValue& token) {
 }
 
 // Outputs that a node keeps beside what autograd saves for it, which it could not let go of before its backward ends. Each under a name of its
-// own: lists of tensors compiled autograd does not take.
+// own: lists of tensors compiled autograd does not take. Where hooks are asked about what is saved (checkpoints, save_on_cpu) they are about
+// these too, and autograd saves them.
 struct Kept {
   static std::string name(size_t i) { return "kept" + std::to_string(i); }
+
+  // Whether a node that is made now keeps any, for a backward that it may have.
+  static bool any(const Recorded& of) {
+    return !of.released.empty() && of.grad && !c10::InferenceMode::is_enabled() && !at::SavedTensorDefaultHooks::get_hooks();
+  }
 
   static void put(AutogradContext* ctx, const Recorded& of, const variable_list& slots) {
     std::vector<int64_t> versions;
@@ -401,7 +408,9 @@ struct Kept {
 
   // Into the slots of saved tensors; out of the node, unless the graph is kept.
   static void take(AutogradContext* ctx, const Recorded& of, variable_list& slots) {
-    const auto versions = ctx->saved_data.at("versions").toIntVector();
+    const auto noted = ctx->saved_data.find("versions");
+    if (noted == ctx->saved_data.end()) return;
+    const auto versions = noted->second.toIntVector();
     for (size_t i = 0; i < of.released.size(); ++i) {
       const auto kept = ctx->saved_data.find(name(i));
       TORCH_INTERNAL_ASSERT(kept != ctx->saved_data.end());  // a second backward has been refused by now, for the saved tensors
@@ -435,10 +444,11 @@ struct Call : torch::autograd::Function<Call> {
     variable_list found, saved, marked, constant;
     for (int slot : of->outputs)
       if (slot != NONE) found.push_back((*slots)[slot]);
+    const bool keeps = Kept::any(*of);
     const auto released = [&](int slot) { return std::find(of->released.begin(), of->released.end(), slot) != of->released.end(); };
-    for (int slot : of->saved) saved.push_back(released(slot) ? Tensor() : at_slot(*slots, slot));
+    for (int slot : of->saved) saved.push_back(keeps && released(slot) ? Tensor() : at_slot(*slots, slot));
     ctx->save_for_backward(std::move(saved));
-    if (!of->released.empty()) Kept::put(ctx, *of, *slots);
+    if (keeps) Kept::put(ctx, *of, *slots);
     for (int slot : of->dirty) marked.push_back((*slots)[slot]);
     if (!marked.empty()) ctx->mark_dirty(marked);
     for (int slot : of->constant) constant.push_back((*slots)[slot]);
