@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from advisor.bench.placed import placed
 from advisor.ops import catalog, dispatch, verify
 from advisor.ops.family import Case, Family
 
@@ -170,11 +171,13 @@ def test_an_input_kept_from_inside_a_transform_is_pytorchs_too(emulated: Any, fa
         pytest.skip("no transform keeps bytes")
     kept = outlived(x)
     dispatch.clear()
-    found = mine(kept, *others)
+    with placed(case.ours) as site:
+        found = [mine(kept, *others), Pure(case, site, torch.channels_last)(kept, *others)]
     assert family.fell_back
     assert not family.engaged
-    for a, b in zip(found, theirs(*theirs.tensors[0]), strict=True):
-        torch.testing.assert_close(a.detach(), b)
+    for results in found:
+        for a, b in zip(results, theirs(*theirs.tensors[0]), strict=True):
+            torch.testing.assert_close(a.detach(), b)
 
 
 # Not of the input's: its table is made by us, and its pixels come from a loader.

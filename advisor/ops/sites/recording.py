@@ -377,7 +377,9 @@ def _tensors(argument: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and torch.Tensor.data_ptr(tensor) % 16 == 0
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or nvrtc.outlived(tensor):
+        return False
+    return torch.Tensor.data_ptr(tensor) % 16 == 0
 
 
 # The one that goes on, in whichever thread: a launch or a Function asks whether it is its own.
