@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,30 @@ def test_a_compiler_that_fails_is_told_by_its_first_error(monkeypatch: pytest.Mo
     assert native.unavailable() == "calls.cpp does not build: calls.cpp:1: error: no such thing"
     assert not list((tmp_path / "advisor/native").iterdir())  # nothing half made
     assert not native.pending()  # nor is it tried again
+
+
+@pytest.mark.parametrize("lacking", ["permission", "home"])
+def test_where_the_cache_cannot_be_looked_into_everything_stays_in_python(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    def is_file(path: Path, own: Callable[[Path], bool] = Path.is_file) -> bool:
+        if "native" in path.parts:
+            raise PermissionError(13, "Permission denied")
+        return own(path)
+
+    def nobody(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    if lacking == "permission":
+        monkeypatch.setattr(Path, "is_file", is_file)
+    else:
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert not native.pending()
+    said = {"permission": "PermissionError", "home": "RuntimeError: Could not determine home directory"}[lacking]
+    assert native.unavailable().startswith(f"the cache folder cannot be read: {said}")
+    assert native.module() is None
 
 
 def test_what_it_makes_is_loaded_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,6 +56,10 @@ def _hindrance() -> str:
         return f"no C++ compiler: neither CXX names one nor is there {', '.join(_COMPILERS)}"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         return "Python's headers are not installed"
+    try:
+        _library().is_file()
+    except (OSError, RuntimeError) as error:  # another user's, or there is no home
+        return f"the cache folder cannot be read: {first_line(error)}"
     return ""
 
 
