@@ -328,6 +328,24 @@ def test_mean_far_from_zero_does_not_cancel(emulated) -> None:
     assert (running[1] - wide[1]).norm() / wide[1].norm() < 1e-4
 
 
+@pytest.mark.parametrize("function", [api.batchnorm_act, api.frozen_batchnorm_act])
+def test_a_norm_without_weight_and_bias_is_the_same_whatever_the_default_dtype(emulated, function) -> None:
+    """Kernels read ones and zeros in fp32."""
+    x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+    statistics = {api.batchnorm_act: (0.1, 1e-5), api.frozen_batchnorm_act: (1e-5,)}[function]
+    found = []
+    for default in (torch.float32, torch.float64, torch.bfloat16):
+        mean, variance = torch.zeros(16), torch.ones(16)
+        torch.set_default_dtype(default)
+        try:
+            found.append(function(x, None, mean, variance, None, None, *statistics, "relu"))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert emulated.launches
+    assert found[0].count_nonzero()
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
 @pytest.mark.parametrize(
     ("activation", "residual", "affine"), [("relu", True, True), ("silu", False, True), ("relu", False, False)]
 )

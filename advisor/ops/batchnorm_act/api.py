@@ -126,9 +126,9 @@ def affine(
     """Weight and bias as the kernels read them, 1 and 0 where the norm has none."""
     channels = x.shape[1]
     if weight is None:
-        weight = torch.ones(channels, device=x.device)
+        weight = torch.ones(channels, dtype=torch.float32, device=x.device)
     if bias is None:
-        bias = torch.zeros(channels, device=x.device)
+        bias = torch.zeros(channels, dtype=torch.float32, device=x.device)
     return weight, bias
 
 
