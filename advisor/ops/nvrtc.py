@@ -197,7 +197,9 @@ def tickets(device: torch.device) -> int:
     if index not in _tickets:
         if torch.cuda.is_current_stream_capturing():
             raise AdvisorError("a kernel's first launch is inside a CUDA graph capture", fix="Run one step before it.")
-        _tickets[index] = (torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device), {})
+        zeroed = torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # another stream may be the next to use them
+        _tickets.setdefault(index, (zeroed, {}))  # another thread may have been at it meanwhile
     counters, slots = _tickets[index]
     slot = slots.setdefault(torch._C._cuda_getCurrentRawStream(index), len(slots))
     if slot >= _STREAMS:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, nvrtc
 
 
@@ -85,12 +86,30 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def synchronize(device: torch.device) -> None:
         found.waits += 1
 
+    monkeypatch.setattr(nvrtc, "_tickets", {})
     monkeypatch.setattr(nvrtc, "_exchanges", {})
     monkeypatch.setattr(nvrtc, "_exchange_of", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     return found
+
+
+def test_counters_are_zeroed_before_any_stream_has_its_own(streams: SimpleNamespace) -> None:
+    """On the stream that asks first, for all: another one would not wait for it."""
+    device = torch.device("cpu")
+    streams.capturing = True
+    with pytest.raises(AdvisorError, match="first launch is inside a CUDA graph capture"):
+        nvrtc.tickets(device)
+    assert not streams.waits
+    streams.capturing = False
+    found = []
+    for streams.current in (1, 2, 1):
+        found.append(nvrtc.tickets(device))
+        assert streams.waits == 1  # once a device
+        streams.capturing = True
+    assert found[0] == found[2]
+    assert abs(found[1] - found[0]) == 4 * 1024
 
 
 def exchanges(streams: SimpleNamespace, numbers: range | list[int]) -> list[int]:
