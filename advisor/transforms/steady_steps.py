@@ -66,7 +66,10 @@ class _Gathering:
         ready = None if _needs_torch(optimizer, group) else self._ready(group, optimizer.state)
         if ready is None:
             # Of the class, and looked up now: torch.compile puts its own in that place.
-            return bool(type(optimizer)._init_group(optimizer, group, *lists))  # type: ignore[attr-defined]
+            sparse = bool(type(optimizer)._init_group(optimizer, group, *lists))  # type: ignore[attr-defined]
+            if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"] and not sparse:
+                _start_late_momentum(optimizer, group, *lists)
+            return sparse
         known, gradients = ready
         self._kind.update(group, known.trained, gradients, *known.tensors)
         return False
@@ -102,6 +105,32 @@ def _needs_torch(optimizer: torch.optim.Optimizer, group: Group) -> bool:
         or isinstance(group["lr"], torch.Tensor)
         or TracingContext.try_get() is not None  # Dynamo calls `_init_group` while it traces a step
     )
+
+
+def _start_late_momentum(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momentum: list[torch.Tensor | None],
+) -> None:
+    """Give parameters that join a group in training (a layer is unfrozen) the buffer from which a usual step makes their first one.
+
+    Torch's fused step knows a first step of whole groups alone. A first step puts the gradient g, with its weight decay, in the buffer, a
+    usual one momentum * buffer + (1 - dampening) * g.
+    """
+    if all(buffer is None for buffer in momentum):
+        return
+    share = group["dampening"] / group["momentum"]
+    scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if momentum[index] is None:
+            start = momentum[index] = torch.zeros_like(gradient)
+            if share:
+                start.add_(gradient, alpha=-share if group["maximize"] else share)
+                if scale is not None:
+                    start.div_(scale)
+                start.add_(parameter, alpha=share * group["weight_decay"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,38 @@ def test_a_first_step_that_overflows_leaves_no_uninitialised_momentum() -> None:
     assert_close(values(loop), values(plain), 1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": True}, {"maximize": True}, {"dampening": 0.3, "maximize": True}, {"dampening": 0.3, "weight_decay": 0.1}],
+)  # fmt: skip
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_a_layer_that_is_unfrozen_later_joins_as_in_the_plain_script(options, scale) -> None:
+    loop, plain = twins(steps=0, **options)
+    for twin in (loop, plain):
+        twin.model.conv1.requires_grad_(False)
+    FusedOptimizer().apply(loop.training, {})
+    for twin in (loop, plain):
+        twin.run(2)
+        twin.model.conv1.requires_grad_(True)
+    if scale:  # as GradScaler does, of an overflow first, which the plain script leaves out
+        for overflow in (1.0, 0.0):
+            x, y = next(loop.batches)
+            loop.optimizer.zero_grad()
+            (torch.nn.functional.cross_entropy(loop.model(x), y) * scale).backward()
+            loop.optimizer.grad_scale, loop.optimizer.found_inf = torch.tensor(scale), torch.tensor(overflow)
+            loop.optimizer.step()
+            del loop.optimizer.grad_scale, loop.optimizer.found_inf
+            assert ("momentum_buffer" in loop.optimizer.state.get(loop.model.conv1.weight, {})) is not bool(overflow)
+        plain.optimizer.zero_grad()
+        plain.model(next(plain.batches)[0])  # the norms see the batch of the step that is left out
+        plain.run(1)
+    loop.run(2)
+    plain.run(2)
+    assert_close(values(loop), values(plain), 1e-4)
+    ours, theirs = (twin.optimizer.state[twin.model.conv1.weight]["momentum_buffer"] for twin in (loop, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_no_change_of_kernels_is_no_effect(profile) -> None:
     loop = make_loop()
     transform = FusedOptimizer()

@@ -175,7 +175,7 @@ SGDS = [
     _new_rate, _rate_in_a_tensor, _no_momentum, _not_fused, _loaded, _another_buffer, _another_entry, _no_state, _another_group,
     _a_group_less, _a_parameter_less, _double,
 ]  # fmt: skip
-# torch's fused SGD refuses a group of which some parameters only have momentum.
+# Not `_unfrozen`: torch's own fused SGD refuses a group of which some parameters only have momentum (test_fused_optimizer.py has it).
 ADAMS = [
     _new_rate, _no_state, _a_state_less, _another_parameter, _another_group, _a_group_less, _a_parameter_less, _double, _unfrozen,
 ]  # fmt: skip
