@@ -16,6 +16,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader
@@ -66,14 +67,25 @@ class LoaderWorkers(Transform):
         """
         wanted = _wanted(parameters)
         plain = DataLoader.__iter__
+        # Loader → its own settings: weakly, for a script may make one an epoch, each with its data set and workers.
+        raised: WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = WeakKeyDictionary()
 
         @functools.wraps(plain)
         def iterate(self: DataLoader[Any]) -> Any:
             if torch.is_grad_enabled() and not _why_not(self, wanted, parameters):
-                _raise_workers(self, wanted, parameters, training.device, undo)
+                raised.setdefault(self, {name: getattr(self, name) for name in _SETTINGS})
+                _raise_workers(self, wanted, parameters, training.device)
             return plain(self)
 
+        def put_back() -> None:
+            for loader, settings in list(raised.items()):
+                vars(loader).update(settings)
+                vars(loader).pop("_advisor_workers", None)
+                loader._iterator = None  # an epoch that is running goes on with the iterator it has
+            raised.clear()
+
         with all_or_nothing() as undo:
+            undo.push(put_back)
             replace_attribute(undo, DataLoader, "__iter__", iterate)
         return undo
 
@@ -139,22 +151,12 @@ def _shared_memory_bytes() -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def _raise_workers(
-    loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str], device: torch.device, undo: Undo
-) -> None:
-    plain = {name: getattr(loader, name) for name in _SETTINGS}
-
-    def put_back() -> None:
-        vars(loader).update(plain)
-        vars(loader).pop("_advisor_workers", None)
-        loader._iterator = None  # an epoch that is running goes on with the iterator it has
-
-    undo.push(put_back)
+def _raise_workers(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str], device: torch.device) -> None:
     # Past `DataLoader.__setattr__`, which refuses some of these after construction.
     vars(loader).update(
         num_workers=wanted,
-        prefetch_factor=int(parameters.get("prefetch_factor", plain["prefetch_factor"] or _PREFETCH)),
-        pin_memory=plain["pin_memory"] or device.type == "cuda",
-        persistent_workers=plain["persistent_workers"] or parameters.get("persistent") == "true",
+        prefetch_factor=int(parameters.get("prefetch_factor", loader.prefetch_factor or _PREFETCH)),
+        pin_memory=loader.pin_memory or device.type == "cuda",
+        persistent_workers=loader.persistent_workers or parameters.get("persistent") == "true",
         _advisor_workers=True,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy
 import pytest
@@ -59,6 +61,19 @@ def test_same_batches_in_the_same_order_then_back(loop) -> None:
     }
     assert fresh.num_workers == 0
     assert fingerprint(loop) == before
+
+
+@pytest.mark.parametrize("persistent", ["false", "true"])
+def test_a_loader_that_the_script_drops_goes_with_its_data_and_workers(loop, persistent) -> None:
+    undo = LoaderWorkers().apply(loop.training, TWO | {"persistent": persistent})
+    loader = make_loader()
+    data, iterator = weakref.ref(loader.dataset), weakref.ref(iter(loader))
+    assert loader.num_workers == 2
+    del loader
+    gc.collect()
+    assert data() is None
+    assert iterator() is None
+    undo.run()
 
 
 class Augmenting(Dataset):
