@@ -213,17 +213,14 @@ class Deferred:
     def __abs__(self) -> Any:
         return abs(self._compute())
 
-    def __pow__(self, other: Any) -> Any:
-        return self._compute() ** plain(other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return plain(other) ** self._compute()
-
     def __neg__(self) -> Any:
         return -self._compute()
 
     def __pos__(self) -> Any:
         return +self._compute()
+
+    def __invert__(self) -> Any:
+        return ~self._compute()
 
 
 def defer(tensor: torch.Tensor) -> Deferred | None:
@@ -272,6 +269,17 @@ def _operators() -> None:
 
         setattr(Deferred, f"__{name}__", forward)
         setattr(Deferred, f"__r{name}__", reflected)
+    for name in ("pow", "and", "or", "xor", "lshift", "rshift"):  # done now: seldom in what is added up over steps
+        function = getattr(operator, f"__{name}__")
+
+        def now(self: Deferred, other: Any, function: Any = function) -> Any:
+            return function(self._compute(), plain(other))
+
+        def now_reflected(self: Deferred, other: Any, function: Any = function) -> Any:
+            return function(plain(other), self._compute())
+
+        setattr(Deferred, f"__{name}__", now)
+        setattr(Deferred, f"__r{name}__", now_reflected)
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         function = getattr(operator, name)
 

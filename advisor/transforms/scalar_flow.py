@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -130,6 +131,7 @@ class _Analysis:
             if why:
                 flow.refused.setdefault(node.lineno, why)
         refused_lines = set(flow.refused)
+        crowded |= self._mixed_lines(items, tainted)
         for node in items:
             statement = self._statement(node)
             if statement is not None and not lines_of(statement) & refused_lines:
@@ -138,7 +140,7 @@ class _Analysis:
                 meter = self._meter_call(self._top(node))
                 if meter is not None:
                     flow.meters.add(meter)
-                flow.lazy |= lines_of(statement)
+                flow.lazy |= lines_of(statement) - crowded
         for statement in statements:
             if not lines_of(statement) & (refused_lines | crowded):
                 flow.lazy |= lines_of(statement)
@@ -228,9 +230,13 @@ class _Analysis:
             if not isinstance(node, ast.Name) or node.id != name or not isinstance(node.ctx, ast.Load):
                 continue
             parent = self.parents[node]
-            if isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.Compare, ast.FormattedValue, ast.AugAssign, ast.Assert)):
+            if isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.FormattedValue, ast.AugAssign)):
                 continue
-            if isinstance(parent, (ast.If, ast.While)) and parent.test is node:
+            if isinstance(parent, ast.Compare):
+                if _asks_identity(parent, node):
+                    return f"is asked what it is on line {node.lineno}"
+                continue
+            if isinstance(parent, (ast.If, ast.While, ast.Assert)) and parent.test is node:
                 continue
             if isinstance(parent, ast.Assign) and self._target(node) not in (None, *bad):
                 continue
@@ -242,6 +248,18 @@ class _Analysis:
                 continue
             return f"leaves the function on line {node.lineno}"
         return ""
+
+    def _mixed_lines(self, items: list[ast.Call], tainted: set[str]) -> set[int]:
+        """Lines of statements with arithmetic beside that which is passed on: left lazy, its result would leave (`y = x + f(2 * x)`)."""
+        reads = [n for n in self.own if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in tainted]
+        lines: set[int] = set()
+        for node in [*items, *reads]:
+            top, statement = self._top(node), self._statement(node)
+            if top is node or not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
+                continue
+            if self._target(node) is None and self._meter_call(top) is None:
+                lines |= lines_of(statement)
+        return lines
 
     def _crowded_lines(self) -> set[int]:
         """Lines that hold more than one statement: an operator there cannot be told apart by its line."""
@@ -268,6 +286,16 @@ def _same(left: CodeType, right: CodeType) -> bool:
 
 def _is_item(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr == "item" and not call.args and not call.keywords
+
+
+def _asks_identity(compare: ast.Compare, node: ast.expr) -> bool:
+    """Whether `compare` asks if `node` is some object; not where that is None, which no number is."""
+    sides = [compare.left, *compare.comparators]
+    return any(
+        isinstance(op, (ast.Is, ast.IsNot))
+        and any(a is node and not (isinstance(b, ast.Constant) and b.value is None) for a, b in (pair, pair[::-1]))
+        for op, pair in zip(compare.ops, itertools.pairwise(sides), strict=True)
+    )
 
 
 def _is_text(node: ast.AST) -> bool:

@@ -124,6 +124,25 @@ def test_every_look_at_it_gives_the_plain_number() -> None:
     assert "%x" % number(255, torch.int64) == "ff"  # noqa: UP031
 
 
+@pytest.mark.parametrize("name", ["pow", "and_", "or_", "xor", "lshift", "rshift"])
+def test_every_operator_of_numbers_is_one_of_its(name: str) -> None:
+    function = getattr(operator, name)
+    for left, right, dtype in ((6, 3, torch.int64), (True, False, torch.bool), (True, 2, torch.bool)):
+        expected = function(left, right)
+        for result in (
+            function(number(left, dtype), right),
+            function(left, number(right, torch.bool if type(right) is bool else torch.int64)),
+            getattr(operator, f"i{name.rstrip('_')}")(
+                left, number(right, torch.bool if type(right) is bool else torch.int64)
+            ),
+        ):
+            assert type(result) is type(expected)
+            assert result == expected
+    assert ~number(6, torch.int64) == ~6
+    with pytest.raises(TypeError):
+        number(1.0) | 1
+
+
 def test_arrays_and_tensors_take_it_as_a_plain_number() -> None:
     plain = number(1.5)
     array = numpy.ones(2, dtype=numpy.float32)

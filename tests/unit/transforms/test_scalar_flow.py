@@ -102,6 +102,9 @@ REFUSED = {
     "walrus": ("if (v := x.item()) > 1:\n        pass", "needed at once"),
     "subscript": ("v = x.item()\n    return table[v]", "leaves the function"),
     "starred": ("v = x.item()\n    print(*v)", "leaves the function"),
+    "asked whether it is True": ("v = x.item()\n    while v is True:\n        pass", "asked what it is"),
+    "asked whether it is not another": ("v = 0\n    v += x.item()\n    log(0 < d is not v)", "asked what it is"),
+    "told by a failed assertion": ("v = x.item()\n    assert y, v", "leaves the function"),
     "unknown meter": ("meter.update(x.item())", "no such meter"),
 }
 
@@ -127,6 +130,22 @@ def test_a_result_that_leaves_is_made_plain_where_it_is_computed() -> None:
         """)
     assert result.sites == {5}
     assert result.lazy == {5}  # not the line of `mean`
+
+
+@pytest.mark.parametrize("statement", ["total = total + f(total * 2)", "total += x.item() + f(total * 2)"])
+def test_arithmetic_beside_what_is_passed_on_is_done_at_once(statement: str) -> None:
+    result = flow(
+        f"def g(x):\n    total = 0\n    total += x.item()\n    {statement}\n    if total * 2 is None:\n        total -= 1"
+    )
+    assert result.refused == {}
+    assert result.lazy == {3}
+
+
+def test_none_is_what_no_number_is() -> None:
+    result = flow(
+        "def f(x):\n    best = None\n    best = x.item()\n    if best is None or None is not best:\n        pass"
+    )
+    assert result.sites == {3}
 
 
 def test_module_names_read_by_functions_stay_plain() -> None:
