@@ -12,11 +12,9 @@ reason. What gains nothing: scripts that print the value in each step.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,12 +27,11 @@ from advisor.profiling.training import Training
 from advisor.transforms import deferred
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.deferred import Deferred, plain
-from advisor.transforms.patch import all_or_nothing, replace_attribute
+from advisor.transforms.patch import all_or_nothing, replace_attribute, script_frames
 from advisor.transforms.scalar_flow import analyse, lines_of, safe_update, scope_of
 
 _counts = {"deferred": 0}
 _lines: set[str] = set()  # "file:line" of what is deferred now
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class DeferSync(Transform):
@@ -129,16 +126,7 @@ class _Plan:
 
 def _plans(frame: FrameType | None) -> list[_Plan]:
     """Plans for the functions of the script on the stack: those that run the training step."""
-    plans: list[_Plan] = []
-    torch_folder = str(Path(torch.__file__).parent) + os.sep
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((_PACKAGE, torch_folder, "<")):
-            plan = _plan(frame)
-            if plan is not None:
-                plans.append(plan)
-        frame = frame.f_back
-    return plans
+    return [plan for script in script_frames(frame) if (plan := _plan(script)) is not None]
 
 
 def _plan(frame: FrameType) -> _Plan | None:

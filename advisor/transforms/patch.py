@@ -1,11 +1,15 @@
-"""Steps that several transforms take: undo on failure, replaced attributes, nested tensors, the parameters of a training."""
+"""Steps that several transforms take: undo on failure, replaced attributes, nested tensors, the parameters of a training, the
+functions that run its step."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from advisor.transforms.base import Undo
 from advisor.transforms.targets import targets
 
 _MISSING = object()
+_OURS_AND_TORCHS = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 @contextmanager
@@ -115,3 +120,11 @@ def parameters_of(training: Training) -> list[torch.nn.Parameter]:
         for parameter in root.module.parameters():
             unique.setdefault(id(parameter), parameter)
     return list(unique.values())
+
+
+def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """From inside a step: the functions on the stack that run it, innermost first, without torch's and our own."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*_OURS_AND_TORCHS, "<")):
+            yield frame
+        frame = frame.f_back

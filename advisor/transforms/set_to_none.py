@@ -1,8 +1,10 @@
 """Drop gradients instead of filling them with zeros: no fill kernels, and the first backward writes instead of adding.
 
 Loses nothing. The step sees the same gradients: where a parameter gets none in a step, it is given the zeros that it would have
-had, so weight decay and momentum go on as in the plain script. Scripts that read `.grad` themselves are left alone, because
-they may do so between `zero_grad` and `backward`.
+had, so weight decay and momentum go on as in the plain script. Only gradients of the training's optimizers are dropped: another one
+would miss the zeros. Scripts that read `.grad` themselves are left alone, because they may do so between `zero_grad` and `backward`:
+that is looked for in the files of the script, of its models and of the functions that run the step, not in those of functions that
+these call.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.patch import all_or_nothing, replace_attribute
+from advisor.transforms.patch import all_or_nothing, replace_attribute, script_frames
 
 # `zero_()` and the accumulation after it raise a gradient's version by two a step; a gradient dropped in each step is fresh,
 # and clipping, unscaling and accumulation over a few micro-batches raise it by less than this.
@@ -31,7 +33,7 @@ _converted: dict[str, int] = {"calls": 0}
 
 
 class SetToNone(Transform):
-    """Make `zero_grad(set_to_none=False)` drop the gradients."""
+    """Make `zero_grad(set_to_none=False)` drop the gradients. Match from inside the step: its callers' source is read."""
 
     id = "set_to_none"
     semantics = Semantics.EXACT
@@ -58,17 +60,30 @@ class SetToNone(Transform):
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         zeroed: dict[int, torch.Tensor] = {}  # parameters whose zeros were dropped and that have no gradient yet
 
-        def dropping(plain: Callable[..., None]) -> Callable[..., None]:
+        def drop(parameters: Iterable[torch.Tensor]) -> None:
+            _converted["calls"] += 1
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    zeroed[id(parameter)] = parameter
+                    parameter.grad = None
+
+        def dropping(plain: Callable[..., None], optimizer: torch.optim.Optimizer) -> Callable[..., None]:
             @functools.wraps(plain)
-            def zero_grad(self: Any, set_to_none: bool = True) -> None:
-                if not set_to_none:
-                    _converted["calls"] += 1
-                    for parameter in _parameters(self):
-                        if parameter.grad is not None:
-                            zeroed[id(parameter)] = parameter
-                plain(self, set_to_none=True)
+            def zero_grad(*args: Any, **kwargs: Any) -> None:
+                if _zeros(args, kwargs):
+                    drop(_parameters(optimizer))
+                plain(*args, **kwargs)
 
             return zero_grad
+
+        plain_of_modules = torch.nn.Module.zero_grad
+
+        @functools.wraps(plain_of_modules)
+        def zero_grad_of_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            if _zeros(args, kwargs):
+                owned = {id(parameter) for optimizer in training.optimizers for parameter in _parameters(optimizer)}
+                drop(parameter for parameter in self.parameters() if id(parameter) in owned)
+            plain_of_modules(self, *args, **kwargs)
 
         def restore_missing(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             for parameter in _parameters(optimizer):
@@ -80,8 +95,8 @@ class SetToNone(Transform):
             undo.push(lambda: _converted.update(calls=0))
             for optimizer in training.optimizers:
                 undo.push(optimizer.register_step_pre_hook(restore_missing).remove)
-            for owner in {_definer(type(o)) for o in training.optimizers} | {torch.nn.Module}:
-                replace_attribute(undo, owner, "zero_grad", dropping(owner.zero_grad))
+                replace_attribute(undo, optimizer, "zero_grad", dropping(optimizer.zero_grad, optimizer))
+            replace_attribute(undo, torch.nn.Module, "zero_grad", zero_grad_of_module)
             # Gradients that a trial leaves dropped come back as the zeros that the plain script would have.
             undo.steps.insert(0, lambda: _fill(zeroed))
         return undo
@@ -99,20 +114,20 @@ def _fill(zeroed: dict[int, torch.Tensor]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _definer(cls: type[Any]) -> Any:
-    return next(base for base in cls.__mro__ if "zero_grad" in vars(base))
+def _zeros(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a `zero_grad` was asked for zeros."""
+    return not (args[0] if args else kwargs.get("set_to_none", True))
 
 
-def _parameters(owner: Any) -> list[torch.Tensor]:
-    if isinstance(owner, torch.nn.Module):
-        return list(owner.parameters())
-    return [parameter for group in owner.param_groups for parameter in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _grad_readers(training: Training) -> list[str]:
-    """`file:line` of each place in the script and in the files of its models that reads a `.grad` attribute."""
+    """`file:line` of each place in the files of the script, of its models and of what runs the step that reads a `.grad` attribute."""
     files = {getattr(sys.modules.get("__main__"), "__file__", None)}
     files |= {_file_of(type(root.module)) for root in training.roots}
+    files |= {frame.f_code.co_filename for frame in script_frames(sys._getframe())}
     found: list[str] = []
     for file in sorted(file for file in files if file and not file.startswith(torch.__path__[0])):
         try:

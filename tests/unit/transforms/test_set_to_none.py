@@ -80,6 +80,33 @@ def test_it_refuses_scripts_that_read_gradients(monkeypatch) -> None:
     assert any(line.startswith(FILE) for line in match.unmatched)
 
 
+def test_it_looks_for_readers_where_the_step_runs(monkeypatch, tmp_path) -> None:
+    monkeypatch.undo()
+    engine = tmp_path / "engine.py"
+    engine.write_text("def train(step, p):\n    match = step()\n    print(p.grad)\n    return match\n")
+    names: dict = {}
+    exec(compile(engine.read_text(), str(engine), "exec"), names)
+    loop = make_loop(zero_to_none=False, steps=5)
+    match = names["train"](lambda: SetToNone().match(loop.training, {}), loop.model.head.weight)
+    assert f"{engine}:3" in match.unmatched
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_another_optimizer_keeps_its_zeros(by_module: bool) -> None:
+    """It goes on with weight decay and momentum where a parameter gets no gradient."""
+    other, plain = twins(zero_to_none=False, steps=5)
+    undo = SetToNone().apply(make_loop(zero_to_none=False, steps=5).training, {})
+    other.model.head.requires_grad_(False)
+    for _ in range(3):
+        if by_module:
+            other.model.zero_grad(set_to_none=False)
+        other.run(1)
+    undo.run()
+    plain.model.head.requires_grad_(False)
+    plain.run(3)
+    assert_equal(values(other), values(plain))
+
+
 class Reader(Alternating):
     def norm(self):
         return sum(parameter.grad.norm() for parameter in self.parameters())
