@@ -19,32 +19,44 @@ from advisor.transforms.patch import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a dataset: its bytes, whether it is on a device already, and whether reading it draws random numbers."""
+    """One item of a dataset: its bytes, whether it is on a device already, whether reading it draws random numbers, and whether
+    batches of it share memory."""
 
     bytes: int
     on_device: bool
     random: bool
+    reused: bool = False
 
 
 def probe(loader: DataLoader[Any], *, collated: bool = False) -> Item:
     """Read item 0 once. The host's random-number generators are as before afterwards.
 
     Args:
-        collated: make a batch of it too, where the script does that by itself (mixing images, drawing a size).
+        collated: make two batches of it too, where the script does that by itself (mixing images, drawing a size, filling a buffer).
 
     Raises:
         Whatever the dataset, or the script's `collate_fn`, raises.
     """
+    batches: list[Any] = []
     with _generators_kept() as moved:
         first = loader.dataset[0]
         tensors = tensors_in(first)
         if collated and loader.batch_sampler is not None and loader.collate_fn is not default_collate:
-            loader.collate_fn(copy.deepcopy([first, first]))
+            batches = [loader.collate_fn(copy.deepcopy([first, first])) for _ in range(2)]
     return Item(
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         on_device=any(tensor.device.type != "cpu" for tensor in tensors),
         random=any(moved),
+        reused=bool(batches) and not _memory(batches[0]).isdisjoint(_memory(batches[1])),
     )
+
+
+def _memory(batch: Any) -> set[int]:
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors_in(batch)
+        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type == "cpu"
+    }
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:

@@ -2,8 +2,9 @@
 
 One batch ahead, tensors of the next batch go through pinned memory to the GPU on a stream of their own, and a thread of their own
 where the loader does not pin them. The script still gets its batch on the host; when it then calls `.to(device)` or `.cuda()` on
-one of those very tensors, unchanged, it gets the copy that is there already. A tensor that it changed, sliced or converted first is
-copied as ever.
+one of those very tensors, unchanged, it gets the copy that is there already. A tensor that it changed, sliced or converted first, took
+as a NumPy array or wants a gradient of is copied as ever. Not seen is what is written past torch's own count of writes otherwise: through
+`.data`, DLPack, or an array whose memory the batch was made of. A search finds that only where the losses of its last runs tell.
 
 Holds one more batch in pinned and one in device memory. Loses nothing but host time where copies are short.
 """
@@ -93,6 +94,7 @@ class DevicePrefetch(Transform):
             replace_attribute(undo, DataLoader, "_get_iterator", get_iterator)
             replace_attribute(undo, torch.Tensor, "to", ahead.replacing_to(torch.Tensor.to))
             replace_attribute(undo, torch.Tensor, "cuda", ahead.replacing_cuda(torch.Tensor.cuda))
+            replace_attribute(undo, torch.Tensor, "numpy", ahead.replacing_numpy(torch.Tensor.numpy))
             for iterator in _running_iterators(loaders):
                 ahead.look_ahead(iterator)
         return undo
@@ -131,7 +133,7 @@ class CudaCopies:
             RuntimeError: no memory for it; also from the callable.
         """
         pinned = tensor.is_pinned()
-        if pinned or type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.nbytes < _WORTH_A_THREAD:
+        if pinned or type(tensor) is not torch.Tensor or tensor.nbytes < _WORTH_A_THREAD:
             self._wait()
             with torch.cuda.stream(self.stream):
                 copy = (tensor if pinned else tensor.pin_memory()).to(self.device, non_blocking=True)
@@ -166,8 +168,10 @@ class CudaCopies:
 
 @dataclass(slots=True)
 class _Copy:
+    """Of a tensor in the state in which it was, as far as that can be told."""
+
     tensor: ref[torch.Tensor]
-    version: int
+    state: tuple[int, int]
     finish: Callable[[], torch.Tensor]
 
 
@@ -233,7 +237,7 @@ class _Ahead:
             try:
                 for tensor in tensors_in(following.batch):
                     if _can_move(tensor):
-                        following.copies[id(tensor)] = _Copy(ref(tensor), tensor._version, self.copies.start(tensor))
+                        following.copies[id(tensor)] = _Copy(ref(tensor), _state(tensor), self.copies.start(tensor))
             except Exception as error:  # no memory for one batch more: train on without, as the script would have
                 self._no_more(error)
             return now.batch
@@ -249,7 +253,7 @@ class _Ahead:
         if target is None or target.type != self.device.type or target.index not in (None, self.device.index):
             return None
         copy = self.current.pop(id(tensor), None)
-        if copy is None or copy.tensor() is not tensor or copy.version != tensor._version:
+        if copy is None or copy.tensor() is not tensor or copy.state != _state(tensor) or tensor.requires_grad:
             _counts["on demand"] += 1
             return None
         try:
@@ -283,6 +287,29 @@ class _Ahead:
 
         return cuda
 
+    def replacing_numpy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def numpy(self_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.current:  # what is written into the array, torch does not count
+                memory = _memory(self_)
+                for key, copy in list(self.current.items()):
+                    tensor = copy.tensor()
+                    if tensor is None or _memory(tensor) == memory:
+                        del self.current[key]
+            return plain(self_, *args, **kwargs)
+
+        return numpy
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's values are, and how often torch has written there."""
+    return (tensor.data_ptr() if type(tensor) is torch.Tensor else 0), tensor._version
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    # Images that are bytes yet are not to be made numbers for the asking.
+    return tensor.untyped_storage().data_ptr() if type(tensor) is torch.Tensor else id(tensor)
+
 
 def _cuda(device: Any) -> torch.device:
     return torch.device("cuda" if device is None else device)
@@ -307,6 +334,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and not tensor.is_inference()
+        and not tensor.requires_grad
     )
 
 
@@ -324,6 +352,8 @@ def _why_not(loader: DataLoader[Any]) -> str:
         return first_line(error)
     if item.on_device:
         return "its items are on a device already"
+    if item.reused:
+        return "its batches come in the same memory, and a batch ahead would overwrite the one before"
     if item.random:
         return "its items or batches draw random numbers in this process, and a batch ahead would change their order"
     return ""

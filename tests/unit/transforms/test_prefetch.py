@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from loops import fingerprint, make_loop
@@ -32,6 +33,7 @@ class Copies:
         pass
 
 
+PLAIN_NUMPY = torch.Tensor.numpy
 made: list[Copies] = []
 copies: list[torch.Tensor] = []
 
@@ -233,6 +235,37 @@ class OddSampler(torch.utils.data.Sampler):
         return iter([0])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.numpy().fill(7),
+        lambda x: np.asarray(x).fill(7),
+        lambda x: x[1:].detach().numpy().fill(7),
+        lambda x: setattr(x, "data", x.data * 2),
+        lambda x: x.requires_grad_(),
+    ],
+)
+def test_changes_that_torch_does_not_count_are_seen(loop, change) -> None:
+    undo = DevicePrefetch().apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    next(iterator)
+    x, y = next(iterator)
+    change(x)
+    moved = x.to("meta")
+    assert not ahead(moved)
+    assert moved.requires_grad == x.requires_grad
+    assert ahead(y.to("meta"))
+    undo.run()
+    assert torch.Tensor.numpy is PLAIN_NUMPY
+
+
+def test_a_tensor_that_wants_a_gradient_is_not_copied_ahead(loop) -> None:
+    loop.training.loaders[:] = [make_loader(collate_fn=lambda items: [torch.zeros(2, requires_grad=True)])]
+    DevicePrefetch().apply(loop.training, {})
+    assert all(tensor.to("meta").requires_grad for (tensor,) in loop.training.loaders[0])
+    assert not copies
+
+
 class OddBatches(torch.utils.data.Sampler):
     def __iter__(self):
         return iter([torch.randint(10, (2,)).tolist()])
@@ -241,6 +274,14 @@ class OddBatches(torch.utils.data.Sampler):
 def mixed(batch):
     weight = torch.rand(())
     return weight * torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])
+
+
+class IntoOneBuffer:
+    def __init__(self) -> None:
+        self.buffer = torch.empty(2)
+
+    def __call__(self, items):
+        return torch.stack([x for x, _ in items], out=self.buffer)
 
 
 def test_what_it_refuses(loop) -> None:
@@ -264,6 +305,7 @@ def test_what_it_refuses(loop) -> None:
     assert "random numbers" in reason(make_loader(collate_fn=mixed))
     assert reason(make_loader(collate_fn=mixed, num_workers=1)) == ""
     assert reason(make_loader(collate_fn=list)) == ""
+    assert "same memory" in reason(make_loader(collate_fn=IntoOneBuffer()))
     assert "device already" in reason(DataLoader(TensorDataset(torch.zeros(3, device="meta"))))
     loop.training.device = torch.device("cpu")
     assert "host" in DevicePrefetch().match(loop.training, {}).reason
