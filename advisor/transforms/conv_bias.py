@@ -115,7 +115,7 @@ class _Pair:
     name: str
     conv: Any
     norm: Any
-    zeros: torch.Tensor | None = field(default=None)
+    zeros: _Zeros
 
     def active(self) -> bool:
         return bool(self.conv.training and self.norm.training)
@@ -149,10 +149,30 @@ class _Pair:
     def give_gradient(self) -> None:
         """Give the bias a zero gradient if it has none."""
         bias = self.conv.bias
-        if bias.requires_grad and bias.grad is None:
-            if self.zeros is None or self.zeros._version != 0:  # someone wrote into the one handed out before
-                self.zeros = torch.zeros_like(bias, requires_grad=False)
-            bias.grad = self.zeros
+        if bias.requires_grad and bias.grad is None and not _captured(bias):
+            bias.grad = self.zeros.take(self)
+
+
+class _Zeros:
+    """Zero gradients for the biases of one root, each handed out once: a script may write to what it was given and keep it, and torch
+    counts no writes through `.data`. One kernel fills all that a step takes.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[_Pair] = []
+        self._ready: dict[_Pair, torch.Tensor] = {}
+
+    def take(self, pair: _Pair) -> torch.Tensor:
+        """New zeros for this pair's bias."""
+        if pair not in self._ready:
+            self._ready = {one: torch.empty_like(one.conv.bias, requires_grad=False) for one in self.pairs}
+            torch._foreach_zero_(list(self._ready.values()))
+        return self._ready.pop(pair)
+
+
+def _captured(bias: torch.Tensor) -> bool:
+    """In a CUDA graph's capture it is a leaf of the graph's own, and each replay would fill once more what is zeros there."""
+    return bias.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
@@ -176,14 +196,14 @@ def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str,
     except Exception as error:  # the forward is the script's own code
         why_not = f"its forward could not be run again ({type(error).__name__}: {error})"
         return [], refused | dict.fromkeys(candidates.values(), why_not)
-    pairs = []
+    zeros = _Zeros()
     for conv, uses in watched.items():
         why_not = uses.refuses()
         if why_not:
             refused[candidates[conv]] = why_not
         else:
-            pairs.append(_Pair(candidates[conv], conv, uses.norm))
-    return pairs, refused
+            zeros.pairs.append(_Pair(candidates[conv], conv, uses.norm, zeros))
+    return zeros.pairs, refused
 
 
 def _root_refuses(training: Training, root: RootModule) -> str:

@@ -211,6 +211,38 @@ def test_a_written_gradient_is_not_handed_out_again() -> None:
     assert torch.count_nonzero(loop.model.conv1.bias.grad) == 0
 
 
+def test_what_is_written_past_torchs_count_is_not_handed_out_again() -> None:
+    loop, plain = twins()
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    for twin in (loop, plain):
+
+        def decay(optimizer, args, kwargs, twin=twin) -> None:
+            for parameter in twin.model.parameters():
+                parameter.grad.data.add_(parameter.data, alpha=0.1)
+
+        twin.optimizer.register_step_pre_hook(decay)
+    loop.run(1)
+    kept = loop.model.conv1.bias.grad
+    value = kept.clone()
+    loop.run(3)
+    plain.run(4)
+    assert torch.equal(kept, value)
+    torch.testing.assert_close(loop.model.conv1.bias.grad, plain.model.conv1.bias.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_capture_records_no_filling_of_zeros(monkeypatch) -> None:
+    """It would be replayed in each forward, over what a gradient has become by then."""
+    loop = make_loop()
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    loop.model.zero_grad()
+    monkeypatch.setattr(conv_bias, "_captured", lambda bias: True)
+    loop.model(next(loop.batches)[0])
+    assert loop.model.conv1.bias.grad is None
+    monkeypatch.undo()
+    loop.model(next(loop.batches)[0])
+    assert torch.count_nonzero(loop.model.conv1.bias.grad) == 0
+
+
 def test_weight_decay_and_momentum_still_act_when_the_forward_is_not_python() -> None:
     loop = make_loop()
     ConvBiasBeforeNorm().apply(loop.training, {})
