@@ -83,7 +83,7 @@ def read(config: pytest.Config) -> Options:
     """The flags of this run.
 
     Raises:
-        AdvisorError: for flags that would have no effect, or a limit that cannot be read.
+        AdvisorError: for flags that would have no effect, a limit that cannot be read, or a baseline to update that cannot.
     """
     from advisor.testing import baselines
 
@@ -101,6 +101,8 @@ def read(config: pytest.Config) -> Options:
     for name in (get("perf_save"), compare):
         if name:
             baselines.path_of(storage, name)
+    if update and baselines.path_of(storage, compare).exists():
+        baselines.load(storage, compare)  # one that cannot be read is told now, not when all has been measured
     return Options(
         storage=storage,
         only=get("perf_only"),

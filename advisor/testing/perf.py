@@ -206,17 +206,21 @@ class Perf:
         ]
         return found
 
-    def write_reports(self, folder: Path) -> list[str]:
-        """An HTML report of each measurement, as `advisor report` makes it; their paths."""
+    def write_reports(self, folder: Path) -> tuple[list[str], str]:
+        """An HTML report of each measurement, as `advisor report` makes it: their paths, and what kept one from being
+        written. It never raises for a file: the test's own failure is what has to be told."""
         from advisor.reporting.html import report_html
 
-        paths = []
+        paths: list[str] = []
         for found in self.measured:
             stem = re.sub(r"[^\w.-]+", "_", f"{self._test}_{found.label}".rstrip("_")).strip("_")[-120:]
             path = folder / f"{stem}.html"
-            storage.write_text(path, report_html(found.profile, None, None))
+            try:
+                storage.write_text(path, report_html(found.profile, None, None))
+            except (OSError, AdvisorError) as error:
+                return paths, f"report could not be written: {error}"
             paths.append(str(path))
-        return paths
+        return paths, ""
 
     def _label(self, name: str) -> str:
         label = name or ("" if not self.measured else str(len(self.measured) + 1))

@@ -26,6 +26,7 @@ REPORTED = "advisor_perf"  # attribute of a test report: its records as plain da
 _options: pytest.StashKey[Options] = pytest.StashKey()
 _tested: pytest.StashKey[dict[str, Tested]] = pytest.StashKey()
 _files: pytest.StashKey[dict[str, str]] = pytest.StashKey()
+_unwritten: pytest.StashKey[list[str]] = pytest.StashKey()
 _marked: pytest.StashKey[Marked] = pytest.StashKey()
 _perf: pytest.StashKey[Perf] = pytest.StashKey()
 _problem: pytest.StashKey[str] = pytest.StashKey()  # with the test's marker
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.stash[_tested] = {}
     config.stash[_files] = {}
+    config.stash[_unwritten] = []
     if any(
         config.getoption(name) for name in ("perf_only", "perf_skip", "perf_compare_fail", "perf_update", "perf_save")
     ):
@@ -187,9 +189,9 @@ def pytest_runtest_makereport(
     records = perf.records()
     folder = options_of(item.config).report_dir
     if report.failed and folder is not None:
-        paths = perf.write_reports(folder)
+        paths, problem = perf.write_reports(folder)
         records = [replace(r, report=path) for r, path in zip(records, paths, strict=False)] + records[len(paths) :]
-        report.sections.append(("advisor report", "\n".join(paths)))
+        report.sections.append(("advisor report", "\n".join([*paths, *filter(None, [problem])])))
     if records:
         setattr(report, REPORTED, to_plain(Tested(test=item.nodeid, outcome=report.outcome, records=tuple(records))))
     del item.stash[_perf]  # results hold the step's modules
@@ -210,12 +212,16 @@ class _Collector:
 
             self._config.stash[_tested][report.nodeid] = from_plain(Tested, plain)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Files come last: one that cannot be written is told below what the tests have said, and no run with it is good."""
         tested = list(self._config.stash[_tested].values())
         if tested:
             from advisor.testing import storing
 
-            self._config.stash[_files] = storing.write(options_of(self._config), tested)
+            files, problems = storing.write(options_of(self._config), tested)
+            self._config.stash[_files], self._config.stash[_unwritten] = files, problems
+            if problems and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         tested = self._config.stash[_tested]
@@ -226,6 +232,8 @@ class _Collector:
         terminalreporter.section(section.TITLE)
         for text, failed in section.lines(tested.values(), self._config.stash[_files]):
             terminalreporter.write_line(text, red=failed)
+        for problem in self._config.stash[_unwritten]:
+            terminalreporter.write_line(problem, red=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,14 +6,17 @@ import datetime
 from collections.abc import Sequence
 
 from advisor import __version__
+from advisor.core.errors import AdvisorError
 from advisor.testing import baselines, records
 from advisor.testing.options import Options
 from advisor.testing.records import Tested
 
 
-def write(options: Options, tested: Sequence[Tested]) -> dict[str, str]:
-    """What was written → where. Failed tests enter no baseline: what they measured is not what is wanted."""
+def write(options: Options, tested: Sequence[Tested]) -> tuple[dict[str, str], list[str]]:
+    """What was written → where, and what could not be. Failed tests enter no baseline: what they measured is not what is
+    wanted."""
     files: dict[str, str] = {}
+    problems: list[str] = []
     good = [test for test in tested if test.outcome != "failed"]
     machine = next((r.machine for test in good for r in test.records if r.machine is not None), None)
     names = {options.save: False} if options.save else {}
@@ -27,10 +30,19 @@ def write(options: Options, tested: Sequence[Tested]) -> dict[str, str]:
             for test in good
             if any(r.entry is not None for r in test.records)
         }
-        path = baselines.save(options.storage, name, machine, entries, update=update)
-        files[f"baseline {name!r} {'updated' if update else 'stored'}"] = str(path)
+        done = "updated" if update else "stored"
+        try:
+            path = baselines.save(options.storage, name, machine, entries, update=update)
+        except (OSError, AdvisorError) as error:
+            problems.append(f"baseline {name!r} was not {done}: {error}")
+        else:
+            files[f"baseline {name!r} {done}"] = str(path)
     if options.json is not None:
         now = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-        records.write(options.json, records.Run(advisor=__version__, created=now, tests=tuple(tested)))
-        files["everything measured"] = str(options.json)
-    return files
+        try:
+            records.write(options.json, records.Run(advisor=__version__, created=now, tests=tuple(tested)))
+        except OSError as error:
+            problems.append(f"what was measured was not written: {error}")
+        else:
+            files["everything measured"] = str(options.json)
+    return files, problems

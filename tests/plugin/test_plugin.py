@@ -251,3 +251,53 @@ def test_typo(perf):
     assert len(stored.tests) == 4  # what failed enters no baseline
     assert len(json.loads((pytester.path / "out.json").read_text())["tests"]) == 5
     assert len(re.findall(r"^test_made_up\.py::\S+  step", result.stdout.str(), re.MULTILINE)) == 5
+
+
+PASSED_AND_FAILED = """
+def test_good(perf):
+    perf.measure(16)
+
+def test_past(perf):
+    perf.measure(16).assert_kernel_count(max=20)
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n2")], ids=["here", "xdist"])
+def test_a_failure_is_told_where_its_report_cannot_be_written(
+    suite: Run, pytester: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
+    (pytester.path / "reports").write_text("a file in the way")
+    result = suite(*workers, "--perf-report-dir=reports", tests=PASSED_AND_FAILED, apart=bool(workers))
+    result.assert_outcomes(passed=1, failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["*kernel count: 36 a step, at most 20 wanted", "report could not be written: *reports*"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--perf-storage=taken", "--perf-save=a"), "baseline 'a' was not stored: *taken*"),
+        (("--perf-json=taken/y.json",), "what was measured was not written: *taken*"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_below_the_failures(
+    suite: Run, pytester: pytest.Pytester, flags: tuple[str, ...], told: str
+) -> None:
+    (pytester.path / "taken").write_text("a file in the way")
+    result = suite(*flags, "--junitxml=j.xml", tests=PASSED_AND_FAILED)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*= FAILURES =*", told])
+    assert "test_past" in (pytester.path / "j.xml").read_text()
+    alone = suite(*flags, "-k", "good")
+    alone.assert_outcomes(passed=1, deselected=1)
+    assert alone.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_baseline_that_cannot_be_updated_is_told_before_anything_runs(suite: Run, pytester: pytest.Pytester) -> None:
+    (pytester.path / "perf-baselines").mkdir()
+    (pytester.path / "perf-baselines" / "main.json").write_text("<<<<<<< HEAD")
+    result = suite("--perf-compare=main", "--perf-update", tests=PASSED_AND_FAILED)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "main.json cannot be read" in result.stderr.str()
