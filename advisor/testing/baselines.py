@@ -208,14 +208,23 @@ def load(folder: Path, name: str) -> Baseline:
 def save(folder: Path, name: str, machine: Machine, tests: Mapping[str, Iterable[Entry]], *, update: bool) -> Path:
     """Write a run's measurements; with `update` tests that this run did not measure keep what was stored of them.
 
-    An update on another machine starts anew, since one file is one machine's.
+    One file is one machine's: an update on another machine has to measure every test that is in it.
+
+    Raises:
+        AdvisorError: when it has not; the file stays as it is.
     """
     path = path_of(folder, name)
     measured = {test: tuple(entries) for test, entries in tests.items()}
     kept: dict[str, tuple[Entry, ...]] = {}
     if update and path.exists():
         old = storage.load(path, Baseline)
-        kept = old.tests if old.machine.same(machine) else {}
+        kept = {test: entries for test, entries in old.tests.items() if test not in measured}
+        if kept and not old.machine.same(machine):
+            raise AdvisorError(
+                f"it is of another machine ({old.machine}), and {len(kept)} of its {len(old.tests)} tests were not measured "
+                f"here, as {next(iter(kept))}",
+                fix=f"Record all anew with --perf-save={name}.",
+            )
     now = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     baseline = Baseline(
         name=name, created=now, advisor=__version__, machine=machine, tests=dict(sorted({**kept, **measured}.items()))

@@ -216,6 +216,11 @@ def test_a_baseline_is_stored_compared_and_updated(
     elsewhere = suite("--perf-compare=main", "--perf-compare-fail=step:5%,kernels:0", "-k", "counts or fixture")
     elsewhere.assert_outcomes(passed=2, deselected=1)
     assert "times were not compared" in elsewhere.stdout.str()
+    mixed = suite("--perf-compare=main", "--perf-update", "-k", "counts or fixture")
+    mixed.assert_outcomes(passed=2, deselected=1)
+    assert mixed.ret == pytest.ExitCode.TESTS_FAILED
+    assert "1 of its 3 tests were not measured here" in mixed.stdout.str()
+    assert kernels(path) == {"test_counts": 38, "test_marked": 36, "test_fixture": 38}
 
     monkeypatch.setenv("ON_CPU", "1")
     on_cpu = suite("--perf-compare=main", "-k", "counts or fixture")

@@ -38,8 +38,13 @@ def test_an_update_keeps_what_this_run_did_not_measure(tmp_path: Path) -> None:
 
 def test_an_update_on_another_machine_mixes_nothing(tmp_path: Path) -> None:
     baselines.save(tmp_path, "main", MACHINE, {"a": [ENTRY]}, update=False)
-    baselines.save(tmp_path, "main", replace(MACHINE, host="other"), {"b": [ENTRY]}, update=True)
-    assert set(baselines.load(tmp_path, "main").tests) == {"b"}
+    other = replace(MACHINE, host="other")
+    with pytest.raises(AdvisorError, match=r"1 of its 1 tests were not measured here, as a.*--perf-save=main"):
+        baselines.save(tmp_path, "main", other, {"b": [ENTRY]}, update=True)
+    assert baselines.load(tmp_path, "main").machine == MACHINE
+    baselines.save(tmp_path, "main", other, {"a": [ENTRY], "b": [ENTRY]}, update=True)
+    assert baselines.load(tmp_path, "main").machine == other
+    assert set(baselines.load(tmp_path, "main").tests) == {"a", "b"}
 
 
 def test_the_newest_is_the_one_stored_last(tmp_path: Path) -> None:
