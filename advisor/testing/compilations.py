@@ -53,12 +53,33 @@ class Compilations:
         for entry in _metrics():
             if id(entry) in old or not getattr(entry, "co_filename", None):
                 continue
-            why = getattr(entry, "recompile_reason", None)
-            what = f"compilation of {entry.co_name}" + (f": {str(why).strip().splitlines()[0]}" if why else "")
+            why = _first_line(getattr(entry, "recompile_reason", None))
+            what = f"compilation of {entry.co_name}" + (f": {why}" if why else "")
             sites[f"{_shown(entry.co_filename)}:{entry.co_firstlineno}", what] += 1
         if not sites and self.any:
             sites["", "compilation"] = max(1, compiled_graphs() - self._graphs)
         return tuple(Site(source=s, what=w, calls=n, time_us=0) for (s, w), n in sites.items())
+
+    def given_up(self) -> tuple[Site, ...]:
+        """Functions that Dynamo has compiled as often as it will, with the last reason: they run uncompiled from then on.
+
+        The entry of the attempt that ends it names no function; those of its frame before it do.
+        """
+        old = {id(entry) for entry in self._metrics}
+        functions: dict[str, Any] = {}
+        sites = []
+        for entry in _metrics():
+            frame, _, attempt = str(getattr(entry, "compile_id", None)).partition("/")
+            if getattr(entry, "co_filename", None):
+                functions[frame] = entry
+            elif id(entry) not in old and "limit exceeded" in _first_line(getattr(entry, "fail_reason", None)):
+                name, source = "a function", ""
+                if (known := functions.get(frame)) is not None:
+                    name, source = known.co_name, f"{_shown(known.co_filename)}:{known.co_firstlineno}"
+                what = f"{name} compiled {attempt} times, then given up"
+                why = _first_line(getattr(entry, "recompile_reason", None))
+                sites.append(Site(source=source, what=f"{what}: {why}" if why else what, calls=1, time_us=0))
+        return tuple(sites)
 
 
 class CompiledRuns:
@@ -100,6 +121,10 @@ def _reasons() -> list[Any]:
 def _metrics() -> list[Any]:
     read = getattr(sys.modules.get(_UTILS), "get_compilation_metrics", None)
     return list(read()) if read is not None else []
+
+
+def _first_line(text: Any) -> str:
+    return str(text or "").strip().partition("\n")[0]
 
 
 def _shown(path: str) -> str:

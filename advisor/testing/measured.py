@@ -244,7 +244,10 @@ class Measured:
     # -- compiled code ------------------------------------------------------------------------------------------------
 
     def assert_no_recompile(self) -> None:
-        """Nothing was compiled after warm-up."""
+        """Nothing was compiled after warm-up, and nothing compiled so often since the test began that Dynamo gave it up.
+
+        What it had given up before the test runs uncompiled, and is not seen: call torch.compiler.reset() before.
+        """
         __tracebackhide__ = True
         self._hold("recompiles", {"max": 0})
 

@@ -99,7 +99,9 @@ def measure(
         reads = host_reads.watch(step) if found.type == "cpu" and not compiled else ()
     profile, beyond = _completed(profile, memory)
     profile = replace(profile, syncs=reads) if reads else profile
-    beyond = replace(beyond, recompiles=recompiled.compiled(), breaks=since.breaks(), compiled=since.any)
+    # What Dynamo has given up in the warm-up would compile anew in each step still.
+    recompiles = (*since.given_up(), *recompiled.compiled())
+    beyond = replace(beyond, recompiles=recompiles, breaks=since.breaks(), compiled=since.any)
     return Measured(profile, label=label, beyond=beyond, live=live, seconds=time.perf_counter() - began)
 
 

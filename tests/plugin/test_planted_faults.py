@@ -165,6 +165,24 @@ def test_a_recompilation_is_caught_with_its_function_and_reason() -> None:
     assert "test_planted_faults.py" in str(raised.value)
 
 
+def test_a_function_that_is_compiled_until_dynamo_gives_it_up_is_caught_after_it_has() -> None:
+    calls = 0
+
+    @torch.compile(backend="eager")
+    def tagged(x: torch.Tensor, tag: str) -> torch.Tensor:
+        return x * 2 if tag else x
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        tagged(torch.ones(3), f"batch {calls}")
+
+    with pytest.raises(AssertionError) as raised:
+        measure(step).assert_no_recompile()
+    assert f"tagged compiled {torch._dynamo.config.recompile_limit} times, then given up: " in str(raised.value)
+    assert "test_planted_faults.py" in str(raised.value)
+
+
 def test_source_lines_are_known_again_after_something_else_was_compiled() -> None:
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     with pytest.raises(AssertionError) as raised:
