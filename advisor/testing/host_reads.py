@@ -2,10 +2,12 @@
 
 A CPU waits for nobody, so a trace of it holds no waits; but the calls that would wait are the same ones. One run of the
 step is watched from both ends: calls from Python into torch by a function mode, what reaches the dispatcher by a dispatch mode.
+Compiled code would be made anew for both, so it runs uncompiled meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -41,15 +43,20 @@ _OPERATORS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
      "allclose", "is_nonzero"}
 )  # fmt: skip
-_OPTIM = os.path.join(os.path.dirname(os.path.realpath(torch.__file__)), "optim", "")
+# Torch's own code that reads tensors which live on the host: optimizers their step counters, samplers their random numbers.
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_HOSTS = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "utils", "data", ""))
 
 
-def watch(step: Callable[[], Any]) -> tuple[Site, ...]:
-    """Run the step once; where it would have waited on a GPU. Reads of torch's own optimizers are left out: their step
-    counters live on the host. Both modes are gone afterwards, also when the step raises.
+def watch(step: Callable[[], Any], *, compiled: bool = False) -> tuple[Site, ...]:
+    """Run the step once; where it would have waited on a GPU. Both modes are gone afterwards, also when the step raises.
+
+    Args:
+        compiled: compiled code runs in it.
     """
     reads = _Reads()
-    with _Dispatched(reads), _Called(reads):
+    uncompiled = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    with uncompiled, _Dispatched(reads), _Called(reads):
         step()
     return tuple(
         Site(source=source, what=what, calls=float(count), time_us=0.0) for (source, what), count in reads.found.items()
@@ -62,7 +69,7 @@ class _Reads:
         self.inside = False  # a read that is counted already
 
     def add(self, what: str) -> None:
-        if not _in_optimizer():
+        if not _on_the_host():
             self.found[sources.user_line(), what] += 1
 
 
@@ -101,12 +108,12 @@ def _masked(args: Any) -> bool:
     return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _in_optimizer() -> bool:
-    """Whether torch's own optimizer code reads, and not a closure that it has called."""
+def _on_the_host() -> bool:
+    """Whether one of `_HOSTS` reads, and not a closure or a data set that it has called."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_OPTIM):
+        if path.startswith(_HOSTS):
             return True
         if sources.kind(path) != sources.PASSED_OVER:
             return False

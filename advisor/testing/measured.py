@@ -180,7 +180,7 @@ class Measured:
     # -- host and device ----------------------------------------------------------------------------------------------
 
     def assert_host_syncs(self, *, allow: Sequence[str] = (), **bounds: Any) -> None:
-        """Waits of the host for the device; on a CPU, the reads that would wait on a GPU.
+        """Waits of the host for the device; on a CPU, the reads that would wait on a GPU, of anything but a script.
 
         Args:
             allow: texts that name waits which do not count: a part of an operator (`"aten::nonzero"`) or of a source

@@ -96,12 +96,13 @@ def measure(
         if profile.step_us is None:
             raise AdvisorError("no call of the step could be timed", expected="calls that do the same work each time")
         memory = allocations.watch(live)
-        reads = host_reads.watch(step) if found.type == "cpu" and not compiled else ()
+        watched = found.type == "cpu"
+        if watched:
+            profile = replace(profile, syncs=host_reads.watch(step, compiled=compiled))
     profile, beyond = _completed(profile, memory)
-    profile = replace(profile, syncs=reads) if reads else profile
     # What Dynamo has given up in the warm-up would compile anew in each step still.
     recompiles = (*since.given_up(), *recompiled.compiled())
-    beyond = replace(beyond, recompiles=recompiles, breaks=since.breaks(), compiled=since.any)
+    beyond = replace(beyond, recompiles=recompiles, breaks=since.breaks(), compiled=since.any, reads_watched=watched)
     return Measured(profile, label=label, beyond=beyond, live=live, seconds=time.perf_counter() - began)
 
 
@@ -137,13 +138,11 @@ def measure_script(
         # The last that was said is of the script's end where nothing was measured, else of the measuring.
         why = said[-1] if said and result.profile is None else f"it ended with exit code {result.exit_code}"
         raise AdvisorError(f"{words[0]} could not be measured: {why}")
-    return Measured(
-        result.profile, label=label, beyond=_compiled_in(result.profile), seconds=time.perf_counter() - began
-    )
+    return Measured(result.profile, label=label, beyond=_told_by(result.profile), seconds=time.perf_counter() - began)
 
 
-def _compiled_in(profile: StepProfile) -> Beyond:
-    """What a script's own process has told of Dynamo: numbers, and no lines."""
+def _told_by(profile: StepProfile) -> Beyond:
+    """What a script's own process has told: of Dynamo numbers, and no lines; of a CPU's memory only the process's own."""
     model = profile.model
     breaks = (Site(source="", what=f"{model.graph_breaks or 0:g} graph breaks a function", calls=1, time_us=0),)
     recompiles = (Site(source="", what="compilation", calls=float(model.recompiles or 0), time_us=0),)
@@ -151,6 +150,7 @@ def _compiled_in(profile: StepProfile) -> Beyond:
         breaks=breaks if model.graph_breaks else (),
         recompiles=recompiles if model.recompiles else (),
         compiled=model.graph_breaks is not None,
+        memory_basis="" if profile.environment.device == "cuda" else "resident memory of the script's process",
     )
 
 

@@ -18,8 +18,8 @@ from advisor.core.provenance import Provenance
 from advisor.reporting import breakdown
 from advisor.testing import amounts
 
-# Reads that make the host wait on a GPU, as they appear among a CPU step's operators.
 _AROUND_COPIES = ("aten::contiguous", "aten::clone", "aten::to", "aten::_to_copy")
+# Reads that would make the host wait on a GPU, as far as a CPU step's operators show them: not `.cpu()`, `.tolist()`, `.numpy()`.
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
 
 
@@ -53,7 +53,8 @@ class Beyond:
     """What the plugin's own windows saw and a StepProfile has no place for.
 
     growing: memory that a step leaves behind, by line. peak: what was held at the peak, by line. breaks and recompiles:
-    one entry each, with the line. compiled: something was compiled since the test began.
+    one entry each, with the line. compiled: something was compiled since the test began. reads_watched: a CPU step's
+    `profile.syncs` are all the reads that would wait on a GPU.
     """
 
     growing: tuple[Held, ...] = ()
@@ -62,6 +63,7 @@ class Beyond:
     recompiles: tuple[Site, ...] = ()
     compiled: bool = False
     memory_basis: str = ""
+    reads_watched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,21 +139,18 @@ def _launches(step: Step) -> Reading:
 
 def host_syncs(step: Step, allow: tuple[str, ...] = ()) -> tuple[Site, ...]:
     """Places where the host waits for the device (on a CPU: where it would on a GPU) that no text in `allow` names."""
-    profile = step.profile
-    sites = profile.syncs
-    if not sites and not step.on_gpu:
-        # Torch's own optimizers keep their step counters on the host, where reading them costs nothing.
-        sites = tuple(
-            Site(source=row.source, what=row.name, calls=row.calls, time_us=row.time_us)
-            for row in profile.kernels
-            if row.name in HOST_READS and row.phase != "optimizer"
-        )
-    return tuple(site for site in sites if not any(name in f"{site.what} {site.source}" for name in allow))
+    return tuple(site for site in step.profile.syncs if not any(name in f"{site.what} {site.source}" for name in allow))
 
 
 def _syncs(step: Step) -> Reading:
     if not step.profile.cost.traced_steps:
         return _missing("nothing was traced")
+    if not step.on_gpu and not step.beyond.reads_watched:
+        # Torch's own optimizers keep their step counters on the host, where reading them costs nothing.
+        rows = (row for row in step.profile.kernels if row.name in HOST_READS and row.phase != "optimizer")
+        shown = "".join(f"\n  {culprit.text('count')}" for culprit in grouped(rows, lambda row: row.calls))
+        told = f"; its trace shows{shown}" if shown else ""
+        return _missing(f"what a script on a CPU reads is not watched, as a callable's reads are{told}")
     reason = "" if step.on_gpu else "reads that would wait on a GPU"
     return Reading(value=sync.waits(host_syncs(step)), reason=reason)
 

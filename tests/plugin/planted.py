@@ -102,12 +102,18 @@ def compiled(device: str, fault: str = "") -> Step:
     return step
 
 
-def reading(kind: str) -> Step:
+def reading(kind: str, *, compiled: bool = False) -> Step:
     """A forward on the CPU that reads a tensor on the host."""
     values = torch.arange(4.0)
 
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    if compiled:
+        double = torch.compile(double, backend="eager")
+
     def step() -> object:
-        scaled = values * 2
+        scaled = double(values)
         if kind == "cpu":
             return scaled.cpu()  # fault: cpu
         if kind == "tolist":

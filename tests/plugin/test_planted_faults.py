@@ -135,16 +135,38 @@ def test_reads_in_a_closure_that_an_optimizer_runs_are_host_reads() -> None:
         found.assert_no_host_sync()
 
 
-def test_reads_of_compiled_steps_are_seen_without_their_line() -> None:
-    function = torch.compile(lambda x: x * 2, backend="eager")
-
-    def step() -> float:
-        return float(function(torch.ones(3)).sum())
-
-    found = measure(step, **SHORT)
-    with pytest.raises(AssertionError, match="aten::_local_scalar_dense"):
+@pytest.mark.parametrize("kind", ["cpu", "tolist", "numpy", "float", "mask"])
+def test_reads_of_compiled_steps_are_seen_at_their_line(kind: str) -> None:
+    measure(planted.reading("", compiled=True), **SHORT).assert_no_host_sync()
+    found = measure(planted.reading(kind, compiled=True), **SHORT)
+    with pytest.raises(AssertionError) as raised:
         found.assert_no_host_sync()
+    assert f"1 × {READS[kind]}  " in str(raised.value)
+    assert planted.line_of(kind) in str(raised.value)
     found.assert_no_recompile()  # measuring itself has not made Dynamo compile anew
+
+
+def test_what_a_sampler_draws_is_no_host_read_and_what_a_data_set_reads_is() -> None:
+    class Samples(torch.utils.data.Dataset[torch.Tensor]):
+        def __init__(self, reads: bool) -> None:
+            self.reads = reads
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            value = torch.ones(3)
+            if self.reads:
+                value.sum().item()
+            return value
+
+    def epoch(reads: bool) -> Measured:
+        loader = torch.utils.data.DataLoader(Samples(reads), batch_size=4, shuffle=True)
+        return measure(lambda: [batch * 2 for batch in loader], **SHORT)
+
+    epoch(reads=False).assert_no_host_sync()
+    with pytest.raises(AssertionError, match=r"8 × Tensor\.item"):
+        epoch(reads=True).assert_no_host_sync()
 
 
 def test_a_recompilation_is_caught_with_its_function_and_reason() -> None:

@@ -178,6 +178,7 @@ def test_modelled_traffic_is_refused_unless_allowed() -> None:
     [
         lambda m: m.assert_launches(max=1000),
         lambda m: m.assert_copies("h2d", max=1000),
+        lambda m: m.assert_host_syncs(max=1000),  # of a script: a callable's are watched
         lambda m: m.assert_tensor_cores(min=0),
         lambda m: m.assert_gpu_busy(min=0),
     ],

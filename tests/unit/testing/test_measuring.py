@@ -112,10 +112,10 @@ def window(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
             drivers.append(self)
 
     def told(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(*args: Any) -> Any:
+        def watch(*args: Any, **keywords: Any) -> Any:
             inside.append(name)
             try:
-                return plain(*args)
+                return plain(*args, **keywords)
             finally:
                 inside.pop()
 
