@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from advisor.core.findings import Outcome, Semantics
 from advisor.core.metrics import SPECS, MetricTable
+from advisor.ops import catalog
 from advisor.resources import rules_dir
 from advisor.rules import evaluate, load, recommend, run_cases
 from advisor.rules.cases import read_cases
@@ -158,6 +159,17 @@ def test_a_laptop_without_a_gpu_gets_what_works_there():
     for finding in findings:
         if finding.outcome is Outcome.FIRED and finding.transform:
             assert finding.gain is not None, finding.rule
+
+
+KERNELS = {family.transform for family in catalog.FAMILIES}
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.transform in KERNELS], ids=lambda rule: rule.id)
+def test_no_kernels_are_asked_for_on_a_cpu_whatever_else_is_measured(rule):
+    for case in read_cases(rule):
+        values = {name: value for name, value in case.given.items() if name != "arch"}  # a GPU's own
+        (finding,) = evaluate([rule], _table({**values, "on_gpu": False, "cupy_available": True}))
+        assert finding.outcome is not Outcome.FIRED, case.name
 
 
 H200_RESNET50 = {
