@@ -36,6 +36,10 @@ _TAG_KINDS = {
 }
 
 
+# What a terminal takes as an order: rules are shown in one. A line's end and a tab are text.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A place in a file; line and column count from 1."""
@@ -49,7 +53,7 @@ class RuleError(AdvisorError):
 
     def __init__(self, path: str, mark: Mark, found: str, *, expected: str = "", fix: str = "", line: str = "") -> None:
         self.path, self.mark = path, mark
-        visible = line.replace("\t", " ")[:160]
+        visible = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.replace("\t", " "))[:160]
         self.excerpt = f"  {visible}\n  {' ' * (mark.column - 1)}^" if visible.strip() and mark.column <= 160 else ""
         super().__init__(f"{path}:{mark.line}:{mark.column}: {found}", expected=expected, fix=fix)
 
@@ -129,7 +133,7 @@ def parse(data: bytes, name: str) -> Document:
     for number, content in enumerate(lines, 1):
         if tab := re.match(r" *\t", content):
             raise _error(name, lines, Mark(number, tab.end()), "a tab in the indentation", expected="spaces")
-        if control := re.search(r"[\x00-\x08\x0b-\x1f\x7f]", content):
+        if control := _CONTROL.search(content):
             mark = Mark(number, control.start() + 1)
             raise _error(name, lines, mark, f"control character {control.group()!r}", expected="a text file")
     return Document(name, lines, _Builder(name, lines).build(text))
@@ -190,9 +194,11 @@ class _Builder:
             raise self.fail(mark, f"the anchor &{event.anchor}", "no anchors in rules", "Write the value out.")
         if event.tag is not None:
             raise self.fail(
-                mark, f"the tag {event.tag}", "no tags in rules", "Remove it; every field has its own type."
+                mark, f"the tag {event.tag!r}", "no tags in rules", "Remove it; every field has its own type."
             )
         if isinstance(event, yaml.ScalarEvent):
+            if control := _CONTROL.search(event.value):  # written as an escape, as "\e"
+                raise self.fail(mark, f"control character {control.group()!r} in a text", "text to read")
             return Scalar(event.value, _kind(event), mark)
         if isinstance(event, yaml.SequenceStartEvent):
             items = []

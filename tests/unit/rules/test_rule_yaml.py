@@ -47,12 +47,16 @@ def test_what_yaml_takes_a_bare_word_for_is_kept_beside_the_word(word, kind):
         (b"a: !!python/object/apply:os.system ['id']\n", 1, 4, "tag"),
         (b"a: !!str 1\n", 1, 4, "tag"),
         (b"a: !include x\n", 1, 4, "tag"),
+        (b"a: !%1bc x\n", 1, 4, "the tag '!\\x1bc'"),
         (b"a: &x [1]\nb: 2\n", 1, 4, "anchor &x"),
         (b"b: *x\n", 1, 4, "alias"),
         (b"a: 1\n---\nb: 2\n", 3, 1, "second document"),
         (b"? [1]\n: 2\n", 1, 3, "as a key"),
         (b"a:\n\tb: 1\n", 2, 1, "tab"),
         (b"a: \x00\n", 1, 4, "control character"),
+        (b'a: "\\e[2J"\n', 1, 4, "control character '\\x1b' in a text"),
+        (b'a: ["x", "\\x9b2J"]\n', 1, 10, "control character '\\x9b' in a text"),
+        (b'"\\r": 1\n', 1, 1, "control character '\\r' in a text"),
         (b"\xef\xbb\xbfa: 1\n", 1, 1, "byte order mark"),
         ("a: 1\n".encode("utf-16"), 1, 1, "byte order mark"),
         (b"a: 1\nb: \xff\n", 2, 1, "UTF-8"),
@@ -121,3 +125,10 @@ def test_the_slow_parser_gives_the_same_tree_and_the_same_refusals(monkeypatch):
 def test_any_bytes_are_read_or_refused_never_worse(data):
     with suppress(RuleError):
         parse(data, "f.yaml")
+
+
+def test_an_excerpt_gives_a_terminal_no_orders():
+    with pytest.raises(RuleError) as raised:
+        parse(b"a: \x1b[2J\n", "f.yaml")
+    assert raised.value.excerpt.splitlines()[0] == "  a: \N{REPLACEMENT CHARACTER}[2J"
+    assert parse(b'a: "one\\n\\ttwo"\n', "f.yaml").root.entries[0][1].text == "one\n\ttwo"
