@@ -369,11 +369,10 @@ def _evaluate(
 ) -> Findings:
     from advisor import analysis, rules
     from advisor.analysis.predict import predict
-    from advisor.resources import rules_dir
     from advisor.transforms import registry
 
     table = analysis.metrics(measured)
-    loaded = rules.load([rules_dir(), *rules_dirs])
+    loaded = rules.load(rules_dirs, transforms=registry.TRANSFORMS)
     chosen = rules.apply_overrides(loaded, select, ignore, overrides or {})
     findings = rules.evaluate(chosen, table, measured)
     recommended = []

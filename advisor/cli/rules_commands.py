@@ -153,6 +153,7 @@ def test(paths: tuple[Path, ...], *, verbose: bool) -> int:
     from advisor.rules import load, run_cases
     from advisor.transforms.registry import TRANSFORMS
 
+    load(paths, transforms=TRANSFORMS)  # as everywhere else, beside the bundled ones
     results = run_cases(load(paths, shipped=not paths, transforms=TRANSFORMS))
     failed = [result for result in results if not result.passed]
     for result in results if verbose else failed:
@@ -177,11 +178,15 @@ def lint(paths: tuple[Path, ...]) -> int:
     from advisor.resources import rules_dir
     from advisor.rules import check
     from advisor.rules.cases import read_cases
+    from advisor.rules.catalog import rule_files
     from advisor.rules.yaml_nodes import RuleError
     from advisor.transforms.registry import TRANSFORMS
 
-    found, problems = check(paths or (rules_dir(),), transforms=TRANSFORMS)
-    faults: list[AdvisorError] = list(problems)
+    # Beside the bundled ones, whose ids are taken and whose order holds; told is what is at PATHS.
+    files = {file.resolve() for path in paths or (rules_dir(),) for file in rule_files(path)}
+    every, problems = check((rules_dir(), *paths), transforms=TRANSFORMS)
+    found = [rule for rule in every if Path(rule.path).resolve() in files]
+    faults: list[AdvisorError] = [problem for problem in problems if Path(problem.path).resolve() in files]
     for rule in found:
         try:
             read_cases(rule)

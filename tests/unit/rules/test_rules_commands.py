@@ -7,9 +7,15 @@ import subprocess
 import sys
 
 import pytest
-from rule_files import CASES, spoiled, write
+from rule_files import CASES, RULE, spoiled, write
 
+from advisor import pipeline
 from advisor.cli.main import cli
+from advisor.core import storage
+from advisor.core.environment import Environment
+from advisor.core.profile import StepProfile
+from advisor.resources import rules_dir
+from advisor.rules.yaml_nodes import RuleError
 
 
 def call(capsys, *words):
@@ -105,6 +111,35 @@ def test_lint_reads_the_cases_too(capsys, tmp_path):
     code, out, _ = call(capsys, "lint", tmp_path)
     assert code == 1
     assert "unknown metric 'workerz'" in out
+
+
+def test_rules_are_checked_beside_the_bundled_ones(capsys, tmp_path):
+    text, cases = (text.replace("slow-thing", "input-starved") for text in (RULE, CASES))
+    path = write(tmp_path, text, "input-starved.yaml", cases)
+    code, out, _ = call(capsys, "lint", tmp_path)
+    assert code == 1
+    assert out.startswith(f"{path}:1:1: the id input-starved is taken by ")
+    assert "0 sound rules, 1 fault" in out
+    code, _, err = call(capsys, "test", tmp_path)
+    assert code == 2
+    assert "the id input-starved is taken by " in err
+
+
+def test_lint_tells_of_the_rules_at_the_paths_alone(capsys, tmp_path):
+    write(tmp_path)
+    assert call(capsys, "lint", tmp_path)[:2] == (0, "1 sound rule, 0 faults\n")
+    assert call(capsys, "lint", rules_dir() / "input")[0] == 0
+
+
+def test_recommend_refuses_a_transform_that_nobody_has(tmp_path):
+    write(tmp_path / "rules", spoiled(("transform: loader_workers", "transform: loader_worker")))
+    profile = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(device="cpu"), step_kind="optimizer",
+        step_us=None, wall_us=None,
+    )  # fmt: skip
+    storage.save(tmp_path / "profile.json", profile)
+    with pytest.raises(RuleError, match="loader_worker"):
+        pipeline.recommend(tmp_path, rules_dirs=[tmp_path / "rules"])
 
 
 def test_lint_of_nothing_is_wrong_usage(capsys, tmp_path):
