@@ -44,8 +44,7 @@ class _Optimizers:
 
     def __init__(self, live: LiveStep) -> None:
         self._saved = [
-            (o, _copied(o.state), [{k: copy.copy(v) for k, v in g.items() if k != "params"} for g in o.param_groups])
-            for o in live.training.optimizers
+            (o, _copied(o.state), [_settings(group) for group in o.param_groups]) for o in live.training.optimizers
         ]
         self._scalers = [(scaler, copy.deepcopy(scaler.state_dict())) for scaler in live.training.scalers]
 
@@ -54,7 +53,11 @@ class _Optimizers:
             optimizer.state.clear()
             optimizer.state.update(_copied(state))
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+                for key, (value, was) in settings.items():
+                    group[key] = was
+                    if isinstance(value, torch.Tensor):  # stays the one that a scheduler or compiled code holds
+                        value.detach().copy_(was)
+                        group[key] = value
         for scaler, state in self._scalers:
             if state:
                 scaler.load_state_dict(state)
@@ -124,6 +127,15 @@ def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
         and one.shape == other.shape
         and bool(((one == other) | ((one != one) & (other != other))).all())
     )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a group says beside its parameters, as it stands there and as a copy."""
+    return {
+        key: (value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value))
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def _copied(state: Any) -> dict[Any, Any]:

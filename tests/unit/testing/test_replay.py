@@ -78,3 +78,19 @@ def test_what_cannot_be_compared_is_refused() -> None:
         found.assert_deterministic(runs=1)
     with pytest.raises(AdvisorError, match="no module"):
         measure(lambda: torch.ones(3).sum(), **SHORT).assert_deterministic()
+
+
+def test_a_rate_that_the_step_lowers_in_place_is_put_back() -> None:
+    training = Training()
+    rate = torch.tensor(0.1)
+    training.optimizer.param_groups[0]["lr"] = rate
+
+    def step() -> None:
+        training.step()
+        rate.mul_(0.5)
+
+    found = measure(step, **SHORT)
+    before = rate.clone()
+    found.assert_deterministic(runs=3)
+    assert training.optimizer.param_groups[0]["lr"] is rate
+    assert torch.equal(rate, before)
