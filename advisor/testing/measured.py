@@ -370,7 +370,7 @@ class Measured:
         unknown = set(bounds) - {"max", "min", "baseline", "tolerance"}
         if unknown:
             raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; known are max, min, baseline and tolerance")
-        if not {"max", "min", "baseline"} & set(bounds):
+        if all(bounds.get(bound) is None for bound in ("max", "min", "baseline")):
             raise AdvisorError(f"{quantity.title}: nothing to hold it to", fix="Give max=, min= or baseline=.")
         reading = reading or quantity.read(self._step)
         if reading.value is None:

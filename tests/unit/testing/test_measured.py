@@ -152,6 +152,8 @@ def test_every_quantity_has_a_case() -> None:
 def test_an_assertion_without_a_bound_is_an_error(method: str) -> None:
     with pytest.raises(AdvisorError, match="nothing to hold it to"):
         getattr(measured(), method)()
+    with pytest.raises(AdvisorError, match="nothing to hold it to"):
+        getattr(measured(), method)(max=None, baseline=None)
 
 
 def test_an_unknown_bound_is_an_error() -> None:
