@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,8 +214,9 @@ class Perf:
 
         paths: list[str] = []
         for found in self.measured:
-            stem = re.sub(r"[^\w.-]+", "_", f"{self._test}_{found.label}".rstrip("_")).strip("_")[-120:]
-            path = folder / f"{stem}.html"
+            name = f"{self._test}_{found.label}".rstrip("_")
+            stem = re.sub(r"[^\w.-]+", "_", name).strip("_")[-120:]
+            path = folder / f"{stem}-{zlib.crc32(name.encode()):08x}.html"  # punctuation tells tests apart too
             try:
                 storage.write_text(path, report_html(found.profile, None, None))
             except (OSError, AdvisorError) as error:

@@ -176,14 +176,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test's records go with its report."""
+    """A test's records go with its report: of its call, or of the setup that has kept it from one."""
     report = yield
-    if call.when != "call" or _perf not in item.stash:
+    if _perf not in item.stash or call.when == "teardown" or (call.when == "setup" and report.passed):
         return report
     from dataclasses import replace
 
     from advisor.core.storage import to_plain
-    from advisor.testing.records import Tested
+    from advisor.testing.records import XFAILED, Tested
 
     perf = item.stash[_perf]
     records = perf.records()
@@ -193,7 +193,8 @@ def pytest_runtest_makereport(
         records = [replace(r, report=path) for r, path in zip(records, paths, strict=False)] + records[len(paths) :]
         report.sections.append(("advisor report", "\n".join([*paths, *filter(None, [problem])])))
     if records:
-        setattr(report, REPORTED, to_plain(Tested(test=item.nodeid, outcome=report.outcome, records=tuple(records))))
+        outcome = XFAILED if report.skipped and hasattr(report, "wasxfail") else report.outcome
+        setattr(report, REPORTED, to_plain(Tested(test=item.nodeid, outcome=outcome, records=tuple(records))))
     del item.stash[_perf]  # results hold the step's modules
     return report
 

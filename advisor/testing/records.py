@@ -9,6 +9,8 @@ from advisor.core import storage
 from advisor.testing.baselines import Entry, Machine
 from advisor.testing.measured import Budget
 
+XFAILED = "xfailed"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -28,7 +30,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:
-    """Everything that one test has measured."""
+    """Everything that one test has measured. `outcome` is pytest's, or XFAILED for one that failed as it was to."""
 
     test: str
     outcome: str

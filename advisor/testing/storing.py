@@ -17,7 +17,7 @@ def write(options: Options, tested: Sequence[Tested]) -> tuple[dict[str, str], l
     wanted."""
     files: dict[str, str] = {}
     problems: list[str] = []
-    good = [test for test in tested if test.outcome != "failed"]
+    good = [test for test in tested if test.outcome not in ("failed", records.XFAILED)]
     machine = next((r.machine for test in good for r in test.records if r.machine is not None), None)
     names = {options.save: False} if options.save else {}
     if options.update and options.compare:

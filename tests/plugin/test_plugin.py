@@ -104,10 +104,9 @@ def test_failures_name_what_is_at_fault(suite: Run, pytester: pytest.Pytester) -
     assert "of its own" in text
     assert "two measurements of this test are named 'a'" in text
     assert "FAILED" in text
-    reports = sorted(path.name for path in (pytester.path / "reports").iterdir())
-    assert "test_made_up.py_test_past.html" in reports
-    assert "ResNet.layer1.0.conv1" in (pytester.path / "reports" / "test_made_up.py_test_past.html").read_text()
-    assert "report: reports/test_made_up.py_test_past.html" in text
+    (report,) = (pytester.path / "reports").glob("test_made_up.py_test_past-*.html")
+    assert "ResNet.layer1.0.conv1" in report.read_text()
+    assert f"report: reports/{report.name}" in text
     written = storage.load(pytester.path / "out.json", Written)
     outcomes = {test.test: test.outcome for test in written.tests}
     assert outcomes["test_made_up.py::test_marked"] == "failed"
@@ -306,3 +305,42 @@ def test_a_baseline_that_cannot_be_updated_is_told_before_anything_runs(suite: R
     result = suite("--perf-compare=main", "--perf-update", tests=PASSED_AND_FAILED)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "main.json cannot be read" in result.stderr.str()
+
+
+OUTCOMES = """
+import pytest
+
+@pytest.mark.parametrize("name", ["a:b", "a/b"])
+def test_past(perf, name):
+    perf.measure(16).assert_kernel_count(max=20)
+
+@pytest.mark.xfail
+def test_expected(perf):
+    perf.measure(16).assert_kernel_count(max=20)
+
+@pytest.fixture
+def held(perf):
+    perf.measure(16).assert_kernel_count(max=20)
+
+def test_in_its_setup(held):
+    pass
+
+def test_good(perf):
+    perf.measure(16)
+"""
+
+
+def test_what_fails_is_told_and_not_stored_wherever_it_fails(suite: Run, pytester: pytest.Pytester) -> None:
+    result = suite("--perf-report-dir=reports", "--perf-json=out.json", "--perf-save=main", tests=OUTCOMES)
+    result.assert_outcomes(passed=1, failed=2, xfailed=1, errors=1)
+    assert kernels(pytester.path / "perf-baselines" / "main.json") == {"test_good": 36}
+    assert (
+        len(list((pytester.path / "reports").iterdir())) == 3
+    )  # one each: of two names with other punctuation, and a setup
+    written = storage.load(pytester.path / "out.json", Written)
+    outcomes = {test.test.rpartition("::")[2]: test.outcome for test in written.tests}
+    assert outcomes["test_expected"] == "xfailed"
+    assert outcomes["test_in_its_setup"] == "failed"
+    result.stdout.fnmatch_lines(
+        ["test_made_up.py::test_in_its_setup  step*", "    kernel count: 36 of at most 20*FAILED"]
+    )
