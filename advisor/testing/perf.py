@@ -256,7 +256,14 @@ class Perf:
         problems = []
         for key, quantity in BY_KEY.items():
             reading = found.reading(key)
-            if reading.value is None or key not in entry.values or (quantity.timed and not same):
+            if key not in entry.values or (quantity.timed and not same):
+                continue
+            limit = (options.compare_fail or {}).get(key)
+            if reading.value is None:
+                if limit is not None:
+                    problems.append(
+                        f"{quantity.title} is not known: {reading.reason}; it is in baseline {stored.name!r}"
+                    )
                 continue
             if entry.provenance.get(key) != reading.provenance.value:
                 continue
@@ -266,7 +273,6 @@ class Perf:
                 lines.append(
                     f"{quantity.title}: {amounts.text(reading.value, unit)}, {amounts.text(old, unit)} in {stored.name!r}{change}"
                 )
-            limit = (options.compare_fail or {}).get(key)
             if limit is None:
                 continue
             if baselines.compared(quantity, reading.value, old, limit.amount, absolute=limit.absolute) > 0:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_profile import PROFILE, changed
 from torch import nn
 
 from advisor.core.errors import AdvisorError
+from advisor.core.profile import ProfilerCost
 from advisor.profiling import environment
+from advisor.testing import baselines
 from advisor.testing.marker import Marked
-from advisor.testing.measured import CannotJudge
-from advisor.testing.options import FAIL, SKIP, WARN, Options
+from advisor.testing.measured import CannotJudge, Measured
+from advisor.testing.options import FAIL, SKIP, WARN, Options, Threshold
 from advisor.testing.perf import Inconclusive, Perf
 
 SHORT = {"warmup": 4, "steps": 2, "detail_steps": 1}
@@ -84,6 +87,21 @@ def test_a_comparison_shows_in_the_records() -> None:
 def test_what_cannot_be_measured_is_refused(arguments: tuple[Any, ...], options: dict[str, Any], told: str) -> None:
     with pytest.raises(AdvisorError, match=told):
         perf().measure(*arguments, **options)
+
+
+def test_a_limit_on_what_is_not_known_any_more_is_no_pass(tmp_path: Path) -> None:
+    known = Measured(PROFILE)
+    baselines.save(tmp_path, "main", known.machine, {"test": [known.entry]}, update=False)
+    limits = {"syncs": Threshold(amount=0, absolute=True)}
+    options = Options(storage=tmp_path, compare="main", compare_fail=limits)
+    found = Perf("test", options, Marked(maxima={}), pytest.skip)
+    found.measured = [known]
+    found.check()
+    found.measured = [Measured(changed(cost=ProfilerCost()))]
+    with pytest.raises(
+        AssertionError, match="host synchronisations is not known: nothing was traced; it is in baseline"
+    ):
+        found.check()
 
 
 def test_a_module_with_a_batch_and_a_loss_is_measured_and_held_to_the_marker() -> None:
