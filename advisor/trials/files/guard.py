@@ -94,11 +94,17 @@ class Guard:
 
     def _keep_content(self, target: str, truncates: bool) -> None:
         try:
-            mode = os.lstat(target).st_mode
+            found = os.lstat(target)
         except FileNotFoundError:
             journal.note(self.root, action="created", path=target)
             return
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+            # Under the file's other names, which it had before the search, stays what it is. Put back it is one file with them
+            # again, but not where it lay on another file system than the run folder: there it is a copy.
+            self._keep_name(target)
+            _part(target, truncates)
+            return
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             return
         aside = journal.aside(self.root, target)
         # The note comes first: a crash in between leaves a note without a copy, which restore skips, never the reverse.
@@ -143,10 +149,7 @@ class Guard:
         with self._alone():
             if not self._lies_aside(target):
                 return  # another process was first
-            if truncates:
-                os.unlink(target)
-            else:
-                journal.copy(target, target)
+            _part(target, truncates)
 
     def _lies_aside(self, target: str) -> bool:
         try:
@@ -383,6 +386,14 @@ def _hook_of(guard: Guard) -> Callable[[str, tuple[Any, ...]], None]:
             guard._about_to(event, args)
 
     return hook
+
+
+def _part(target: str, truncates: bool) -> None:
+    """The path no longer shares its file with other names: it has a copy, or nothing where the caller writes it anew."""
+    if truncates:
+        os.unlink(target)
+    else:
+        journal.copy(target, target)
 
 
 def _below(path: object, dir_fd: int) -> object:

@@ -178,6 +178,31 @@ def test_a_script_that(name, work):
     assert tree(work) == before
 
 
+@pytest.mark.parametrize("same_disk", [True, False])
+@pytest.mark.parametrize("mode", ["a", "r+", "w"])
+def test_a_name_that_a_file_had_beside_keeps_what_it_was(work, mode, same_disk):
+    """A snapshot by hard links (`cp -al`, `rsync --link-dest`)."""
+    (work / "snapshot").mkdir()
+    os.link(work / "log.csv", work / "snapshot" / "log.csv")
+    before = tree(work)
+    run_dir, _ = run(
+        work,
+        f"""
+        def across(*places, **more):
+            raise OSError(18, "Invalid cross-device link")
+
+        if not {same_disk}:
+            os.link = os.rename = across
+        open("log.csv", {mode!r}).write("2,0.4\\n")
+        assert Path("snapshot/log.csv").read_text() == "epoch,loss\\n1,0.5\\n"
+        """,
+    )
+    assert tree(work) != before
+    assert restore.restore(run_dir) == ()
+    assert tree(work) == before
+    assert os.path.samefile(work / "log.csv", work / "snapshot" / "log.csv") is same_disk
+
+
 def test_a_process_that_is_forked_amid_it_holds_nobody_up(work):
     # A loader's worker, while another thread writes its first log line: it has the lock's descriptor for as long as it lives.
     run(
