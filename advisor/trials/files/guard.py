@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 import sys
@@ -20,7 +21,9 @@ from advisor.trials.files.journal import KEPT, SEEN
 
 # What programs name is set aside up to this much in all: beyond it they may be reading a data set.
 _PROGRAM_BYTES = 1 << 30
-_WRITE = os.O_WRONLY | os.O_RDWR
+# An open with one of these changes what is there, or makes it: without O_WRONLY too.
+_WRITE = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
+_ANEW = os.O_TRUNC | os.O_CREAT
 # Folders whose content is a cache: made again by whoever needs it, and worthless to put back.
 _CACHE_PARTS = frozenset({"__pycache__", ".cache", ".triton", ".nv", ".cupy", ".pytest_cache", ".git"})
 _CACHE_PREFIXES = ("torchinductor_", "triton_", "pymp-")
@@ -63,7 +66,9 @@ class Guard:
         """This process's guard for the run folder, from now on: its audit hook, before anything of the script has run."""
         folder = run_dir.resolve()
         if folder not in _guards:
-            _guards[folder] = cls(folder)
+            _guards[folder] = here = cls(folder)
+            os.open = here._told_of_folders(os.open)
+            os.supports_dir_fd.add(os.open)
         return _guards[folder]
 
     def begin(self) -> None:
@@ -183,6 +188,19 @@ class Guard:
         finally:
             _inside.yes = False
 
+    def _told_of_folders(self, plain: Callable[..., int]) -> Callable[..., int]:
+        """`os.open`, whose audit event has the name alone where that is relative to an open folder (`dir_fd`)."""
+
+        @functools.wraps(plain)
+        def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            if dir_fd is None or not self.active:
+                return plain(path, flags, mode, dir_fd=dir_fd)
+            self._about_to("open", (_below(path, dir_fd), None, flags))
+            with self.own_work():  # the name alone would be taken for one in the working folder
+                return plain(path, flags, mode, dir_fd=dir_fd)
+
+        return opened
+
     def _changes(self, event: str, *args: Any) -> bool:
         """Whether this is more than reading, outside of caches."""
         if event in _PROGRAMS:
@@ -288,7 +306,7 @@ class Guard:
         if not isinstance(flags, int) or not flags & _WRITE:
             return
         if isinstance(path, (str, bytes, os.PathLike)):
-            self.written_at(path, truncates=bool(flags & os.O_TRUNC))
+            self.written_at(path, truncates=flags & _ANEW == _ANEW)
 
     def _remove(self, path: object, dir_fd: int = -1) -> None:
         self.losing(_below(path, dir_fd))
@@ -304,8 +322,8 @@ class Guard:
         self.losing(source)
         self.losing(target)
 
-    def _made(self, path: object, *_rest: object) -> None:
-        target = self._absolute(path)
+    def _made(self, path: object, _mode: object = None, dir_fd: int = -1) -> None:
+        target = self._absolute(_below(path, dir_fd))
         if target is not None and not os.path.lexists(target):
             journal.note(self.root, action="made", path=target)
 

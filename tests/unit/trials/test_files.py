@@ -96,6 +96,28 @@ SCRIPTS = {
             f.write("XX")
         os.truncate("out/best.pt", 3)
     """,
+    "opens without asking to write": """
+        os.close(os.open("log.csv", os.O_RDONLY | os.O_TRUNC))
+        assert os.path.getsize("log.csv") == 0
+        os.close(os.open("notes.txt", os.O_WRONLY | os.O_TRUNC))
+        os.close(os.open("run.lock", os.O_RDONLY | os.O_CREAT))
+    """,
+    "names files relative to an open folder": """
+        folder = os.open("out", os.O_RDONLY)
+        Path("best.pt").write_text("in the working folder")
+        with os.fdopen(os.open("best.pt", os.O_WRONLY | os.O_TRUNC, dir_fd=folder), "w") as f:
+            f.write("worse")
+        assert Path("best.pt").read_text() == "in the working folder"
+        with open("new.pt", "w", opener=lambda path, flags: os.open(path, flags, dir_fd=folder)) as f:
+            f.write("new")
+        os.mkdir("made", dir_fd=folder)
+        os.symlink("best.pt", "made/link", dir_fd=folder)
+        os.link("deep/last.pt", "made/last.pt", src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename("deep/last.pt", "older.pt", src_dir_fd=folder, dst_dir_fd=folder)
+        os.rmdir("deep", dir_fd=folder)
+        assert os.open in os.supports_dir_fd
+        shutil.rmtree("empty")
+    """,
     "writes through a symbolic link": """
         open("current", "w").write("new best")
         assert open("out/best.pt").read() == "new best"
