@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,7 +25,11 @@ def root_of(run_dir: Path) -> Path:
 
 
 def note(root: Path, **entry: str) -> None:
-    """Add an entry, in one write in append mode: whole lines, also from several processes."""
+    """Add an entry, in one write in append mode: whole lines, also from several processes.
+
+    Raises:
+        OSError: when it is not there whole, as on a disk that fills: what it is about must not be touched.
+    """
     _append(root / JOURNAL, [entry])
 
 
@@ -36,7 +41,9 @@ def entries(root: Path, name: str = JOURNAL) -> list[Entry]:
         return []
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # a line cut off by a crash names nothing that was touched
+        with contextlib.suppress(
+            ValueError
+        ):  # a line cut off, by a crash or a full disk, names nothing that was touched
             entry = json.loads(line)
             if isinstance(entry, dict) and "path" in entry and "action" in entry:
                 found.append(entry)
@@ -45,7 +52,10 @@ def entries(root: Path, name: str = JOURNAL) -> list[Entry]:
 
 def close(root: Path, done: Iterable[Entry], left: Collection[Entry]) -> None:
     """`done` is history, and what it names may be touched and noted anew; `left` stays to be undone."""
-    _append(root / RESTORED, done)
+    with contextlib.suppress(
+        OSError
+    ):  # on a full disk fewer files are listed; undone again they would be the user's own
+        _append(root / RESTORED, done)
     if left:
         storage.write_text(root / JOURNAL, "".join(map(_line, left)))
         marks = {mark(root, entry["path"]) for entry in left}
@@ -93,7 +103,7 @@ def _digest(target: str) -> str:
 
 
 def _line(entry: Entry) -> str:
-    return json.dumps(entry) + "\n"
+    return "\n" + json.dumps(entry) + "\n"  # apart from one that was cut off before it
 
 
 def _append(path: Path, found: Iterable[Entry]) -> None:
@@ -102,6 +112,7 @@ def _append(path: Path, found: Iterable[Entry]) -> None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(handle, data)
+        if os.write(handle, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(handle)

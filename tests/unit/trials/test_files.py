@@ -572,6 +572,44 @@ def test_a_journal_cut_off_by_a_crash_still_restores(work):
     assert tree(work) == before
 
 
+def test_on_a_disk_that_fills_what_cannot_be_noted_is_not_touched(work):
+    """The system writes what there is room for, and raises at the next write only."""
+    before = tree(work)
+    run_dir, _ = run(
+        work,
+        """
+        write, full = os.write, [True]
+
+        def short(handle, data):
+            return write(handle, data[:40] if full else data)
+
+        os.write = short
+        for path in ("log.csv", "out/best.pt"):
+            try:
+                open(path, "w")
+            except OSError as error:
+                assert error.errno == 28, error
+            else:
+                raise AssertionError(path)
+        full.clear()
+        open("notes.txt", "w").write("there is room again")
+        open("log.csv", "w").write("there is room again")
+        """,
+    )
+    assert (work / "out/best.pt").read_text() == "the user's best weights"
+    assert restore.restore(run_dir) == ()
+    assert tree(work) == before
+
+
+def test_what_is_back_is_not_undone_again_where_the_disk_is_too_full_to_list_it(work, monkeypatch):
+    run_dir, _ = run(work, 'open("result.txt", "w").write("of the search")')
+    monkeypatch.setattr(os, "write", lambda handle, data: 0)
+    assert restore.restore(run_dir) == ()
+    (work / "result.txt").write_text("the user's own")
+    assert restore.restore(run_dir) == ()
+    assert (work / "result.txt").read_text() == "the user's own"
+
+
 def test_two_processes_one_after_the_other_start_from_the_same_files(work):
     before = tree(work)
     for _ in range(2):
