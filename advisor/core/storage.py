@@ -110,7 +110,19 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` through a temporary file in the same folder, flushed to disk, then renamed over it.
 
     What stands for the bytes of a file's name that is no UTF-8 is written as `\\udce9`, which JSON reads back as it was.
+
+    Raises:
+        AdvisorError: where it cannot be written, as on a full disk; what was at `path` is still there.
     """
+    try:
+        _write_text(path, text)
+    except OSError as error:
+        raise AdvisorError(
+            f"cannot write {path} ({error.strerror or error})", fix="Make room there, or see that you may write there."
+        ) from None
+
+
+def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -125,7 +137,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save(path: Path, value: Any) -> None:
-    """Write a dataclass tree as JSON with `schema_version` first."""
+    """Write a dataclass tree as JSON with `schema_version` first.
+
+    Raises:
+        AdvisorError: as `write_text`.
+    """
     plain = to_plain(value)
     document = {"schema_version": SCHEMA_VERSION, "type": type(value).__name__, **plain}
     write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

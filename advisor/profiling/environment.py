@@ -85,7 +85,7 @@ def probe(*, python: str = sys.executable, use_cache: bool = True, timeout_s: fl
         ) from None
     quiet = not found.shared_gpu and BUSY_NOTE not in found.notes
     if cacheable and quiet and found.rates_provenance == MEASURED:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(AdvisorError):
             storage.save(_kept_at(), found)
     return found
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.core import storage
+from advisor.core.errors import AdvisorError
 from advisor.core.profile import Quantity
 from advisor.core.provenance import Provenance
 from advisor.profiling import hostload, nvml
@@ -216,7 +217,7 @@ class Sampler:
 
     def _write(self) -> None:
         if self._path is not None:
-            with contextlib.suppress(OSError):  # a full disk must not end the run
+            with contextlib.suppress(AdvisorError):  # a full disk must not end the run
                 storage.save(self._path, self.recording())
 
 

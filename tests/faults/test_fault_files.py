@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,10 @@ from pathlib import Path
 import pytest
 
 from advisor import pipeline
+from advisor.core import storage
+from advisor.core.errors import AdvisorError
+from advisor.core.verdict import TrialLog
+from advisor.profiling.sampler import Sampler
 from advisor.trials.files.restore import restore_pending
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +160,30 @@ sys.exit(6)
     assert ended.stdout.splitlines()[0] == "trained 60", ended.stderr
     assert ended.returncode == 6
     assert "No space left" in ended.stderr
+
+
+def test_what_a_full_disk_has_no_room_for_is_named_and_what_was_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own error, of a write or a flush, names no file."""
+    before = TrialLog(script="train.py", argv=())
+    storage.save(tmp_path / "trials.json", before)
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(AdvisorError) as told:
+        storage.save(tmp_path / "trials.json", TrialLog(script="train.py", argv=("--fast",)))
+    assert str(told.value) == (
+        f"cannot write {tmp_path / 'trials.json'} (No space left on device). Make room there, or see that you may write there."
+    )
+    assert storage.load(tmp_path / "trials.json", TrialLog) == before
+    # What a run can do without does not end it.
+    samples = Sampler(path=tmp_path / "samples.json")
+    samples.start()
+    samples.stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["trials.json"]
 
 
 @pytest.mark.long

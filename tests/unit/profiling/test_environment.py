@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -149,6 +150,19 @@ def test_a_broken_cache_file_is_measured_anew(children: list[Environment], cache
     kept.write_text("{")
     assert environment.probe() == found
     assert children == []
+
+
+def test_where_the_disk_is_full_it_is_measured_each_time(
+    children: list[Environment], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = Environment(copy_gbps=20.0, rates_provenance="measured")
+    children += [found, found]
+    assert environment.probe() == environment.probe() == found
+    assert not list(cache.iterdir())
 
 
 def test_another_gpu_or_thread_count_is_another_machine(
