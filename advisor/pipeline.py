@@ -45,7 +45,7 @@ USUAL_TIME_S = 600.0  # of a search; a shorter one profiles slow steps for as mu
 # What a search cannot undo, said before it starts (trials/files says why).
 NOT_PUT_BACK = (
     "what native libraries (ITK, Arrow) write, what programs write under names that their command line does not have, "
-    "and what is sent elsewhere (uploads, databases)"
+    "permissions and times that the script sets, and what is sent elsewhere (uploads, databases)"
 )
 
 

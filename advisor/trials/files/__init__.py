@@ -13,5 +13,5 @@ somebody still searches there (owners.py).
 Python processes that the script starts are guarded as it is itself; before another program starts (a shell, `cp`, `rm`),
 what its words name is set aside (programs.py). Functions that write natively, where Python sees nothing, are wrapped in
 those packages that people write checkpoints and images with (native_writers.py). What is not covered: files written by
-other native libraries, and by programs under names that they were not given.
+other native libraries, and by programs under names that they were not given; permissions and times that the script sets.
 """

@@ -317,6 +317,8 @@ class Guard:
         if here is not None and os.path.isdir(here) and not os.path.islink(here):
             there = self._absolute(target)
             if there is not None:
+                if os.path.isdir(there):  # an empty one, which goes
+                    journal.note(self.root, action="unmade", path=there)
                 journal.note(self.root, action="moved", path=here, to=there)
             return
         self.losing(source)

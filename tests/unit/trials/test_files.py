@@ -136,6 +136,10 @@ SCRIPTS = {
         open("out.old/best.pt", "a").write("tail")
         os.rmdir("empty")
     """,
+    "renames a folder over one that is empty": """
+        os.rename("out", "empty")
+        open("empty/best.pt", "a").write("tail")
+    """,
     "renames files and goes on with them": """
         os.rename("log.csv", "older.csv")
         open("older.csv", "a").write("2,0.4\\n")
