@@ -200,14 +200,15 @@ def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
         ratio = b.step_us.median / a.step_us.median
         if comparable:
             bounds = ratio_interval(a.step_us, b.step_us)
-    # Every kind by itself: what is small in one run may not be in the other.
+    # Every kind by itself: what is small in one run may not be in the other, and what is not in a trace takes no time there.
     kinds_a, kinds_b = ({c.key: c for c in breakdown.causes(p, small_frac=0.0)} for p in (a, b))
+    absent_a, absent_b = (0.0 if p.kernels else None for p in (a, b))
     kinds = [
         Delta(
             label=(kinds_a.get(key) or kinds_b[key]).label,
             unit="us",
-            a=kinds_a[key].time_us if key in kinds_a else 0.0,
-            b=kinds_b[key].time_us if key in kinds_b else 0.0,
+            a=kinds_a[key].time_us if key in kinds_a else absent_a,
+            b=kinds_b[key].time_us if key in kinds_b else absent_b,
             comparable=comparable,
         )
         for key in dict.fromkeys([*kinds_a, *kinds_b])

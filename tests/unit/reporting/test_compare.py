@@ -99,6 +99,18 @@ def test_a_run_without_steps():
     assert comparison.regression(0.03).outcome is Regression.UNDECIDED
 
 
+def test_kinds_of_a_run_that_ended_before_its_trace_are_not_known():
+    base = samples.resnet50()
+    ended = replace(base, step_us=None, kernels=(), copies=(), syncs=(), idle=(), busy_us=0.0)
+    for comparison in (compare_profiles(base, ended), compare_profiles(ended, base)):
+        assert comparison.kinds
+        assert all((d.a is None) != (d.b is None) for d in comparison.kinds)
+        assert not any(d.change_text.endswith("%") for d in comparison.kinds)
+        rows = [line for line in compare_markdown(comparison).splitlines() if line.startswith("| convolution")]
+        assert rows
+        assert all("not known" in row for row in rows)
+
+
 def test_changes_carry_their_sign():
     comparison = compare_profiles(samples.resnet50(), samples.resnet50(scale=0.95))
     texts = {d.label: d.change_text for d in comparison.totals}
