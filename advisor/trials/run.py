@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.ops import catalog
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import ScriptCommand
-from advisor.profiling.session import Session
+from advisor.profiling.session import DISABLE_VARIABLE, Session, disabled
 from advisor.trials import planfile, records
 from advisor.trials.script import Launch, Say
 from advisor.trials.statistics import KEPT
@@ -31,7 +32,8 @@ def run_plan(
     """Train with the plan to the end; returns the script's own exit code.
 
     Another machine, torch or model: the plan's proof does not hold, so the plain script trains, and why is said. Another
-    script text alone is said too; each item is still matched against the live model.
+    script text alone is said too; each item is still matched against the live model. So is, at its end, that no step was seen to
+    apply the plan at: folds that train in processes of their own are not followed.
 
     Raises:
         AdvisorError: with `strict`, when anything has changed since the plan was proved.
@@ -69,7 +71,20 @@ def run_plan(
         model_hash=plan.hashes.model,
     )
     planfile.write(run_dir / records.PLAN_FILE, plan)
-    return launch(command, session).code
+    events: set[object] = set()
+
+    def note(event: dict[str, Any]) -> None:
+        events.add(event.get("event"))
+
+    ended = launch(command, session, on_progress=note)
+    if kept and disabled():
+        say(f"{DISABLE_VARIABLE} is set: the script has trained without the plan")
+    elif kept and not events & {"applied", "fault"}:
+        say(
+            "no training step was seen, or too few: the script has trained without what the plan changes in a model or an "
+            "optimizer (processes that it starts are followed only where they join a process group)"
+        )
+    return ended.code
 
 
 def _environment_text() -> str:

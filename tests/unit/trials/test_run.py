@@ -9,6 +9,21 @@ from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.trials import planfile, run
 
+FOLDS = """
+import os
+import torch
+
+if not os.fork():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.rand(4, 2)).sum().backward()
+        optimizer.step()
+    os._exit(0)
+os.wait()
+"""
+
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
@@ -28,11 +43,13 @@ def machine(monkeypatch, tmp_path):
     return ScriptCommand(argv=("python", str(trained)), name=str(trained)), plan
 
 
-def run_plan(command, plan, tmp_path, *, code=0, **more):
+def run_plan(command, plan, tmp_path, *, code=0, events=("applied",), **more):
     sessions, said = [], []
 
-    def launch(command, session):
+    def launch(command, session, *, on_progress):
         sessions.append(session)
+        for event in events:
+            on_progress({"event": event})
         return Exit(code=code)
 
     (tmp_path / "run").mkdir(exist_ok=True)
@@ -69,3 +86,26 @@ def test_what_changed_is_named_and_its_items_fall_back(machine, tmp_path):
     assert "script" in said[0]
     with pytest.raises(AdvisorError, match="script's text has changed"):
         run_plan(command, edited, tmp_path, strict=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_plan_that_was_never_applied_is_told(machine, tmp_path, strict, monkeypatch):
+    ended, _, said = run_plan(*machine, tmp_path, code=3, events=(), strict=strict)
+    assert ended == 3
+    assert [text for text in said if "no training step was seen" in text] == said != []
+    _, _, said = run_plan(*machine, tmp_path, events=("fault",))  # which the script's process has said itself
+    assert said == []
+    monkeypatch.setenv("ADVISOR_DISABLE", "1")
+    _, _, said = run_plan(*machine, tmp_path, events=())
+    assert said == ["ADVISOR_DISABLE is set: the script has trained without the plan"]
+
+
+def test_folds_that_train_in_processes_of_their_own_are_told(tmp_path):
+    script = tmp_path / "folds.py"
+    script.write_text(FOLDS)
+    items = (PlanItem(transform="set_to_none", status="kept"),)
+    plan = Plan(script=str(script), argv=(), created="now", items=items, hashes=PlanHashes())
+    said = []
+    command = ScriptCommand.parse((str(script),))
+    assert run.run_plan(command, tmp_path / "plan.yaml", plan, run_dir=tmp_path, say=said.append) == 0
+    assert sum("no training step was seen" in text for text in said) == 1
