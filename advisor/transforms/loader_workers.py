@@ -5,6 +5,9 @@ order. A dataset that draws random numbers draws them from its worker's generato
 augmentation is as random as before, but its numbers are others (and so are those of anything that shared the generator).
 
 Workers see the dataset as it was when they started, at the beginning of an epoch; so they persist over epochs only if asked to.
+A dataset that keeps what it has read, draws from a generator of its own, or reads through a file that is open already (since its
+`__init__`, or an item that the script has looked at) is left alone. Two of its items are to show that: arrays that are filled in place,
+caches outside of it, pipes and sockets do not.
 Loses where an item costs less than handing it over.
 """
 
@@ -21,10 +24,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
+from advisor.profiling.patches import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.loader import is_stream, probe
@@ -72,15 +75,21 @@ class LoaderWorkers(Transform):
 
         @functools.wraps(plain)
         def iterate(self: DataLoader[Any]) -> Any:
-            if torch.is_grad_enabled() and not _why_not(self, wanted, parameters):
-                raised.setdefault(self, {name: getattr(self, name) for name in _SETTINGS})
-                _raise_workers(self, wanted, parameters, training.device)
+            had = self in raised and self._iterator is None
+            if had:  # asked anew: the script may have opened a file since
+                _lower_workers(self, raised.pop(self))
+            if torch.is_grad_enabled():
+                why_not = _why_not(self, wanted, parameters)
+                if not why_not:
+                    raised[self] = {name: getattr(self, name) for name in _SETTINGS}
+                    _raise_workers(self, wanted, parameters, training.device)
+                elif had:
+                    say(f"loader_workers: {type(self.dataset).__name__} goes on as the script has it: {why_not}")
             return plain(self)
 
         def put_back() -> None:
             for loader, settings in list(raised.items()):
-                vars(loader).update(settings)
-                vars(loader).pop("_advisor_workers", None)
+                _lower_workers(loader, settings)
                 loader._iterator = None  # an epoch that is running goes on with the iterator it has
             raised.clear()
 
@@ -119,12 +128,15 @@ def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]
         return f"has {loader.num_workers} workers"
     if is_stream(loader):
         return "an IterableDataset yields everything again in each worker"
-    try:
-        item = probe(loader)
-        if item.on_device:
-            return "its items are on a device, which worker processes cannot share"
-    except Exception as error:  # the dataset is the script's own code
-        return first_line(error)
+    item = probe(loader)
+    if item.error:
+        return item.error
+    if item.on_device:
+        return "its items are on a device, which worker processes cannot share"
+    if item.shared:
+        return "it reads through a file that is open already, whose position workers would share"
+    if item.keeps:
+        return f"it keeps something from item to item, in `{item.keeps}`, which workers would lose"
     if not _forks(loader):
         try:
             pickle.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))
@@ -160,3 +172,8 @@ def _raise_workers(loader: DataLoader[Any], wanted: int, parameters: Mapping[str
         persistent_workers=loader.persistent_workers or parameters.get("persistent") == "true",
         _advisor_workers=True,
     )
+
+
+def _lower_workers(loader: DataLoader[Any], settings: Mapping[str, Any]) -> None:
+    vars(loader).update(settings)
+    vars(loader).pop("_advisor_workers", None)

@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
@@ -40,7 +39,7 @@ _SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 _WORTH_A_THREAD = 1 << 20
 _counts = {"ahead": 0, "on demand": 0}
 
-# Loader → why it cannot be looked ahead in, "" when it can: asking reads an item of its dataset.
+# Loader → why it cannot be looked ahead in, "" when it can: asking reads items of its dataset.
 _refusals: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
 
 
@@ -346,10 +345,9 @@ def _why_not(loader: DataLoader[Any]) -> str:
     sampler = _sampler_of(loader)
     if sampler is not None and not isinstance(sampler, _SAMPLERS):
         return f"{type(sampler).__name__} may keep state that a batch ahead would change"
-    try:
-        item = probe(loader, collated=True)
-    except Exception as error:  # the dataset is the script's own code
-        return first_line(error)
+    item = probe(loader, collated=True)
+    if item.error:
+        return item.error
     if item.on_device:
         return "its items are on a device already"
     if item.reused:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 import random
+import time
 import weakref
 
 import numpy
 import pytest
 import torch
 from loops import fingerprint, make_loop
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from advisor.core.profile import InputStats
-from advisor.transforms import loader_workers
+from advisor.transforms import loader, loader_workers
 from advisor.transforms.loader import probe
 from advisor.transforms.loader_workers import LoaderWorkers
 
@@ -151,3 +154,187 @@ def test_probe_counts_bytes() -> None:
     item = probe(DataLoader(TensorDataset(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))))
     assert item.bytes == 12 + 8
     assert not item.random
+
+
+SIZE, COUNT = 3000, 64  # more of them than are read ahead into a file's buffer
+
+
+class Packed(Dataset):
+    """Items lie one behind the other in a file that is opened at the first one, or at once."""
+
+    def __init__(self, path, *, at_once: bool = False) -> None:
+        self.path = path
+        self.file = open(path, "rb") if at_once else None  # noqa: SIM115
+        if at_once:
+            self.file.read(1)  # a buffer's worth
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open(self.path, "rb")  # noqa: SIM115
+        self.file.seek(index * SIZE)
+        time.sleep(0.0005)
+        return torch.tensor([index, *set(self.file.read(SIZE))])
+
+
+@pytest.fixture
+def packed(tmp_path):
+    path = tmp_path / "items.bin"
+    path.write_bytes(b"".join(bytes([index]) * SIZE for index in range(COUNT)))
+    return functools.partial(Packed, path)
+
+
+def descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_opened_at_first_use_is_opened_in_each_worker(loop, packed) -> None:
+    before, data = descriptors(), packed()
+    loader = loop.training.loaders[0] = DataLoader(data, 4)
+    match = LoaderWorkers().match(loop.training, TWO)
+    assert match.applies
+    assert data.file is None
+    assert descriptors() == before
+    undo = LoaderWorkers().apply(loop.training, TWO)
+    seen = torch.cat(list(loader))
+    assert loader.num_workers == 2
+    assert seen.tolist() == [[index, index] for index in range(COUNT)]
+    undo.run()
+
+
+def test_a_file_that_is_open_already_is_left_to_one_process_and_where_it_stood(loop, packed) -> None:
+    data = packed(at_once=True)
+    loop.training.loaders[:] = [DataLoader(Subset(data, range(COUNT)))]
+    position = os.lseek(data.file.fileno(), 0, os.SEEK_CUR)
+    assert "open already" in LoaderWorkers().match(loop.training, TWO).reason
+    assert os.lseek(data.file.fileno(), 0, os.SEEK_CUR) == position
+    data.file.close()
+
+
+def test_a_file_that_the_script_opens_between_epochs_takes_the_workers_back(loop, packed, capfd) -> None:
+    data = packed()
+    loader = loop.training.loaders[0] = DataLoader(data, 4)
+    undo = LoaderWorkers().apply(loop.training, TWO)
+    list(loader)
+    assert loader.num_workers == 2
+    assert data[5].tolist() == [5, 5]
+    assert [item[0].item() for item in torch.cat(list(loader))] == list(range(COUNT))
+    assert loader.num_workers == 0
+    assert capfd.readouterr().err.count("Packed goes on as the script has it") == 1
+    data.file.close()
+    data.file = None
+    list(loader)
+    assert loader.num_workers == 2
+    undo.run()
+
+
+class Remembering(Dataset):
+    """What it has read of each it keeps, in one way or another."""
+
+    def __init__(self, keep, **attributes) -> None:
+        self.keep = keep
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index):
+        self.keep(self, index)
+        return torch.zeros(2)
+
+
+def put(data, index) -> None:
+    data.cache[index] = data.cache.get(index, torch.ones(1)) if isinstance(data.cache, dict) else torch.ones(1)
+
+
+def put_inner(data, index) -> None:
+    data.cache["images"][index] = torch.ones(1)
+
+
+def count(data, index) -> None:
+    data.cache += 1
+
+
+def draw(data, index) -> None:
+    data.cache.random() if isinstance(data.cache, random.Random) else torch.rand(1, generator=data.cache)
+
+
+class Memoizing(Remembering):
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def cache(self, index):
+        return index
+
+
+def ask(data, index) -> None:
+    data.cache(index)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Remembering(put, cache={}),
+        Remembering(put, cache={0: torch.ones(1)}),
+        Remembering(put, cache=[None] * 4),
+        Remembering(put_inner, cache={"images": {}}),
+        Remembering(count, cache=0),
+        Remembering(draw, cache=random.Random(0)),
+        Remembering(draw, cache=torch.Generator()),
+        Memoizing(ask),
+        Subset(Remembering(put, cache={}), [2, 1]),
+        ConcatDataset([TensorDataset(torch.zeros(2)), Remembering(put, cache={})]),
+    ],
+)
+def test_what_a_dataset_keeps_is_not_left_to_workers(loop, data) -> None:
+    loop.training.loaders[:] = [DataLoader(data)]
+    assert "`cache`, which workers would lose" in LoaderWorkers().match(loop.training, TWO).reason
+
+
+def open_once(data, index) -> None:
+    data.file = data.file or open(os.devnull)  # noqa: SIM115
+
+
+def open_part(data, index) -> None:
+    if index not in data.files:
+        data.files[index] = open(os.devnull)  # noqa: SIM115
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Remembering(open_once, file=None, opened=False),
+        Remembering(open_part, files={}),
+        Remembering(lambda data, index: setattr(data, "ready", True), ready=False, names=["a", "b"], mean=float("nan")),
+    ],
+)
+def test_what_is_only_opened_or_made_ready_is_no_reason(loop, data) -> None:
+    loop.training.loaders[:] = [DataLoader(data)]
+    assert LoaderWorkers().match(loop.training, TWO).applies
+
+
+def test_an_item_that_comes_to_no_end_or_ends_its_process(loop, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(loader, "_PATIENCE_S", 0.3)
+    for end in (lambda: time.sleep(60), lambda: os._exit(3)):
+        loop.training.loaders[:] = [DataLoader(Augmenting(end))]
+        assert "came to no end" in LoaderWorkers().match(loop.training, TWO).reason
+    loop.training.loaders[:] = [DataLoader(Augmenting(lambda: os.write(1, b"said")))]
+    assert LoaderWorkers().match(loop.training, TWO).applies
+    assert "said" not in capfd.readouterr().out
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_items_are_read_once_a_loader_and_with_each_set_of_files(monkeypatch, tmp_path) -> None:
+    reads = []
+    in_a_fork = loader._in_a_fork
+    monkeypatch.setattr(loader, "_in_a_fork", lambda read: reads.append(read) or in_a_fork(read))
+    plain = make_loader()
+    assert probe(plain) == probe(plain)
+    assert len(reads) == 1
+    with open(tmp_path / "log", "w"):
+        probe(plain)
+    assert len(reads) == 1
+    with open(tmp_path / "log"):
+        probe(plain)
+    assert len(reads) == 2
