@@ -311,6 +311,11 @@ def changed_in_place(node: fx.Node) -> bool:
     return any(changes_in_place(user, one) for one in _sharing(node) for user in one.users)
 
 
+def handed_out(node: fx.Node) -> bool:
+    """Whether this node's value, or a view of it, leaves the graph, for others to write into."""
+    return any(user.op == "output" for one in _sharing(node) for user in one.users)
+
+
 def read_later(term: fx.Node, reader: fx.Node) -> bool:
     """Whether `term` can be read further down than by `reader`, which is then gone, with nothing else in the graph the wiser.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from emulation.planted import passes_with
@@ -428,16 +430,93 @@ def test_calls_are_left_alone_without_a_measurement(unmeasured: None) -> None:
     assert set(report.unmatched.values()) == {dispatch.UNMEASURED, *LEFT_ALONE.values()}
 
 
-def test_a_pooling_to_the_same_size_whose_output_is_changed_stays() -> None:
-    class Changed(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = F.adaptive_avg_pool2d(x, (4, 4))
-            return y.add_(1.0) + x
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return F.adaptive_avg_pool2d(x, (4, 4))
 
-    report, run = _capture(Changed())
-    x = nhwc(1, 8, 4, 4)
-    torch.testing.assert_close(run(x), 2 * x + 1.0)
-    assert list(report.unmatched.values()) == ["its input or output is changed in place"]
+
+def _added_to(x: torch.Tensor) -> torch.Tensor:
+    return _same(x).add_(1.0) + x
+
+
+def _added_to_as_tokens(x: torch.Tensor) -> torch.Tensor:
+    tokens = _same(x).flatten(2)
+    tokens += 1.0
+    return tokens.view_as(x) + x
+
+
+def _input_changed_as_tokens(x: torch.Tensor) -> torch.Tensor:
+    constant = x.detach() + 1.0  # which needs no gradient: of what needs one PyTorch's pooling has kept the input
+    y = _same(constant)
+    constant.flatten(2).mul_(2.0)
+    return y * x
+
+
+def _added_to_in_another_graph(x: torch.Tensor) -> torch.Tensor:
+    y = _same(x)
+    torch._dynamo.graph_break()
+    y += 1.0
+    return y + x
+
+
+def _both_given_back(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((_same(x).flatten(2), x.flatten(2)))
+
+
+def _without_gradients(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = _same(x)
+    return y * x
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    return _same(x.transpose(2, 3)).permute(0, 2, 3, 1).reshape(x.shape).mul(x)
+
+
+def _classified(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(F.linear(_same(x).flatten(1), torch.ones(4, x[0].numel())), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_added_to, "its input or output is changed in place"),
+        (_added_to_as_tokens, "its input or output is changed in place"),
+        (_input_changed_as_tokens, "its input or output is changed in place"),
+        (_added_to_in_another_graph, "its input or output leaves the graph"),
+        (_without_gradients, "it or its input runs without gradients"),
+        (_transposed, "its input has other strides"),
+        (_both_given_back, ""),
+        (_classified, ""),
+    ],
+)
+def test_a_pooling_to_the_same_size_goes_where_no_copy_is_needed(function: Callable, reason: str) -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x * 2.0)
+
+    report, run = _capture(Net())
+    found = []
+    for forward in (run, Net()):
+        x = nhwc(2, 8, 4, 4).requires_grad_()
+        y = forward(x)
+        y.square().sum().backward()
+        found.append((y, x.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert (list(report.unmatched.values()), list(report.matched.values())) == (
+        ([reason], []) if reason else ([], ["identity"])
+    )
+
+
+def test_a_pooling_that_is_given_back_is_the_callers_own() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return _same(x), x + 1.0
+
+    report, run = _capture(Net())
+    x = nhwc(2, 8, 4, 4)
+    run(x)[0].zero_()
+    assert torch.equal(x, nhwc(2, 8, 4, 4))
+    assert list(report.unmatched.values()) == ["its input or output leaves the graph"]
 
 
 def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> None:

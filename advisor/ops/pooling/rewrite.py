@@ -209,13 +209,26 @@ def _adaptive(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
 
 
 def _identity(node: fx.Node, x: fx.Node) -> tuple[str, str]:
-    """Pooling to the size that the input has (VGG at 224): the input's own values, so nothing is left to run."""
-    users = [(user, tensor) for tensor in (node, x) for user in tensor.users if user is not node]
-    if any(match.changes_in_place(user, tensor) for user, tensor in users):
+    """Pooling to the size that the input has (VGG at 224): the input's own values, so nothing is left to run.
+
+    PyTorch gives a copy of them. So both must stay as they are: not seen is only a caller that writes into what it gave the graph.
+    """
+    if match.changed_in_place(node) or match.changed_in_place(x):
         return "", "its input or output is changed in place"
+    if match.handed_out(node) or match.handed_out(x):
+        return "", "its input or output leaves the graph"
+    if not match.recorded_alike(x, node):
+        return "", "it or its input runs without gradients"
+    if _strides(node) != _strides(x):
+        return "", "its input has other strides"
     node.replace_all_uses_with(x)
     node.graph.erase_node(node)
     return "identity", ""
+
+
+def _strides(node: fx.Node) -> tuple[int, ...] | None:
+    found = match.value(node)
+    return None if found is None else found.stride()
 
 
 def _mean(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
