@@ -44,7 +44,8 @@ def cast_weights(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tens
         fell_back[reason] += 1
         return tuple(weight.to(dtype) for weight in weights)
     engaged[f"{len(weights)} weights"] += 1
-    with torch.enable_grad():  # an operation inside no_grad ignores the graph; one outside must find it
+    # An operation inside no_grad or inference mode ignores the graph; one outside must find it.
+    with torch.inference_mode(False), torch.enable_grad():
         return casts.cast(dtype, *weights)
 
 

@@ -219,6 +219,15 @@ class Watched(Net):
         return self.head(self.conv(self.stem(x)).mean((2, 3))) + shift
 
 
+class Inferred(Watched):
+    """Begins with layers in inference mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            shift = self.depthwise(self.other(x)).mean()
+        return self.head(self.conv(self.stem(x)).mean((2, 3))) + shift.clone()
+
+
 class Checkpointed(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = checkpoint(lambda y: F.relu(self.conv(y)), self.stem(x), use_reentrant=False)
@@ -243,6 +252,7 @@ class Broken(Net):
         (InFp32, 3, {}),
         (Swapped, 4, {"2 operations use it": 1}),
         (Watched, 9, {}),
+        (Inferred, 9, {}),
         (Checkpointed, 3, {}),
         (Broken, 5, {}),
     ],
