@@ -52,7 +52,7 @@ def concatenated(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
     tensors, dim = given.get("tensors"), given["dim"]
     if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, fx.Node) for t in tensors):
         return None
-    return (tuple(tensors), dim) if type(dim) is int else None
+    return (tuple(tensors), dim) if type(dim) is int and given.get("out") is None else None
 
 
 def taken_as(node: fx.Node) -> torch.dtype | None:

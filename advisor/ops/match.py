@@ -10,7 +10,7 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,7 @@ _WRITES = {
     operator.ipow,
     operator.setitem,
 }
+_MEANS = {torch.mean, "mean"}
 _GELU = {"none": ("gelu", 0.0), "tanh": ("gelu_tanh", 0.0)}
 _STRAIGHT = {F.silu: "silu", F.hardswish: "hardswish", F.relu6: "relu6"}
 
@@ -134,6 +135,30 @@ def operand(node: fx.Node) -> Any:
 def bound(node: fx.Node, parameters: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name, given the function's parameters in order and its defaults."""
     return {**defaults, **dict(zip(parameters, node.args, strict=False)), **node.kwargs}
+
+
+def operands(node: Any, functions: Container[Any]) -> tuple[Any, Any] | None:
+    """Both operands where the node calls one of these functions of two with nothing else: no `alpha`, `rounding_mode` or `out`."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method") or node.target not in functions:
+        return None
+    return (node.args[0], node.args[1]) if len(node.args) == 2 and not node.kwargs else None
+
+
+def mean(node: Any) -> tuple[fx.Node, list[int], bool] | None:
+    """What the node is the mean of, over which dimensions, from the front and in order, and whether they stay; None for any other node.
+
+    So for a mean in another dtype than its input's, or of all there is.
+    """
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method") or node.target not in _MEANS:
+        return None
+    given = bound(node, ("input", "dim", "keepdim"), {"dim": None, "keepdim": False})
+    x, dims = value(given.get("input")), given["dim"]
+    dims = (dims,) if isinstance(dims, int) else dims
+    if x is None or not x.dim() or not isinstance(dims, (tuple, list)) or not all(type(d) is int for d in dims):
+        return None
+    if any(given.get(name) is not None for name in ("dtype", "out")):
+        return None
+    return given["input"], sorted(d % x.dim() for d in dims), bool(given["keepdim"])
 
 
 _CONV2D = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -286,9 +311,10 @@ def changes_in_place(user: fx.Node, tensor: Any) -> bool:
 
 def addend(add: fx.Node, term: fx.Node, *, mixed: bool = False) -> fx.Node | None:
     """The other operand, when `add` is a plain sum of `term` and a second tensor of one shape and, unless `mixed`, dtype."""
-    if add.op not in ("call_function", "call_method") or add.target not in ADD or add.kwargs or len(add.args) != 2:
+    both = operands(add, ADD)
+    if both is None:
         return None
-    other = add.args[1] if add.args[0] is term else add.args[0]
+    other = both[1] if both[0] is term else both[0]
     if not isinstance(other, fx.Node) or other is term:
         return None
     a, b = value(term), value(other)

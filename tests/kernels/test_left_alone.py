@@ -193,6 +193,64 @@ class ChangedBeforeTheConcatenation(Base):
         return torch.cat([large, F.interpolate(branch, scale_factor=2)], 1)
 
 
+class ByHand(Base):
+    """Layer normalisation as ConvNeXt's own code has it, but for what a keyword changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(C)), nn.Parameter(torch.rand(C))
+
+    def difference(self, y: torch.Tensor) -> torch.Tensor:
+        return y - y.mean(1, keepdim=True)
+
+    def power(self, y: torch.Tensor) -> torch.Tensor:
+        return y.pow(2)
+
+    def root(self, square: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(square.mean(1, keepdim=True) + 1e-6)
+
+    def quotient(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.difference(self.a(x))
+        return y / self.root(self.power(y))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[:, None, None] * self.quotient(x) + self.bias[:, None, None]
+
+
+class LessTwiceTheMean(ByHand):
+    def difference(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.sub(y, y.mean(1, keepdim=True), alpha=2)
+
+
+class MoreThanEpsilon(ByHand):
+    def root(self, square: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(torch.add(square.mean(1, keepdim=True), 1e-6, alpha=1_000_000))
+
+
+class CubedByKeyword(ByHand):
+    def power(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.pow(y.abs(), exponent=3)
+
+
+class ConcatenatedIntoABuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2, 2 * C, 2 * C, 2 * C))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, branch = self.branches(x)
+        with torch.no_grad():
+            torch.cat([F.interpolate(y, scale_factor=2), F.interpolate(branch, scale_factor=2)], 1, out=self.kept)
+        return y + self.kept.mean()
+
+
+class MeansInAnotherDtype(Gate):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        gate = self.gate(y.mean((2, 3), dtype=torch.float64).float()).view(len(y), C, 1, 1)
+        return y * gate + y.mean((2, 3), keepdim=True, dtype=torch.float64)
+
+
 # Net → family, what is matched all the same, and what is said of the rest.
 NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
     ShortcutWrittenInto: ("batchnorm_act", {"bn+add"}, set()),
@@ -213,6 +271,11 @@ NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
     GateOfRows: ("squeeze_excite", set(), {"its gate is no factor a sample and channel"}),
     ScaledWhatHasChanged: ("squeeze_excite", set(), {"its input is changed in place elsewhere"}),
     ChangedBeforeTheConcatenation: ("upsample", {"nearest+cat"}, {"its input is changed in place elsewhere"}),
+    LessTwiceTheMean: ("layer_norm", set(), set()),
+    MoreThanEpsilon: ("layer_norm", set(), set()),
+    CubedByKeyword: ("layer_norm", set(), set()),
+    MeansInAnotherDtype: ("pooling", set(), set()),
+    ConcatenatedIntoABuffer: ("upsample", {"nearest"}, set()),
     FrozenGate: ("squeeze_excite", set(), {"a part of it runs without gradients"}),
     FrozenSqueeze: ("squeeze_excite", set(), {"a part of it runs without gradients"}),
 }
@@ -322,6 +385,7 @@ class WholeMomentum(Base):
     ("net", "family", "found"),
     [
         (Around, "batchnorm_act", {"bn+add+relu"}),
+        (ByHand, "layer_norm", {"layernorm with its permutes"}),
         (WrittenIntoTheBranch, "batchnorm_act", {"bn+add+relu"}),
         (ByStatement, "batchnorm_act", {"bn+add+relu"}),
         (ChangedBeforeTheNorm, "batchnorm_act", {"bn+relu"}),

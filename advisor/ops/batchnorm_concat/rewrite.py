@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, storage
+from advisor.ops import consumers, dispatch, match, storage
 from advisor.ops.batchnorm_act.rewrite import BatchNorm, batch_norm
 from advisor.ops.batchnorm_act.spec import ACTIVATIONS, name
 from advisor.ops.batchnorm_concat import api, spec
-
-_CAT = {torch.cat, torch.concat, torch.concatenate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +84,8 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
 
 def _is_cat(node: object) -> bool:
     """Whether the node is a concatenation of channels."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in _CAT:
-        return False
-    given = match.bound(node, ("tensors", "dim"), {"dim": 0})
-    return given["dim"] in (1, -3) and isinstance(given["tensors"], (list, tuple))
+    found = consumers.concatenated(node) if isinstance(node, fx.Node) else None
+    return found is not None and found[1] in (1, -3)
 
 
 def _features(cat: fx.Node) -> Iterator[fx.Node]:

@@ -121,9 +121,7 @@ def _activation(node: fx.Node) -> _Activation | None:
 
 def _factor(mul: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
     """What a product scales, by what, and whether that is one factor a "channel" or a "sample"."""
-    if mul.op not in ("call_function", "call_method") or mul.target not in _MUL or mul.kwargs or len(mul.args) != 2:
-        return None
-    first, second = mul.args
+    first, second = match.operands(mul, _MUL) or (None, None)
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
     result = match.value(mul)
@@ -221,9 +219,8 @@ def _scale_behind_permutes(graph: fx.Graph) -> None:
 
 def _last_factor(mul: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The image [N, H, W, C] that a product scales, and its factors [C]; nothing where it is no such product."""
-    if mul.op not in ("call_function", "call_method") or mul.target not in _MUL - _MUL_IN_PLACE or mul.kwargs:
-        return
-    for base, factor in (mul.args, mul.args[::-1]):
+    both = match.operands(mul, _MUL - _MUL_IN_PLACE)
+    for base, factor in (both, both[::-1]) if both is not None else ():
         whole, small = match.value(base), match.value(factor)
         if whole is not None and small is not None and whole.dim() == 4 and small.shape == whole.shape[-1:]:
             yield cast(fx.Node, base), cast(fx.Node, factor)

@@ -21,7 +21,12 @@ from advisor.ops.layer_norm import api, spec
 _PARAMETERS = ("input", "normalized_shape", "weight", "bias", "eps")
 _DEFAULTS = {"weight": None, "bias": None, "eps": 1e-5}
 _CALLS = (F.layer_norm, torch.layer_norm)
+_SUMS = (operator.add, torch.add, "add")
+_DIFFERENCES = (operator.sub, torch.sub, "sub")
+_PRODUCTS = (operator.mul, torch.mul, "mul")
 _QUOTIENTS = (operator.truediv, torch.div, "div")
+_POWERS = (operator.pow, torch.pow, "pow")
+_ROOTS = (torch.sqrt, "sqrt")
 _TO_NHWC, _TO_NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
@@ -55,19 +60,8 @@ def _call(node: fx.Node) -> _Norm | str:
 
 def _over_channels(node: Any) -> fx.Node | None:
     """What `mean(·, 1, keepdim=True)` is the mean of."""
-    if not isinstance(node, fx.Node) or node.target not in ("mean", torch.mean):
-        return None
-    given = match.bound(node, ("input", "dim", "keepdim"), {"keepdim": False})
-    fits = given.get("dim") in (1, (1,), [1]) and given["keepdim"] is True and "dtype" not in given
-    return given["input"] if fits and isinstance(given["input"], fx.Node) else None
-
-
-def _difference(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    if isinstance(node, fx.Node) and node.target in (operator.sub, torch.sub, "sub") and len(node.args) == 2:
-        a, b = node.args
-        if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-            return a, b
-    return None
+    found = match.mean(node)
+    return found[0] if found is not None and found[1:] == ([1], True) else None
 
 
 def _per_channel(node: Any) -> fx.Node | None:
@@ -82,40 +76,33 @@ def _per_channel(node: Any) -> fx.Node | None:
 def _scaled(node: fx.Node, functions: tuple[Any, ...]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """The only user of `node` when it combines it with `parameter[:, None, None]`: user, index and parameter."""
     user = match.only_user(node)
-    if user is None or user.target not in functions or len(user.args) != 2 or user.kwargs:
+    both = match.operands(user, functions)
+    if user is None or both is None:
         return None
-    other = user.args[1] if user.args[0] is node else user.args[0]
+    other = both[1] if both[0] is node else both[0]
     parameter = _per_channel(other)
     return (user, other, parameter) if parameter is not None and isinstance(other, fx.Node) else None
 
 
 def _by_hand(quotient: fx.Node) -> _Norm | None:
     """(x - mean) / sqrt(mean((x - mean)²) + eps) * weight[:, None, None] + bias[:, None, None], or nothing."""
-    if len(quotient.args) != 2 or quotient.kwargs:
+    over, root = match.operands(quotient, _QUOTIENTS) or (None, None)
+    x, mean = match.operands(over, _DIFFERENCES) or (None, None)
+    if not isinstance(x, fx.Node) or _over_channels(mean) is not x:
         return None
-    over, root = quotient.args
-    centred = _difference(over)
-    if centred is None or _over_channels(centred[1]) is not centred[0]:
-        return None
-    x, mean = centred
-    if not isinstance(root, fx.Node) or root.target not in (torch.sqrt, "sqrt") or len(root.args) != 1:
+    if not isinstance(root, fx.Node) or root.target not in _ROOTS or len(root.args) != 1 or root.kwargs:
         return None
     shifted = root.args[0]
-    if not isinstance(shifted, fx.Node) or shifted.target not in (operator.add, torch.add, "add"):
-        return None
-    variance, eps = shifted.args[0], shifted.args[1] if len(shifted.args) == 2 else None
+    variance, eps = match.operands(shifted, _SUMS) or (None, None)
     square = _over_channels(variance)
-    if square is None or not isinstance(eps, float):
+    centred, exponent = match.operands(square, _POWERS) or (None, None)
+    if exponent != 2 or not isinstance(eps, float) or match.operands(centred, _DIFFERENCES) != (x, mean):
         return None
-    if square.target not in ("pow", torch.pow, operator.pow) or square.args[1] != 2:
-        return None
-    if _difference(square.args[0]) != (x, mean):
-        return None
-    scaled = _scaled(quotient, (operator.mul, torch.mul, "mul"))
-    offset = _scaled(scaled[0], (operator.add, torch.add, "add")) if scaled is not None else None
+    scaled = _scaled(quotient, _PRODUCTS)
+    offset = _scaled(scaled[0], _SUMS) if scaled is not None else None
     if scaled is None or offset is None:
         return None
-    inner = (mean, square.args[0], square, variance, shifted, root, over, quotient, scaled[1], scaled[0], offset[1])
+    inner = (mean, centred, square, variance, shifted, root, over, quotient, scaled[1], scaled[0], offset[1])
     nodes = tuple(dict.fromkeys(n for n in inner if isinstance(n, fx.Node)))
     if any(user not in (*nodes, offset[0]) for n in nodes for user in n.users):
         return None  # something else uses a part of it

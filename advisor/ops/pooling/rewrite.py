@@ -43,8 +43,6 @@ _TARGETS = (
     torch.mean,
     "mean",
 )
-_MEAN_PARAMETERS = ("input", "dim", "keepdim")
-_MEAN_DEFAULTS = {"dim": None, "keepdim": False}
 
 
 def pair(value: Any) -> Pair | None:
@@ -232,16 +230,14 @@ def _strides(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _mean(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
-    method = node.op == "call_method" and node.target == "mean"
-    if not method and not (node.op == "call_function" and node.target is torch.mean):
+    found = match.mean(node)
+    if found is None:
         return None
-    bound = match.bound(node, _MEAN_PARAMETERS, _MEAN_DEFAULTS)
-    dims, x = bound["dim"], match.value(bound.get("input"))
-    if x is None or x.dim() != 4 or not isinstance(dims, (tuple, list)) or bound.get("dtype") is not None:
+    of, dims, keepdim = found
+    x = match.value(of)
+    if x is None or x.dim() != 4 or dims != [2, 3]:
         return None
-    if not all(type(d) is int for d in dims) or sorted(d % 4 for d in dims) != [2, 3]:
-        return None
-    return _put_global(node, bound["input"], compiled, keepdim=bool(bound["keepdim"]))
+    return _put_global(node, of, compiled, keepdim=keepdim)
 
 
 def _put_global(node: fx.Node, x: fx.Node, compiled: bool, *, keepdim: bool) -> tuple[str, str]:

@@ -108,13 +108,10 @@ def _pooled(node: fx.Node) -> fx.Node | None:
     elif (pooling := avg_pool_window(node)) is not None and not isinstance(pooling, str):
         x, window, _, divisor = pooling
         found = x if divisor is None and is_whole(window, x) else None
-    elif node.target in ("mean", torch.mean):
-        given = match.bound(node, ("input", "dim", "keepdim"), {})
-        whole, dims = match.value(given.get("input")), given.get("dim")
-        dims = (dims,) if isinstance(dims, int) else dims
-        if whole is not None and isinstance(dims, (tuple, list)) and "dtype" not in given:
-            pixels = {4: [2, 3], 3: [2]}.get(whole.dim())
-            found = given["input"] if sorted(int(d) % whole.dim() for d in dims) == pixels else None
+    elif (taken := match.mean(node)) is not None:
+        whole = match.value(taken[0])
+        pixels = {4: [2, 3], 3: [2]}.get(0 if whole is None else whole.dim())
+        found = taken[0] if taken[1] == pixels else None
     return found if isinstance(found, fx.Node) else None
 
 
@@ -128,9 +125,8 @@ def _in_one_dimension(node: fx.Node, x: fx.Node) -> bool:
 
 def _block(product: fx.Node) -> _Block | str | None:
     """The squeeze-and-excite that ends in this product; why one that is there is left alone; None where there is none."""
-    if len(product.args) != 2 or product.kwargs:
-        return None
-    for x, scale in (product.args, product.args[::-1]):
+    both = match.operands(product, _PRODUCT)
+    for x, scale in (both, both[::-1]) if both is not None else ():
         if isinstance(x, fx.Node) and isinstance(scale, fx.Node) and x is not scale:
             found = _behind(product, x, scale)
             if found is not None:
@@ -229,7 +225,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     """
     graph = graph_module.graph
     # Places are named before any of them is rewritten: a name says whether its module makes the call more than once.
-    products = [node for node in graph.nodes if node.op in ("call_function", "call_method") and node.target in _PRODUCT]
+    products = [node for node in graph.nodes if match.operands(node, _PRODUCT) is not None]
     for node, path in [(node, match.path(node)) for node in products]:
         block = _block(node)
         if block is None:
