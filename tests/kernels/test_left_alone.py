@@ -209,12 +209,13 @@ class ByHand(Base):
     def root(self, square: torch.Tensor) -> torch.Tensor:
         return torch.sqrt(square.mean(1, keepdim=True) + 1e-6)
 
-    def quotient(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.difference(self.a(x))
-        return y / self.root(self.power(y))
+    def normalised(self, y: torch.Tensor) -> torch.Tensor:
+        y = self.difference(y)
+        y = y / self.root(self.power(y))
+        return self.weight[:, None, None] * y + self.bias[:, None, None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight[:, None, None] * self.quotient(x) + self.bias[:, None, None]
+        return self.normalised(self.a(x))
 
 
 class LessTwiceTheMean(ByHand):
@@ -230,6 +231,48 @@ class MoreThanEpsilon(ByHand):
 class CubedByKeyword(ByHand):
     def power(self, y: torch.Tensor) -> torch.Tensor:
         return torch.pow(y.abs(), exponent=3)
+
+
+class InstanceNorm(Base):
+    """Of a channels_last input PyTorch's norm keeps a copy for its backward, so that it may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(C, affine=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).contiguous(memory_format=torch.channels_last) * 1.0
+        z = self.norm(y)
+        self.change(y)
+        return z + y
+
+    def change(self, y: torch.Tensor) -> None:
+        y[:, 8:].zero_()
+
+
+class InstanceNormWhoseInputIsSeen(InstanceNorm):
+    def change(self, y: torch.Tensor) -> None:
+        torch._dynamo.graph_break()
+        y.flatten(2).mul_(2.0)
+
+
+class ByHandOfWhatChanges(ByHand):
+    """The plain backward reads the difference alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = self.normalised(y)
+        self.change(y)
+        return z + y
+
+    def change(self, y: torch.Tensor) -> None:
+        y[:, 8:].zero_()
+
+
+class ByHandOfWhatIsSeen(ByHandOfWhatChanges):
+    def change(self, y: torch.Tensor) -> None:
+        torch._dynamo.graph_break()
+        y.flatten(2).mul_(2.0)
 
 
 class ConcatenatedIntoABuffer(Base):
@@ -274,6 +317,10 @@ NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
     LessTwiceTheMean: ("layer_norm", set(), set()),
     MoreThanEpsilon: ("layer_norm", set(), set()),
     CubedByKeyword: ("layer_norm", set(), set()),
+    InstanceNorm: ("group_norm", set(), {"its input is changed in place elsewhere"}),
+    InstanceNormWhoseInputIsSeen: ("group_norm", set(), {"its input leaves the graph"}),
+    ByHandOfWhatChanges: ("layer_norm", set(), {"its input is changed in place elsewhere"}),
+    ByHandOfWhatIsSeen: ("layer_norm", set(), {"its input leaves the graph"}),
     MeansInAnotherDtype: ("pooling", set(), set()),
     ConcatenatedIntoABuffer: ("upsample", {"nearest"}, set()),
     FrozenGate: ("squeeze_excite", set(), {"a part of it runs without gradients"}),

@@ -69,8 +69,11 @@ def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
     x, result = match.value(norm.x), consumers.taken_as(norm.nodes[-1])
     if x is None or result is None:
         return "its input is not known"
-    if any(match.changes_in_place(user, norm.x) for user in norm.x.users if user not in norm.nodes):
+    # The kernels' backward reads the input, of which PyTorch's keeps a copy where channels are last.
+    if not match.read_later(norm.x, norm.nodes[0]):
         return "its input is changed in place elsewhere"
+    if match.handed_out(norm.x):
+        return "its input leaves the graph"
     dtypes = {"dtype": match.dtype_name(x), "result": storage.name(result)}
     parameters = [match.value(p) for p in (norm.weight, norm.bias) if p is not None]
     reason = spec.unsupported(

@@ -40,6 +40,7 @@ class _Norm:
     bias: Any
     eps: float
     dim: int
+    by_hand: bool = False
 
 
 def _call(node: fx.Node) -> _Norm | str:
@@ -108,7 +109,7 @@ def _by_hand(quotient: fx.Node) -> _Norm | None:
         return None  # something else uses a part of it
     if not match.recorded_alike(*nodes, offset[0]):
         return None
-    return _Norm((*nodes, offset[0]), x, scaled[2], offset[2], eps, 1)
+    return _Norm((*nodes, offset[0]), x, scaled[2], offset[2], eps, 1, by_hand=True)
 
 
 def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
@@ -120,8 +121,10 @@ def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
         return f"{x.dim()}-D input"
     if not isinstance(x.shape[norm.dim], int):
         return "channel count is dynamic"
-    if any(match.changes_in_place(user, norm.x) for user in norm.x.users if user not in norm.nodes):
+    if not match.read_later(norm.x, norm.nodes[0]):
         return "its input is changed in place elsewhere"
+    if norm.by_hand and match.handed_out(norm.x):  # the backward reads it, and PyTorch's only the difference
+        return "its input leaves the graph"
     parameters = [match.value(p) for p in (norm.weight, norm.bias) if p is not None]
     reason = spec.unsupported(
         rows=1,
