@@ -136,6 +136,30 @@ class Dense(nn.Module):
         return torch.cat(features, 1)
 
 
+class DenseOfWhatChanges(Dense):
+    """The second concatenation has another first feature map than the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.convs[0](x)
+        second = self.convs[1](self.norms[0](torch.cat([first], 1)))
+        first.flatten(2).mul_(2.0)
+        return self.convs[2](self.norms[1](torch.cat([first, second], 1)))
+
+
+class FrozenNormWhoseInputChanges(Base):
+    """Nothing needs the norm's input for a backward, so it may change before the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.repeat(1, 8, 1, 1)[:, :C].contiguous()
+        z = self.norm(y)
+        y.flatten(2).mul_(2.0)
+        return F.relu(z + self.a(x)) + y
+
+
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -321,6 +345,8 @@ NETS: dict[type[nn.Module], tuple[str, set[str], set[str]]] = {
     InstanceNormWhoseInputIsSeen: ("group_norm", set(), {"its input leaves the graph"}),
     ByHandOfWhatChanges: ("layer_norm", set(), {"its input is changed in place elsewhere"}),
     ByHandOfWhatIsSeen: ("layer_norm", set(), {"its input leaves the graph"}),
+    DenseOfWhatChanges: ("batchnorm_concat", set(), {"a feature map is changed in place"}),
+    FrozenNormWhoseInputChanges: ("batchnorm_act", set(), {"its input is changed in place elsewhere"}),
     MeansInAnotherDtype: ("pooling", set(), set()),
     ConcatenatedIntoABuffer: ("upsample", {"nearest"}, set()),
     FrozenGate: ("squeeze_excite", set(), {"a part of it runs without gradients"}),

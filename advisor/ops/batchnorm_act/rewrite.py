@@ -104,7 +104,7 @@ def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
     joined = spec.joined(x.shape[1], dtype) > 1
     if joined and not (joins and training):
         return f"{x.shape[1]} channels are no multiple of {storage.vector_width(dtype)}"
-    if any(match.changes_in_place(user, bound["input"]) for user in bound["input"].users if user is not node):
+    if not match.read_later(bound["input"], node):
         return "its input is changed in place elsewhere"
     return BatchNorm(
         node,

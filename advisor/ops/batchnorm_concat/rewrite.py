@@ -109,7 +109,7 @@ def _unsuitable(features: tuple[fx.Node, ...]) -> str:
     for value in known:
         if value.shape[1] % width:
             return f"a feature map of {value.shape[1]} channels, no multiple of {width}"
-    if any(match.changes_in_place(user, feature) for feature in features for user in feature.users):
+    if any(match.changed_in_place(feature) and not match.read_later(feature, feature) for feature in features):
         return "a feature map is changed in place"
     return ""
 
