@@ -25,14 +25,13 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack
+from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
 from advisor.transforms.replay import hooked, replay
 from advisor.transforms.targets import targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # Convolution → calls without its bias since `apply`.
 _calls: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
@@ -227,7 +226,7 @@ def _conv_refuses(conv: Any) -> str:
         return "its parameters are computed (parametrization)"
     if conv in _calls:
         return "its bias is left out already"
-    if any(getattr(conv, hooks) for hooks in _HOOKS):
+    if any(hooks_of(conv)):
         return "a hook sees its output"
     if conv.bias._backward_hooks:
         return "a hook sees its bias's gradient"

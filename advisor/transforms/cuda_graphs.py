@@ -39,7 +39,7 @@ from advisor.transforms import direct_gradients, tf32
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.beside import WeightGradientsBeside
 from advisor.transforms.direct_gradients import ParameterGradients
-from advisor.transforms.forward import GRAPH, ForwardStack, KeptLayers
+from advisor.transforms.forward import GRAPH, ForwardStack, KeptLayers, hooks_of
 from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.targets import targets
 
@@ -136,7 +136,7 @@ class _Layout:
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
         held: list[Mapping[Any, Any]] = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
-        held += [hooks for m in modules[1:] for hooks in _hooks(m)]
+        held += [hooks for m in modules[1:] for hooks in hooks_of(m)]
         self._views = [d.values() for d in held]  # which follow what becomes of the dictionaries
         self._held = list(chain.from_iterable(self._views))
         self._attributes = list(map(vars, modules))
@@ -180,11 +180,6 @@ class _Layout:
 
 # What `torch.nn.Module` itself keeps, but for whether it trains.
 _OF_EVERY_MODULE = vars(torch.nn.Module()).keys() - {"training"}
-
-
-def _hooks(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """Those that a replay would not run."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _copied(values: Any) -> Any:
@@ -535,7 +530,7 @@ def _unfit(module: torch.nn.Module) -> str:
     if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         return f"{type(module).__name__} does work of its own around the forward"
     for path, child in module.named_modules():
-        if path and any(_hooks(child)):
+        if path and any(hooks_of(child)):
             return f"{path} has hooks, which a replay would not run"
     if not any(p.requires_grad for p in module.parameters()):
         return "no parameter needs a gradient"

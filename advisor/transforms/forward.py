@@ -20,6 +20,12 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 
+
+def hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """What a call of the module runs besides its forward, and its backward: hooks by the numbers of their handles."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
 Layer = Callable[[Callable[..., Any], torch.nn.Module], Callable[..., Any]]
 """`wrap(inner, module)` returns the callable that stands for `inner`; called once for each different `inner`."""
 

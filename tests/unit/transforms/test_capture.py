@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
+from advisor.ops import match
 from advisor.profiling import attach
 from advisor.profiling.session import Session
 from advisor.profiling.training import RootModule, StepEvent, Training
@@ -213,3 +218,107 @@ def test_the_recompile_limit_is_raised_while_anything_is_captured(first: int, mo
         assert torch._dynamo.config.recompile_limit == raised
         undos[1 - first].run()
         assert torch._dynamo.config.recompile_limit == 8
+
+
+def hooked(layer: nn.Module, kind: str) -> tuple[list[str], RemovableHandle]:
+    """What a hook of this kind has seen, which doubles what it can."""
+    seen: list[str] = []
+
+    def double(value: Any) -> Any:
+        seen.append(kind)
+        return tuple(t * 2 for t in value) if isinstance(value, tuple) else value * 2
+
+    registered: dict[str, Callable[[], RemovableHandle]] = {
+        "forward": lambda: layer.register_forward_hook(lambda module, x, y: double(y)),
+        "forward, with keywords": lambda: layer.register_forward_hook(
+            lambda module, x, keywords, y: double(y), with_kwargs=True, always_call=True
+        ),
+        "before": lambda: layer.register_forward_pre_hook(lambda module, x: double(x)),
+        "backward": lambda: layer.register_full_backward_hook(lambda module, dx, dy: double(dx)),
+        "before backward": lambda: layer.register_full_backward_pre_hook(lambda module, dy: double(dy)),
+        "everywhere": lambda: register_module_forward_hook(lambda module, x, y: double(y) if module is layer else None),
+    }
+    return seen, registered[kind]()
+
+
+def gradients(net: nn.Module) -> list[torch.Tensor]:
+    net.zero_grad()
+    net(torch.linspace(-1.0, 1.0, 4 * 3 * 8 * 8).view(4, 3, 8, 8)).square().sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+def as_plain(net: nn.Module, plain: nn.Module) -> None:
+    for ours, theirs in zip(gradients(net), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+KINDS = ["forward", "forward, with keywords", "before", "backward", "before backward", "everywhere"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_that_come_after_the_capture_run_and_go_again(kind: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net()
+    plain = copy.deepcopy(net)
+    undo = capture.set_family([net], "batchnorm_act")
+    as_plain(net, plain)
+    hooks = [hooked(n.bn, kind) for n in (net, plain)]
+    as_plain(net, plain)
+    as_plain(net, plain)
+    assert [len(seen) for seen, _ in hooks] == [2, 2]
+    for _, hook in hooks:
+        hook.remove()
+    as_plain(net, plain)
+    assert [len(seen) for seen, _ in hooks] == [2, 2]
+    assert counters["stats"]["unique_graphs"] == 1  # the first serves again
+    undo.run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_hook_that_removes_itself_the_forward_is_captured_anew(kind: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net()
+    plain = copy.deepcopy(net)
+    undo = capture.set_family([net], "pooling")
+    hooks = [hooked(n.bn, kind) for n in (net, plain)]
+    as_plain(net, plain)
+    graphs = counters["stats"]["unique_graphs"]
+    for _, hook in hooks:
+        hook.remove()
+    for _ in range(3):
+        as_plain(net, plain)
+    assert [len(seen) for seen, _ in hooks] == [1, 1]
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+    undo.run()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_hooks_of_a_layer_that_came_later_run(first: bool) -> None:
+    """`first`: it has one when it is captured."""
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net()
+    undo = capture.set_family([net], "pooling")
+    stepped(net)
+    net.fc = nn.Linear(8, 5)
+    seen = [hooked(net.fc, "forward")[0]] if first else []
+    stepped(net)
+    assert counters["stats"]["unique_graphs"] == 2
+    seen.append(hooked(net.fc, "forward")[0])
+    stepped(net)
+    assert [len(calls) for calls in seen] == ([2, 1] if first else [1])
+    undo.run()
+
+
+def test_hooks_run_where_inductor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match, "backend", lambda reports, *, mode: lambda graph, inputs: graph.forward)
+    torch._dynamo.reset()
+    net = Net()
+    undo = capture.set_mode([net], "default")
+    stepped(net)
+    seen, _ = hooked(net.bn, "forward")
+    stepped(net)
+    assert seen
+    undo.run()
