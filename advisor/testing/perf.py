@@ -219,7 +219,7 @@ class Perf:
             path = folder / f"{stem}-{zlib.crc32(name.encode()):08x}.html"  # punctuation tells tests apart too
             try:
                 storage.write_text(path, report_html(found.profile, None, None))
-            except (OSError, AdvisorError) as error:
+            except AdvisorError as error:
                 return paths, f"report could not be written: {error}"
             paths.append(str(path))
         return paths, ""

@@ -33,7 +33,7 @@ def write(options: Options, tested: Sequence[Tested]) -> tuple[dict[str, str], l
         done = "updated" if update else "stored"
         try:
             path = baselines.save(options.storage, name, machine, entries, update=update)
-        except (OSError, AdvisorError) as error:
+        except AdvisorError as error:
             problems.append(f"baseline {name!r} was not {done}: {error}")
         else:
             files[f"baseline {name!r} {done}"] = str(path)
