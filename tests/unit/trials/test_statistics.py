@@ -218,6 +218,22 @@ def test_process_speedup_widens_when_processes_disagree():
     assert st.process_speedup([[1.0]], [[1.0]]) is None
 
 
+def test_two_processes_that_are_apart_are_told_as_little_as_two_tell():
+    """The arms are the same; 10 % of intervals that count only blocks miss it. As good as where processes hardly differ."""
+    r = random.Random(0)
+
+    def runs(between):
+        levels = [r.gauss(0, between) for _ in range(2)]
+        return [[100 * math.exp(level + r.gauss(0, 0.002)) for _ in range(30)] for level in levels]
+
+    missed = sum(
+        not low <= 1.0 <= high for low, _, high in (st.process_speedup(runs(0.01), runs(0.01)) for _ in range(400))
+    )
+    assert missed <= 16
+    found = [st.process_speedup(runs(0.0003), [[0.98 * s for s in run] for run in runs(0.0003)]) for _ in range(200)]
+    assert sum(low > 1.0 for low, _, _ in found) >= 198
+
+
 def test_bursts_are_told_from_stragglers():
     assert st.bursty([1.0, 24.0] * 10)
     assert st.bursty(([1.0] * 7 + [40.0]) * 4)  # eight workers
