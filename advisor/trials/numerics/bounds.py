@@ -29,7 +29,7 @@ NOISE_FACTOR = 4.0
 # One more draw of a model's random layers may be this many times as far from the plain step's draw as the farthest of its others.
 DRAW_FACTOR = 2.0
 # Never accepted, however noisy the step: an error as large as the signal. (A missing update has a relative error of 1.)
-_CEILING = 0.9
+CEILING = 0.9
 # Unless the plain step itself is chaotic there: where rounding its weights and inputs once to the compute dtype already moves a
 # group by a quarter of its size (first layers of a deep net just begun, seen on ResNet-50 in bf16: 0.25 of itself for one
 # rounding, 1.2 for a rounding in every layer), its direction tells nothing and only its size is judged; the other groups and
@@ -88,10 +88,10 @@ def _bound(group: str, target_class: str, noise: list[Distance]) -> float:
     # A running statistic that has converged on the batch it sees (fake data: the same one each step) is moved by rounding alone: its
     # update may be any number of times as large as that of the plain step, and only the noise, measured beside it, bounds it.
     # bf16 of an EfficientNet, a DenseNet and a RegNet was refused on an H200 for updates 1.6 to 2.3 times their size off.
-    chaotic = target_class in ROUNDED and noisy >= _CEILING and not group.startswith("output")
+    chaotic = target_class in ROUNDED and noisy >= CEILING and not group.startswith("output")
     if chaotic:
         return max(_CHAOTIC_CEILING, noisy if group.startswith("buffer") else _CHAOTIC_FACTOR * farthest)
-    return min(_CEILING, max(static, noisy))
+    return min(CEILING, max(static, noisy))
 
 
 def worst_ratio(found: Distance, noise: list[Distance], target_class: str) -> tuple[float, str, float]:
@@ -107,7 +107,7 @@ def worst_ratio(found: Distance, noise: list[Distance], target_class: str) -> tu
         ("the gradient's scale", abs(found.scale - 1.0), [abs(d.scale - 1.0) for d in noise]),
     ):
         # As for single groups: where one rounding already turns the gradient, roundings in every layer may turn it further.
-        ceiling = _CEILING if target_class in ROUNDED else 0.5
+        ceiling = CEILING if target_class in ROUNDED else 0.5
         rows.append((value / min(ceiling, max(0.5 * static, NOISE_FACTOR * max(of_noise, default=0.0))), what, value))
     return max(rows)
 

@@ -59,8 +59,8 @@ def distance(found: Result, base: Result) -> Distance:
         apart.broken = "other tensors have gradients"
         return apart
     gradients = [g for g in base.groups if g.startswith("gradient") and not g.startswith("gradient of input")]
-    rows = iter(_rows([t for ts in found.groups.values() for t in ts], [t for ts in base.groups.values() for t in ts]))
-    table = {group: _added([next(rows) for _ in base.groups[group]]) for group in base.groups}
+    every = iter(rows([t for ts in found.groups.values() for t in ts], [t for ts in base.groups.values() for t in ts]))
+    table = {group: _added([next(every) for _ in base.groups[group]]) for group in base.groups}
     count = sum(t.numel() for g in gradients for t in base.groups[g])
     energy = sum(table[g][1] for g in gradients)
     for group, (squares, reference, _, own_squares, worst, broken) in table.items():
@@ -83,11 +83,6 @@ def distance(found: Result, base: Result) -> Distance:
     return apart
 
 
-def sums(found: list[torch.Tensor], base: list[torch.Tensor]) -> Row:
-    """Of one group."""
-    return _added(_rows(found, base))
-
-
 def _added(rows: Sequence[Row]) -> Row:
     if not rows:
         return (0.0,) * 6
@@ -95,13 +90,13 @@ def _added(rows: Sequence[Row]) -> Row:
     return math.fsum(squares), math.fsum(reference), math.fsum(product), math.fsum(own), max(worst), math.fsum(broken)
 
 
-def _rows(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[Row]:
+def rows(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[Row]:
     """One row a tensor. Many at once: a deep net has hundreds, and each sum of each would be a launch of its own."""
-    rows: list[Row] = [(0.0,) * 6] * len(base)
+    result: list[Row] = [(0.0,) * 6] * len(base)
     for i, tensor in enumerate(base):
         if tensor.numel() and not tensor.is_floating_point():
             unequal = float((found[i] != tensor).double().mean()) * tensor.numel()
-            rows[i] = (unequal, float(tensor.numel()), 0.0, 0.0, 0.0, 0.0)
+            result[i] = (unequal, float(tensor.numel()), 0.0, 0.0, 0.0, 0.0)
     for wide, chosen in _batches(base):
         a, b = ([tensors[i].to(wide) for i in chosen] for tensors in (found, base))
         try:
@@ -109,8 +104,8 @@ def _rows(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[R
         except RuntimeError:  # no room for it, or no such operation on this device
             several = None
         for i, row in zip(chosen, several or map(_one, a, b), strict=True):
-            rows[i] = row
-    return rows
+            result[i] = row
+    return result
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.dtype, list[int]]]:

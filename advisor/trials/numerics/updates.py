@@ -1,4 +1,4 @@
-"""One update of the optimizer with a change on and off, from the same state."""
+"""Two updates of the optimizer with a change on and off, from the same state: what they do to parameters, and to that state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.trials.numerics.distance import sums
+from advisor.trials.numerics.bounds import CEILING, joined
+from advisor.trials.numerics.distance import rows
+
+UPDATE = "update"
+# A parameter's own update, or state, is judged by itself unless it moves less than this share of the optimizer's mean.
+_FLOOR = 1e-3
+
+# What moves (`UPDATE`, or the state's name), by the parameter whose it is.
+Moves = dict[str, dict[torch.Tensor, torch.Tensor]]
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -29,40 +37,73 @@ def compare_update(
     semantics: Semantics,
     user_hooks: dict[Any, Any],
 ) -> Check:
-    """One optimizer step from the same state with the change on (as it is now) and off; leaves it on."""
+    """Two optimizer steps from the same state with the change on (as it is now) and off; leaves it on."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
         return Check(
             passed=None, detail="the optimizer's gradients are gone at the boundary: its update was not compared"
         )
     try:
-        changed = _update(optimizer, parameters, user_hooks)
+        changed = _moves(optimizer, parameters, user_hooks)
     finally:
         off()
     try:
-        plain = _update(optimizer, parameters, user_hooks)
+        plain = _moves(optimizer, parameters, user_hooks)
     finally:
         on()
-    found = sums(changed, plain)
-    if found[5]:
-        return Check(
-            passed=False, detail="the optimizer's update has NaN or infinite values", numbers={"of_bound": math.inf}
+    name = type(optimizer).__name__
+    checks = []
+    for what, moves in plain.items():
+        # A state that only one of the two keeps is its own business: what it is for shows in the second update.
+        owners = [p for p, move in moves.items() if p in changed.get(what, {}) and changed[what][p].shape == move.shape]
+        values = [
+            p.detach() if what == UPDATE else optimizer.state.get(p, {}).get(what, torch.zeros(())) for p in owners
+        ]
+        checks += _judged(
+            f"{name}: {what}", [changed[what][p] for p in owners], [moves[p] for p in owners], values, semantics
         )
-    error = math.sqrt(found[0] / found[1]) if found[1] else (0.0 if found[0] == 0 else math.inf)
-    # The difference p' − p of fp32 parameters keeps few bits of a small update; that rounding is no fault of either.
-    size = math.sqrt(sum(float((p.detach().float() ** 2).sum()) for p in parameters))
-    rounding = 2.0**-23 * size / math.sqrt(found[1]) if found[1] else 0.0
-    bound = rounding if semantics is Semantics.EXACT else max(1e-3, 4.0 * rounding)
+    return joined(checks)
+
+
+def _judged(
+    what: str,
+    changed: list[torch.Tensor],
+    plain: list[torch.Tensor],
+    values: list[torch.Tensor],
+    semantics: Semantics,
+) -> list[Check]:
+    """How far what moved is off, of all parameters and of each by itself; `values` are what it moved from."""
+    found = rows([move.to(base.device) for move, base in zip(changed, plain, strict=True)], plain)
+    if any(row[5] for row in found):
+        return [Check(passed=False, detail=f"{what} has NaN or infinite values", numbers={"of_bound": math.inf})]
+    off, moved = ([math.sqrt(row[column]) for row in found] for column in (0, 1))
+    # The difference p' − p keeps few bits of a small update; that rounding is no fault of either.
+    sizes = [math.sqrt(row[1]) + size for row, size in zip(rows(values, values), moved, strict=True)]
+    rounding = [torch.finfo(move.dtype).eps * size for move, size in zip(plain, sizes, strict=True)]
+    far, most = math.hypot(*moved), math.hypot(*rounding)
+    bound = most if semantics is Semantics.EXACT else max(1e-3 * far, 4.0 * most)
+    mean = far / math.sqrt(max(1, sum(move.numel() for move in plain)))
+    checks = [_check(what, math.hypot(*off), far, bound)]
+    for move, error, size, least in zip(plain, off, moved, rounding, strict=True):
+        least = max(4.0 * least, _FLOOR * mean * math.sqrt(move.numel()))
+        shape = "x".join(map(str, move.shape))
+        checks.append(_check(f"{what} of one parameter ({shape})", error, size, max(CEILING * size, least)))
+    return checks
+
+
+def _check(what: str, error: float, size: float, bound: float) -> Check:
     ratio = error / bound if bound else (0.0 if error == 0 else math.inf)
-    detail = f"{type(optimizer).__name__}: update off by {error:.1e}"
-    return Check(passed=ratio <= 1.0, detail=detail, numbers={"error": error, "of_bound": ratio})
+    relative = error / size if size else (0.0 if error == 0 else math.inf)
+    numbers = {"error": relative, "of_bound": ratio}
+    return Check(passed=ratio <= 1.0, detail=f"{what} off by {relative:.1e}", numbers=numbers)
 
 
-def _update(
-    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], user_hooks: dict[Any, Any]
-) -> list[torch.Tensor]:
-    """What one step does to the parameters; parameters, gradients and optimizer state are put back."""
-    before = [p.detach().clone() for p in parameters]
+def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], user_hooks: dict[Any, Any]) -> Moves:
+    """What two steps in a row do; parameters, gradients and optimizer state are put back.
+
+    The second starts from the state that the first has left.
+    """
+    before = {p: p.detach().clone() for p in parameters}
     grads = [(p, p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
     states = {
         p: {k: (v, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in optimizer.state[p].items()}
@@ -70,18 +111,31 @@ def _update(
     }
     held = optimizer._optimizer_step_post_hooks
     removed = {key: held.pop(key) for key in list(held) if key in user_hooks}
+
+    def give_gradients() -> None:
+        for parameter, gradient, values in grads:
+            gradient.copy_(values)
+            parameter.grad = gradient
+
     try:
         with torch.no_grad():
             optimizer.step()
-        return [p.detach() - old for p, old in zip(parameters, before, strict=True)]
+            give_gradients()
+            optimizer.step()
+            moves: Moves = {UPDATE: {p: p.detach() - old for p, old in before.items()}}
+            for p in parameters:
+                for name, value in optimizer.state[p].items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        _, old = states.get(p, {}).get(name, (None, None))
+                        known = isinstance(old, torch.Tensor) and old.shape == value.shape
+                        moves.setdefault(name, {})[p] = value - old if known else value.clone()
+        return moves
     finally:
         held.update(removed)
         with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
+            for parameter, old in before.items():
                 parameter.copy_(old)
-            for parameter, gradient, values in grads:
-                gradient.copy_(values)
-                parameter.grad = gradient
+            give_gradients()
             for key in list(optimizer.state):
                 if key not in states:
                     del optimizer.state[key]

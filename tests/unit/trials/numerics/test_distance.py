@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from advisor.trials.numerics import distance as module
-from advisor.trials.numerics.distance import distance, sums
+from advisor.trials.numerics.distance import distance, rows
 from advisor.trials.numerics.replay import Result
 
 
@@ -40,6 +40,10 @@ def pairs() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [t + 0.01 * torch.randn(t.shape, dtype=t.dtype) for t in base], base
 
 
+def sums(found: list[torch.Tensor], base: list[torch.Tensor]) -> module.Row:
+    return module._added(rows(found, base))
+
+
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("elements", [1, 20, 1 << 25])
 def test_tensors_compared_together_are_as_far_apart_as_one_by_one(monkeypatch, together: bool, elements: int) -> None:
@@ -51,12 +55,12 @@ def test_tensors_compared_together_are_as_far_apart_as_one_by_one(monkeypatch, t
 
         monkeypatch.setattr(torch, "_foreach_norm", refused)
     found, base = pairs()
-    rows = module._rows(found, base)
-    for row, a, b in zip(rows, found, base, strict=True):
+    single = rows(found, base)
+    for row, a, b in zip(single, found, base, strict=True):
         assert row == pytest.approx(expected(a, b), rel=1e-5, abs=1e-12), a.shape
     whole = sums(found, base)
-    assert whole[:4] == pytest.approx([math.fsum(row[i] for row in rows) for i in range(4)])
-    assert whole[4] == max(row[4] for row in rows)
+    assert whole[:4] == pytest.approx([math.fsum(row[i] for row in single) for i in range(4)])
+    assert whole[4] == max(row[4] for row in single)
 
 
 def test_the_same_bits_are_no_distance_apart() -> None:

@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -7,6 +8,7 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.profiling.training import RootModule, Training
+from advisor.transforms.fused_optimizer import FusedOptimizer
 from advisor.trials.numerics import appeal, bounds, plain, precision, replay
 from advisor.trials.numerics.distance import Distance
 from advisor.trials.numerics.gate import Gate
@@ -528,6 +530,96 @@ def test_optimizer_changes_are_compared_by_one_update(optimizer):
     assert "update" in check.detail
     after = loop.snapshot()
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+
+
+def without_its_state(optimizer, plain):
+    """Reads the state and never moves it."""
+
+    def step():
+        before = [(v, v.clone()) for state in optimizer.state.values() for v in state.values()]
+        plain(optimizer)
+        for value, old in before:
+            value.copy_(old)
+
+    return step
+
+
+def without_its_second_moment(optimizer, plain):
+    def step():
+        names = ("exp_avg_sq", "momentum_buffer")
+        before = [(v, v.clone()) for state in optimizer.state.values() for k, v in state.items() if k in names]
+        plain(optimizer)
+        for value, old in before:
+            value.copy_(old)
+
+    return step
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("semantics", [Semantics.EXACT, Semantics.REASSOCIATED])
+@pytest.mark.parametrize("fault", [without_its_state, without_its_second_moment])
+def test_what_an_optimizer_leaves_out_is_found(fault, semantics, optimizer):
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    loop = Loop(optimizer=optimizer, **options)
+    before = loop.snapshot()
+    change = OptimizerChange(loop, fault(loop.optimizer, type(loop.optimizer).step))
+    check = loop.gate.judge(change.on, change.off, semantics).check
+    assert check.passed is False, check
+    assert check.detail.startswith(optimizer.__name__)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], loop.snapshot()[0], strict=True))
+
+
+def test_a_parameter_that_is_left_out_is_found_however_little_of_the_update_it_is():
+    loop = Loop()
+    bias = loop.net.fc.bias
+    rest = [p.grad for p in loop.net.parameters() if p is not bias]
+    mean = math.sqrt(sum(float((g**2).sum()) for g in rest) / sum(g.numel() for g in rest))
+    bias.grad.fill_(0.02 * mean)  # six ten-thousandths of the whole
+
+    def step():
+        gradient, bias.grad = bias.grad, None
+        torch.optim.SGD.step(loop.optimizer)
+        bias.grad = gradient
+
+    change = OptimizerChange(loop, step)
+    check = loop.gate.judge(change.on, change.off, Semantics.REASSOCIATED).check
+    assert check.passed is False, check
+    assert "update of one parameter (10)" in check.detail
+
+
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (SGD, {}),
+        (SGD, {"momentum": 0.9, "weight_decay": 1e-4}),
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (SGD, {"momentum": 0.9, "maximize": True, "dampening": 0.1}),
+        (ADAM, {"weight_decay": 0.01}),
+        (ADAM, {"amsgrad": True, "maximize": True}),
+        (ADAMW, {"betas": (0.9, 0.9999)}),
+        (ADAMW, {"amsgrad": True, "weight_decay": 0.1}),
+    ],
+)
+def test_a_fused_optimizer_passes(optimizer, options, steps):
+    loop = Loop(optimizer=optimizer, **options)
+    if not steps:
+        loop.optimizer.state.clear()
+    undo = []
+    transform = FusedOptimizer()
+    assert transform.match(loop.training, {}).applies
+    loop_state = loop.snapshot()[0]
+
+    def on():
+        undo.append(transform.apply(loop.training, {}))
+
+    check = loop.gate.judge(on, lambda: undo.pop().run(), Semantics.REASSOCIATED).check
+    assert check.passed is True, check
+    undo.pop().run()
+    assert all(torch.equal(a, b) for a, b in zip(loop_state, loop.snapshot()[0], strict=True))
 
 
 def test_parameters_that_update_in_backward_cannot_be_replayed():
