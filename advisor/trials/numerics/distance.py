@@ -13,10 +13,16 @@ from typing import Any
 
 import torch
 
-from advisor.trials.numerics.replay import Result
+from advisor.trials.numerics.replay import POOL, Result
 
 # A group much weaker than the model's mean gradient (a bias before batch norm: truly zero) is measured against that.
 _FLOOR = 1e-3
+# Of a small parameter by itself, below its pool: what the group's name begins with; how much weaker than its layer's parameters, and
+# than the model's, its gradient may be to be measured against those (where the true one is zero, as of a bias before a batch norm,
+# bf16 leaves rounding: up to 0.014 of the model's); and of how few values it may be rounding in any case (squeeze-and-excite with
+# four channels, a scalar: right bf16 is off by 2 to 5 times such gradients).
+OWN = "own gradient of "
+_OWN_FLOOR, _OWN_FLOOR_OF_ALL, _OWN_VALUES = 1e-1, 1e-2, 8
 # Tensors are compared together up to this many values beyond the first; two more copies of them are made.
 BATCH_ELEMENTS = 1 << 25
 
@@ -36,8 +42,8 @@ class Distance:
 
     @property
     def largest(self) -> float:
-        """Of the group that is farthest off."""
-        return max(self.l2.values(), default=0.0)
+        """Of the group that is farthest off; small parameters are in their pool."""
+        return max((value for group, value in self.l2.items() if not group.startswith(OWN)), default=0.0)
 
     def times(self, factor: float) -> Distance:
         """The same at `factor` times the distance."""
@@ -55,12 +61,13 @@ def distance(found: Result, base: Result) -> Distance:
     if found.structure != base.structure:
         apart.broken = _difference(found.structure, base.structure)
         return apart
-    if found.groups.keys() != base.groups.keys():
+    if found.groups.keys() != base.groups.keys() or found.small != base.small:
         apart.broken = "other tensors have gradients"
         return apart
     gradients = [g for g in base.groups if g.startswith("gradient") and not g.startswith("gradient of input")]
     every = iter(rows([t for ts in found.groups.values() for t in ts], [t for ts in base.groups.values() for t in ts]))
-    table = {group: _added([next(every) for _ in base.groups[group]]) for group in base.groups}
+    each = {group: [next(every) for _ in tensors] for group, tensors in base.groups.items()}
+    table = {group: _added(several) for group, several in each.items()}
     count = sum(t.numel() for g in gradients for t in base.groups[g])
     energy = sum(table[g][1] for g in gradients)
     for group, (squares, reference, _, own_squares, worst, broken) in table.items():
@@ -74,6 +81,7 @@ def distance(found: Result, base: Result) -> Distance:
         # What was zero and is not any more is off by all of itself.
         apart.l2[group] = math.sqrt(squares / (max(reference, floor) or own_squares)) if squares else 0.0
         apart.worst[group] = worst if group.startswith(("output", "gradient of ")) else 0.0
+    apart.l2.update(_own(base, each, energy / max(1, count)))
     if gradients:
         product = sum(table[g][2] for g in gradients)
         own = sum(table[g][3] for g in gradients)
@@ -81,6 +89,30 @@ def distance(found: Result, base: Result) -> Distance:
             apart.scale = product / energy
             apart.cosine = product / math.sqrt(energy * own) if own > 0 else 0.0
     return apart
+
+
+def _own(base: Result, each: dict[str, list[Row]], mean: float) -> Iterator[tuple[str, float]]:
+    """How far each small parameter's gradient is off by itself, from its row in the pool; `mean` is of the model's squares.
+
+    In the pool one gradient that is missing, or has the other sign, is lost among the others' rounding.
+    """
+    pooled = [
+        (name, tensor.numel(), row)
+        for name, tensor, row in zip(base.small, base.groups.get(POOL, ()), each.get(POOL, ()), strict=True)
+    ]
+    layers: dict[str, list[tuple[float, int]]] = {}
+    for name, size, row in pooled:
+        layers.setdefault(name.rpartition(".")[0], []).append((row[1], size))
+    for group, tensors in base.groups.items():
+        if group.startswith("gradient of "):
+            layer = group.removeprefix("gradient of ").rpartition(".")[0]
+            layers.setdefault(layer, []).append((each[group][0][1], tensors[0].numel()))
+    for name, size, (squares, reference, _, own_squares, *_) in pooled:
+        if size < _OWN_VALUES:
+            continue
+        energies, sizes = zip(*layers[name.rpartition(".")[0]], strict=True)
+        floor = size * max(_OWN_FLOOR**2 * math.fsum(energies) / sum(sizes), _OWN_FLOOR_OF_ALL**2 * mean)
+        yield OWN + name, math.sqrt(squares / (max(reference, floor) or own_squares)) if squares else 0.0
 
 
 def _added(rows: Sequence[Row]) -> Row:

@@ -15,6 +15,7 @@ from advisor.trials.numerics.state import SavedState
 
 # Tensors below this many values are pooled with others of their kind (batch-norm weights, biases).
 SMALL = 4096
+POOL = "gradients of small parameters"
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class Result:
     groups: dict[str, list[torch.Tensor]]
     structure: tuple[Any, ...]
     seconds: float
+    small: tuple[str, ...] = ()  # whose gradients are in `POOL`, in its order
 
 
 def replay(
@@ -106,7 +108,8 @@ def replay(
                 if not (b.is_floating_point() or b.is_complex())
             ),
         )
-        return Result(groups, structure, seconds)
+        small = tuple(name for name, p in module.named_parameters() if p.requires_grad and p.numel() < SMALL)
+        return Result(groups, structure, seconds, small)
     finally:
         for parameter in module.parameters():
             parameter.grad = None
@@ -139,7 +142,7 @@ def _grouped(
         if grad is not None and grad.layout is not torch.strided:
             grad = grad.to_dense()  # of an embedding: which rows it names, and how often, is no part of its values
         if grad is not None:
-            groups.setdefault("gradients of small parameters" if small else f"gradient of {name}", []).append(
+            groups.setdefault(POOL if small else f"gradient of {name}", []).append(
                 grad.detach() / lift if lift != 1.0 else grad.detach().clone()
             )
     for name, buffer in module.named_buffers():

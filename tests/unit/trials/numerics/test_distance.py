@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from advisor.trials.numerics import distance as module
-from advisor.trials.numerics.distance import distance, rows
-from advisor.trials.numerics.replay import Result
+from advisor.trials.numerics.distance import OWN, distance, rows
+from advisor.trials.numerics.replay import POOL, SMALL, Result
 
 
 def result(**groups: list[float]) -> Result:
@@ -82,3 +82,30 @@ def test_values_that_are_not_finite_are_counted_where_the_other_has_them_not() -
     assert sums([], []) == (0.0,) * 6
     assert sums([torch.zeros(0)], [torch.zeros(0)]) == (0.0,) * 6
     assert sums([torch.tensor([1, 5])], [torch.tensor([1, 2])])[:2] == (1.0, 2.0)
+
+
+def of_parameters(gradients: dict[str, torch.Tensor]) -> Result:
+    groups = {f"gradient of {name}": [g] for name, g in gradients.items() if g.numel() >= SMALL}
+    small = {name: g for name, g in gradients.items() if g.numel() < SMALL}
+    return Result({**groups, POOL: list(small.values())}, (), 0.0, tuple(small))
+
+
+def test_small_parameters_are_also_compared_one_by_one_against_their_layer() -> None:
+    torch.manual_seed(0)
+    base = {
+        "conv.weight": torch.randn(64, 64, 3, 3),
+        "conv.bias": 1e-6 * torch.randn(64),  # truly zero, as a norm follows
+        "norm.weight": torch.randn(64),
+        "norm.bias": torch.randn(64),
+        "gate.weight": torch.randn(4),
+    }
+    found = {name: g.clone() for name, g in base.items()}
+    found["conv.bias"] += 0.03 * torch.randn(64)  # what bf16 leaves
+    found["norm.weight"].zero_()
+    apart = distance(of_parameters(found), of_parameters(base))
+    own = {group.removeprefix(OWN): value for group, value in apart.l2.items() if group.startswith(OWN)}
+    assert own["norm.weight"] == pytest.approx(1.0)
+    assert own["norm.bias"] == 0.0
+    assert 0.2 < own["conv.bias"] < 0.5
+    assert "gate.weight" not in own  # of four values that may be rounding
+    assert apart.largest == apart.l2[POOL] < 1.0

@@ -341,6 +341,49 @@ def autocast(forward):
     return changed
 
 
+def frozen(name):
+    def change(forward):
+        parameter = forward.__self__.get_parameter(name)
+
+        def changed(x):
+            parameter.requires_grad_(False)
+            try:
+                return forward(x)
+            finally:
+                parameter.requires_grad_(True)
+
+        return changed
+
+    return change
+
+
+def negated(name):
+    def change(forward):
+        owner, leaf = forward.__self__.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+
+        def changed(x):
+            parameter = owner._parameters.pop(leaf)
+            object.__setattr__(owner, leaf, 2 * parameter.detach() - parameter)
+            try:
+                return forward(x)
+            finally:
+                del owner.__dict__[leaf]
+                owner._parameters[leaf] = parameter
+
+        return changed
+
+    return change
+
+
+@pytest.mark.parametrize("fault", [frozen, negated])
+@pytest.mark.parametrize("name", ["bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias", "fc.bias"])
+def test_one_small_parameter_counts_where_the_loop_computes_in_half_precision(fault, name):
+    check = Loop().judge(fault(name), computes_in="half")
+    assert check.passed is False, check
+    check = Loop().judge(lambda forward: autocast(fault(name)(forward)), Semantics.PRECISION)
+    assert check.passed is False, check
+
+
 def test_bf16_is_a_precision_change_and_no_reassociation():
     assert Loop().judge(autocast, Semantics.PRECISION).passed is True
     assert Loop().judge(autocast, Semantics.REASSOCIATED).passed is False
