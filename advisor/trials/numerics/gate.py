@@ -5,8 +5,9 @@ state, same output gradients; forward, backward, buffers. (The output gradients 
 backward is linear in them, so any fault shows, and a net that has learnt its batch by heart, whose own gradients are all
 cancellation, is judged like any other.) The plain step is replayed several times to learn its own noise (plain.py), then the step
 with the change; how far they are apart (distance.py) is held against that noise (bounds.py), and before a change is refused more of
-it is looked for (appeal.py). A change of the optimizer is held against the plain update (updates.py). Parameters, buffers, gradients,
-random state and plain attributes are put back, and a fingerprint over their bits says so.
+it is looked for (appeal.py); where the step draws random numbers, it must still draw. A change of the optimizer is held against the
+plain update (updates.py). Parameters, buffers, gradients, random state and plain attributes are put back, and a fingerprint over their
+bits says so.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from advisor.profiling.discover import capture_next_step
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import RootModule, Training
 from advisor.trials.numerics.appeal import close_by, yardstick
-from advisor.trials.numerics.bounds import joined, judged
-from advisor.trials.numerics.plain import PlainStep, observe
+from advisor.trials.numerics.bounds import DRAW_FACTOR, joined, judged
+from advisor.trials.numerics.distance import distance
+from advisor.trials.numerics.plain import SEEDS, PlainStep, observe
 from advisor.trials.numerics.replay import Call, copied, detached, finite, random_like
 from advisor.trials.numerics.state import SavedState
 from advisor.trials.numerics.updates import compare_update, state_of
@@ -160,6 +162,8 @@ class Gate:
                     finding, _ = _compare(step, semantics)
                     if finding.passed is False and semantics is Semantics.REASSOCIATED:
                         finding = close_by(step, finding, on, off)
+                if finding.passed and step.seeds:
+                    finding = _draws(step) or finding
                 findings.append(finding)
                 first_us += extra
             saved.restore()
@@ -200,6 +204,26 @@ def _compare(plain: PlainStep, semantics: Semantics) -> tuple[Check, float]:
     assert worst is not None  # there is at least one turn
     usual = min(seconds)
     return worst, math.fsum(s - usual for s in seconds if s > _ENGAGING * usual) * 1e6
+
+
+def _draws(plain: PlainStep) -> Check | None:
+    """What is to be said of a change with which random layers always draw the same, or nothing; None of any other.
+
+    With it on, no two seeds' results are then farther apart than `DRAW_FACTOR` lets the nearest of the plain step's be, in any
+    group. A change that draws other numbers passes, and one that leaves some of the randomness (some layers', or less of it).
+    """
+    repeats = {g: max(d.l2.get(g, 0.0) for d in plain.repeats) for g in plain.base.groups}
+    nearest = {g: min(d.l2.get(g, 0.0) for d in (*plain.seeds, *plain.draws)) for g in repeats}
+    told = {g: value for g, value in nearest.items() if value > DRAW_FACTOR**2 * repeats[g]}
+    if not told:
+        return None
+    first = plain.again(reseed=SEEDS[0])
+    for seed in SEEDS[1:]:  # the first two may be alike by chance, where there are few ways to draw
+        found = distance(plain.again(reseed=seed), first)
+        if found.broken or any(DRAW_FACTOR * found.l2[g] > value for g, value in told.items()):
+            return None
+    detail = f"{plain.call.root.name}: random layers draw nothing, or the same whatever the seed"
+    return Check(passed=False, detail=detail, numbers={"of_bound": math.inf})
 
 
 @contextlib.contextmanager

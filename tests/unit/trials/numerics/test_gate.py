@@ -410,22 +410,69 @@ def drawn_anew(draws):
     return change
 
 
+def no_dropout(forward):
+    net = forward.__self__
+
+    def changed(x):
+        kept, net.dropout = net.dropout, 0.0
+        try:
+            return forward(x)
+        finally:
+            net.dropout = kept
+
+    return changed
+
+
+def same_mask(forward):
+    def changed(x):
+        state = torch.get_rng_state()
+        torch.manual_seed(5)
+        try:
+            return forward(x)
+        finally:
+            torch.set_rng_state(state)
+
+    return changed
+
+
+def mask_of_the_capture(forward):
+    """The mask of the state that a graph was captured in: in the gate's other replays it is the right one."""
+    held = []
+
+    def changed(x):
+        held.append(torch.get_rng_state())
+        torch.set_rng_state(held[0])
+        return forward(x)
+
+    return changed
+
+
+@pytest.mark.parametrize("semantics", list(Semantics)[:3])
+@pytest.mark.parametrize("fault", [no_dropout, same_mask, mask_of_the_capture])
+def test_dropout_that_is_off_or_always_the_same_is_rejected(fault, semantics):
+    check = Loop(dropout=0.3).judge(fault, semantics)
+    assert check.passed is False, check
+
+
 def test_dropout_with_other_random_numbers_is_compared_in_distribution():
-    def no_dropout(forward):
-        net = forward.__self__
-
-        def changed(x):
-            kept, net.dropout = net.dropout, 0.0
-            try:
-                return forward(x) * 3.0
-            finally:
-                net.dropout = kept
-
-        return changed
-
     assert Loop(dropout=0.3).judge(drawn_anew(7)).passed is True
     assert Loop(dropout=0.3).judge(same).passed is True
-    assert Loop(dropout=0.3).judge(no_dropout).passed is False
+    assert Loop(dropout=0.3).judge(lambda forward: lambda x: 3.0 * no_dropout(forward)(x)).passed is False
+
+
+class SometimesLeftOut(Net):
+    """A layer is left out in one step of five: two draws are often alike."""
+
+    def forward(self, x):
+        kept = torch.rand(()) < 0.8
+        return super().forward(torch.where(kept, x, 0.9 * x))
+
+
+@pytest.mark.parametrize("state", range(8))
+def test_draws_that_are_alike_by_chance_do_not_make_a_change_wrong(state):
+    loop = Loop(kind=SometimesLeftOut)
+    torch.manual_seed(state)
+    assert loop.judge(same).passed is True
 
 
 class Classifier(nn.Module):
