@@ -40,6 +40,8 @@ CEILING = 0.9
 # from draw to draw: then this many times the farthest of the plain step's own draws. (Squeeze layers of a RegNetY in bf16: draws 1.44
 # and 1.68 from the plain step; squeeze-and-excite kernels, which computed what they should, 1.99, and were refused.)
 _CHAOTIC_CEILING = _CHAOTIC_FACTOR = 1.5
+# One small parameter of a hundred is that sooner: where one rounding moves its gradient by a sixth, it is judged in its pool alone.
+_OWN_CHAOTIC = 0.7
 # Single elements have heavier tails than norms when every layer rounds.
 _ELEMENT_FACTOR = {"half": 8.0, "tf32": 8.0}
 
@@ -96,7 +98,7 @@ def _bound(group: str, target_class: str, noise: list[Distance]) -> float:
     # bf16 of an EfficientNet, a DenseNet and a RegNet was refused on an H200 for updates 1.6 to 2.3 times their size off.
     chaotic = target_class in ROUNDED and noisy >= CEILING and not group.startswith("output")
     if group.startswith(OWN):
-        return max(_CHAOTIC_CEILING if chaotic else CEILING, noisy)
+        return math.inf if target_class in ROUNDED and noisy >= _OWN_CHAOTIC else max(CEILING, noisy)
     if chaotic:
         return max(_CHAOTIC_CEILING, noisy if group.startswith("buffer") else _CHAOTIC_FACTOR * farthest)
     return min(CEILING, max(static, noisy))
