@@ -187,6 +187,7 @@ def test_a_recompilation_is_caught_with_its_function_and_reason() -> None:
     assert "test_planted_faults.py" in str(raised.value)
 
 
+@torch._dynamo.config.patch(recompile_limit=8)  # torch's own: a captured model of another test may still raise it
 def test_a_function_that_is_compiled_until_dynamo_gives_it_up_is_caught_after_it_has() -> None:
     calls = 0
 
@@ -201,7 +202,7 @@ def test_a_function_that_is_compiled_until_dynamo_gives_it_up_is_caught_after_it
 
     with pytest.raises(AssertionError) as raised:
         measure(step).assert_no_recompile()
-    assert f"tagged compiled {torch._dynamo.config.recompile_limit} times, then given up: " in str(raised.value)
+    assert "tagged compiled 8 times, then given up: " in str(raised.value)
     assert "test_planted_faults.py" in str(raised.value)
 
 
