@@ -41,9 +41,8 @@ def entries(root: Path, name: str = JOURNAL) -> list[Entry]:
         return []
     found = []
     for line in lines:
-        with contextlib.suppress(
-            ValueError
-        ):  # a line cut off, by a crash or a full disk, names nothing that was touched
+        # A line cut off, by a crash or a full disk, names nothing that was touched.
+        with contextlib.suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and "path" in entry and "action" in entry:
                 found.append(entry)
@@ -52,9 +51,8 @@ def entries(root: Path, name: str = JOURNAL) -> list[Entry]:
 
 def close(root: Path, done: Iterable[Entry], left: Collection[Entry]) -> None:
     """`done` is history, and what it names may be touched and noted anew; `left` stays to be undone."""
-    with contextlib.suppress(
-        OSError
-    ):  # on a full disk fewer files are listed; undone again they would be the user's own
+    # On a full disk fewer files are listed; undone again they would be the user's own.
+    with contextlib.suppress(OSError):
         _append(root / RESTORED, done)
     if left:
         storage.write_text(root / JOURNAL, "".join(map(_line, left)))
