@@ -259,7 +259,7 @@ def test_a_forward_that_replaces_a_buffer_stays_eager() -> None:
         torch.testing.assert_close(graphed.average, plain.average, rtol=1e-3, atol=1e-4)
         effect = transform.effect(training, None, None)
         assert effect.passed is False
-        assert "replaces its own buffers" in effect.detail
+        assert "replaces tensors that its modules keep: average" in effect.detail
     finally:
         undo.run()
 
