@@ -247,16 +247,14 @@ class _Captured:
         token = self.in_flight() if self.in_flight is not None else None
         return token is not None and not token.done
 
-    def replay_backward(self, arrived: Iterable[torch.Tensor | None]) -> ParameterGradients:
-        """The backward with these gradients of the outputs; None is zero."""
+    def replay_backward(self, arrived: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The backward with these gradients of the outputs, where None is zero; gives those of the parameters."""
         for static, real in zip(self.output_grads, arrived, strict=True):
             if real is None:
                 static.zero_()
             else:
                 static.copy_(real)
-        self.gradients.keep()  # they are about to be added to: the replay would overwrite them
-        self.backward.replay()
-        return self.gradients
+        return self.gradients.replay(self.backward.replay)
 
 
 class _Replay(torch.autograd.Function):
@@ -285,14 +283,14 @@ class _Replay(torch.autograd.Function):
         found = _replay_backward(ctx, gradients, torch._C._autograd._get_current_graph_task_keep_graph())
         inputs = (None if g is None else g.clone() for g in captured.input_grads)  # the script may keep them
         if not ctx.direct:
-            return (None, None, *inputs, *(None if g is None else g.detach() for g in found.static))
+            return (None, None, *inputs, *(None if g is None else g.detach() for g in found))
         if direct_gradients.is_whole_backward(ctx):
-            found.accumulate()
+            captured.gradients.accumulate(found)
         return (None, None, *inputs, None)
 
 
-def _replay_backward(ctx: Any, gradients: Sequence[torch.Tensor | None], retain: bool) -> ParameterGradients:
-    """`retain`: whether the script may run it once more, so that what it reads must stay."""
+def _replay_backward(ctx: Any, gradients: Sequence[torch.Tensor | None], retain: bool) -> list[torch.Tensor | None]:
+    """The parameters' gradients. `retain`: whether the script may run it once more, so that what it reads must stay."""
     captured: _Captured = ctx.captured
     arrived = [g for g, wanted in zip(gradients, captured.differentiable, strict=True) if wanted]
     found = captured.replay_backward(arrived)

@@ -4,7 +4,8 @@ An autograd.Function with an edge to every parameter costs the host 6 to 10 µs 
 AccumulateGrad for each, if only to put a pointer down. Where a CUDA graph computes the whole backward, that is most of what the host
 does in a step. Here the function keeps one edge, to a leaf of our own, so that a backward reaches it, and writes `.grad` itself as
 AccumulateGrad would: the graph's own memory where there was none, else added to it. Before the next replay writes there, gradients that
-the script still has, in `.grad` or in a list of its own, are moved out.
+the script still has, in `.grad` or in a list of its own, are moved out; where it has another tensor over that memory (`p.grad.detach()`),
+what is there is put back after the replay, and the new gradient is a copy.
 
 What else an edge is good for still works: hooks of a tensor and of its AccumulateGrad run (through autograd then), and
 `autograd.grad` or `backward(inputs=…)` for parameters get theirs from the graph (`serve_partial_backwards`).
@@ -12,7 +13,9 @@ What else an edge is good for still works: hooks of a tensor and of its Accumula
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,9 +49,12 @@ class ParameterGradients:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], static: list[torch.Tensor | None]) -> None:
-        self.static = static
-        self._parameters = list(parameters)
+        self._parameters, self._static = list(parameters), static
+        self._places = [i for i, gradient in enumerate(static) if gradient is not None]
         self._settled()
+        # How many tensors lie on each one's memory, which stays where it is; and how many when they were fewest: then none was the script's.
+        self._storages = [gradient.untyped_storage()._cdata for _, gradient in self._pairs]
+        self._fewest = self._lying()
         device = next((p.device for p in parameters), None)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.watched: bool | None = None
@@ -56,62 +62,94 @@ class ParameterGradients:
 
     def _settled(self) -> None:
         """Nobody but this object has the static tensors."""
-        self.pairs = [(p, g) for p, g in zip(self._parameters, self.static, strict=True) if g is not None]
+        self._pairs = [(p, g) for p, g in zip(self._parameters, self._static, strict=True) if g is not None]
         self._references = self._referred()
 
     def _referred(self) -> list[int]:
-        return [sys.getrefcount(static) for _, static in self.pairs]
+        return [sys.getrefcount(static) for _, static in self._pairs]
 
-    def keep(self) -> None:
+    def _lying(self) -> list[int]:
+        return list(map(torch._C._storage_Use_Count, self._storages))
+
+    def replay(self, backward: Callable[[], None]) -> list[torch.Tensor | None]:
+        """Run the captured backward. Gives each parameter's gradient: the static tensor, or a copy where others lie on its memory."""
+        before = self.keep()
+        backward()
+        found = list(self._static)
+        for place, value in before.items():
+            static = self._static[place]
+            assert static is not None
+            found[place] = static.clone()
+            static.copy_(value)
+        return found
+
+    @torch.no_grad()
+    def keep(self) -> dict[int, torch.Tensor]:
         """Move every gradient of an earlier replay out of the static memory, which is about to be overwritten, if somebody has it still.
 
-        In `.grad` it is to be added to; or the script keeps it, past `zero_grad`. That is told by references to the tensor itself; another one
-        over the same memory (`p.grad.detach()`) is not seen.
+        In `.grad` it is to be added to; or the script keeps it, past `zero_grad`. That is told by references to the tensor itself.
+
+        Returns:
+            Copies, by place, of what cannot be moved: it is seen through other tensors too.
         """
-        kept = [now > before for now, before in zip(self._referred(), self._references, strict=True)]
-        for i, (parameter, static) in enumerate(self.pairs):
-            grad = parameter.grad
+        referred, lying = self._referred(), self._lying()
+        grads = [parameter.grad for parameter, _ in self._pairs]
+        if referred == self._references and lying == self._fewest and grads.count(None) == len(grads):
+            return {}  # as in most steps, which this is to cost 20 µs
+        kept = list(map(operator.gt, referred, self._references))
+        over = []  # pairs whose `.grad` is a tensor of its own over that memory: autograd has put it there
+        for i, ((_, static), grad) in enumerate(zip(self._pairs, grads, strict=True)):
             if grad is static:
                 kept[i] = True
             elif grad is not None and grad.data_ptr() == static.data_ptr():
-                parameter.grad = grad.clone()  # which autograd has put there: a tensor of its own over that memory
-        if any(kept):
-            self._move_out({id(static) for (_, static), moves in zip(self.pairs, kept, strict=True) if moves})
+                over.append((i, grad))
+        if over:
+            more = Counter(self._storages[i] for i, _ in over)
+            lying = [count - more[storage] for count, storage in zip(lying, self._storages, strict=True)]
+        self._fewest = list(map(min, lying, self._fewest))
+        shared = list(map(operator.gt, lying, self._fewest))
+        for i, grad in over:
+            if not shared[i]:
+                grad.data = grad.clone()
+        if not any(kept) and not any(shared):
+            return {}
+        copies = {i: g.clone() for i, (_, g), stays in zip(self._places, self._pairs, shared, strict=True) if stays}
+        self._move_out({i for i, moves in zip(self._places, kept, strict=True) if moves} - copies.keys())
+        return copies
 
-    def _move_out(self, tensors: set[int]) -> None:
-        """Give these static tensors, by id, memory of their own, and others their places."""
-        for i, static in enumerate(self.static):
-            if static is not None and id(static) in tensors:
-                self.static[i] = static.detach()
-                static.data = static.clone()
+    def _move_out(self, places: set[int]) -> None:
+        """Give the static tensors of these places memory of their own, and others their places."""
+        for i in places:
+            static = self._static[i]
+            assert static is not None
+            self._static[i] = static.detach()
+            static.data = static.clone()
         self._settled()
 
     def direct(self) -> bool:
         """Before a forward: whether it goes without edges to the parameters."""
         if self.watched is None and self._tried:
-            self.watched = any(_accumulator_is_held(parameter) for parameter, _ in self.pairs)
+            self.watched = any(_accumulator_is_held(parameter) for parameter, _ in self._pairs)
         self._tried = True
         return not self.watched and not self._hooked()
 
     def _hooked(self) -> bool:
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self.pairs)
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self._pairs)
 
-    def accumulate(self) -> None:
-        """After a replay, inside a backward: what AccumulateGrad does with every gradient."""
+    def accumulate(self, found: Sequence[torch.Tensor | None]) -> None:
+        """After a replay, inside a backward: what AccumulateGrad does with every gradient that was found."""
+        given = [(p, g) for p, g in zip(self._parameters, found, strict=True) if g is not None and p.requires_grad]
         if self.watched is None or self._hooked():  # hooks that have come since the forward
-            wanted = [(p, g) for p, g in self.pairs if p.requires_grad]
-            torch.autograd.backward([p for p, _ in wanted], [g.clone() for _, g in wanted])
+            torch.autograd.backward([p for p, _ in given], [g.clone() for _, g in given])
             return
         present, added = [], []
-        for parameter, static in self.pairs:
-            if not parameter.requires_grad:
-                continue
+        for parameter, gradient in given:
             grad = parameter.grad
             if grad is None:
-                parameter.grad = static
+                parameter.grad = gradient
             else:
                 present.append(grad)
-                added.append(static)
+                added.append(gradient)
         if present:
             with torch.no_grad():
                 torch._foreach_add_(present, added)
@@ -163,14 +201,15 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def serve_partial_backwards(
-    undo: Undo, node_type: type, replay: Callable[[Any, Sequence[Any], bool], ParameterGradients]
+    undo: Undo, node_type: type, replay: Callable[[Any, Sequence[Any], bool], Sequence[torch.Tensor | None]]
 ) -> None:
     """`autograd.grad` and `backward(inputs=…)` find gradients of parameters to which there is no edge.
 
     Args:
         node_type: of the autograd nodes that stand for a replay, while they have no edges to their parameters an attribute
             `direct` that is true, and `parameters` with all of these by id.
-        replay: `replay(node, gradients, retain)`: run the node's backward with these gradients of its outputs (None: zero).
+        replay: `replay(node, gradients, retain)`: run the node's backward with these gradients of its outputs (None: zero); gives those of its
+            parameters, in the order of `parameters`.
     """
     original = getattr(torch.autograd, _ENGINE)
 
@@ -189,10 +228,11 @@ def serve_partial_backwards(
         found = original(outputs, gradients, True, False, (*inputs, *edges), True, accumulate_grad=False)
         result, rest_of = list(found[: len(inputs)]), iter(found[len(inputs) :])
         for node in nodes:
-            for parameter, static in replay(node, [next(rest_of) for _ in range(node.outputs)], retain).pairs:
+            of = replay(node, [next(rest_of) for _ in range(node.outputs)], retain)
+            for parameter, gradient in zip(node.parameters.values(), of, strict=True):
                 for i, tensor in enumerate(inputs):
-                    if tensor is parameter:
-                        result[i] = static.clone() if result[i] is None else result[i] + static
+                    if tensor is parameter and gradient is not None:
+                        result[i] = gradient.clone() if result[i] is None else result[i] + gradient
         if named.get("accumulate_grad"):
             for tensor, gradient in zip(inputs, result, strict=True):
                 if gradient is not None:

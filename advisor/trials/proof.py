@@ -55,6 +55,9 @@ def ratio(slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: boo
     """
     flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
     slow_steps, fast_steps = ([m.every_us if flow else m.step_us for m in runs] for runs in (slow, fast))
+    if flow:  # which is compared step for step
+        shortest = min(map(len, (*slow_steps, *fast_steps)))
+        slow_steps, fast_steps = ([steps[:shortest] for steps in arm] for arm in (slow_steps, fast_steps))
     centre = fmean if flow else median
     bounds = process_speedup(slow_steps, fast_steps, means=flow, alike=alike)
     return Ratio(bounds, tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps)))

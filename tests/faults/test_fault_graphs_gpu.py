@@ -221,6 +221,29 @@ def test_gradients_stay_when_the_next_forward_runs(pair: Callable[..., Pair]) ->
         assert all(torch.equal(g, value) for g, value in zip(kept, values, strict=True))
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("alias", [lambda g: g, torch.Tensor.detach])
+def test_gradients_that_the_script_keeps_outlast_the_next_backward(
+    pair: Callable[..., Pair], alias: Callable[[torch.Tensor], torch.Tensor], accumulated: bool
+) -> None:
+    found = pair()
+    for _ in range(6):
+        found.step()
+    kept: list[list[torch.Tensor]] = []
+    replays = found.replays
+    for _ in range(3):
+        x, y = torch.randn(16, 3, 8, 8, device=DEVICE), torch.randint(5, (16,), device=DEVICE)
+        for module, optimizer in zip((found.plain, found.graphed), found.optimizers, strict=True):
+            if not accumulated:
+                optimizer.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            kept.append([alias(p.grad) for p in module.parameters() if p.grad is not None])
+    assert found.replays == replays + 3
+    for plain, graphed in zip(kept[::2], kept[1::2], strict=True):
+        for one, other in zip(plain, graphed, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-3)
+
+
 def test_a_forward_that_reads_a_number_stays_eager(pair: Callable[..., Pair]) -> None:
     found = pair(reads=True)
     for _ in range(STEPS):

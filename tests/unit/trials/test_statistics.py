@@ -255,6 +255,27 @@ def test_means_tell_the_rate_of_bursts():
     assert low > 1.5
 
 
+def test_what_both_arms_wait_for_at_an_epochs_start_counts_in_full():
+    """The ratio of all steps' times, not of blocks' in the mean; and where starts are at the same steps, they are no noise."""
+    r = random.Random(0)
+
+    def run(step):
+        starts = [20.0 * math.exp(r.gauss(0, 0.1)) if i % 20 == 19 else 0.0 for i in range(43)]
+        return [step * math.exp(r.gauss(0, 0.05)) + start for start in starts]
+
+    truth = (3.5 + 20 * 2 / 43) / (2.5 + 20 * 2 / 43)
+    found = [st.process_speedup([run(3.5), run(3.5)], [run(2.5), run(2.5)], means=True) for _ in range(200)]
+    assert st.median([point for _, point, _ in found]) == pytest.approx(truth, rel=0.005)
+    assert sum(low <= truth <= high for low, _, high in found) >= 194
+    assert sum(low > 1.0 for low, _, _ in found) >= 194
+
+
+def test_means_are_of_as_many_steps_of_each_run():
+    steps = [1.0] * 19 + [50.0]
+    long, short = steps * 2, steps + [1.0] * 10  # its second epoch was not measured
+    assert st.process_speedup([long, long], [short, short], means=True)[1] == pytest.approx(1.0)
+
+
 def test_blocks_come_in_parts_after_a_noisy_trial_and_whole_again():
     def pairs(spread, count=6):
         return [(1000.0, 1000.0 * math.exp(spread * (-1) ** i)) for i in range(count)]
