@@ -138,6 +138,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "trials": trials,
         "axis": charts.gain_axis(trials) if trials else None,
         "attempts": _attempts(trials) if trials else [],
+        "left_out": any(v.left_out_gain is not None for v in trials.verdicts) if trials else False,
         "rounds": _rounds(trials) if trials else [],
         "spent": wording.spent(trials) if trials else "",
         "confidence": wording.confidence(trials) if trials else "",

@@ -77,6 +77,7 @@ def test_sections_and_findings(applied):
         "Timing undecided",
         "Pays off after 16 steps",
         "Left out of the whole, 25–27 % of the step are lost.",
+        "Lost without it",
         "no activation follows 1 place layer1.0.downsample.1",
         "idle: waiting for copies",
         "train_imagenet.py:81",
