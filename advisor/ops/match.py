@@ -72,6 +72,8 @@ def _module(node: fx.Node) -> str:
     found = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", found)
     found = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).replace("getattr", "")
     found = re.sub(r"(?:^|\.)_modules(?=\.|$)", "", found)  # torch 2.8 has the dictionary in a path at its begin, too
+    # The forward inside one of our own, as that for channels_last is, which are closures.
+    found = re.sub(r"^.*\bcell_contents(?=\.|$)", "", found)
     return found.strip(".").removeprefix("__self__").strip(".")
 
 

@@ -22,6 +22,7 @@ from advisor.profiling import attach
 from advisor.profiling.session import Session
 from advisor.profiling.training import RootModule, StepEvent, Training
 from advisor.transforms import capture
+from advisor.transforms.forward import AUTOCAST, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.targets import targets
 
 
@@ -145,6 +146,30 @@ def test_places_of_several_roots_are_told_apart() -> None:
     assert capture.report(training, "batchnorm_act").matched == {"bn": "bn+relu"}
     assert not capture.report(training, "pooling").matched  # not in force
     undo.run()
+
+
+def test_places_are_called_the_same_inside_a_closure() -> None:
+    """As under channels_last and autocast, whose layers lie below the capture."""
+    torch._dynamo.reset()
+    net = Net()
+
+    def nested(inner: Callable[..., torch.Tensor], module: nn.Module) -> Callable[..., torch.Tensor]:
+        def forward(*args: torch.Tensor) -> torch.Tensor:
+            return inner(*args)
+
+        return forward
+
+    stack = ForwardStack.of(net)
+    for layer in (INPUT_LAYOUT, AUTOCAST):
+        stack.set(layer, nested)
+    undo = capture.set_family([net], "batchnorm_act")
+    stepped(net)
+    found = capture.current(net)
+    assert found is not None
+    assert found.reports["batchnorm_act"].matched == {"bn": "bn+relu"}
+    undo.run()
+    for layer in (AUTOCAST, INPUT_LAYOUT):
+        stack.clear(layer)
 
 
 def test_in_evaluation_and_without_gradients_nothing_is_captured() -> None:
