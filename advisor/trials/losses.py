@@ -25,16 +25,19 @@ JUMP_FACTOR = 2.0
 def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], *, precision: bool = False) -> Check:
     """Whether every stack run's losses stay in the envelope of the plain runs.
 
-    passed is None when the plain runs have no losses or are not finite themselves: nothing to compare with. A stack run
-    without losses, with too few, or with NaN or infinite ones fails.
+    Steps at which a plain run's own loss is not finite say nothing; passed is None where those leave too few, or the plain runs
+    have no losses: nothing to compare with. A stack run without losses, with too few, or with NaN or infinite ones at other steps fails.
     """
     plain = [run for run in plain if run]
     if not plain:
         return Check(passed=None, detail="the script's steps have no loss that advisor can see")
-    if not all(math.isfinite(value) for run in plain for value in run):
-        return Check(passed=None, detail="the plain script's own losses are not finite")
     if not stack or not all(len(run) > 0 for run in stack):
         return Check(passed=False, detail="no losses were seen with the changes on")
+    # One batch that overflows is no licence for a training that is NaN from then on.
+    finite = [i for i, values in enumerate(zip(*plain, strict=False)) if all(map(math.isfinite, values))]
+    if len(finite) < min(LEAST, *map(len, plain)):
+        return Check(passed=None, detail="the plain script's own losses are not finite")
+    plain, stack = ([[run[i] for i in finite if i < len(run)] for run in runs] for runs in (plain, stack))
     if not all(math.isfinite(value) for run in stack for value in run):
         return Check(passed=False, detail="the loss became NaN or infinite")
     length = min(len(run) for run in (*plain, *stack))

@@ -41,7 +41,21 @@ def test_a_script_without_losses_cannot_be_compared():
 
 
 def test_a_plain_script_that_diverges_is_no_measure():
-    assert losses.compare([[*curve(1)[:20], math.nan]], [curve(2)]).passed is None
+    assert losses.compare([[*curve(1)[:5], *[math.nan] * 37]], [curve(2)]).passed is None
+    assert losses.compare([[math.nan] * 42, curve(1)], [curve(2)]).passed is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_batch_that_overflows_is_no_licence_for_a_training_that_breaks(bad):
+    plain, again, alike = curve(1), curve(2), curve(3)
+    plain[3] = bad
+    assert losses.compare([plain, again], [[math.nan] * 42]).passed is False
+    assert losses.compare([plain, again], [[2.3 + 0.05 * i for i in range(42)]]).passed is False
+    assert losses.compare([plain, again], [alike]).passed is True
+    alike[3] = bad  # the same batch
+    found = losses.compare([plain, again], [alike])
+    assert found.passed is True
+    assert found.numbers["steps"] == 41
 
 
 def test_a_training_that_stands_still_or_blows_up_fails():
