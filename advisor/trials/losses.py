@@ -50,7 +50,6 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     stack_windows = [_windows(run[:length]) for run in stack]
     values = [value for run in plain for value in run[:length]]
     scale = math.fsum(abs(v) for v in values) / len(values)
-    jumps = _jumps(plain[0][:length])
     columns = list(zip(*plain_windows, strict=True))
     # Runs that have gone apart cross now and then: how far chance takes them shows in the windows around, too.
     spreads = [max(column) - min(column) for column in columns]
@@ -58,6 +57,8 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     worst = 0.0
     for i, (column, spread) in enumerate(zip(columns, spreads, strict=True)):
         centre = math.fsum(column) / len(column)
+        # From the window before on: the fall from an untrained net's first losses is no noise of what comes later.
+        jumps = _jumps([run[max(0, i - 1) * WINDOW : length] for run in plain])
         allowed = tolerance * max(abs(centre), scale) + SPREAD_FACTOR * spread + JUMP_FACTOR * jumps
         difference = max(abs(run[i] - centre) for run in stack_windows)
         worst = max(worst, difference / allowed if allowed > 0 else (0.0 if difference == 0 else math.inf))
@@ -79,9 +80,9 @@ def apart(check: Check) -> bool:
     return check.passed is False and math.isfinite(check.numbers.get("of_bound", math.inf))
 
 
-def _jumps(values: Sequence[float]) -> float:
+def _jumps(runs: Sequence[Sequence[float]]) -> float:
     """Standard deviation of the losses around their trend, from the differences of neighbours."""
-    differences = [b - a for a, b in itertools.pairwise(values)]
+    differences = [b - a for run in runs for a, b in itertools.pairwise(run)]
     return math.sqrt(math.fsum(d * d for d in differences) / len(differences) / 2.0)
 
 

@@ -85,6 +85,18 @@ def test_losses_that_jump_from_batch_to_batch_get_room_for_it():
     assert losses.compare([steady], [shifted]).passed is False
 
 
+def test_a_fall_from_the_first_losses_hides_no_training_that_goes_wrong_later():
+    """Regressions and sums over pixels begin at hundreds of what they come to; these then fall from 5 to 3, or climb to 80."""
+
+    def run(seed, climb):
+        r = random.Random(seed)
+        return [500.0, 120.0, 40.0, 15.0, 8.0, *(5.0 + climb * i + r.gauss(0, 0.1) for i in range(37))]
+
+    plain = [run(1, -0.05), run(2, -0.05)]
+    assert losses.compare(plain, [run(3, -0.05)]).passed is True
+    assert losses.compare(plain, [run(4, 2.0)]).passed is False
+
+
 def test_plain_runs_that_cross_are_as_far_apart_as_around_their_crossing():
     apart = [curve(1, start=2.0, fall=-0.02), curve(2, start=2.8, fall=0.02)]  # they meet in the middle
     elsewhere = [curve(3, start=3.2, fall=0.0)]
