@@ -257,13 +257,18 @@ class StepProfile:
     notes: tuple[str, ...] = ()
 
     @property
+    def in_bursts(self) -> bool:
+        """Batches come in bursts: no step is like another, and their mean is what one takes."""
+        spread = self.step_us or self.wall_us
+        return spread is not None and bool(spread.raw) and abs(self.input.burst_us) > BURSTS_FRAC * spread.median
+
+    @property
     def typical_us(self) -> float:
-        """What a step takes: the median, or where batches come in bursts the mean, as no step is like another then. 0.0: not known."""
+        """What a step takes: the median, or where batches come in bursts the mean. 0.0: not known."""
         spread = self.step_us or self.wall_us
         if spread is None:
             return 0.0
-        bursts = spread.raw and abs(self.input.burst_us) > BURSTS_FRAC * spread.median
-        return sum(spread.raw) / len(spread.raw) if bursts else spread.median
+        return sum(spread.raw) / len(spread.raw) if self.in_bursts else spread.median
 
     @property
     def starved(self) -> bool:

@@ -113,22 +113,32 @@ class Comparison:
         )
 
 
-def block_logs(raw: tuple[float, ...]) -> list[float]:
-    """Logarithms of the medians of equal blocks of successive steps; empty when there are too few for an interval."""
+def block_logs(raw: tuple[float, ...], *, means: bool = False) -> list[float]:
+    """Logarithms of the medians of equal blocks of successive steps; empty when there are too few for an interval.
+
+    With `means` the logarithm of the mean of them all, plus by what share of it each block is above: of the blocks' own logarithms
+    those that hold a long wait would hardly count.
+    """
     times = [t for t in raw if t > 0 and math.isfinite(t)]
     blocks = min(MAX_BLOCKS, len(times) // MIN_BLOCK_STEPS)
     if blocks < MIN_BLOCKS:
         return []
     size = len(times) // blocks
-    return [math.log(statistics.median(times[i * size : (i + 1) * size])) for i in range(blocks)]
+    found = [times[i * size : (i + 1) * size] for i in range(blocks)]
+    if means:
+        mean = statistics.fmean(map(statistics.fmean, found))
+        return [math.log(mean) + statistics.fmean(block) / mean - 1.0 for block in found]
+    return [math.log(statistics.median(block)) for block in found]
 
 
-def ratio_interval(a: Spread, b: Spread, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Interval of b's step time over a's: Welch's t on the log medians of blocks of steps. None with too few steps.
+def ratio_interval(
+    a: Spread, b: Spread, confidence: float = CONFIDENCE, *, means: bool = False
+) -> tuple[float, float] | None:
+    """Interval of b's step time over a's: Welch's t on the log medians of blocks of steps, or on `means`. None with too few steps.
 
     Sources: Welch, "The generalization of 'Student's' problem", Biometrika 34, 1947; degrees of freedom rounded down.
     """
-    x, y = block_logs(a.raw), block_logs(b.raw)
+    x, y = block_logs(a.raw, means=means), block_logs(b.raw, means=means)
     if not x or not y:
         return None
     vx, vy = statistics.variance(x) / len(x), statistics.variance(y) / len(y)
@@ -196,10 +206,12 @@ def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
     """Put run `b` beside run `a`."""
     comparable, differences = _differences(a, b)
     ratio = bounds = None
-    if a.step_us is not None and b.step_us is not None and a.step_us.median > 0:
-        ratio = b.step_us.median / a.step_us.median
+    means = a.in_bursts or b.in_bursts
+    steps = _step_us(a, means), _step_us(b, means)
+    if a.step_us is not None and b.step_us is not None and steps[0] and steps[1]:
+        ratio = steps[1] / steps[0]
         if comparable:
-            bounds = ratio_interval(a.step_us, b.step_us)
+            bounds = ratio_interval(a.step_us, b.step_us, means=means)
     # Every kind by itself: what is small in one run may not be in the other, and what is not in a trace takes no time there.
     kinds_a, kinds_b = ({c.key: c for c in breakdown.causes(p, small_frac=0.0)} for p in (a, b))
     absent_a, absent_b = (0.0 if p.kernels else None for p in (a, b))
@@ -223,12 +235,22 @@ def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
         low=bounds[0] if bounds else None,
         high=bounds[1] if bounds else None,
         sentence=_sentence(ratio, bounds, comparable),
-        totals=_totals(a, b, comparable),
+        totals=_totals(a, b, comparable, steps),
         kinds=tuple(kinds),
     )
 
 
-def _totals(a: StepProfile, b: StepProfile, comparable: bool) -> tuple[Delta, ...]:
+def _step_us(profile: StepProfile, means: bool) -> float | None:
+    """The median step, or the mean one of those kept: where batches come in bursts a median says nothing of what a step takes."""
+    spread = profile.step_us
+    if spread is None:
+        return None
+    return statistics.fmean(spread.raw) if means and spread.raw else spread.median
+
+
+def _totals(
+    a: StepProfile, b: StepProfile, comparable: bool, steps: tuple[float | None, float | None]
+) -> tuple[Delta, ...]:
     def pair(label: str, unit: str, values: tuple[float | None, float | None], *, time: bool = False) -> Delta:
         rate = unit == "count" and time
         comparing = comparable or not time
@@ -247,11 +269,10 @@ def _totals(a: StepProfile, b: StepProfile, comparable: bool) -> tuple[Delta, ..
         }
 
     x, y = per_step(a), per_step(b)
-    steps = tuple(p.step_us.median if p.step_us else None for p in (a, b))
     rates = (breakdown.samples_per_s(a), breakdown.samples_per_s(b))
     counted = "operators" if a.environment.device == b.environment.device == "cpu" else "kernels"
     rows = [
-        pair("step time", "us", (steps[0], steps[1]), time=True),
+        pair("step time", "us", steps, time=True),
         pair("samples per second", "count", rates, time=True),
         pair(f"{counted} per step", "count", (x["kernels"], y["kernels"])),
         pair("launches per step", "count", (x["launches"], y["launches"])),

@@ -120,7 +120,7 @@ def spread(measured: Spread) -> str:
 
 def bursts(profile: StepProfile) -> str:
     """`mean 19.05 ms, as batches come in bursts`, where that is what a step takes; else ""."""
-    if profile.step_us is None or profile.typical_us == profile.step_us.median:
+    if profile.step_us is None or not profile.in_bursts:
         return ""
     return f"mean {duration(profile.typical_us)}, as batches come in bursts"
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +68,7 @@ class DeviceStopwatch:
 
 
 class Comparison:
-    """`a` and `b`, ready to be asked. `pairs` holds the block medians (a, b) so far, microseconds a step.
+    """`a` and `b`, ready to be asked.
 
     Args:
         max_pairs: pairs after which an open question is inconclusive.
@@ -96,8 +97,18 @@ class Comparison:
         self._max_pairs = max_pairs
         self._undecided = undecided
         self._block = 0
-        self.pairs: list[tuple[float, float]] = []
+        self._blocks: tuple[list[list[float]], list[list[float]]] = ([], [])
         self.budgets: list[Budget] = []
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """One time of each block (a, b) so far, microseconds a step: medians, or means where a part of the steps takes much longer.
+
+        Of a step that does more in every fourth call the median knows nothing.
+        """
+        bursts = any(statistics.bursty(list(itertools.chain(*blocks))) for blocks in self._blocks)
+        a, b = (list(map(fmean if bursts else statistics.median, blocks)) for blocks in self._blocks)
+        return list(zip(a, b, strict=True))
 
     @property
     def gain(self) -> tuple[float, float, float] | None:
@@ -151,13 +162,12 @@ class Comparison:
         with alone(), locked(self._device):
             if not self._block:
                 self._calibrate()
+            timed: list[list[float]] = [[], []]
             while len(self.pairs) < min(pairs, self._max_pairs):
-                order = (0, 1) if len(self.pairs) % 2 == 0 else (1, 0)
-                medians = {which: self._median(self._steps[which]) for which in order}
-                self.pairs.append((medians[0], medians[1]))
-
-    def _median(self, step: Step) -> float:
-        return statistics.median(self._watch.times(step, self._block))
+                for which in (0, 1) if len(self.pairs) % 2 == 0 else (1, 0):
+                    timed[which] = self._watch.times(self._steps[which], self._block)
+                for blocks, times in zip(self._blocks, timed, strict=True):
+                    blocks.append(times)
 
     def _calibrate(self) -> None:
         """Warm both up, and choose how many steps a block of the faster one needs."""

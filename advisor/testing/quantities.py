@@ -127,8 +127,8 @@ def _metric(name: str) -> Callable[[Step], Reading]:
 
 
 def _step_time(step: Step) -> Reading:
-    spread = step.profile.step_us or step.profile.wall_us
-    return Reading(value=spread.median) if spread is not None else _missing("no step was timed")
+    typical_us = step.profile.typical_us
+    return Reading(value=typical_us) if typical_us > 0 else _missing("no step was timed")
 
 
 def _launches(step: Step) -> Reading:

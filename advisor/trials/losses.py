@@ -25,16 +25,19 @@ JUMP_FACTOR = 2.0
 def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], *, precision: bool = False) -> Check:
     """Whether every stack run's losses stay in the envelope of the plain runs.
 
-    passed is None when the plain runs have no losses or are not finite themselves: nothing to compare with. A stack run
-    without losses, with too few, or with NaN or infinite ones fails.
+    Steps at which a plain run's own loss is not finite say nothing; passed is None where those leave too few, or the plain runs
+    have no losses: nothing to compare with. A stack run without losses, with too few, or with NaN or infinite ones at other steps fails.
     """
     plain = [run for run in plain if run]
     if not plain:
         return Check(passed=None, detail="the script's steps have no loss that advisor can see")
-    if not all(math.isfinite(value) for run in plain for value in run):
-        return Check(passed=None, detail="the plain script's own losses are not finite")
     if not stack or not all(len(run) > 0 for run in stack):
         return Check(passed=False, detail="no losses were seen with the changes on")
+    # One batch that overflows is no licence for a training that is NaN from then on.
+    finite = [i for i, values in enumerate(zip(*plain, strict=False)) if all(map(math.isfinite, values))]
+    if len(finite) < min(LEAST, *map(len, plain)):
+        return Check(passed=None, detail="the plain script's own losses are not finite")
+    plain, stack = ([[run[i] for i in finite if i < len(run)] for run in runs] for runs in (plain, stack))
     if not all(math.isfinite(value) for run in stack for value in run):
         return Check(passed=False, detail="the loss became NaN or infinite")
     length = min(len(run) for run in (*plain, *stack))
@@ -47,7 +50,6 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     stack_windows = [_windows(run[:length]) for run in stack]
     values = [value for run in plain for value in run[:length]]
     scale = math.fsum(abs(v) for v in values) / len(values)
-    jumps = _jumps(plain[0][:length])
     columns = list(zip(*plain_windows, strict=True))
     # Runs that have gone apart cross now and then: how far chance takes them shows in the windows around, too.
     spreads = [max(column) - min(column) for column in columns]
@@ -55,6 +57,8 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     worst = 0.0
     for i, (column, spread) in enumerate(zip(columns, spreads, strict=True)):
         centre = math.fsum(column) / len(column)
+        # From the window before on: the fall from an untrained net's first losses is no noise of what comes later.
+        jumps = _jumps([run[max(0, i - 1) * WINDOW : length] for run in plain])
         allowed = tolerance * max(abs(centre), scale) + SPREAD_FACTOR * spread + JUMP_FACTOR * jumps
         difference = max(abs(run[i] - centre) for run in stack_windows)
         worst = max(worst, difference / allowed if allowed > 0 else (0.0 if difference == 0 else math.inf))
@@ -76,9 +80,9 @@ def apart(check: Check) -> bool:
     return check.passed is False and math.isfinite(check.numbers.get("of_bound", math.inf))
 
 
-def _jumps(values: Sequence[float]) -> float:
+def _jumps(runs: Sequence[Sequence[float]]) -> float:
     """Standard deviation of the losses around their trend, from the differences of neighbours."""
-    differences = [b - a for a, b in itertools.pairwise(values)]
+    differences = [b - a for run in runs for a, b in itertools.pairwise(run)]
     return math.sqrt(math.fsum(d * d for d in differences) / len(differences) / 2.0)
 
 

@@ -17,7 +17,7 @@ from advisor.ops import nvrtc
 from advisor.profiling import ranks
 from advisor.profiling.attach import attach_training
 from advisor.profiling.session import TIMING_FILE, Session, tell
-from advisor.profiling.steps import StepWatcher
+from advisor.profiling.steps import BACKWARDS, EPOCH, EVALUATION, SHAPES, StepWatcher
 from advisor.profiling.stop import stop
 from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
@@ -28,6 +28,8 @@ from advisor.trials.kept import KeptChanges
 
 UNCLEAN_FACTOR = 3  # not all of the steps need be clean
 MOST_FACTOR = 10  # of the steps ordered are taken where `timed_s` is longer than these
+# What comes by the script's own schedule, whatever is on: how often it falls among the timed steps is chance. A recompilation is the change's.
+SCHEDULED = frozenset({EPOCH, EVALUATION, SHAPES, BACKWARDS})
 RANKS_FACTOR = 2  # of the steps ordered are taken where several processes train together
 
 
@@ -142,6 +144,7 @@ class MeasureDriver:
             step_us=times.step_us,
             wall_us=times.wall_us,
             every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
+            held=tuple(b.reason if b.reason in SCHEDULED else "" for b in self._boundaries[1:]),
             losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
             batch_size=self.training.batch_size * self._ranks,
             peak_bytes=torch.cuda.max_memory_allocated(self.training.device) if on_gpu else 0,

@@ -11,6 +11,7 @@ from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Blocks, Check, Verdict
 from advisor.trials import losses, planner, records, spent
+from advisor.trials.flow import every_us
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement
 from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, PROCESS_STAGES, REVERTED, Decision, decide
@@ -26,7 +27,8 @@ class _Pairs:
     @property
     def times_us(self) -> list[tuple[float, float]]:
         # Epoch starts count here: they are what worker processes make longer or shorter.
-        return [(fmean(a.every_us), fmean(b.every_us)) for a, b in zip(self.off, self.on, strict=True)]
+        off, on = every_us((self.off, self.on))
+        return list(zip(map(fmean, off), map(fmean, on), strict=True))
 
 
 def try_in_pairs(

@@ -10,6 +10,7 @@ from advisor.core.findings import Interval, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, StackVerdict
 from advisor.trials import losses
+from advisor.trials.flow import every_us
 from advisor.trials.records import Measurement
 from advisor.trials.statistics import bursty, median, process_speedup
 
@@ -54,10 +55,8 @@ def ratio(slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: boo
     (`statistics.process_speedup`).
     """
     flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
-    slow_steps, fast_steps = ([m.every_us if flow else m.step_us for m in runs] for runs in (slow, fast))
-    if flow:  # which is compared step for step
-        shortest = min(map(len, (*slow_steps, *fast_steps)))
-        slow_steps, fast_steps = ([steps[:shortest] for steps in arm] for arm in (slow_steps, fast_steps))
+    arms = (slow, fast)
+    slow_steps, fast_steps = every_us(arms) if flow else [[m.step_us for m in runs] for runs in arms]
     centre = fmean if flow else median
     bounds = process_speedup(slow_steps, fast_steps, means=flow, alike=alike)
     return Ratio(bounds, tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps)))

@@ -95,6 +95,7 @@ class Measurement:
     step_us: tuple[float, ...] = ()
     wall_us: tuple[float, ...] = ()
     every_us: tuple[float, ...] = ()  # wall time of every step after the warm-up, epoch starts and evaluations included
+    held: tuple[str, ...] = ()  # of each of them, what the script did beside a usual step; "" for nothing
     losses: tuple[float, ...] = ()
     batch_size: int = 0
     peak_bytes: int = 0

@@ -538,6 +538,15 @@ def test_short_steps_are_timed_for_long_and_their_losses_stay_as_many(tmp_path):
     assert len(few.losses) == 8 + 12 + 1
 
 
+def test_which_steps_begin_an_epoch_is_measured_too(tmp_path):
+    orders = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=12, seed=7)
+    train(orders, MeasureDriver, find, mixed=0.0)  # epochs of four steps
+    found = storage.load(tmp_path / records.MEASURE_FILE, records.Measurement)
+    assert len(found.held) == len(found.every_us)
+    assert found.held.count("new epoch") == len(found.every_us) // 4
+    assert set(found.held) == {"", "new epoch"}
+
+
 def ending_at(step):
     """A driver whose script ends with that step."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.profile import Spread
+from advisor.core.profile import Spread, StepProfile
 from advisor.reporting.compare import (
     Delta,
     Regression,
@@ -143,3 +143,24 @@ def test_other_scripts_and_a_cpus_operators_are_called_so():
     comparison = compare_profiles(run, replace(run, script="other.py"))
     assert any(text.startswith("Different scripts: ") for text in comparison.differences)
     assert "operators per step" in {d.label for d in comparison.totals}
+
+
+def _starved(wait_us: float, seed: int) -> StepProfile:
+    """Eight workers deliver eight batches at once: every eighth step waits."""
+    rng, profile = random.Random(seed), samples.resnet50()
+    raw = [(10e3 + (wait_us if i % 8 == 7 else 0.0)) * math.exp(rng.gauss(0, 0.02)) for i in range(40)]
+    return replace(profile, step_us=_spread(raw), input=replace(profile.input, workers=8, burst_us=wait_us / 8))
+
+
+def test_where_batches_come_in_bursts_the_means_are_compared():
+    """The median step is the same, and training takes twice as long."""
+    comparison = compare_profiles(_starved(20e3, 1), _starved(120e3, 2))
+    assert comparison.ratio == pytest.approx(25.0 / 12.5, rel=0.02)
+    assert comparison.low < comparison.ratio < comparison.high
+    assert comparison.regression(0.05).outcome is Regression.YES
+    times, rates = (
+        next(d for d in comparison.totals if d.label == label) for label in ("step time", "samples per second")
+    )
+    assert times.ratio == pytest.approx(1 / rates.ratio)
+    alike = compare_profiles(_starved(120e3, 3), _starved(120e3, 4))
+    assert alike.low < 1 < alike.high

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -57,6 +58,15 @@ def test_a_against_a_is_never_faster() -> None:
 def test_five_per_cent_more_time_is_caught() -> None:
     outcomes = [outcome(comparison(5e3, 5.25e3, seed).assert_not_slower) for seed in range(30)]
     assert outcomes == ["failed"] * 30
+
+
+def test_what_only_every_fourth_call_does_is_counted() -> None:
+    calls = itertools.count()
+    found = Comparison(lambda: 1e3, lambda: 1e3 if next(calls) % 4 else 5e3, stopwatch=SyntheticClock(0))
+    with pytest.raises(AssertionError, match="slower than the first"):
+        found.assert_not_slower()
+    assert found.gain is not None
+    assert found.gain[1] == pytest.approx(-1.0, abs=0.05)
 
 
 def test_a_gain_is_proved_and_not_overstated() -> None:

@@ -10,7 +10,7 @@ import pytest
 from gpu_profile import ADD, CONV, H200, PROFILE, changed
 
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import ProfilerCost, Site, StepProfile
+from advisor.core.profile import InputStats, ProfilerCost, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.testing.baselines import Entry, Machine, Stored
 from advisor.testing.measured import Budget, CannotJudge, Measured
@@ -241,6 +241,15 @@ def stored(profile: StepProfile = PROFILE, machine: Machine | None = None, **val
         machine=machine or found.machine,
         entries=(replace(entry, values={**entry.values, **values}),),
     )
+
+
+def test_a_step_time_where_batches_come_in_bursts_is_the_mean() -> None:
+    raw = (1000.0,) * 7 + (9000.0,)
+    bursts = Spread(median=1000.0, p10=1000.0, p90=3400.0, n=8, raw=raw)
+    found = measured(changed(step_us=bursts, input=InputStats(workers=8, burst_us=1000.0)))
+    found.assert_step_time(max="2.1 ms")
+    with pytest.raises(AssertionError, match="step time"):
+        found.assert_step_time(max="1.9 ms")
 
 
 def test_a_step_is_within_its_own_baseline() -> None:

@@ -41,7 +41,21 @@ def test_a_script_without_losses_cannot_be_compared():
 
 
 def test_a_plain_script_that_diverges_is_no_measure():
-    assert losses.compare([[*curve(1)[:20], math.nan]], [curve(2)]).passed is None
+    assert losses.compare([[*curve(1)[:5], *[math.nan] * 37]], [curve(2)]).passed is None
+    assert losses.compare([[math.nan] * 42, curve(1)], [curve(2)]).passed is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_batch_that_overflows_is_no_licence_for_a_training_that_breaks(bad):
+    plain, again, alike = curve(1), curve(2), curve(3)
+    plain[3] = bad
+    assert losses.compare([plain, again], [[math.nan] * 42]).passed is False
+    assert losses.compare([plain, again], [[2.3 + 0.05 * i for i in range(42)]]).passed is False
+    assert losses.compare([plain, again], [alike]).passed is True
+    alike[3] = bad  # the same batch
+    found = losses.compare([plain, again], [alike])
+    assert found.passed is True
+    assert found.numbers["steps"] == 41
 
 
 def test_a_training_that_stands_still_or_blows_up_fails():
@@ -69,6 +83,18 @@ def test_losses_that_jump_from_batch_to_batch_get_room_for_it():
     steady = curve(1, noise=0.01, fall=0.0)
     shifted = [value + (0.35 if i % 10 < 5 else -0.35) for i, value in enumerate(steady)]
     assert losses.compare([steady], [shifted]).passed is False
+
+
+def test_a_fall_from_the_first_losses_hides_no_training_that_goes_wrong_later():
+    """Regressions and sums over pixels begin at hundreds of what they come to; these then fall from 5 to 3, or climb to 80."""
+
+    def run(seed, climb):
+        r = random.Random(seed)
+        return [500.0, 120.0, 40.0, 15.0, 8.0, *(5.0 + climb * i + r.gauss(0, 0.1) for i in range(37))]
+
+    plain = [run(1, -0.05), run(2, -0.05)]
+    assert losses.compare(plain, [run(3, -0.05)]).passed is True
+    assert losses.compare(plain, [run(4, 2.0)]).passed is False
 
 
 def test_plain_runs_that_cross_are_as_far_apart_as_around_their_crossing():
