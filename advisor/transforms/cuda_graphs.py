@@ -21,7 +21,7 @@ import copy
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -189,6 +189,12 @@ def _copied(values: Any) -> Any:
     return copy.copy(values) if type(values) in (list, dict, set) else values
 
 
+def _free_bytes(segments: Iterable[Mapping[str, Any]], pools: Collection[tuple[int, int]]) -> int:
+    """What the allocator has in these pools and counts as free, of `torch.cuda.memory_snapshot()`."""
+    own = (segment for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
+
+
 class _Captured:
     """One captured forward and backward, with the static tensors that they read and write."""
 
@@ -198,7 +204,7 @@ class _Captured:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.inputs = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in args)
         self.in_flight: ReferenceType[_InFlight] | None = None
-        self.replays = 0
+        self.replays = self.replays_before = 0
         device = self.inputs[0].device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -241,6 +247,9 @@ class _Captured:
         self.gradients = ParameterGradients(self.parameters, parameter_grads)
         self.by_id = {id(p): p for p in self.parameters}
         self.layout = _Layout(module)  # behind the capture, in which a forward may have counted its calls
+        del flat, output, wanted, sources, gradients, arrived, leaves  # the replays have what these took
+        self.hidden_bytes = _free_bytes(torch.cuda.memory_snapshot(), {self.forward.pool(), self.backward.pool()})
+        _all.add(self)
 
     def busy(self) -> bool:
         """True while an earlier forward waits for its backward: its activations must not be overwritten."""
@@ -454,6 +463,23 @@ def paused() -> Iterator[None]:
         yield
     finally:
         _paused = before
+
+
+_all: WeakSet[_Captured] = WeakSet()
+
+
+def reset_peak_memory() -> None:
+    """Begin to note which graphs are replayed, as `torch.cuda.reset_peak_memory_stats` begins to note what is allocated."""
+    for captured in _all:
+        captured.replays_before = captured.replays
+
+
+def hidden_bytes() -> int:
+    """What graphs that were replayed since keep to themselves beside all that `torch.cuda.max_memory_allocated` counts.
+
+    Activations and workspaces of a replay lie in memory that the allocator took for free when the capture had ended.
+    """
+    return sum(captured.hidden_bytes for captured in _all if captured.replays > captured.replays_before)
 
 
 _layers = KeptLayers(GRAPH, GraphLayer, GraphLayer.free)

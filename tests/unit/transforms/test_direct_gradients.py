@@ -591,3 +591,13 @@ def test_tensors_that_a_captured_forward_replaces_are_put_back_and_refused() -> 
     with pytest.raises(ValueError, match="its own"):
         captured_in_place_of(net, fails)
     assert dict(net.norm._buffers) == before
+
+
+def test_memory_that_replays_use_and_the_allocator_counts_as_free() -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 10},  # everybody's
+        {"segment_pool_id": (0, 1), "total_size": 100, "allocated_size": 30},
+        {"segment_pool_id": (0, 2), "total_size": 50, "allocated_size": 50},
+        {"segment_pool_id": (0, 3), "total_size": 70, "allocated_size": 0},  # another graph's
+    ]
+    assert cuda_graphs._free_bytes(segments, {(0, 1), (0, 2)}) == 70
