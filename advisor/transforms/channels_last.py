@@ -4,7 +4,8 @@ The values, parameter objects and optimizer stay the same; only strides change. 
 networks of few channels, and in fp32 without TF32; so it is measured like everything else.
 
 `x.view(n, -1)` on an NHWC feature map raises where the same call on NCHW works. While this is applied, such a view becomes the
-copy that `reshape` makes; every other view is untouched.
+copy that `reshape` makes; every other view is untouched. Into a copy of a weight, of its gradient or its optimizer state a script would write
+in vain (`p.grad.view(-1)[mask] = 0`): one that it flattens without a gradient to come goes back to the script's own layout.
 Sources: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
@@ -29,6 +30,10 @@ from advisor.transforms.replay import replay
 from advisor.transforms.targets import targets
 
 _CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
+_FLATTENING = ("reshape", "flatten", "ravel")
+
+_Weights = list[tuple[torch.nn.Parameter, tuple[int, ...]]]
+"""Converted weights, with the strides that they had."""
 
 
 class ChannelsLast(Transform):
@@ -61,13 +66,19 @@ class ChannelsLast(Transform):
         return Match(applies=True, sites=tuple(sites), unmatched=tuple(unmatched))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
+        converted: _Weights = []
         with all_or_nothing() as undo:
+            undo.push(converted.clear)
             for weight in _weights(training):
                 plain = weight.stride()
+                converted.append((weight, plain))
                 nhwc = weight.data.contiguous(memory_format=torch.channels_last).stride()
                 undo.push(functools.partial(_relayout, training, weight, None, plain))
                 _relayout(training, weight, plain, nhwc)
-            replace_attribute(undo, torch.Tensor, "view", _tolerant_view(torch.Tensor.view))
+            lay_back = functools.partial(_lay_back, training, converted)
+            replace_attribute(undo, torch.Tensor, "view", _tolerant_view(torch.Tensor.view, lay_back))
+            for name in _FLATTENING:
+                replace_attribute(undo, torch.Tensor, name, _writable_view(getattr(torch.Tensor, name), lay_back))
             for target in targets(training):
                 if any(isinstance(module, _CONVOLUTIONS) for module in target.modules()):
                     stack = ForwardStack.of(target)
@@ -143,15 +154,17 @@ def _relayout(
     They must agree: the multi-tensor and fused optimizers take their fast path only then. A gradient gets a new tensor: the old one may be
     another's as well, as with DDP's gradient_as_bucket_view, whose all-reduce would go on over memory that nobody writes any more.
     """
-    tensors: list[torch.Tensor] = [weight]
-    for optimizer in training.optimizers:
-        if weight in optimizer.state:
-            tensors += [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
-    for tensor in tensors:
+    for tensor in (weight, *_state(training, weight)):
         if tensor.shape == weight.shape and old in (None, tensor.stride()) and tensor.stride() != new:
             tensor.data = _with_strides(tensor, new)
     if weight.grad is not None and old in (None, weight.grad.stride()) and weight.grad.stride() != new:
         weight.grad = _with_strides(weight.grad, new)
+
+
+def _state(training: Training, weight: torch.nn.Parameter) -> list[torch.Tensor]:
+    """What optimizers keep of it."""
+    kept = (optimizer.state[weight] for optimizer in training.optimizers if weight in optimizer.state)
+    return [value for entry in kept for value in entry.values() if isinstance(value, torch.Tensor)]
 
 
 def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -176,17 +189,89 @@ def _nhwc_inputs(inner: Callable[..., Any], module: torch.nn.Module) -> Callable
     return forward
 
 
-def _tolerant_view(plain_view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _tolerant_view(
+    plain_view: Callable[..., torch.Tensor], lay_back: Callable[[torch.Tensor], bool]
+) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain_view)
     def view(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         try:
             return plain_view(self, *args, **kwargs)
         except (RuntimeError, ValueError):  # ValueError from the fake tensors of a compiler
+            if lay_back(self):
+                return plain_view(self, *args, **kwargs)
             if self.dim() == 4 and _is_nhwc(self) and not self.is_contiguous():
                 return plain_view(self.contiguous(), *args, **kwargs)
             raise
 
     return view
+
+
+def _writable_view(
+    plain_method: Callable[..., torch.Tensor], lay_back: Callable[[torch.Tensor], bool]
+) -> Callable[..., torch.Tensor]:
+    """A method that gives a view where it can, and else a copy."""
+
+    @functools.wraps(plain_method)
+    def flattened(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = plain_method(self, *args, **kwargs)
+        return plain_method(self, *args, **kwargs) if _may_be_written(self, found) and lay_back(self) else found
+
+    return flattened
+
+
+def _may_be_written(tensor: torch.Tensor, flattened: torch.Tensor) -> bool:
+    """Whether a script may take what is a copy for a view."""
+    return _is_written_nhwc(tensor) and flattened.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+
+
+def _is_written_nhwc(tensor: torch.Tensor) -> bool:
+    """Whether it is NHWC, and a script may write into a view of it: not while it is a leaf with a gradient to come, which torch forbids."""
+    return (
+        tensor.dim() in (3, 4)
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.grad_fn is None
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not tensor.is_contiguous()
+        and _is_nhwc(tensor if tensor.dim() == 4 else tensor.unsqueeze(0))
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _lay_back(training: Training, converted: _Weights, tensor: torch.Tensor) -> bool:
+    """Where `tensor` is a converted weight, its gradient or optimizer state, or lies in the memory of one (`p.data`, `p.grad[0]`), give that
+    weight and what belongs to it the layout that it had, and `tensor` its place there. Says whether it was so.
+    """
+    if not _is_written_nhwc(tensor):
+        return False
+    replicated = any(isinstance(root.module, torch.nn.parallel.DistributedDataParallel) for root in training.roots)
+    for weight, plain in converted:
+        if weight.shape[1:] != tensor.shape[tensor.dim() - 3 :]:
+            continue
+        gradient = None if replicated else weight.grad  # a view of DDP's bucket is to stay one (see `_relayout`)
+        owner = next(
+            (o for o in (weight, gradient, *_state(training, weight)) if o is not None and _lies_in(tensor, o)), None
+        )
+        if owner is None:
+            continue
+        place = (
+            tensor.storage_offset() - owner.storage_offset()
+        )  # the same in both layouts: what is taken are whole filters
+        if owner is gradient:
+            owner.data = _with_strides(owner, plain)
+        _relayout(training, weight, None, plain)
+        if tensor is not owner:
+            tensor.data = owner.detach().as_strided(tensor.shape, plain[4 - tensor.dim() :], place)
+        return True
+    return False
+
+
+def _lies_in(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Whether it is `owner`, or some filters of it."""
+    return (
+        owner.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        and owner.stride()[owner.dim() - tensor.dim() :] == tensor.stride()
+        and 0 <= tensor.storage_offset() - owner.storage_offset() < owner.numel()
+    )
 
 
 def _nhwc_inputs_seen(root: RootModule) -> list[bool]:

@@ -3,7 +3,8 @@
 In training mode the mean that batch norm subtracts contains the bias, so neither output nor gradients depend on it: the bias
 costs a pass over the output forward and one over the gradient backward for nothing. Here it is not added; the running mean gets
 its share back, so evaluation and checkpoints mean the same; and its gradient is exactly zero, what it is in exact arithmetic (the
-plain script has rounding noise there), so weight decay and momentum act on it as before. In evaluation mode nothing changes.
+plain script has rounding noise there), so weight decay and momentum act on it as before. In evaluation mode nothing changes, nor while
+the batch norm averages cumulatively.
 
 Done only for a convolution whose output is seen to go to one batch norm and nowhere else, in a replay of the forward.
 """
@@ -117,7 +118,7 @@ class _Pair:
     zeros: _Zeros
 
     def active(self) -> bool:
-        return bool(self.conv.training and self.norm.training)
+        return bool(self.conv.training and self.norm.training and not _averages_cumulatively(self.norm))
 
     def without_bias(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         conv = self.conv
@@ -167,6 +168,11 @@ class _Zeros:
             self._ready = {one: torch.empty_like(one.conv.bias, requires_grad=False) for one in self.pairs}
             torch._foreach_zero_(list(self._ready.values()))
         return self._ready.pop(pair)
+
+
+def _averages_cumulatively(norm: Any) -> bool:
+    """Over all batches alike, so that no fixed share of the bias is in its running mean; `swa_utils.update_bn` sets a norm to that for a while."""
+    return bool(norm.track_running_stats and norm.momentum is None)
 
 
 def _captured(bias: torch.Tensor) -> bool:
@@ -254,7 +260,7 @@ class _Uses:
             return "its output is used outside its batch norm too" + (f" ({self.others[0]})" if self.others else "")
         if self.kept:
             return "its output is kept after the forward pass"
-        if norm.track_running_stats and norm.momentum is None:
+        if _averages_cumulatively(norm):
             return "its batch norm averages cumulatively"
         return "" if norm.training else "its batch norm is in evaluation mode"
 

@@ -103,9 +103,6 @@ class Deferred:
     lazy: ClassVar[set[tuple[CodeType, int]]] = set()
     """Lines, by code object and number, whose arithmetic stays deferred."""
 
-    __array_ufunc__ = None  # NumPy arrays leave the operator to us
-    __array_priority__ = 1000.0
-
     def __init__(
         self, kind: type, write: Any = None, function: Any = None, left: Any = None, right: Any = None
     ) -> None:
@@ -159,6 +156,10 @@ class Deferred:
         import numpy
 
         return numpy.asarray(self._compute(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """What NumPy does with us, also in an array's own place (`array += number`)."""
+        return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -104,7 +104,9 @@ def _read(loader: DataLoader[Any], collated: bool) -> Item:
     tensors = tensors_in(items[0])
     batches: list[Any] = []
     on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-    if collated and not on_device and loader.batch_sampler is not None and loader.collate_fn is not default_collate:
+    if collated and not on_device and loader.batch_sampler is None:
+        batches = [loader.collate_fn(item) for item in items]  # each is one already
+    elif collated and not on_device and loader.collate_fn is not default_collate:
         batches = [loader.collate_fn(copy.deepcopy([items[0], items[0]])) for _ in range(2)]
     return Item(
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
@@ -112,13 +114,14 @@ def _read(loader: DataLoader[Any], collated: bool) -> Item:
         random=_generators() != generators,
         shared=any(_position(descriptor) != position for descriptor, position in positions.items()),
         keeps=_changed(state, _state(loader.dataset)),
-        reused=bool(batches) and not _memory(batches[0]).isdisjoint(_memory(batches[1])),
+        reused=len(batches) > 1 and not _memory(batches[0]).isdisjoint(_memory(batches[1])),
     )
 
 
 def _memory(batch: Any) -> set[int]:
+    """Where its tensors begin: batches that are parts of one tensor are in no other's way."""
     return {
-        tensor.untyped_storage().data_ptr()
+        tensor.data_ptr()
         for tensor in tensors_in(batch)
         if tensor.layout is torch.strided and tensor.numel() and tensor.device.type == "cpu"
     }

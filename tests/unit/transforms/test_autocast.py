@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor.core.profile import KernelRow
+from advisor.transforms import scaling
 from advisor.transforms.autocast import AutocastBf16, AutocastFp16
+from advisor.transforms.base import Undo
 from advisor.transforms.fused_optimizer import FusedOptimizer
 
 ANYWAY = {"cpu": "always"}
@@ -394,6 +396,42 @@ def test_a_backward_pass_inside_another_is_not_scaled_again(monkeypatch) -> None
     scaled_only(monkeypatch).apply(loop.training, {})
     assert loop.run(3) == plain.run(3)
     assert_equal(values(loop), values(plain))
+
+
+def test_leaves_of_the_scripts_own_see_true_gradients(monkeypatch) -> None:
+    """An image whose gradient it wants, as for adversarial examples, and weights of its loss, with an optimizer later or none."""
+    loop, plain = twins()
+    found = []
+    for each in (plain, loop):
+        if each is loop:
+            scaled_only(monkeypatch).apply(loop.training, {})
+        seen: list[torch.Tensor] = []
+        by_hand, late = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+        for _ in range(3):
+            x, y = next(each.batches)
+            x.requires_grad_(True)
+            for _ in range(2):
+                (nn.functional.cross_entropy(each.model(x) * by_hand, y) * late).backward()
+                seen += [leaf.grad.clone() for leaf in (x, by_hand, late)]
+            with torch.no_grad():
+                by_hand -= 0.1 * by_hand.grad
+            by_hand.grad = None
+        torch.optim.SGD([late], lr=0.1).step()
+        seen += [by_hand.detach(), late.detach()]
+        found.append(seen)
+    assert all(map(torch.equal, *found))
+
+
+def test_leaves_that_are_gone_are_not_looked_after(monkeypatch) -> None:
+    loop = make_loop()
+    state = scaling.LossScale(torch.device("cpu"), Undo())
+    monkeypatch.setattr(scaling, "LossScale", lambda device, undo: state)
+    scaled_only(monkeypatch).apply(loop.training, {})
+    for _ in range(5):
+        x, _ = next(loop.batches)
+        loop.model(x.requires_grad_(True)).sum().backward()
+        del x
+    assert len(state.parameters) <= len(list(loop.model.parameters())) + 2
 
 
 def test_parameters_that_come_later_see_true_gradients(monkeypatch) -> None:

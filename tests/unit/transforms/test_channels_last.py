@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,59 @@ def test_a_view_that_is_wrong_anyway_still_raises() -> None:
     undo.run()
     with pytest.raises(RuntimeError):
         torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).view(2, -1)
+
+
+def _cut(weight: torch.Tensor) -> None:
+    weight.data.view(-1)[:10] = 0
+
+
+def _bound(weight: torch.Tensor) -> None:
+    rows = weight.detach().flatten(1)
+    rows.div_(rows.norm(dim=1, keepdim=True))
+
+
+def _mask(weight: torch.Tensor) -> None:
+    gradient = weight.grad.data
+    gradient.reshape(-1)[:10] = 0
+    gradient.mul_(3)
+
+
+def _scale_one_filter(weight: torch.Tensor) -> None:
+    weight.grad[2].view(-1).mul_(2)
+
+
+def _add_within(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.ravel().add_(0.1)
+
+
+@pytest.mark.parametrize("write", [_cut, _bound, _mask, _scale_one_filter, _add_within])
+def test_what_a_script_writes_through_a_flat_view_of_a_weight_is_there(write: Callable[[torch.Tensor], None]) -> None:
+    loop, plain = twins()
+    loop.run(2), plain.run(2)
+    undo = ChannelsLast().apply(loop.training, {})
+    for _ in range(2):
+        for one in (loop, plain):
+            one.step()
+            write(one.model.conv1.weight)
+            one.optimizer.step()
+        assert_close(values(loop), values(plain))
+    undo.run()
+    torch.testing.assert_close(loop.run(2), plain.run(2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_nobody_writes_into_through_a_copy_stays_nhwc() -> None:
+    loop, plain = twins()
+    ChannelsLast().apply(loop.training, {})
+    found = [
+        torch.autograd.grad(one.model.conv1.weight.view(-1)[:10].square().sum(), one.model.conv1.weight)
+        for one in (loop, plain)
+    ]
+    torch.testing.assert_close(*found)
+    with torch.no_grad():  # views of NHWC memory as well
+        loop.model.conv1.weight.view(torch.int32)
+        loop.model.conv1.weight.flatten(2)
+    assert not loop.model.conv1.weight.is_contiguous()
 
 
 def test_it_says_where_it_does_not_apply() -> None:

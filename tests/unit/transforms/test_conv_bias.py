@@ -38,6 +38,22 @@ def test_training_and_evaluation_stay_the_same() -> None:
     torch.testing.assert_close(loop.model.eval()(x), plain.model.eval()(x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_script_takes_the_norms_statistics_anew_in_mid_training() -> None:
+    """As `update_bn` does with averaged weights that are back in the model itself: norms average cumulatively meanwhile."""
+    loop, plain = twins()
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    images = [torch.randn(4, 3, 8, 8) for _ in range(3)]
+    for one in (loop, plain):
+        with torch.no_grad():
+            one.model.conv1.bias.add_(torch.linspace(-1, 1, 8))
+        one.run(2)
+        torch.optim.swa_utils.update_bn(images, one.model)
+    for name in ("bn1.running_mean", "bn2.running_mean"):
+        torch.testing.assert_close(values(loop)[name], values(plain)[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loop.run(2), plain.run(2), rtol=1e-4, atol=1e-5)
+    assert torch.count_nonzero(loop.model.conv1.bias.grad) == 0  # left out again
+
+
 def test_undo_is_exact() -> None:
     loop, plain = twins()
     check_undo_is_exact(ConvBiasBeforeNorm(), loop, plain)

@@ -160,6 +160,21 @@ def test_arrays_and_tensors_take_it_as_a_plain_number() -> None:
         assert result.tolist() == [1.5, 1.5]
 
 
+def test_it_is_added_in_an_arrays_own_place() -> None:
+    array, counts = numpy.zeros(2, dtype=numpy.float32), numpy.zeros(2, dtype=numpy.int64)
+    array += number(0.1)
+    array *= number(3.0)
+    counts += number(2, torch.int64)
+    expected = numpy.zeros(2, dtype=numpy.float32)
+    expected += 0.1
+    expected *= 3.0
+    assert array.tolist() == expected.tolist()
+    assert array.dtype == numpy.float32
+    assert counts.tolist() == [2, 2]
+    with pytest.raises(TypeError, match="Cannot cast ufunc"):
+        counts += number(0.5)
+
+
 def test_what_it_is_made_of() -> None:
     assert deferred.defer(torch.zeros(2)) is None
     assert deferred.defer(torch.zeros((), dtype=torch.complex64)) is None

@@ -219,6 +219,41 @@ def test_what_the_script_sees_of_a_gradient_through_another_tensor_stays(
     assert places[1:] == [g.data_ptr() for g in loop.captured.memory][1:]  # nothing is copied any more
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_gradient_that_the_script_gives_other_memory_is_new_in_the_next_step(
+    loop: Loop, accumulated: bool, seen: bool
+) -> None:
+    loop.settle()
+    kept = []
+    for step in range(4):
+        for net, out in ((loop.net, loop()), (loop.plain, loop.plain(loop.x))):
+            if not accumulated:
+                net.zero_grad()
+            (out * (step + 1)).square().sum().backward()
+        loop.hold()
+        for net in (loop.net, loop.plain):
+            for p in net.parameters():  # as scripts mask the gradients of weights that they have pruned
+                kept += [p.grad.data] if seen else []
+                p.grad.data = p.grad.data * (p.data > 0)
+        loop.hold()
+        del out
+
+
+def test_a_gradient_that_was_kept_in_two_ways_stays_when_one_is_gone(loop: Loop) -> None:
+    loop.settle()
+    loop().sum().backward()
+    kept, seen, others = loop.net.body.weight.grad, loop.net.body.weight.grad.detach(), loop.net.head.weight.grad
+    before = kept.clone(), others.clone()
+    for step in range(3):
+        loop.net.zero_grad()
+        (loop() * (step + 2)).sum().backward()
+        torch.testing.assert_close((kept, others), before)
+        if step == 0:
+            torch.testing.assert_close(seen, before[0])
+            del seen
+
+
 def test_a_parameter_that_a_penalty_reads_too_has_both_gradients(loop: Loop) -> None:
     loop.settle()
     for net, out in ((loop.net, loop()), (loop.plain, loop.plain(loop.x))):

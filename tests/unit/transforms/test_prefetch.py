@@ -284,6 +284,22 @@ class IntoOneBuffer:
         return torch.stack([x for x, _ in items], out=self.buffer)
 
 
+class Batches(Dataset):
+    """Ready batches, each in memory of its own, or all in one buffer, as they are read from large files."""
+
+    def __init__(self, buffer: torch.Tensor | np.ndarray | None = None) -> None:
+        self.x, self.buffer = torch.arange(10.0).view(5, 2), buffer
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        if self.buffer is None:
+            return self.x[index], index
+        self.buffer[:] = self.x[index] if isinstance(self.buffer, torch.Tensor) else self.x[index].numpy()
+        return self.buffer, index
+
+
 def test_what_it_refuses(loop) -> None:
     def reason(loader) -> str:
         loop.training.device = torch.device("cuda", 0)
@@ -306,6 +322,9 @@ def test_what_it_refuses(loop) -> None:
     assert reason(make_loader(collate_fn=mixed, num_workers=1)) == ""
     assert reason(make_loader(collate_fn=list)) == ""
     assert "same memory" in reason(make_loader(collate_fn=IntoOneBuffer()))
+    assert "same memory" in reason(DataLoader(Batches(torch.empty(2)), batch_size=None))
+    assert "same memory" in reason(DataLoader(Batches(np.empty(2, np.float32)), batch_size=None))
+    assert reason(DataLoader(Batches(), batch_size=None)) == ""
     assert "device already" in reason(DataLoader(TensorDataset(torch.zeros(3, device="meta"))))
     loop.training.device = torch.device("cpu")
     assert "host" in DevicePrefetch().match(loop.training, {}).reason
