@@ -248,7 +248,8 @@ class _Captured:
         self.by_id = {id(p): p for p in self.parameters}
         self.layout = _Layout(module)  # behind the capture, in which a forward may have counted its calls
         del flat, output, wanted, sources, gradients, arrived, leaves  # the replays have what these took
-        self.hidden_bytes = _free_bytes(torch.cuda.memory_snapshot(), {self.forward.pool(), self.backward.pool()})
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        self.hidden_bytes = _free_bytes(segments, {self.forward.pool(), self.backward.pool()})
         _all.add(self)
 
     def busy(self) -> bool:
