@@ -89,6 +89,11 @@ def static_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return shape if all(type(size) is int for size in shape) else None
 
 
+def empty(tensor: torch.Tensor) -> bool:
+    """Whether it is known to hold no values, as a detector's boxes where there are none: a compiled operation could not launch on it."""
+    return any(type(size) is int and size == 0 for size in tensor.shape)
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """`bfloat16`."""
     return storage.name(tensor.dtype)

@@ -28,7 +28,7 @@ from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
-from advisor.transforms.replay import hooked, replay
+from advisor.transforms.replay import hooked, replaying
 from advisor.transforms.targets import targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
@@ -305,14 +305,13 @@ def _watch_outputs(root: RootModule, convs: list[torch.nn.Module]) -> dict[torch
             handles.append(module.register_forward_pre_hook(enters))
             handles.append(module.register_forward_hook(leaves, always_call=True))
     try:
-        with Consumers():  # type: ignore[no-untyped-call]
-            output = replay(root)
-        gc.collect()
-        for use in uses.values():
-            use.kept = use.output is not None and use.output() is not None
-            if use.norm is not None and norm_calls[use.norm] != 1:
-                use.others.append("its batch norm runs more than once")
-        del output
+        with Consumers(), replaying(root) as output:  # type: ignore[no-untyped-call]
+            gc.collect()
+            for use in uses.values():
+                use.kept = use.output is not None and use.output() is not None
+                if use.norm is not None and norm_calls[use.norm] != 1:
+                    use.others.append("its batch norm runs more than once")
+            del output
     finally:
         for handle in handles:
             handle.remove()

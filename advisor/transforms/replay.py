@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,16 +21,25 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def replay(root: RootModule, *, hooks: bool = True) -> Any:
     """The output of `root`'s forward on the arguments of its latest call, without gradients.
 
-    Buffers, numbers kept as attributes, and random-number states are as before afterwards. Hooks on the root itself do not
-    run; those on its submodules do, and what they do cannot be taken back: `hooks=False` passes the script's own over.
+    Buffers, attributes, what is in those that are lists, dictionaries and the like, and random-number states are as before
+    afterwards. Hooks on the root itself do not run; those on its submodules do, and what they do cannot be taken back:
+    `hooks=False` passes the script's own over.
     """
+    with replaying(root, hooks=hooks) as output:
+        return output
+
+
+@contextmanager
+def replaying(root: RootModule, *, hooks: bool = True) -> Iterator[Any]:
+    """As `replay`; inside, all is as the forward has left it."""
     device = next((parameter.device for parameter in root.module.parameters()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), _kept(root.module), torch.random.fork_rng(devices, device_type="cuda"):
         if hooks:
-            return root.module.forward(*root.args, **root.kwargs)
+            yield root.module.forward(*root.args, **root.kwargs)
+            return
         with _own_hooks_passed_over(root.module):
-            return root.module.forward(*root.args, **root.kwargs)
+            yield root.module.forward(*root.args, **root.kwargs)
 
 
 def hooked(module: torch.nn.Module) -> list[str]:
@@ -59,22 +69,43 @@ def _own_hooks_passed_over(module: torch.nn.Module) -> Iterator[None]:
             attributes[kind] = found
 
 
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
 @contextmanager
 def _kept(module: torch.nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    numbers = [
-        (vars(child), {name: value for name, value in vars(child).items() if type(value) in (bool, int, float)})
-        for child in module.modules()
-    ]
+    containers: dict[int, tuple[Any, Any]] = {}
+    for child in module.modules():
+        _note(vars(child), containers)  # a buffer that is given another tensor is in a dictionary there
     numpy = sys.modules.get("numpy")
     drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
+        for container, contents in containers.values():
+            _put_back(container, contents)
         for buffer, value in buffers:
             write(buffer, value)
-        for attributes, values in numbers:
-            attributes.update(values)
         random.setstate(drawn[0])
         if numpy is not None:
             numpy.random.set_state(drawn[1])
+
+
+def _note(container: Any, found: dict[int, tuple[Any, Any]]) -> None:
+    """What is in the container, and in those in it: a forward may add to a list that the script reads and empties."""
+    if type(container) not in _CONTAINERS or id(container) in found:
+        return
+    found[id(container)] = container, copy.copy(container)
+    for value in list(container.values() if isinstance(container, dict) else container):
+        _note(value, found)
+
+
+def _put_back(container: Any, contents: Any) -> None:
+    if isinstance(container, dict):  # never empty meanwhile: it may be a module's own
+        for key in container.keys() - contents.keys():
+            del container[key]
+        container.update(contents)
+        return
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(contents)

@@ -318,6 +318,19 @@ def test_second_derivatives_and_batches_of_gradients_pass_through_a_replayed_nod
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
+def test_a_first_backward_may_take_a_batch_of_gradients(emulated) -> None:
+    """It is not recorded; the next one is."""
+    function = install.site(pooling.global_avg_pool2d)
+    with dispatch.everything():
+        x = image(2, 16, 4, 4)
+        y = function(x)
+        (found,) = torch.autograd.grad(
+            y, x, torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)]), True, is_grads_batched=True
+        )
+        (single,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(found, torch.stack([single, 2 * single]))
+
+
 def test_a_graph_is_kept_freed_and_guarded_as_pytorch_s(emulated) -> None:
     site, arguments, leaves = site_and_leaves()
     y = site(*arguments)

@@ -146,6 +146,35 @@ def test_with_inductor_the_operation_is_in_the_compiled_graph(emulated, nets, mo
     families.run()
 
 
+class Boxes(nn.Module):
+    """A head over the boxes that are found, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn(self.conv(x)))
+        return F.gelu(self.head(self.norm(x.permute(0, 2, 3, 1))))
+
+
+def test_with_inductor_an_empty_batch_is_pytorchs_own(emulated, monkeypatch) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    model = Boxes().to(memory_format=torch.channels_last).train()
+    with dispatch.everything():
+        for family in ("batchnorm_act", "bias_act", "layer_norm"):
+            capture.set_family([model], family)
+        capture.set_mode([model], "default")
+        for count in (0, 2):
+            y = model(torch.randn(count, 3, 6, 6).to(memory_format=torch.channels_last))
+            y.sum().backward()
+            assert y.shape == (count, 6, 6, 8)
+    assert emulated.launches["layer_norm_forward"] == 1
+
+
 def test_in_code_that_inductor_generates(emulated, nets, tmp_path) -> None:
     """As above with Inductor's own: C++ around the operation, compiled here and not found in a cache."""
     from torch._inductor import config as inductor

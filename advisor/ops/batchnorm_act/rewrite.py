@@ -96,6 +96,8 @@ def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
         return "its input is not known"
     if x.dim() != 4:
         return f"{x.dim()}-D input"
+    if match.empty(x):
+        return "its input is empty"
     if not isinstance(x.shape[1], int):
         return "channel count is dynamic"
     dtype = match.dtype_name(x)

@@ -119,6 +119,8 @@ def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
         return "its input is not known"
     if norm.dim == 1 and x.dim() != 4:
         return f"{x.dim()}-D input"
+    if match.empty(x):
+        return "its input is empty"
     if not isinstance(x.shape[norm.dim], int):
         return "channel count is dynamic"
     if not match.read_later(norm.x, norm.nodes[0]):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.core.errors import first_line
@@ -252,7 +253,10 @@ class Context:
         """
         own = copy.copy(self)  # other calls share this one
         own.saved_tensors = tuple(saved)
-        if torch.is_grad_enabled() or nvrtc.transformed() or self._tries >= _MOST_TRIES:
+        batched = any(
+            dy is not None and is_legacy_batchedtensor(dy) for dy in above
+        )  # has no memory that a tape could tell apart
+        if torch.is_grad_enabled() or nvrtc.transformed() or batched or self._tries >= _MOST_TRIES:
             saved.clear()
             return _tuple(self._function.backward(own, *above))
         self._tries += 1

@@ -168,7 +168,7 @@ def test_switching_on_again_looks_no_second_time(monkeypatch) -> None:
     loop = make_loop()
     transform = ConvBiasBeforeNorm()
     transform.match(loop.training, {})
-    monkeypatch.setattr(conv_bias, "replay", None)
+    monkeypatch.setattr(conv_bias, "replaying", None)
     undo = transform.apply(loop.training, {})
     first = loop.model.conv1.forward.composed
     undo.run()

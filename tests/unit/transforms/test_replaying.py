@@ -46,6 +46,43 @@ def test_buffers_numbers_and_random_states_are_as_before() -> None:
     assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
 
 
+class Stateful(nn.Module):
+    """Losses for the script to add up, a state that goes on from call to call, and a buffer that is another tensor after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.losses: dict[str, list[torch.Tensor]] = {"aux": []}
+        self.state: torch.Tensor | None = None
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        self.losses["aux"].append(y.square().mean())
+        self.state = y.mean((0, 2, 3)) if self.state is None else self.state * 0.5
+        self.mean = self.mean * 0.9 + self.state.detach()
+        self.last = y
+        return y
+
+
+def test_what_a_forward_leaves_for_the_script_is_as_before() -> None:
+    found = root(Stateful())
+    net = found.module
+    replay(found)
+    assert net.losses == {"aux": []}
+    assert net.state is None
+    assert not hasattr(net, "last")
+    assert torch.equal(net.mean, torch.zeros(4))
+    net(*found.args)
+    (loss,), state, mean, last = net.losses["aux"], net.state, net.mean, net.last
+    value = mean.clone()
+    replay(found)
+    assert len(net.losses["aux"]) == 1
+    assert net.losses["aux"][0] is loss
+    assert (net.state is state, net.mean is mean, net.last is last) == (True, True, True)
+    assert torch.equal(mean, value)
+
+
 def test_a_forward_that_fails_leaves_no_trace_either() -> None:
     found = root(Net())
     found.module.bn = nn.BatchNorm2d(5)
@@ -61,11 +98,11 @@ def test_the_scripts_hooks_can_be_passed_over_and_torchs_own_still_run() -> None
     net.bn.register_forward_pre_hook(lambda *_: seen.append("before"))
     with pytest.warns(FutureWarning, match="weight_norm"):
         nn.utils.weight_norm(net.conv)  # the old one, by a hook of torch's own
-    net.conv.weight = None
+    net.conv.weight = None  # what it convolves with is that hook's
     hooks = dict(net.bn._forward_hooks)
     replay(root(net), hooks=False)
     assert seen == []
-    assert net.conv.weight is not None
+    assert net.conv.weight is None
     assert dict(net.bn._forward_hooks) == hooks
     replay(root(net))
     assert seen == ["before", "after"]
