@@ -253,9 +253,8 @@ class Context:
         """
         own = copy.copy(self)  # other calls share this one
         own.saved_tensors = tuple(saved)
-        batched = any(
-            dy is not None and is_legacy_batchedtensor(dy) for dy in above
-        )  # has no memory that a tape could tell apart
+        # A batch of gradients has no memory that a tape could tell apart.
+        batched = any(dy is not None and is_legacy_batchedtensor(dy) for dy in above)
         if torch.is_grad_enabled() or nvrtc.transformed() or batched or self._tries >= _MOST_TRIES:
             saved.clear()
             return _tuple(self._function.backward(own, *above))
