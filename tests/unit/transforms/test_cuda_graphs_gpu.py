@@ -49,6 +49,7 @@ def test_what_replays_take_counts_as_peak_memory() -> None:
     net = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()))).to("cuda")
     x = torch.randn(64, 16, 64, 64, device="cuda")
     training = Training(device=torch.device("cuda"), roots=[RootModule(module=net, name="Net")])
+    others = torch.cuda.memory_allocated()
 
     def peak_bytes() -> int:
         for _ in range(6):
@@ -56,14 +57,14 @@ def test_what_replays_take_counts_as_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
         cuda_graphs.reset_peak_memory()
         net(x).sum().backward()
-        return torch.cuda.max_memory_allocated() + cuda_graphs.hidden_bytes()
+        return torch.cuda.max_memory_allocated() + cuda_graphs.hidden_bytes() - others
 
     eager = peak_bytes()
     assert cuda_graphs.hidden_bytes() == 0
     undo = CudaGraphs().apply(training, {})
     try:
         assert 0.95 * eager < peak_bytes() < 2.5 * eager
-        assert cuda_graphs.hidden_bytes() > 0.5 * eager
+        assert cuda_graphs.hidden_bytes() > 8 * x.nbytes  # what the convolutions have read
     finally:
         undo.run()
 
