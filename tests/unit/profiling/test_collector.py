@@ -251,6 +251,38 @@ def test_a_running_profiler_of_the_script_is_left_alone() -> None:
     assert "no step was traced" in found.notes
 
 
+def test_a_profiler_that_the_script_has_prepared_is_left_alone() -> None:
+    """A schedule prepares it steps ahead: started after ours it raised, in the script's own step."""
+    wait, theirs_begin = 2, 4
+    plan = torch.profiler.schedule(wait=wait, warmup=theirs_begin - wait, active=2, repeat=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=plan) as theirs:
+        for step in range(8):
+            if step == wait + 1:
+                window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+                window.start()
+            torch.ones(4).relu()
+            if step == theirs_begin + 1:
+                trace = window.stop()
+            theirs.step()
+    assert any("profiler of its own" in note for note in trace.notes)
+    assert [event.name for event in theirs.events()].count("aten::relu") == 2
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_profiler_that_the_script_starts_meanwhile_keeps_its_events(ended: bool) -> None:
+    window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+    window.start()
+    with torch.autograd.profiler.profile() as theirs:
+        torch.ones(4).relu()
+        trace = window.stop() if not ended else None
+        torch.ones(4).relu()
+    trace = trace or window.stop()
+    assert trace.ops.name == []
+    assert any("profiler of its own" in note for note in trace.notes)
+    assert [event.name for event in theirs.function_events].count("aten::relu") == 2
+    assert traced(modular(), "Sequential").ops.name  # what is over is in nobody's way
+
+
 def test_a_profiler_that_does_not_start_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any) -> None:
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
