@@ -51,7 +51,7 @@ _KINETO_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 # Kineto takes CUPTI down after a trace only when this is "1"; otherwise each launch goes on costing host time (docs/decisions/0018).
 _TEARDOWN = "TEARDOWN_CUPTI"
 TEARDOWN_LEAST_S, TEARDOWN_MOST_S = 0.02, 0.5  # for which the end of a trace waits for that
-_ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg)")
+_ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg|new_)")
 
 
 @contextlib.contextmanager

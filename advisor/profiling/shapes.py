@@ -387,10 +387,15 @@ def _model(name: str, call: _Call) -> Cost | None:
         return _reads_and_writes(call.nbytes(0), prod(x[:-2]) * prod(size) * call.sizes[0][0][1], call.elements(0))
     if stem.startswith(("upsample_", "_upsample_")):
         return _upsample(call, backward=stem.endswith("_backward"))
-    if stem in ("copy", "_copy_from"):  # destination, source
+    if stem in ("copy", "_copy_from", "_foreach_copy"):  # destination, source
         return _reads_and_writes(call.nbytes(1), call.nbytes(0), 0.0)
     if stem in ("fill", "zero", "normal", "uniform", "bernoulli", "random", "_foreach_zero"):
         return _reads_and_writes(0.0, call.nbytes(0), 0.0)
+    if stem in ("zeros_like", "ones_like", "full_like"):  # of the other tensor only the shape is read
+        return _reads_and_writes(0.0, call.nbytes(0), 0.0)
+    if stem in ("new_zeros", "new_ones", "new_full"):
+        size = call.argument(1)
+        return _reads_and_writes(0.0, prod(size) * call.sizes[0][0][1] if isinstance(size, list) else 0.0, 0.0)
     if stem in ("_to_copy", "to"):
         return _to_copy(call)
     if stem in ("cat", "_cat", "stack"):
