@@ -529,3 +529,30 @@ def test_the_end_of_a_trace_waits_until_cupti_is_down(monkeypatch) -> None:
     monkeypatch.setattr(collector, "_threads", lambda: 8)
     monkeypatch.setattr(collector, "TEARDOWN_MOST_S", 0.05)
     collector._see_cupti_down(7)
+
+
+@pytest.mark.parametrize(
+    ("call", "passes"),
+    [
+        (lambda x: F.pad(x, (1, 1, 1, 1)), 3 + (66 * 66) / (64 * 64) - 1),  # filled, then x copied into it
+        (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 2),
+        (lambda x: F.adaptive_avg_pool2d(x, 1), 1),
+        (lambda x: F.cross_entropy(x, torch.zeros(1, 64, 64, dtype=torch.long)), 2 + 1 / 8 + 2 / 8),
+        (lambda x: F.linear(x, torch.zeros(64, 64)), 2),
+        (lambda x: x.to("cpu"), 0),
+        (lambda x: F.instance_norm(x), 2),
+    ],
+)
+def test_bytes_of_an_operator_that_leaves_its_work_to_others_count_once(
+    call: Callable[[torch.Tensor], Any], passes: float
+) -> None:
+    x = torch.ones(1, 8, 64, 64)
+    window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+    window.start()
+    bounds = [time.time_ns()]
+    call(x)
+    trace = window.stop([*bounds, time.time_ns()])
+    found = aggregate(trace, Environment(copy_gbps=1.0, matrix_tflops={"fp32": 1000.0}))
+    nbytes = sum(row.modelled_bytes for row in found.kernels)
+    assert nbytes / (4 * x.numel()) == pytest.approx(passes, rel=0.15)
+    assert found.limit_us == pytest.approx(nbytes / 1e3)
