@@ -6,6 +6,7 @@ Convolutions also by the size of their weight: a captured forward is one module,
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from advisor.core.trace import Trace
 from advisor.profiling import kinds, shapes
 from advisor.profiling.hosttree import HostTree
 
+_EXPANDED = re.compile(r"\b0\b")  # a stride of 0: one element in memory stands for many
 MAX_NAME = 1000  # characters of a kernel's name that are kept; templates can make them ten thousand long
 
 
@@ -160,7 +162,12 @@ def cost_of(trace: Trace, op: int) -> shapes.Cost:
     if not ops.shapes or not ops.shapes[op]:
         return shapes.Cost()
     return shapes.cost(
-        ops.name[op], ops.shapes[op], ops.dtypes[op] if ops.dtypes else "", ops.arguments[op] if ops.arguments else ""
+        ops.name[op],
+        ops.shapes[op],
+        ops.dtypes[op] if ops.dtypes else "",
+        ops.arguments[op] if ops.arguments else "",
+        # Only those that tell something: others would fill the cache with what has one cost.
+        ops.strides[op] if ops.strides and _EXPANDED.search(ops.strides[op]) else "",
     )
 
 

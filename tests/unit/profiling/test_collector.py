@@ -546,6 +546,26 @@ def test_the_end_of_a_trace_waits_until_cupti_is_down(monkeypatch) -> None:
 def test_bytes_of_an_operator_that_leaves_its_work_to_others_count_once(
     call: Callable[[torch.Tensor], Any], passes: float
 ) -> None:
+    held_to(call, passes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: (
+            x.mean((2, 3), keepdim=True).expand_as(x).div(4096.0)
+        ),  # as backward of a mean, and so of global pooling
+        lambda x: x.sum((2, 3), keepdim=True).expand_as(x).contiguous(),
+        lambda x: x.sum((2, 3), keepdim=True).expand_as(x).clone(),
+        lambda x: torch.empty_like(x).copy_(x.sum((2, 3), keepdim=True).expand_as(x)),
+    ],
+)
+def test_a_tensor_that_was_expanded_is_read_as_what_is_in_memory(call: Callable[[torch.Tensor], Any]) -> None:
+    held_to(call, 2)  # one pass over x and one over the result
+
+
+def held_to(call: Callable[[torch.Tensor], Any], passes: float) -> None:
+    """The call's least bytes are so many passes over its argument."""
     x = torch.ones(1, 8, 64, 64)
     window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
     window.start()
