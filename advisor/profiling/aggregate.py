@@ -65,7 +65,8 @@ def aggregate(trace: Trace, environment: Environment, *, precision: Precision | 
     """
     bounds, precision = trace.step_bounds_ns, precision or Precision()
     events = len(trace.ops.name) + len(trace.runtime.name) + len(trace.kernels.name)
-    if len(bounds) < 2 or bounds[-1] <= bounds[0]:
+    # Bounds without events are a profiler's that never ran: nothing is known of these steps, and not that they ran no operator.
+    if not events or len(bounds) < 2 or bounds[-1] <= bounds[0]:
         return Aggregate(events=events, notes=(*trace.notes, "no step was traced"))
     tree = build(trace.ops, trace.runtime)
     if trace.device == "cuda":

@@ -22,7 +22,7 @@ from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler as autograd_profiler
 
 from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
-from advisor.profiling import graphs
+from advisor.profiling import graphs, heap
 from advisor.profiling.annotate import Annotator
 from advisor.profiling.clock import BURST
 from advisor.profiling.hostcalls import is_launch
@@ -51,7 +51,7 @@ _KINETO_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 # Kineto takes CUPTI down after a trace only when this is "1"; otherwise each launch goes on costing host time (docs/decisions/0018).
 _TEARDOWN = "TEARDOWN_CUPTI"
 TEARDOWN_LEAST_S, TEARDOWN_MOST_S = 0.02, 0.5  # for which the end of a trace waits for that
-_ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg)")
+_ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg|new_)")
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ class TraceCollector:
 
     def start(self) -> None:
         """Tracing is on, the device's queue is empty, and `notes` says what could not be had."""
-        if _profiler_enabled():
+        if _profiler_enabled() or _script_profiles():
             self.notes.append("no trace: the script has a torch profiler of its own running")
             return
         try:
@@ -180,6 +180,13 @@ class TraceCollector:
             if self._dram is not None:
                 self._dram.close()
             return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
+        self._profile.entered = False  # else it would count as one of the script's
+        if not _profiler_enabled() or _script_profiles():
+            self._profile = None
+            self.notes.append("no trace: the script has started a torch profiler of its own meanwhile")
+            if self._dram is not None:
+                self._dram.close()
+            return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
         if self._cuda:
             torch.cuda.synchronize()  # records of kernels that have not finished would be missing
         if self._dram is not None:
@@ -225,6 +232,16 @@ class TraceCollector:
         window, self._dram = self._dram, None
         if window is not None:
             window.close()
+
+
+def _script_profiles() -> bool:
+    """Whether a torch profiler of the script's is prepared or running.
+
+    Torch has one session. Preparing another ends it, starting one that was prepared before ours raises, and ending ours would end theirs;
+    that theirs is prepared, as a schedule does some steps ahead, torch itself does not tell.
+    """
+    profiles = heap.living(heap.classes(autograd_profiler.profile))
+    return any(getattr(found, "entered", False) and found.kineto_results is None for found in profiles)
 
 
 def _threads() -> int:

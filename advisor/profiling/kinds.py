@@ -51,7 +51,7 @@ _TABLE: dict[str, str] = {
     "dropout": """dropout native_dropout native_dropout_backward _fused_dropout feature_dropout alpha_dropout bernoulli
         rand randn rand_like randn_like randint normal uniform random randperm exponential multinomial""",
     "loss": """log_softmax _log_softmax _log_softmax_backward_data nll_loss nll_loss_nd nll_loss_forward nll_loss_backward
-        nll_loss2d_forward nll_loss2d_backward cross_entropy_loss mse_loss mse_loss_backward l1_loss smooth_l1_loss
+        nll_loss2d nll_loss2d_forward nll_loss2d_backward cross_entropy_loss mse_loss mse_loss_backward l1_loss smooth_l1_loss
         smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
         binary_cross_entropy_with_logits kl_div soft_margin_loss _ctc_loss _ctc_loss_backward ctc_loss
         margin_ranking_loss triplet_margin_loss cosine_embedding_loss multi_margin_loss""",
@@ -146,7 +146,14 @@ VIEWS = frozenset(
         "unfold",
         "diagonal",
         "movedim",
+        "moveaxis",
         "swapaxes",
+        "swapdims",
+        "broadcast_to",
+        "broadcast_tensors",
+        "resolve_conj",
+        "resolve_neg",
+        "to",  # _to_copy where there is something to do
     ]
 )
 

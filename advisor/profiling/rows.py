@@ -6,7 +6,9 @@ Convolutions also by the size of their weight: a captured forward is one module,
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass
 
 from advisor.core import roofline
@@ -17,6 +19,7 @@ from advisor.core.trace import Trace
 from advisor.profiling import kinds, shapes
 from advisor.profiling.hosttree import HostTree
 
+_EXPANDED = re.compile(r"\b0\b")  # a stride of 0: one element in memory stands for many
 MAX_NAME = 1000  # characters of a kernel's name that are kept; templates can make them ten thousand long
 
 
@@ -54,6 +57,7 @@ def rows(
     for item in work:
         if item.op >= 0:
             time_of[_unit(tree, item.op)] += item.ns
+    inner = _inner_bytes(trace, tree, time_of.keys() - {-1})
     groups: dict[tuple[str, ...], list[float]] = {}
     longest: dict[tuple[str, ...], tuple[int, Work]] = {}
     costs: dict[int, tuple[float, float, float]] = {}
@@ -73,7 +77,7 @@ def rows(
         if sums is None:
             sums = groups[key] = [0.0] * 7  # calls, ns, flops, bytes, limit, DRAM bytes, with DRAM bytes
         if unit >= 0 and unit not in costs:
-            costs[unit] = _cost(trace, tree, unit, environment, precision)
+            costs[unit] = _cost(trace, unit, inner[unit], environment, precision)
         flops, nbytes, limit = costs.get(unit, (0.0, 0.0, 0.0))
         share = item.ns / time_of[unit] if unit >= 0 and time_of[unit] else 0.0
         sums[0] += 1
@@ -158,22 +162,43 @@ def cost_of(trace: Trace, op: int) -> shapes.Cost:
     if not ops.shapes or not ops.shapes[op]:
         return shapes.Cost()
     return shapes.cost(
-        ops.name[op], ops.shapes[op], ops.dtypes[op] if ops.dtypes else "", ops.arguments[op] if ops.arguments else ""
+        ops.name[op],
+        ops.shapes[op],
+        ops.dtypes[op] if ops.dtypes else "",
+        ops.arguments[op] if ops.arguments else "",
+        # Only those that tell something: others would fill the cache with what has one cost.
+        ops.strides[op] if ops.strides and _EXPANDED.search(ops.strides[op]) else "",
     )
 
 
+def _inner_bytes(trace: Trace, tree: HostTree, units: Set[int]) -> dict[int, float]:
+    """Modelled bytes of the operators that run inside these ones, of each only the outermost: they count the bytes inside them."""
+    found: dict[int, float] = defaultdict(float)
+    for unit in units:
+        outer = tree.parent[unit]
+        while outer >= 0 and _unit(tree, outer) not in units:
+            outer = tree.parent[outer]
+        if outer >= 0:
+            found[_unit(tree, outer)] += cost_of(trace, unit).nbytes
+    return found
+
+
 def _cost(
-    trace: Trace, tree: HostTree, unit: int, environment: Environment, precision: Precision
+    trace: Trace, unit: int, inner: float, environment: Environment, precision: Precision
 ) -> tuple[float, float, float]:
-    """Flops, bytes and limit in µs of one operator instance."""
+    """Flops, bytes and limit in µs of one operator instance.
+
+    An operator that leaves its work to others (`pad`, a loss made of elementwise ones) has the bytes that these, `inner`, leave of its own
+    inputs and outputs: as its time on a CPU, which is what theirs leave.
+    """
     cost, kind = cost_of(trace, unit), kinds.kind_of_op(trace.ops.name[unit])
-    dtype, flops = cost.dtype, cost.flops
+    dtype, flops, nbytes = cost.dtype, cost.flops, max(0.0, cost.nbytes - inner)
     tf32 = environment.matrix_tflops.get("tf32", 0.0) > 0  # a CPU has no such rate
     if tf32 and dtype == "fp32" and (precision.tf32_conv if kind == "conv" else precision.tf32_matmul):
         dtype = "tf32"
     # Only products run at the matrix rate; all other work is bounded by its bytes.
     bounding = flops if kinds.matrix(kind) else 0.0
-    return flops, cost.nbytes, roofline.limit_us(environment, nbytes=cost.nbytes, flops=bounding, dtype=dtype)
+    return flops, nbytes, roofline.limit_us(environment, nbytes=nbytes, flops=bounding, dtype=dtype)
 
 
 def _layout(trace: Trace, owner: int, unit: int, kernel: str) -> str:

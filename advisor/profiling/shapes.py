@@ -74,10 +74,11 @@ class Cost:
 class _Call:
     """One operator call: tensors with their element sizes, and its other arguments where they were recorded."""
 
-    __slots__ = ("arguments", "sizes", "tensors", "types")
+    __slots__ = ("arguments", "sizes", "strides", "tensors", "types")
 
-    def __init__(self, shapes: str, dtypes: str, arguments: str) -> None:
+    def __init__(self, shapes: str, dtypes: str, arguments: str, strides: str) -> None:
         inputs: list[Any] = json.loads(shapes) if shapes else []
+        self.strides: list[Any] = json.loads(strides) if strides else []
         types = dtypes.split(",") if dtypes else []
         types += [""] * (len(inputs) - len(types))
         self.types = types
@@ -105,8 +106,15 @@ class _Call:
     def elements(self, index: int) -> float:
         return float(sum(n for n, _ in self.sizes[index])) if index < len(self.sizes) else 0.0
 
+    def read_bytes(self, index: int) -> float:
+        """Of a tensor that was expanded, what is there to be read: along a dimension of stride 0 that is one element."""
+        shape, strides = self.shape(index), self.strides[index] if index < len(self.strides) else []
+        if not shape or len(strides) != len(shape):
+            return self.nbytes(index)
+        return float(prod(n for n, stride in zip(shape, strides, strict=True) if stride) * self.sizes[index][0][1])
+
     def all_bytes(self) -> float:
-        return sum(self.nbytes(i) for i in range(len(self.sizes)))
+        return sum(self.read_bytes(i) for i in range(len(self.sizes)))
 
     def largest_bytes(self) -> float:
         return max((self.nbytes(i) for i in range(len(self.sizes))), default=0.0)
@@ -387,10 +395,15 @@ def _model(name: str, call: _Call) -> Cost | None:
         return _reads_and_writes(call.nbytes(0), prod(x[:-2]) * prod(size) * call.sizes[0][0][1], call.elements(0))
     if stem.startswith(("upsample_", "_upsample_")):
         return _upsample(call, backward=stem.endswith("_backward"))
-    if stem in ("copy", "_copy_from"):  # destination, source
-        return _reads_and_writes(call.nbytes(1), call.nbytes(0), 0.0)
+    if stem in ("copy", "_copy_from", "_foreach_copy"):  # destination, source
+        return _reads_and_writes(call.read_bytes(1), call.nbytes(0), 0.0)
     if stem in ("fill", "zero", "normal", "uniform", "bernoulli", "random", "_foreach_zero"):
         return _reads_and_writes(0.0, call.nbytes(0), 0.0)
+    if stem in ("zeros_like", "ones_like", "full_like"):  # of the other tensor only the shape is read
+        return _reads_and_writes(0.0, call.nbytes(0), 0.0)
+    if stem in ("new_zeros", "new_ones", "new_full"):
+        size = call.argument(1)
+        return _reads_and_writes(0.0, prod(size) * call.sizes[0][0][1] if isinstance(size, list) else 0.0, 0.0)
     if stem in ("_to_copy", "to"):
         return _to_copy(call)
     if stem in ("cat", "_cat", "stack"):
@@ -422,7 +435,7 @@ def _model(name: str, call: _Call) -> Cost | None:
 
 
 @lru_cache(maxsize=65536)
-def cost(op: str, shapes: str, dtypes: str, arguments: str = "") -> Cost:
+def cost(op: str, shapes: str, dtypes: str, arguments: str = "", strides: str = "") -> Cost:
     """Modelled cost of one call of `op`.
 
     Args:
@@ -430,13 +443,14 @@ def cost(op: str, shapes: str, dtypes: str, arguments: str = "") -> Cost:
         shapes: JSON list, one entry an argument: a tensor's shape, a list of shapes for a list of tensors, else `[]`.
         dtypes: comma-separated C++ type names of the arguments, as the profiler records them.
         arguments: JSON list with the values of the arguments that are no tensors, null for tensors; "" if unknown.
+        strides: as `shapes`, the tensors' strides; "" if unknown.
 
     Returns:
         Zero bytes when no shapes were recorded. Unknown operators: all tensor inputs read and an output as large as the
         largest input written, `exact=False`.
     """
     try:
-        call = _Call(shapes, dtypes, arguments)
+        call = _Call(shapes, dtypes, arguments, strides)
     except (ValueError, TypeError):
         return Cost()
     if not call.sizes:

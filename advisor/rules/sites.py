@@ -24,16 +24,25 @@ def _where(row: KernelRow) -> str:
 
 def _rows(profile: StepProfile, wanted: Callable[[KernelRow], bool], cost: Callable[[KernelRow], float]) -> list[Place]:
     """Rows of one place (source line, module, operator and phase) together, by cost."""
-    places: dict[tuple[str, str], tuple[float, float]] = {}
+    places: dict[tuple[str, str], tuple[float, float, float]] = {}
     for row in profile.kernels:
         if wanted(row):
             key = (_where(row), row.phase)
-            total, calls = places.get(key, (0.0, 0.0))
-            places[key] = (total + cost(row), calls + row.calls)
+            total, calls, within = places.get(key, (0.0, 0.0, 0.0))
+            if _is_part(row):
+                within = max(within, row.calls)
+            else:
+                calls += row.calls
+            places[key] = (total + cost(row), calls, within)
     return [
-        (total, f"{where} ({phase}, {time_text(total)}{_calls(calls)})")
-        for (where, phase), (total, calls) in places.items()
+        (total, f"{where} ({phase}, {time_text(total)}{_calls(calls or within)})")
+        for (where, phase), (total, calls, within) in places.items()
     ]
+
+
+def _is_part(row: KernelRow) -> bool:
+    """An operator inside the one that it is told under, as a CPU has rows for: no call more of that one."""
+    return row.name.startswith("aten::") and row.name != row.op
 
 
 def _within(classes: frozenset[str]) -> Callable[[KernelRow], bool]:

@@ -246,7 +246,41 @@ def test_a_running_profiler_of_the_script_is_left_alone() -> None:
     assert trace.ops.name == []
     assert any("profiler of its own" in note for note in trace.notes)
     assert len(theirs.events()) > 0
-    assert aggregate(trace, Environment()).steps == 2
+    found = aggregate(trace, Environment())
+    assert (found.steps, found.step_us, found.idle) == (0, 0.0, ())
+    assert "no step was traced" in found.notes
+
+
+def test_a_profiler_that_the_script_has_prepared_is_left_alone() -> None:
+    """A schedule prepares it steps ahead: started after ours it raised, in the script's own step."""
+    wait, theirs_begin = 2, 4
+    plan = torch.profiler.schedule(wait=wait, warmup=theirs_begin - wait, active=2, repeat=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=plan) as theirs:
+        for step in range(8):
+            if step == wait + 1:
+                window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+                window.start()
+            torch.ones(4).relu()
+            if step == theirs_begin + 1:
+                trace = window.stop()
+            theirs.step()
+    assert any("profiler of its own" in note for note in trace.notes)
+    assert [event.name for event in theirs.events()].count("aten::relu") == 2
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_profiler_that_the_script_starts_meanwhile_keeps_its_events(ended: bool) -> None:
+    window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+    window.start()
+    with torch.autograd.profiler.profile() as theirs:
+        torch.ones(4).relu()
+        trace = window.stop() if not ended else None
+        torch.ones(4).relu()
+    trace = trace or window.stop()
+    assert trace.ops.name == []
+    assert any("profiler of its own" in note for note in trace.notes)
+    assert [event.name for event in theirs.function_events].count("aten::relu") == 2
+    assert traced(modular(), "Sequential").ops.name  # what is over is in nobody's way
 
 
 def test_a_profiler_that_does_not_start_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,3 +529,50 @@ def test_the_end_of_a_trace_waits_until_cupti_is_down(monkeypatch) -> None:
     monkeypatch.setattr(collector, "_threads", lambda: 8)
     monkeypatch.setattr(collector, "TEARDOWN_MOST_S", 0.05)
     collector._see_cupti_down(7)
+
+
+@pytest.mark.parametrize(
+    ("call", "passes"),
+    [
+        (lambda x: F.pad(x, (1, 1, 1, 1)), 3 + (66 * 66) / (64 * 64) - 1),  # filled, then x copied into it
+        (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 2),
+        (lambda x: F.adaptive_avg_pool2d(x, 1), 1),
+        (lambda x: F.cross_entropy(x, torch.zeros(1, 64, 64, dtype=torch.long)), 2 + 1 / 8 + 2 / 8),
+        (lambda x: F.linear(x, torch.zeros(64, 64)), 2),
+        (lambda x: x.to("cpu"), 0),
+        (lambda x: F.instance_norm(x), 2),
+    ],
+)
+def test_bytes_of_an_operator_that_leaves_its_work_to_others_count_once(
+    call: Callable[[torch.Tensor], Any], passes: float
+) -> None:
+    held_to(call, passes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: (
+            x.mean((2, 3), keepdim=True).expand_as(x).div(4096.0)
+        ),  # as backward of a mean, and so of global pooling
+        lambda x: x.sum((2, 3), keepdim=True).expand_as(x).contiguous(),
+        lambda x: x.sum((2, 3), keepdim=True).expand_as(x).clone(),
+        lambda x: torch.empty_like(x).copy_(x.sum((2, 3), keepdim=True).expand_as(x)),
+    ],
+)
+def test_a_tensor_that_was_expanded_is_read_as_what_is_in_memory(call: Callable[[torch.Tensor], Any]) -> None:
+    held_to(call, 2)  # one pass over x and one over the result
+
+
+def held_to(call: Callable[[torch.Tensor], Any], passes: float) -> None:
+    """The call's least bytes are so many passes over its argument."""
+    x = torch.ones(1, 8, 64, 64)
+    window = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
+    window.start()
+    bounds = [time.time_ns()]
+    call(x)
+    trace = window.stop([*bounds, time.time_ns()])
+    found = aggregate(trace, Environment(copy_gbps=1.0, matrix_tflops={"fp32": 1000.0}))
+    nbytes = sum(row.modelled_bytes for row in found.kernels)
+    assert nbytes / (4 * x.numel()) == pytest.approx(passes, rel=0.15)
+    assert found.limit_us == pytest.approx(nbytes / 1e3)

@@ -91,6 +91,15 @@ def test_reductions_copies_fills_and_casts() -> None:
     assert cost("_to_copy", [x, []], [F32, ""], [None, 15]).nbytes == 800 * (4 + 2)
 
 
+def test_what_is_only_written_is_not_read() -> None:
+    x = [4, 8, 5, 5]
+    for name in ("zeros_like", "ones_like", "full_like"):
+        assert cost(name, [x, []], [F32, ""]).nbytes == 3200
+    assert cost("new_zeros", [[2, 4], []], [BF16, "ScalarList"], [None, [8, 4], 15]).nbytes == 32 * 2
+    assert cost("new_full", [x, []], [F32, "ScalarList"]).nbytes == 0  # its size was not recorded
+    assert cost("_foreach_copy_", [[[8, 4], [8]], [[8, 4], [8]]], ["TensorList", "TensorList"]).nbytes == 2 * 4 * 40
+
+
 def test_optimizer_lists() -> None:
     parameters = [[8, 3, 3, 3], [8]]
     n = 224

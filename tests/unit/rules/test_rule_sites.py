@@ -88,3 +88,15 @@ def test_at_most_five_places_are_named():
     found = select("pools", dataclasses.replace(PROFILE, kernels=rows))
     assert len(found) == LIMIT
     assert found[0].startswith("aten::pool19")
+
+
+def test_operators_inside_one_are_no_more_calls_of_it():
+    """A CPU's rows: aten::convolution runs _convolution, which runs mkldnn_convolution."""
+    rows = [
+        KernelRow(name=f"aten::{name}", kind="conv", op="aten::convolution", phase="forward", calls=4, time_us=time)
+        for name, time in (("mkldnn_convolution", 300), ("convolution", 20), ("_convolution", 10))
+    ]
+    again = dataclasses.replace(rows[1], time_us=30, calls=2, shapes="[[3]]")  # of another weight
+    for kernels, told in ((rows, "330 µs, 4×"), ([*rows, again], "360 µs, 6×"), (rows[:1], "300 µs, 4×")):
+        found = select("convolutions", dataclasses.replace(PROFILE, kernels=tuple(kernels)))
+        assert found == (f"aten::convolution (forward, {told})",)
