@@ -200,7 +200,7 @@ def _difference(found: tuple[Any, ...], base: tuple[Any, ...]) -> str:
         "the output has another structure",
         "outputs have another shape, dtype or device",
         "other parameters have gradients",
-        "parameters are other objects",
+        "parameters, or buffers that the step replaces, are other objects",
         "counters (buffers of integers) differ",
     )
     return next(name for name, a, b in zip(names, found, base, strict=True) if a != b)

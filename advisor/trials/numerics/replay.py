@@ -71,6 +71,7 @@ def replay(
                 parameter.copy_(_jittered(parameter, jitter, generator))
     enabled, dtype = call.autocast
     kind = saved.device.type
+    buffers = dict(module.named_buffers())
     _synchronize(saved.device)
     start = time.perf_counter()
     args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
@@ -94,14 +95,17 @@ def replay(
         inputs = [
             leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        groups = _grouped(module, outputs, inputs, saved, lift)
+        groups = _grouped(module, outputs, inputs, saved, buffers, lift)
         _synchronize(saved.device)
         seconds = time.perf_counter() - start
         structure = (
             pytree.tree_structure(output),
             tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
             tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
-            tuple(id(p) for p in module.parameters()),
+            (
+                *(id(p) for p in module.parameters()),
+                *(name for name, b in module.named_buffers() if b is not buffers.get(name)),
+            ),
             tuple(
                 int(b) if b.numel() == 1 else 0
                 for b in module.buffers()
@@ -124,9 +128,14 @@ def finite(result: Result) -> bool:
 
 
 def _grouped(
-    module: torch.nn.Module, outputs: list[torch.Tensor], inputs: list[torch.Tensor], saved: SavedState, lift: float
+    module: torch.nn.Module,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    saved: SavedState,
+    buffers: dict[str, torch.Tensor],
+    lift: float,
 ) -> dict[str, list[torch.Tensor]]:
-    """What a step leaves, by group, in tensors of its own; `outputs` are copies already."""
+    """What a step leaves, by group, in tensors of its own; `outputs` are copies already, `buffers` stood in their places before it."""
     groups: dict[str, list[torch.Tensor]] = {}
     for i, tensor in enumerate(outputs):
         groups[f"output {i}" if len(outputs) > 1 else "output"] = [tensor]
@@ -146,7 +155,7 @@ def _grouped(
                 grad.detach() / lift if lift != 1.0 else grad.detach().clone()
             )
     for name, buffer in module.named_buffers():
-        before = saved.buffers.get(id(buffer))
+        before = saved.buffers.get(id(buffers.get(name)))
         if before is None or buffer.layout is not torch.strided:
             continue
         if buffer.is_floating_point() and buffer.shape == before[1].shape:

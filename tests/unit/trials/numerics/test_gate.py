@@ -1,6 +1,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,35 @@ class Centred(Net):
         return super().forward(self.features)
 
 
+class Keeping(Net):
+    """Gives a buffer another tensor, fills lists of its own and of a hook's for the loss, adds up from None, draws from generators of its own."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.register_buffer("center", torch.zeros(3))
+        self.parts, self.by_layer, self.total, self.hooked = [], {"bn1": []}, None, []
+        self.torchs, self.pythons = torch.Generator().manual_seed(3), random.Random(3)
+        self.numpys, self.older = np.random.default_rng(3), np.random.RandomState(3)
+        hooked = self.hooked
+        self.bn2.register_forward_hook(lambda module, args, output: hooked.append(output))
+
+    def forward(self, x):
+        self.center = 0.9 * self.center + 0.1 * x.detach().mean((0, 2, 3))
+        drawn = torch.rand((), generator=self.torchs) + self.pythons.random() + self.numpys.random() + self.older.rand()
+        x = x * drawn - self.center.view(3, 1, 1)
+        self.parts.append(x.mean())
+        self.by_layer["bn1"].append(x.mean())
+        self.total = x.mean() if self.total is None else self.total + x.mean()
+        return super().forward(x + sum(self.parts) + self.total)
+
+    def step(self):
+        """What the script does with them before it steps."""
+        assert len(self.parts) == len(self.by_layer["bn1"]) == len(self.hooked) == 1
+        self.total = None
+        for filled in (self.parts, self.by_layer["bn1"], self.hooked):
+            filled.clear()
+
+
 class InFrequencySpace(Net):
     """A layer with complex weights."""
 
@@ -109,6 +139,8 @@ class Loop:
         loss = F.cross_entropy(out, y)
         self.optimizer.zero_grad()
         loss.backward()
+        if isinstance(self.net, Keeping):
+            self.net.step()
         self.optimizer.step()
         if capture:
             self.root.args, self.root.kwargs, self.root.output = (x,), {}, out
@@ -221,6 +253,22 @@ def missing_counter(forward):
     return changed
 
 
+def missing_replacement(forward):
+    """The tensor that the forward puts in a buffer's place is not what it should be."""
+    net = forward.__self__
+
+    def changed(x):
+        out = forward(x)
+        net.center = net.center.clone().fill_(0.5)
+        return out
+
+    return changed
+
+
+def test_a_buffer_that_the_step_replaces_is_compared():
+    assert Loop(kind=Keeping).judge(missing_replacement).passed is False
+
+
 def no_gradient_for_a_layer(forward):
     net = forward.__self__
 
@@ -315,7 +363,7 @@ def test_complex_outputs_are_replayed():
     assert 0 < float((moved - gradient.conj()).abs().max()) < 0.05
 
 
-@pytest.mark.parametrize("kind", [Blurred, Embedded, Centred, InFrequencySpace])
+@pytest.mark.parametrize("kind", [Blurred, Embedded, Centred, Keeping, InFrequencySpace])
 def test_no_kind_of_tensor_is_in_the_way(kind):
     for semantics in list(Semantics)[:3]:
         assert Loop(kind=kind).judge(same, semantics).passed is True
@@ -543,7 +591,7 @@ def test_the_training_is_left_as_it_was(change):
     assert loop.is_on
 
 
-@pytest.mark.parametrize("kind", [Net, Centred])
+@pytest.mark.parametrize("kind", [Net, Centred, Keeping])
 def test_the_next_steps_are_bit_equal_with_and_without_a_gate(kind):
     first, second = Loop(momentum=0.9, kind=kind), Loop(momentum=0.9, kind=kind)
     second.judge(same)
