@@ -58,7 +58,7 @@ def replay(
     """
     saved.restore(buffers_only=not jitter)
     if reseed:
-        torch.manual_seed(reseed)
+        saved.reseed(reseed)
     module = call.root.module
     args, kwargs, grads = call.args, call.kwargs, call.grads
     if rolled:

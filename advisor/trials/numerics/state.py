@@ -6,6 +6,7 @@ Plain attributes are numbers, tensors that are no buffers (a mean that a forward
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class SavedState:
         self.python_random = random.getstate()
         numpy = sys.modules.get("numpy")
         self.numpy_random = numpy.random.get_state() if numpy is not None else None
+        self.numpy_bytes = pickle.dumps(self.numpy_random)  # its arrays compare one by one
         self._bits = self._fingerprint()
         self._after: list[int] = []
 
@@ -98,6 +100,21 @@ class SavedState:
         random.setstate(self.python_random)
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
+
+    def drew(self) -> bool:
+        """Whether what has run since all was put back has drawn random numbers."""
+        if not torch.equal(torch.get_rng_state(), self.random) or random.getstate() != self.python_random:
+            return True
+        if self.numpy_random is not None and pickle.dumps(sys.modules["numpy"].random.get_state()) != self.numpy_bytes:
+            return True
+        return self.cuda_random is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda_random)
+
+    def reseed(self, seed: int) -> None:
+        """Another random state, of torch's own, Python's and NumPy's generators."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if self.numpy_random is not None:
+            sys.modules["numpy"].random.seed(seed)
 
     def give_gradients(self) -> None:
         """The user's own gradient tensors are in their places again; replays made their own and dropped them."""

@@ -516,6 +516,41 @@ class SometimesLeftOut(Net):
         return super().forward(torch.where(kept, x, 0.9 * x))
 
 
+class LeftOutByPython(Net):
+    """A block is left out in every other step, by Python's, NumPy's or PyTorch's random numbers: then its layers have no gradients."""
+
+    def __init__(self, dropout=0.0, draw=random.random):
+        super().__init__(dropout)
+        self.wide, self.narrow, self.draw = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 3, 3, padding=1), draw
+
+    def forward(self, x):
+        return super().forward(x + self.narrow(F.relu(self.wide(x))) if float(self.draw()) < 0.5 else x)
+
+
+def draw_of_the_capture(forward):
+    """As `mask_of_the_capture`, of what Python decides: a CUDA graph runs no Python."""
+    held = []
+
+    def changed(x):
+        held.append((torch.get_rng_state(), random.getstate(), np.random.get_state()))
+        for put, state in zip((torch.set_rng_state, random.setstate, np.random.set_state), held[0], strict=True):
+            put(state)
+        return forward(x)
+
+    return changed
+
+
+@pytest.mark.parametrize("state", range(4))
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_a_layer_that_is_left_out_now_and_then_stays_so(draw, state):
+    for change, passes in ((same, True), (draw_of_the_capture, False)):
+        loop = Loop(kind=lambda dropout: LeftOutByPython(dropout, draw))
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(state)
+        check = loop.judge(change)
+        assert check.passed is passes, check
+
+
 @pytest.mark.parametrize("state", range(8))
 def test_draws_that_are_alike_by_chance_do_not_make_a_change_wrong(state):
     loop = Loop(kind=SometimesLeftOut)
