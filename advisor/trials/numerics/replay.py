@@ -107,8 +107,8 @@ def replay(
                 *(name for name, b in module.named_buffers() if b is not buffers.get(name)),
             ),
             tuple(
-                int(b) if b.numel() == 1 else 0
-                for b in module.buffers()
+                int(b) if b.numel() == 1 else _moved(b, saved.buffers.get(id(buffers.get(name))))
+                for name, b in module.named_buffers()
                 if not (b.is_floating_point() or b.is_complex())
             ),
         )
@@ -158,10 +158,17 @@ def _grouped(
         before = saved.buffers.get(id(buffers.get(name)))
         if before is None or buffer.layout is not torch.strided:
             continue
-        if buffer.is_floating_point() and buffer.shape == before[1].shape:
+        if (buffer.is_floating_point() or buffer.is_complex()) and buffer.shape == before[1].shape:
             owner = name.rpartition(".")[0] or type(module).__name__
             groups.setdefault(f"buffer updates of {owner}", []).append(buffer.detach() - before[1])
     return {group: [_real(tensor) for tensor in tensors] for group, tensors in groups.items()}
+
+
+def _moved(buffer: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
+    """Whether a step has changed a buffer of integers. To what, rounding may decide (a histogram of the classes that are found)."""
+    if before is None or buffer.layout is not torch.strided or buffer.shape != before[1].shape:
+        return True
+    return not torch.equal(buffer, before[1])
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,21 @@ class Centred(Net):
         return super().forward(self.features)
 
 
+class Counting(Net):
+    """Counts the classes that it finds, and follows a mean in the complex plane."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.register_buffer("found", torch.zeros(10, dtype=torch.long))
+        self.register_buffer("phase", torch.zeros(3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        self.phase.mul_(0.9).add_(x.detach().mean((0, 2, 3)) * (0.1 + 0.2j))
+        out = super().forward(x)
+        self.found += torch.bincount(out.argmax(1), minlength=10)
+        return out
+
+
 class Keeping(Net):
     """Gives a buffer another tensor, fills lists of its own and of a hook's for the loss, adds up from None, draws from generators of its own."""
 
@@ -269,6 +284,24 @@ def test_a_buffer_that_the_step_replaces_is_compared():
     assert Loop(kind=Keeping).judge(missing_replacement).passed is False
 
 
+@pytest.mark.parametrize("semantics", list(Semantics)[:3])
+@pytest.mark.parametrize("name", ["found", "phase"])
+def test_a_buffer_of_any_numbers_that_is_not_updated_is_found(name, semantics):
+    def lost(forward):
+        buffer = getattr(forward.__self__, name)
+
+        def changed(x):
+            before = buffer.clone()
+            out = forward(x)
+            buffer.copy_(before)
+            return out
+
+        return changed
+
+    check = Loop(kind=Counting).judge(lost, semantics)
+    assert check.passed is False, check
+
+
 def no_gradient_for_a_layer(forward):
     net = forward.__self__
 
@@ -363,7 +396,7 @@ def test_complex_outputs_are_replayed():
     assert 0 < float((moved - gradient.conj()).abs().max()) < 0.05
 
 
-@pytest.mark.parametrize("kind", [Blurred, Embedded, Centred, Keeping, InFrequencySpace])
+@pytest.mark.parametrize("kind", [Blurred, Embedded, Centred, Counting, Keeping, InFrequencySpace])
 def test_no_kind_of_tensor_is_in_the_way(kind):
     for semantics in list(Semantics)[:3]:
         assert Loop(kind=kind).judge(same, semantics).passed is True
