@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ class Result:
     structure: tuple[Any, ...]
     seconds: float
     small: tuple[str, ...] = ()  # whose gradients are in `POOL`, in its order
+    # Buffers of integers that it has changed. To what, rounding may decide: a histogram of the classes that are found.
+    moved: frozenset[str] = frozenset()
 
 
 def replay(
@@ -107,13 +110,13 @@ def replay(
                 *(name for name, b in module.named_buffers() if b is not buffers.get(name)),
             ),
             tuple(
-                int(b) if b.numel() == 1 else _moved(b, saved.buffers.get(id(buffers.get(name))))
-                for name, b in module.named_buffers()
+                int(b) if b.numel() == 1 else 0
+                for b in module.buffers()
                 if not (b.is_floating_point() or b.is_complex())
             ),
         )
         small = tuple(name for name, p in module.named_parameters() if p.requires_grad and p.numel() < SMALL)
-        return Result(groups, structure, seconds, small)
+        return Result(groups, structure, seconds, small, frozenset(_moved(module, saved, buffers)))
     finally:
         for parameter in module.parameters():
             parameter.grad = None
@@ -164,11 +167,12 @@ def _grouped(
     return {group: [_real(tensor) for tensor in tensors] for group, tensors in groups.items()}
 
 
-def _moved(buffer: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
-    """Whether a step has changed a buffer of integers. To what, rounding may decide (a histogram of the classes that are found)."""
-    if before is None or buffer.layout is not torch.strided or buffer.shape != before[1].shape:
-        return True
-    return not torch.equal(buffer, before[1])
+def _moved(module: torch.nn.Module, saved: SavedState, buffers: dict[str, torch.Tensor]) -> Iterator[str]:
+    for name, buffer in module.named_buffers():
+        before = saved.buffers.get(id(buffers.get(name)))
+        whole = not (buffer.is_floating_point() or buffer.is_complex()) and buffer.layout is torch.strided
+        if whole and before is not None and not torch.equal(buffer, before[1]):
+            yield name
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
