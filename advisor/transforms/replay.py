@@ -7,7 +7,9 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -52,6 +54,25 @@ def hooked(module: torch.nn.Module) -> list[str]:
     ]
 
 
+def reached_by_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """What the script's forward hooks on this module reach by a name: a list that they fill for the loss, say."""
+    for hook in (hook for kind in _HOOKS for hook in getattr(module, kind).values() if _of_the_script(hook)):
+        if isinstance(hook, partial):
+            yield from hook.args
+            yield from hook.keywords.values()
+            hook = hook.func
+        owner = getattr(hook, "__self__", None)
+        if not isinstance(owner, torch.nn.Module):
+            yield from getattr(owner, "__dict__", {}).values()
+        function = getattr(hook, "__func__", hook)
+        if isinstance(function, FunctionType):
+            names = function.__globals__
+            yield from (names[name] for name in function.__code__.co_names if name in names)
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # it is empty as long as its variable is
+                    yield cell.cell_contents
+
+
 def _of_the_script(hook: Any) -> bool:
     where = getattr(hook, "__module__", None) or type(hook).__module__
     return where.partition(".")[0] not in ("torch", "advisor")
@@ -77,14 +98,14 @@ def _kept(module: torch.nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     containers: dict[int, tuple[Any, Any]] = {}
     for child in module.modules():
-        _note(vars(child), containers)  # a buffer that is given another tensor is in a dictionary there
+        note(vars(child), containers)  # a buffer that is given another tensor is in a dictionary there
     numpy = sys.modules.get("numpy")
     drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
         for container, contents in containers.values():
-            _put_back(container, contents)
+            put_back(container, contents)
         for buffer, value in buffers:
             write(buffer, value)
         random.setstate(drawn[0])
@@ -92,16 +113,17 @@ def _kept(module: torch.nn.Module) -> Iterator[None]:
             numpy.random.set_state(drawn[1])
 
 
-def _note(container: Any, found: dict[int, tuple[Any, Any]]) -> None:
+def note(container: Any, found: dict[int, tuple[Any, Any]]) -> None:
     """What is in the container, and in those in it: a forward may add to a list that the script reads and empties."""
     if type(container) not in _CONTAINERS or id(container) in found:
         return
     found[id(container)] = container, copy.copy(container)
     for value in list(container.values() if isinstance(container, dict) else container):
-        _note(value, found)
+        note(value, found)
 
 
-def _put_back(container: Any, contents: Any) -> None:
+def put_back(container: Any, contents: Any) -> None:
+    """The container holds again what `note` has found in it."""
     if isinstance(container, dict):  # never empty meanwhile: it may be a module's own
         for key in container.keys() - contents.keys():
             del container[key]

@@ -64,6 +64,9 @@ def distance(found: Result, base: Result) -> Distance:
     if found.groups.keys() != base.groups.keys() or found.small != base.small:
         apart.broken = "other tensors have gradients"
         return apart
+    if not base.moved <= found.moved:
+        apart.broken = f"{min(base.moved - found.moved)} is not updated any more"
+        return apart
     gradients = [g for g in base.groups if g.startswith("gradient") and not g.startswith("gradient of input")]
     every = iter(rows([t for ts in found.groups.values() for t in ts], [t for ts in base.groups.values() for t in ts]))
     each = {group: [next(every) for _ in tensors] for group, tensors in base.groups.items()}
@@ -200,7 +203,7 @@ def _difference(found: tuple[Any, ...], base: tuple[Any, ...]) -> str:
         "the output has another structure",
         "outputs have another shape, dtype or device",
         "other parameters have gradients",
-        "parameters are other objects",
+        "parameters, or buffers that the step replaces, are other objects",
         "counters (buffers of integers) differ",
     )
     return next(name for name, a, b in zip(names, found, base, strict=True) if a != b)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from advisor.core.findings import Semantics
@@ -20,6 +21,8 @@ _REPEATS = 3
 # gradient has a heavy tail: of a small VGG in training two draws and a factor of 1.5 refused 30 % of right changes, these and
 # bounds.DRAW_FACTOR 1 % (simulated from 60 draws; and bf16 of VGG-16 on an H200, once).
 SEEDS = (101, 202, 303, 404)
+# Where these are all alike: a layer that is left out in one step of five is so, or is not, in all of these too in one case of a hundred.
+MORE_SEEDS = tuple(range(501, 517))
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +38,15 @@ class PlainStep:
     noise: list[Distance] = field(default_factory=list)
     seeds: list[Distance] = field(default_factory=list)  # other random seeds, when they matter
     draws: list[Distance] = field(default_factory=list)  # and the others among themselves, from the first of them
+    random: bool = False  # whether they matter to any
     unusable: str = ""
+
+    def differs(self, other: Distance) -> bool:
+        """Whether this is farther than the same call is from itself. A layer that is left out has no gradients: another structure."""
+        return (
+            bool(other.broken)
+            or other.largest > 2.0 * max(d.largest for d in self.repeats) + EPSILON[self.target_class]
+        )
 
     def again(self, *, rolled: bool = False, **options: Any) -> Result:
         """The call once more, with what is on now; options as `replay` has them."""
@@ -55,7 +66,8 @@ def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str,
     script_class = coarser(compute_class(saved.device, call), computes_in)
     # What the candidate's own rounding would do is the yardstick for a change of precision.
     target_class = coarser(precision, script_class) if semantics is Semantics.PRECISION else script_class
-    plain = PlainStep(call, saved, replay(call, saved), _in_another_order(call, saved), target_class)
+    base, drew = replay(call, saved), saved.drew()
+    plain = PlainStep(call, saved, base, _in_another_order(call, saved), target_class)
     if not finite(plain.base):
         plain.unusable = "the plain step has NaN or infinite gradients itself"
         return plain
@@ -63,22 +75,30 @@ def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str,
         plain.repeats.append(plain.moved())
     for seed in (1, 2):
         plain.noise.append(plain.moved(jitter=EPSILON[target_class], seed=seed))
-    drawn = plain.again(reseed=SEEDS[0])
-    other = plain.off(drawn)
-    if other.largest > 2.0 * max(d.largest for d in plain.repeats) + EPSILON[script_class]:
-        plain.seeds.append(other)
-        for seed in SEEDS[1:]:
-            result = plain.again(reseed=seed)
-            plain.seeds.append(plain.off(result))
-            plain.draws.append(distance(result, drawn))
-            del result
-        plain.seeds += [plain.moved(reseed=seed, rolled=True) for seed in SEEDS]
-    del drawn
+    if drew:
+        _draw(plain)
     if semantics is Semantics.PRECISION and call.autocast[0]:
         # The script has autocast already: what counts is whether the change is farther from fp32 than the script is.
         with contextlib.suppress(RuntimeError):  # a model with half-precision casts of its own cannot run without
             plain.noise.append(distance(plain.base, plain.again(autocast=False)))
     return plain
+
+
+def _draw(plain: PlainStep) -> None:
+    """Note what other random seeds do, where they matter: all of them or, to a layer that is left out now and then, a few."""
+    drawn = plain.again(reseed=SEEDS[0])
+    seeds, draws = [plain.off(drawn)], []
+    for seed in SEEDS[1:]:
+        result = plain.again(reseed=seed)
+        seeds.append(plain.off(result))
+        draws.append(distance(result, drawn))
+        del result
+    del drawn
+    more = (plain.moved(reseed=seed) for seed in MORE_SEEDS)
+    plain.random = any(map(plain.differs, chain(seeds, more)))
+    if plain.random:
+        seeds += [plain.moved(reseed=seed, rolled=True) for seed in SEEDS]
+        plain.seeds, plain.draws = ([d for d in found if not d.broken] for found in (seeds, draws))
 
 
 def _in_another_order(call: Call, saved: SavedState) -> Result | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ class Result:
     structure: tuple[Any, ...]
     seconds: float
     small: tuple[str, ...] = ()  # whose gradients are in `POOL`, in its order
+    # Buffers of integers that it has changed. To what, rounding may decide: a histogram of the classes that are found.
+    moved: frozenset[str] = frozenset()
 
 
 def replay(
@@ -58,7 +61,7 @@ def replay(
     """
     saved.restore(buffers_only=not jitter)
     if reseed:
-        torch.manual_seed(reseed)
+        saved.reseed(reseed)
     module = call.root.module
     args, kwargs, grads = call.args, call.kwargs, call.grads
     if rolled:
@@ -71,6 +74,7 @@ def replay(
                 parameter.copy_(_jittered(parameter, jitter, generator))
     enabled, dtype = call.autocast
     kind = saved.device.type
+    buffers = dict(module.named_buffers())
     _synchronize(saved.device)
     start = time.perf_counter()
     args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
@@ -94,14 +98,17 @@ def replay(
         inputs = [
             leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        groups = _grouped(module, outputs, inputs, saved, lift)
+        groups = _grouped(module, outputs, inputs, saved, buffers, lift)
         _synchronize(saved.device)
         seconds = time.perf_counter() - start
         structure = (
             pytree.tree_structure(output),
             tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
             tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
-            tuple(id(p) for p in module.parameters()),
+            (
+                *(id(p) for p in module.parameters()),
+                *(name for name, b in module.named_buffers() if b is not buffers.get(name)),
+            ),
             tuple(
                 int(b) if b.numel() == 1 else 0
                 for b in module.buffers()
@@ -109,7 +116,7 @@ def replay(
             ),
         )
         small = tuple(name for name, p in module.named_parameters() if p.requires_grad and p.numel() < SMALL)
-        return Result(groups, structure, seconds, small)
+        return Result(groups, structure, seconds, small, frozenset(_moved(module, saved, buffers)))
     finally:
         for parameter in module.parameters():
             parameter.grad = None
@@ -124,9 +131,14 @@ def finite(result: Result) -> bool:
 
 
 def _grouped(
-    module: torch.nn.Module, outputs: list[torch.Tensor], inputs: list[torch.Tensor], saved: SavedState, lift: float
+    module: torch.nn.Module,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    saved: SavedState,
+    buffers: dict[str, torch.Tensor],
+    lift: float,
 ) -> dict[str, list[torch.Tensor]]:
-    """What a step leaves, by group, in tensors of its own; `outputs` are copies already."""
+    """What a step leaves, by group, in tensors of its own; `outputs` are copies already, `buffers` stood in their places before it."""
     groups: dict[str, list[torch.Tensor]] = {}
     for i, tensor in enumerate(outputs):
         groups[f"output {i}" if len(outputs) > 1 else "output"] = [tensor]
@@ -146,13 +158,21 @@ def _grouped(
                 grad.detach() / lift if lift != 1.0 else grad.detach().clone()
             )
     for name, buffer in module.named_buffers():
-        before = saved.buffers.get(id(buffer))
+        before = saved.buffers.get(id(buffers.get(name)))
         if before is None or buffer.layout is not torch.strided:
             continue
-        if buffer.is_floating_point() and buffer.shape == before[1].shape:
+        if (buffer.is_floating_point() or buffer.is_complex()) and buffer.shape == before[1].shape:
             owner = name.rpartition(".")[0] or type(module).__name__
             groups.setdefault(f"buffer updates of {owner}", []).append(buffer.detach() - before[1])
     return {group: [_real(tensor) for tensor in tensors] for group, tensors in groups.items()}
+
+
+def _moved(module: torch.nn.Module, saved: SavedState, buffers: dict[str, torch.Tensor]) -> Iterator[str]:
+    for name, buffer in module.named_buffers():
+        before = saved.buffers.get(id(buffers.get(name)))
+        whole = not (buffer.is_floating_point() or buffer.is_complex()) and buffer.layout is torch.strided
+        if whole and before is not None and not torch.equal(buffer, before[1]):
+            yield name
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

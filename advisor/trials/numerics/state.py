@@ -1,20 +1,31 @@
 """What a replay may move, saved and put back: parameters, buffers, gradients, random states, plain attributes.
 
-Plain attributes are numbers, and tensors that are no buffers: a mean that a forward goes on with, features that it leaves for the loss.
+Plain attributes are numbers, tensors that are no buffers (a mean that a forward goes on with, features that it leaves for the loss), None
+(what a forward adds up from anew each step), what is in lists and the like, also those that the script's hooks fill, and generators of random numbers.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from types import NoneType
+from typing import Any
 
 import torch
 
 from advisor.profiling.training import Training
 from advisor.transforms.patch import write
+from advisor.transforms.replay import note, put_back, reached_by_hooks
 
 # Of tensors in attributes, those with at most so many values: a mean, no batch of features. In place only such are written.
 _FEW = 1 << 16
+_PLAIN = (bool, int, float, NoneType, torch.Tensor)
+# What torch keeps in each module's dictionary: tensors and modules, which are saved by themselves, and hooks, which a change may bring.
+_TORCHS = frozenset(vars(torch.nn.Module()))
 
 
 class SavedState:
@@ -25,12 +36,23 @@ class SavedState:
         self.parameters = {id(p): (p, p.detach().clone()) for m in modules for p in m.parameters()}
         self.buffers = {id(b): (b, b.detach().clone()) for m in modules for b in m.buffers()}
         self.grads = [(p, p.grad) for p, _ in self.parameters.values()]
+        children = list({id(child): child for module in modules for child in module.modules()}.values())
+        # A forward may put another tensor in a buffer's place.
+        self.places = [(child._buffers, dict(child._buffers)) for child in children if child._buffers]
+        own = [v for child in children for k, v in vars(child).items() if k not in _TORCHS]
         self.plain = [
-            (child.__dict__, {k: v for k, v in child.__dict__.items() if type(v) in (bool, int, float, torch.Tensor)})
-            for module in modules
-            for child in module.modules()
+            (
+                vars(child),
+                {k: v for k, v in vars(child).items() if type(v) in _PLAIN and k not in _TORCHS - {"training"}},
+            )
+            for child in children
         ]
-        held = {id(v): v for _, values in self.plain for v in values.values() if isinstance(v, torch.Tensor)}
+        self.containers: dict[int, tuple[Any, Any]] = {}
+        for value in (*own, *chain.from_iterable(map(reached_by_hooks, children))):
+            note(value, self.containers)
+        self.generators = list(_generators(own))
+        contents = [values for _, values in self.plain] + [found for _, found in self.containers.values()]
+        held = {id(v): v for values in contents for v in _values(values) if isinstance(v, torch.Tensor)}
         few = (t for t in held.values() if t.numel() <= _FEW and not (t.requires_grad or t.is_inference()))
         self.held = [(t, t.detach().clone()) for t in few]
         self.random = torch.get_rng_state()
@@ -38,6 +60,7 @@ class SavedState:
         self.python_random = random.getstate()
         numpy = sys.modules.get("numpy")
         self.numpy_random = numpy.random.get_state() if numpy is not None else None
+        self.numpy_bytes = pickle.dumps(self.numpy_random)  # its arrays compare one by one
         self._bits = self._fingerprint()
         self._after: list[int] = []
 
@@ -55,6 +78,8 @@ class SavedState:
             if not buffers_only:
                 for parameter, value in self.parameters.values():
                     write(parameter, value)
+            for buffers, placed in self.places:
+                buffers.update(placed)
             for buffer, value in self.buffers.values():
                 write(buffer, value)
             for tensor, value in self.held:
@@ -65,12 +90,31 @@ class SavedState:
             for name, value in values.items():
                 if attributes.get(name) is not value:
                     attributes[name] = value
+        for container, contents in self.containers.values():
+            put_back(container, contents)
+        for put_generator_back in self.generators:
+            put_generator_back()
         torch.set_rng_state(self.random)
         if self.cuda_random is not None:
             torch.cuda.set_rng_state(self.cuda_random, self.device)
         random.setstate(self.python_random)
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
+
+    def drew(self) -> bool:
+        """Whether what has run since all was put back has drawn random numbers."""
+        if not torch.equal(torch.get_rng_state(), self.random) or random.getstate() != self.python_random:
+            return True
+        if self.numpy_random is not None and pickle.dumps(sys.modules["numpy"].random.get_state()) != self.numpy_bytes:
+            return True
+        return self.cuda_random is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda_random)
+
+    def reseed(self, seed: int) -> None:
+        """Another random state, of torch's own, Python's and NumPy's generators."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if self.numpy_random is not None:
+            sys.modules["numpy"].random.seed(seed)
 
     def give_gradients(self) -> None:
         """The user's own gradient tensors are in their places again; replays made their own and dropped them."""
@@ -91,3 +135,21 @@ class SavedState:
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = [t.view(whole[t.element_size()]).sum(dtype=torch.int64) for t in tensors if t.element_size() in whole]
         return [int(value) for value in torch.stack([s.cpu() for s in sums])] if sums else []
+
+
+def _values(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _generators(found: list[Any]) -> Iterator[Callable[[], Any]]:
+    """For each generator of random numbers, what puts it back to where it is now."""
+    numpy = sys.modules.get("numpy.random")
+    for generator in {id(value): value for value in found}.values():
+        if isinstance(generator, torch.Generator):
+            yield partial(generator.set_state, generator.get_state())
+        elif isinstance(generator, random.Random):
+            yield partial(generator.setstate, generator.getstate())
+        elif numpy is not None and isinstance(generator, numpy.RandomState):
+            yield partial(generator.set_state, generator.get_state())
+        elif numpy is not None and isinstance(generator, numpy.Generator):
+            yield partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)

@@ -1,6 +1,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,50 @@ class Centred(Net):
         return super().forward(self.features)
 
 
+class Counting(Net):
+    """Counts the classes that it finds, and follows a mean in the complex plane."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.register_buffer("found", torch.zeros(10, dtype=torch.long))
+        self.register_buffer("phase", torch.zeros(3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        self.phase.mul_(0.9).add_(x.detach().mean((0, 2, 3)) * (0.1 + 0.2j))
+        out = super().forward(x)
+        self.found += torch.bincount(out.argmax(1), minlength=10)
+        return out
+
+
+class Keeping(Net):
+    """Gives a buffer another tensor, fills lists of its own and of a hook's for the loss, adds up from None, draws from generators of its own."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.register_buffer("center", torch.zeros(3))
+        self.parts, self.by_layer, self.total, self.hooked = [], {"bn1": []}, None, []
+        self.torchs, self.pythons = torch.Generator().manual_seed(3), random.Random(3)
+        self.numpys, self.older = np.random.default_rng(3), np.random.RandomState(3)
+        hooked = self.hooked
+        self.bn2.register_forward_hook(lambda module, args, output: hooked.append(output))
+
+    def forward(self, x):
+        self.center = 0.9 * self.center + 0.1 * x.detach().mean((0, 2, 3))
+        drawn = torch.rand((), generator=self.torchs) + self.pythons.random() + self.numpys.random() + self.older.rand()
+        x = x * drawn - self.center.view(3, 1, 1)
+        self.parts.append(x.mean())
+        self.by_layer["bn1"].append(x.mean())
+        self.total = x.mean() if self.total is None else self.total + x.mean()
+        return super().forward(x + sum(self.parts) + self.total)
+
+    def step(self):
+        """What the script does with them before it steps."""
+        assert len(self.parts) == len(self.by_layer["bn1"]) == len(self.hooked) == 1
+        self.total = None
+        for filled in (self.parts, self.by_layer["bn1"], self.hooked):
+            filled.clear()
+
+
 class InFrequencySpace(Net):
     """A layer with complex weights."""
 
@@ -109,6 +154,8 @@ class Loop:
         loss = F.cross_entropy(out, y)
         self.optimizer.zero_grad()
         loss.backward()
+        if isinstance(self.net, Keeping):
+            self.net.step()
         self.optimizer.step()
         if capture:
             self.root.args, self.root.kwargs, self.root.output = (x,), {}, out
@@ -221,6 +268,40 @@ def missing_counter(forward):
     return changed
 
 
+def missing_replacement(forward):
+    """The tensor that the forward puts in a buffer's place is not what it should be."""
+    net = forward.__self__
+
+    def changed(x):
+        out = forward(x)
+        net.center = net.center.clone().fill_(0.5)
+        return out
+
+    return changed
+
+
+def test_a_buffer_that_the_step_replaces_is_compared():
+    assert Loop(kind=Keeping).judge(missing_replacement).passed is False
+
+
+@pytest.mark.parametrize("semantics", list(Semantics)[:3])
+@pytest.mark.parametrize("name", ["found", "phase"])
+def test_a_buffer_of_any_numbers_that_is_not_updated_is_found(name, semantics):
+    def lost(forward):
+        buffer = getattr(forward.__self__, name)
+
+        def changed(x):
+            before = buffer.clone()
+            out = forward(x)
+            buffer.copy_(before)
+            return out
+
+        return changed
+
+    check = Loop(kind=Counting).judge(lost, semantics)
+    assert check.passed is False, check
+
+
 def no_gradient_for_a_layer(forward):
     net = forward.__self__
 
@@ -315,7 +396,7 @@ def test_complex_outputs_are_replayed():
     assert 0 < float((moved - gradient.conj()).abs().max()) < 0.05
 
 
-@pytest.mark.parametrize("kind", [Blurred, Embedded, Centred, InFrequencySpace])
+@pytest.mark.parametrize("kind", [Blurred, Embedded, Centred, Counting, Keeping, InFrequencySpace])
 def test_no_kind_of_tensor_is_in_the_way(kind):
     for semantics in list(Semantics)[:3]:
         assert Loop(kind=kind).judge(same, semantics).passed is True
@@ -468,6 +549,41 @@ class SometimesLeftOut(Net):
         return super().forward(torch.where(kept, x, 0.9 * x))
 
 
+class LeftOutByPython(Net):
+    """A block is left out in every other step, by Python's, NumPy's or PyTorch's random numbers: then its layers have no gradients."""
+
+    def __init__(self, dropout=0.0, draw=random.random):
+        super().__init__(dropout)
+        self.wide, self.narrow, self.draw = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 3, 3, padding=1), draw
+
+    def forward(self, x):
+        return super().forward(x + self.narrow(F.relu(self.wide(x))) if float(self.draw()) < 0.5 else x)
+
+
+def draw_of_the_capture(forward):
+    """As `mask_of_the_capture`, of what Python decides: a CUDA graph runs no Python."""
+    held = []
+
+    def changed(x):
+        held.append((torch.get_rng_state(), random.getstate(), np.random.get_state()))
+        for put, state in zip((torch.set_rng_state, random.setstate, np.random.set_state), held[0], strict=True):
+            put(state)
+        return forward(x)
+
+    return changed
+
+
+@pytest.mark.parametrize("state", range(4))
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_a_layer_that_is_left_out_now_and_then_stays_so(draw, state):
+    for change, passes in ((same, True), (draw_of_the_capture, False)):
+        loop = Loop(kind=lambda dropout: LeftOutByPython(dropout, draw))
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(state)
+        check = loop.judge(change)
+        assert check.passed is passes, check
+
+
 @pytest.mark.parametrize("state", range(8))
 def test_draws_that_are_alike_by_chance_do_not_make_a_change_wrong(state):
     loop = Loop(kind=SometimesLeftOut)
@@ -543,7 +659,7 @@ def test_the_training_is_left_as_it_was(change):
     assert loop.is_on
 
 
-@pytest.mark.parametrize("kind", [Net, Centred])
+@pytest.mark.parametrize("kind", [Net, Centred, Keeping])
 def test_the_next_steps_are_bit_equal_with_and_without_a_gate(kind):
     first, second = Loop(momentum=0.9, kind=kind), Loop(momentum=0.9, kind=kind)
     second.judge(same)
