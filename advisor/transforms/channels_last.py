@@ -8,7 +8,9 @@ copy that `reshape` makes; every other view is untouched. Into a copy of a weigh
 in vain (`p.grad.view(-1)[mask] = 0`): one that it flattens without a gradient to come goes back to the script's own layout.
 
 Weights under DistributedDataParallel keep theirs, and convolutions bring them to that of their input at each call. DDP lays its buckets out
-once, by the weights' strides of then, and reads the sums by those of now: each gradient would be permuted, the same on all ranks.
+once, by the weights' strides of then, and reads the sums by those of now: each gradient would be permuted, the same on all ranks. So do weights
+in all trainings of several processes: what a script sends itself, a gradient to be averaged, goes as memory, and where one rank alone
+flattens it (to log a norm) it would lie there in another order than in the others.
 Sources: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
@@ -24,11 +26,12 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
+from advisor.profiling import ranks
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import cuda_graphs
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, INPUT_LAYOUT, ForwardStack
-from advisor.transforms.patch import all_or_nothing, map_tensors, replace_attribute, tensors_in
+from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, replace_attribute, tensors_in
 from advisor.transforms.replay import replay
 from advisor.transforms.targets import replicated, targets
 
@@ -90,7 +93,7 @@ class ChannelsLast(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        if not _weights(training, converted=True) and not replicated(training):
+        if not _weights(training, converted=True) and not _sent(training):
             return Check(passed=False, detail="no convolution weight is NHWC")
         if after is not None and any(row.kind == "conv" and row.layout for row in after.kernels):
             rows = [row for row in after.kernels if row.kind == "conv" and row.layout]
@@ -139,7 +142,7 @@ def _why_not(module: torch.nn.Module) -> str:
 
 def _weights(training: Training, *, converted: bool = False) -> list[torch.nn.Parameter]:
     found: dict[int, torch.nn.Parameter] = {}
-    fixed = frozenset() if converted else replicated(training)
+    fixed = frozenset() if converted else _sent(training)
     for root in training.roots:
         for module in root.module.modules():
             if not isinstance(module, _CONVOLUTIONS) or not isinstance(module.weight, torch.nn.Parameter):
@@ -149,6 +152,11 @@ def _weights(training: Training, *, converted: bool = False) -> list[torch.nn.Pa
             if _is_nhwc(module.weight) if converted else not _why_not(module):
                 found[id(module.weight)] = module.weight
     return list(found.values())
+
+
+def _sent(training: Training) -> frozenset[int]:
+    """Identities of the parameters that go, or whose gradients go, to other processes."""
+    return frozenset(map(id, parameters_of(training))) if ranks.joined()[1] > 1 else replicated(training)
 
 
 def _relayout(

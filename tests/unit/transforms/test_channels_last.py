@@ -12,6 +12,7 @@ from loops import ConvNet, ViewNet, assert_close, batches, check_undo_is_exact, 
 from torch import distributed, nn
 
 from advisor.core.profile import KernelRow
+from advisor.profiling import ranks
 from advisor.transforms import cuda_graphs
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
@@ -106,6 +107,17 @@ def test_a_data_parallel_training_keeps_its_gradients(tmp_path: Path, nested: bo
         assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
     finally:
         distributed.destroy_process_group()
+
+
+def test_weights_that_a_script_sends_itself_keep_their_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may flatten a gradient to log its norm, and it would lie there in another order than in the ranks it is summed with."""
+    monkeypatch.setattr(ranks, "joined", lambda: (0, 2))
+    loop, plain = twins()
+    ChannelsLast().apply(loop.training, {})
+    torch.testing.assert_close(loop.run(3), plain.run(3), rtol=1e-4, atol=1e-5)
+    assert all(p.is_contiguous() and p.grad is not None and p.grad.is_contiguous() for p in loop.model.parameters())
+    check = ChannelsLast().effect(loop.training, None, None)
+    assert check.passed, check.detail
 
 
 def test_one_channel_images_are_nhwc_too() -> None:
