@@ -21,12 +21,13 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
+from advisor.profiling import ranks
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import AUTOCAST, ForwardStack, Layer
 from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, target_of, tensors_in
 from advisor.transforms.scaling import scale_losses
-from advisor.transforms.targets import targets
+from advisor.transforms.targets import replicated, targets
 
 _HALF = (torch.float16, torch.bfloat16)
 _LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -238,4 +239,10 @@ def _scaling_refuses(training: Training) -> str:
     owned = {id(p) for optimizer in training.optimizers for group in optimizer.param_groups for p in group["params"]}
     if any(parameter.requires_grad and id(parameter) not in owned for parameter in parameters_of(training)):
         return "some trained parameters belong to no known optimizer, so their gradients would stay scaled"
+    if ranks.joined()[1] > 1:
+        # DDP's gradients are all ranks' when a backward pass ends. Others are one's own, or a shard's: each rank would skip steps of its own,
+        # and an infinity that the script brings in from another rank afterwards would go into the weights.
+        sent = replicated(training)
+        if any(parameter.requires_grad and id(parameter) not in sent for parameter in parameters_of(training)):
+            return "gradients that DistributedDataParallel does not send may overflow in one of the processes alone"
     return ""

@@ -6,6 +6,11 @@ networks of few channels, and in fp32 without TF32; so it is measured like every
 `x.view(n, -1)` on an NHWC feature map raises where the same call on NCHW works. While this is applied, such a view becomes the
 copy that `reshape` makes; every other view is untouched. Into a copy of a weight, of its gradient or its optimizer state a script would write
 in vain (`p.grad.view(-1)[mask] = 0`): one that it flattens without a gradient to come goes back to the script's own layout.
+
+Weights under DistributedDataParallel keep theirs, and convolutions bring them to that of their input at each call. DDP lays its buckets out
+once, by the weights' strides of then, and reads the sums by those of now: each gradient would be permuted, the same on all ranks. So do weights
+in all trainings of several processes: what a script sends itself, a gradient to be averaged, goes as memory, and where one rank alone
+flattens it (to log a norm) it would lie there in another order than in the others.
 Sources: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
@@ -21,13 +26,14 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
+from advisor.profiling import ranks
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import cuda_graphs
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, INPUT_LAYOUT, ForwardStack
-from advisor.transforms.patch import all_or_nothing, map_tensors, replace_attribute, tensors_in
+from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, replace_attribute, tensors_in
 from advisor.transforms.replay import replay
-from advisor.transforms.targets import targets
+from advisor.transforms.targets import replicated, targets
 
 _CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
 _FLATTENING = ("reshape", "flatten", "ravel")
@@ -87,8 +93,7 @@ class ChannelsLast(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        weights = _weights(training, converted=True)
-        if not weights:
+        if not _weights(training, converted=True) and not _sent(training):
             return Check(passed=False, detail="no convolution weight is NHWC")
         if after is not None and any(row.kind == "conv" and row.layout for row in after.kernels):
             rows = [row for row in after.kernels if row.kind == "conv" and row.layout]
@@ -137,13 +142,21 @@ def _why_not(module: torch.nn.Module) -> str:
 
 def _weights(training: Training, *, converted: bool = False) -> list[torch.nn.Parameter]:
     found: dict[int, torch.nn.Parameter] = {}
+    fixed = frozenset() if converted else _sent(training)
     for root in training.roots:
         for module in root.module.modules():
             if not isinstance(module, _CONVOLUTIONS) or not isinstance(module.weight, torch.nn.Parameter):
                 continue
+            if id(module.weight) in fixed:
+                continue
             if _is_nhwc(module.weight) if converted else not _why_not(module):
                 found[id(module.weight)] = module.weight
     return list(found.values())
+
+
+def _sent(training: Training) -> frozenset[int]:
+    """Identities of the parameters that go, or whose gradients go, to other processes."""
+    return frozenset(map(id, parameters_of(training))) if ranks.joined()[1] > 1 else replicated(training)
 
 
 def _relayout(
@@ -152,7 +165,7 @@ def _relayout(
     """Give `weight`, its gradient and its optimizer state the strides `new`, where they have the strides `old` (None: any).
 
     They must agree: the multi-tensor and fused optimizers take their fast path only then. A gradient gets a new tensor: the old one may be
-    another's as well, as with DDP's gradient_as_bucket_view, whose all-reduce would go on over memory that nobody writes any more.
+    another's as well, a view of a buffer that the script sums over its processes.
     """
     for tensor in (weight, *_state(training, weight)):
         if tensor.shape == weight.shape and old in (None, tensor.stride()) and tensor.stride() != new:
@@ -243,20 +256,17 @@ def _lay_back(training: Training, converted: _Weights, tensor: torch.Tensor) -> 
     """
     if not _is_written_nhwc(tensor):
         return False
-    replicated = any(isinstance(root.module, torch.nn.parallel.DistributedDataParallel) for root in training.roots)
     for weight, plain in converted:
         if weight.shape[1:] != tensor.shape[tensor.dim() - 3 :]:
             continue
-        gradient = None if replicated else weight.grad  # a view of DDP's bucket is to stay one (see `_relayout`)
-        owner = next(
-            (o for o in (weight, gradient, *_state(training, weight)) if o is not None and _lies_in(tensor, o)), None
-        )
+        belongings = (weight, weight.grad, *_state(training, weight))
+        owner = next((o for o in belongings if o is not None and _lies_in(tensor, o)), None)
         if owner is None:
             continue
         place = (
             tensor.storage_offset() - owner.storage_offset()
         )  # the same in both layouts: what is taken are whole filters
-        if owner is gradient:
+        if owner is weight.grad:
             owner.data = _with_strides(owner, plain)
         _relayout(training, weight, None, plain)
         if tensor is not owner:

@@ -212,7 +212,8 @@ def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str,
 
 
 def _root_refuses(training: Training, root: RootModule) -> str:
-    if isinstance(root.module, torch.nn.parallel.DistributedDataParallel):
+    # Also inside it: torch.compile may stand around DDP, or a module that holds the loss.
+    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in root.module.modules()):
         return "DistributedDataParallel waits for its bias's gradient"
     if isinstance(root.module, torch.nn.DataParallel) and len(root.module.device_ids) > 1:
         return "DataParallel runs replicas of it"

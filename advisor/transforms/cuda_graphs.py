@@ -552,9 +552,12 @@ class CudaGraphs(Transform):
 
 def _unfit(module: torch.nn.Module) -> str:
     """Why this module cannot be graphed; empty when it can."""
-    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
-        return f"{type(module).__name__} does work of its own around the forward"
+    if isinstance(module, torch.nn.DataParallel):
+        return "DataParallel does work of its own around the forward"
     for path, child in module.named_modules():
+        # Also inside, in a module that holds the loss or a compiled one: it hears neither of a replay nor of its gradients, and sends none.
+        if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+            return "DistributedDataParallel does work of its own around the forward"
         if path and any(hooks_of(child)):
             return f"{path} has hooks, which a replay would not run"
     if not any(p.requires_grad for p in module.parameters()):

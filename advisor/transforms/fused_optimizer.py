@@ -100,6 +100,10 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return "is fused already"
     if any(group.get("differentiable") for group in groups):
         return "is differentiable"
+    sharded = any(type(parameter.data) is not torch.Tensor for parameter in parameters)
+    if sharded and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        # FSDP2's are DTensors, which know fused Adam alone (seen up to torch 2.13): the script's next step would raise.
+        return "has parameters that are no plain tensors (sharded)"
     if not all(parameter.is_floating_point() for parameter in parameters):
         return "has parameters that are not real floating point"
     if len({parameter.device for parameter in parameters}) > 1:

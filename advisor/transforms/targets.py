@@ -1,4 +1,4 @@
-"""Which modules a transform of the forward works on: the roots, seen through single-device wrappers."""
+"""Which modules a transform of the forward works on: the roots, seen through single-device wrappers; and which weights are not its own."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def targets(training: Training) -> list[torch.nn.Module]:
         if module not in found:
             found.append(module)
     return found
+
+
+def replicated(training: Training) -> frozenset[int]:
+    """Identities of the parameters whose gradients a DistributedDataParallel sends: a root, or one inside a root (a compiled one, one that
+    also holds the loss).
+    """
+    modules = (module for root in training.roots for module in root.module.modules())
+    wrappers = [module for module in modules if isinstance(module, torch.nn.parallel.DistributedDataParallel)]
+    return frozenset(id(p) for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad)

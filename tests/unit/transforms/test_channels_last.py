@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from loops import ConvNet, ViewNet, assert_close, batches, check_undo_is_exact, 
 from torch import distributed, nn
 
 from advisor.core.profile import KernelRow
+from advisor.profiling import ranks
 from advisor.transforms import cuda_graphs
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
@@ -72,6 +74,50 @@ def test_gradients_that_are_views_of_data_parallel_buckets_stay_right(tmp_path: 
         assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
     finally:
         distributed.destroy_process_group()
+
+
+class Around(nn.Module):
+    """Holds what it calls, as a module with the loss in it does."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.held(x)
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # of dimensions of one
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_data_parallel_training_keeps_its_gradients(tmp_path: Path, nested: bool) -> None:
+    """Applied between two steps, when DDP's buckets have been laid out by the weights' strides."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    wrap = Around if nested else nn.Identity()
+    try:
+        loop = make_loop(model=lambda: wrap(nn.parallel.DistributedDataParallel(ConvNet())))
+        plain = make_loop()
+        torch.testing.assert_close(loop.run(2), plain.run(2))
+        undo = ChannelsLast().apply(loop.training, {})
+        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain))
+        check = ChannelsLast().effect(loop.training, None, None)
+        assert check.passed, check.detail
+        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
+        undo.run()
+        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
+        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_weights_that_a_script_sends_itself_keep_their_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may flatten a gradient to log its norm, and it would lie there in another order than in the ranks it is summed with."""
+    monkeypatch.setattr(ranks, "joined", lambda: (0, 2))
+    loop, plain = twins()
+    ChannelsLast().apply(loop.training, {})
+    torch.testing.assert_close(loop.run(3), plain.run(3), rtol=1e-4, atol=1e-5)
+    assert all(p.is_contiguous() and p.grad is not None and p.grad.is_contiguous() for p in loop.model.parameters())
+    check = ChannelsLast().effect(loop.training, None, None)
+    assert check.passed, check.detail
 
 
 def test_one_channel_images_are_nhwc_too() -> None:
