@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from advisor.core.errors import AdvisorError
 from advisor.ops import cuda_driver, sources
@@ -200,7 +201,8 @@ def tickets(device: torch.device) -> int:
     if index not in _tickets:
         if torch.cuda.is_current_stream_capturing():
             raise AdvisorError("a kernel's first launch is inside a CUDA graph capture", fix="Run one step before it.")
-        zeroed = torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
+        with _disable_current_modes():  # made once, and so no part of a call that is recorded just now (ops/sites)
+            zeroed = torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # another stream may be the next to use them
         _tickets.setdefault(index, (zeroed, {}))  # another thread may have been at it meanwhile
     counters, slots = _tickets[index]
@@ -249,7 +251,7 @@ def new_exchanges(streams: int, half: int) -> torch.Tensor:
 
 
 def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
-    with _making:
+    with _making, _disable_current_modes():  # as in `tickets`
         return _exchange_of.get(stream) or _take_exchange(device, stream, half)
 
 

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, nvrtc
+from advisor.ops.sites import recording
 
 
 def test_every_variant_is_compiled_once_and_a_refused_one_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,3 +226,12 @@ def test_two_threads_that_ask_first_have_one_kernel_with_its_shared_memory(monke
     finally:
         for cache in caches:
             cache.cache_clear()
+
+
+def test_what_is_made_for_good_is_no_part_of_a_recorded_call(streams: SimpleNamespace) -> None:
+    """Or each replay would make it again."""
+    x = torch.zeros(8)
+    with recording.Tape([x]) as tape:
+        nvrtc.tickets(x.device)
+        nvrtc.exchange(x.device, 64)
+    assert (tape.steps, tape.refused) == ([], "")
