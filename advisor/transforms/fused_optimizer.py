@@ -229,8 +229,10 @@ def _move_steps(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
         hosted = _hosted_steps(optimizer)
         for (state, _), step in zip(hosted, _to_host([state["step"] for state, _ in hosted]), strict=True):
             state["step"] = step
+        for state, _ in _counted(optimizer, optimizer.param_groups):
+            state["step"] = state["step"].to(torch.promote_types(torch.get_default_dtype(), torch.float32))
     else:
-        # A default dtype of fp64 makes them fp64, of which CUDA's kernel would read the half that is 0.
+        # A default dtype of fp64 makes them fp64 where nothing is fused, of which CUDA's kernel would read the half that is 0.
         for state, parameter in _counted(optimizer, optimizer.param_groups):
             state["step"] = state["step"].to(parameter.device, torch.float32)
 

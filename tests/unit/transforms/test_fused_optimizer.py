@@ -61,19 +61,27 @@ def test_steps_are_written_to_the_host_in_checkpoints() -> None:
 
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
-def test_step_counters_are_what_the_fused_kernel_reads_under_a_default_of_fp64(optimizer, capturable: bool) -> None:
+def test_step_counters_are_what_the_fused_kernel_reads_under_a_default_of_fp64(
+    optimizer, capturable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counters() -> set[tuple[torch.dtype, float]]:
+        return {(state["step"].dtype, state["step"].item()) for state in loop.optimizer.state.values()}
+
     loop = make_loop(optimizer=optimizer, steps=0)
     loop.run(1)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     for group in loop.optimizer.param_groups:
         group["capturable"] = capturable
     for state in loop.optimizer.state.values():
-        state["step"] = state["step"].double()  # as `set_default_dtype(torch.float64)` has it
+        state["step"] = state["step"].double()  # as torch makes them then
     saved = copy.deepcopy(loop.optimizer.state_dict())
-    FusedOptimizer().apply(loop.training, {})
+    undo = FusedOptimizer().apply(loop.training, {})
     loop.run(1)
-    assert {(s["step"].dtype, s["step"].item()) for s in loop.optimizer.state.values()} == {(torch.float32, 2.0)}
+    assert counters() == {(torch.float32, 2.0)}
     loop.optimizer.load_state_dict(saved)
-    assert {(s["step"].dtype, s["step"].item()) for s in loop.optimizer.state.values()} == {(torch.float32, 1.0)}
+    assert counters() == {(torch.float32, 1.0)}
+    undo.run()
+    assert counters() == {(torch.float64, 1.0)}
 
 
 def test_what_it_refuses() -> None:
