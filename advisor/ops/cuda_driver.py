@@ -125,7 +125,7 @@ class Kernel:
                     status = self._launch(self._config, self._function, self._places, None)
         if status:
             self.refuse(status)
-        for watcher in watchers:
+        for watcher in tuple(watchers):  # another thread's may go meanwhile, and the next one would not be told
             watcher(self, grid, block, arguments, shared_bytes, stream, cooperative)
 
     def current(self) -> contextlib.AbstractContextManager[None]:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from advisor.core.errors import AdvisorError
 from advisor.ops import cuda_driver, sources
@@ -124,6 +126,8 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
         return cupy.RawModule(code=sources.source(name), options=flags, backend="nvrtc")
 
 
+# What is made once for all is made by one thread at a time: the script's own may be the first at once, and so may autograd's.
+_making = Lock()
 launched: set[str] = set()  # sources of the kernels that this process has asked for, to launch them
 _most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}  # by kernel and device
 
@@ -141,7 +145,7 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
     import cupy
 
     try:
-        with cupy.cuda.Device(device):
+        with _making, cupy.cuda.Device(device):
             raw = _module(name, defines, device).get_function(entry)
             launched.add(name)
             # What is asked for is the kernel's, whoever launches it: less would be too little for those who asked for more.
@@ -197,11 +201,16 @@ def tickets(device: torch.device) -> int:
     if index not in _tickets:
         if torch.cuda.is_current_stream_capturing():
             raise AdvisorError("a kernel's first launch is inside a CUDA graph capture", fix="Run one step before it.")
-        zeroed = torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
+        with _disable_current_modes():  # made once, and so no part of a call that is recorded just now (ops/sites)
+            zeroed = torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # another stream may be the next to use them
         _tickets.setdefault(index, (zeroed, {}))  # another thread may have been at it meanwhile
     counters, slots = _tickets[index]
-    slot = slots.setdefault(torch._C._cuda_getCurrentRawStream(index), len(slots))
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    slot = slots.get(stream)
+    if slot is None:
+        with _making:
+            slot = slots.setdefault(stream, len(slots))
     if slot >= _STREAMS:
         raise AdvisorError(f"kernels were launched on more than {_STREAMS} streams")
     return counters.data_ptr() + slot * _TICKETS_PER_STREAM * 4
@@ -242,6 +251,11 @@ def new_exchanges(streams: int, half: int) -> torch.Tensor:
 
 
 def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
+    with _making, _disable_current_modes():  # as in `tickets`
+        return _exchange_of.get(stream) or _take_exchange(device, stream, half)
+
+
+def _take_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
     blocks, taken = _exchanges.get(stream[0], ([], 0))
     left = _STREAMS_AT_A_TIME * len(blocks) - taken
     if left <= _STREAMS_TO_SPARE and not torch.cuda.is_current_stream_capturing():
@@ -252,4 +266,6 @@ def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> i
         return 0
     _exchanges[stream[0]] = blocks, taken + 1
     block, place = divmod(taken, _STREAMS_AT_A_TIME)
-    return _exchange_of.setdefault(stream, blocks[block][place].data_ptr())
+    address: int = blocks[block][place].data_ptr()
+    _exchange_of[stream] = address
+    return address

@@ -200,10 +200,16 @@ def _first_fused_step_overflowed(optimizer: torch.optim.Optimizer) -> bool:
 
 def _hosted_steps(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """State dictionaries whose step counter lives on the host unless the optimizer is fused."""
+    return _counted(optimizer, [group for group in optimizer.param_groups if not group.get("capturable")])
+
+
+def _counted(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """State dictionaries of these groups that have a step counter, and their parameters."""
     return [
         (optimizer.state[parameter], parameter)
-        for group in optimizer.param_groups
-        if not group.get("capturable")
+        for group in groups
         for parameter in group["params"]
         if parameter in optimizer.state and isinstance(optimizer.state[parameter].get("step"), torch.Tensor)
     ]
@@ -223,13 +229,16 @@ def _to_host(steps: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _move_steps(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
-    hosted = _hosted_steps(optimizer)
     if to_host:
+        hosted = _hosted_steps(optimizer)
         for (state, _), step in zip(hosted, _to_host([state["step"] for state, _ in hosted]), strict=True):
             state["step"] = step
+        for state, _ in _counted(optimizer, optimizer.param_groups):
+            state["step"] = state["step"].to(torch.promote_types(torch.get_default_dtype(), torch.float32))
     else:
-        for state, parameter in hosted:
-            state["step"] = state["step"].to(parameter.device)
+        # A default dtype of fp64 makes them fp64 where nothing is fused, of which CUDA's kernel would read the half that is 0.
+        for state, parameter in _counted(optimizer, optimizer.param_groups):
+            state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def _state_with_host_steps(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -202,7 +202,7 @@ class Entry:
             raise EmulationError(f"{self.name} leaves a ticket that is not zero")
         if not exchange:
             raise EmulationError(f"{self.name} leaves the exchange so that the next launch finds what is not its own")
-        for watcher in cuda_driver.watchers:
+        for watcher in tuple(cuda_driver.watchers):
             watcher(self, grid, block, arguments, shared, stream, cooperative)
 
     def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -817,3 +818,14 @@ def test_a_tape_sees_its_own_thread_alone(emulated) -> None:
         launches(np.int32(1))(x)
         assert [kind for kind, *_ in tape.steps] == ["launch"]
     assert not cuda_driver.watchers
+
+
+def test_counters_may_grow_in_another_thread_while_a_recording_reads_them() -> None:
+    counter = Counter(mine=1)
+
+    class Before(Counter[str]):
+        def __missing__(self, key: str) -> int:
+            counter["theirs"] += 1  # Python runs here, and so may any thread
+            return 0
+
+    assert recording._more({0: (counter, Before())}) == [(counter, "mine")]

@@ -367,7 +367,8 @@ def _counts() -> Counts:
 
 def _more(before: Counts) -> list[tuple[Counter[str], str]]:
     """Counters and what has been counted in them since."""
-    return [(counter, key) for counter, old in before.values() for key, count in counter.items() if count > old[key]]
+    # A copy of each: other threads count meanwhile.
+    return [(counter, key) for counter, old in before.values() for key, n in tuple(counter.items()) if n > old[key]]
 
 
 def _tensors(argument: Any) -> tuple[torch.Tensor, ...]:

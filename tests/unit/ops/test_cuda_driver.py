@@ -128,6 +128,20 @@ def test_threads_do_not_mix_their_values(cuda: Driver) -> None:
         assert {grid[0], shared, stream, *values} == {shared}
 
 
+def test_every_watcher_is_told_of_a_launch_though_another_thread_s_goes_meanwhile(
+    cuda: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(cuda_driver, "watchers", [])
+
+    def leaves(*_: object) -> None:
+        cuda_driver.watchers.remove(leaves)
+
+    cuda_driver.watchers += [leaves, lambda launched, *_: told.append(launched.name)]
+    kernel()(GRID, BLOCK, (), 0, 1)
+    assert told == ["sums"]
+
+
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The devices that were current, the present one last."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.autograd import forward_ad
 
 from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, nvrtc
+from advisor.ops.sites import recording
 
 
 def test_every_variant_is_compiled_once_and_a_refused_one_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +157,81 @@ def test_some_are_kept_for_captures(streams: SimpleNamespace) -> None:
 def test_there_is_an_end_to_streams(streams: SimpleNamespace) -> None:
     assert all(exchanges(streams, range(nvrtc._STREAMS)))
     assert exchanges(streams, [nvrtc._STREAMS]) == [0]
+
+
+def in_two_threads(function: Callable[[], Any]) -> list[Any]:
+    """What both got, having begun at once."""
+    found: list[Any] = []
+    begin = threading.Barrier(2)
+
+    def work() -> None:
+        begin.wait()
+        found.append(function())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_two_threads_that_come_first_share_a_streams_exchange_and_it_stays(
+    streams: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: time.sleep(0.02))
+    first, second = in_two_threads(lambda: nvrtc.exchange(torch.device("cpu"), 64))
+    assert first == second == nvrtc.exchange(torch.device("cpu"), 64)
+    assert nvrtc.keeps(first)
+
+
+def test_two_streams_that_come_at_once_have_counters_of_their_own(
+    streams: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slots(dict[int, int]):
+        def __len__(self) -> int:
+            found = super().__len__()
+            time.sleep(0.02)  # another thread's turn
+            return found
+
+    monkeypatch.setattr(nvrtc, "_tickets", {0: (torch.zeros(4096, dtype=torch.int32), Slots())})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: threading.get_ident(), raising=False)
+    assert len(set(in_two_threads(lambda: nvrtc.tickets(torch.device("cpu"))))) == 2
+
+
+def test_two_threads_that_ask_first_have_one_kernel_with_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:  # which is a CUfunction of its own each time that it is loaded
+        def __init__(self, **_: object) -> None:
+            time.sleep(0.02)
+            self.function = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, kernel=self)
+
+        def get_function(self, entry: str) -> SimpleNamespace:
+            return self.function
+
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())  # type: ignore[attr-defined]
+    cupy.RawModule = Module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(nvrtc, "_most_dynamic", {})
+    monkeypatch.setattr(nvrtc, "launched", set())
+    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, *, device, overlapping: loaded)
+    for name, found in (("overlaps", False), ("target", ()), ("source", "")):
+        monkeypatch.setattr(nvrtc.sources, name, lambda _, found=found: found)
+    caches = nvrtc.function, nvrtc._module
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        for module in in_two_threads(lambda: nvrtc.function("f.cu", "f", (), 0, 70_000)):
+            assert module.function.max_dynamic_shared_size_bytes == 70_000
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def test_what_is_made_for_good_is_no_part_of_a_recorded_call(streams: SimpleNamespace) -> None:
+    """Or each replay would make it again."""
+    x = torch.zeros(8)
+    with recording.Tape([x]) as tape:
+        nvrtc.tickets(x.device)
+        nvrtc.exchange(x.device, 64)
+    assert (tape.steps, tape.refused) == ([], "")

@@ -63,6 +63,31 @@ def test_steps_are_written_to_the_host_in_checkpoints() -> None:
     assert all(step.dim() == 0 for step in steps)
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_step_counters_are_what_the_fused_kernel_reads_under_a_default_of_fp64(
+    optimizer, capturable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counters() -> set[tuple[torch.dtype, float]]:
+        return {(state["step"].dtype, state["step"].item()) for state in loop.optimizer.state.values()}
+
+    loop = make_loop(optimizer=optimizer, steps=0)
+    loop.run(1)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    for group in loop.optimizer.param_groups:
+        group["capturable"] = capturable
+    for state in loop.optimizer.state.values():
+        state["step"] = state["step"].double()  # as torch makes them then
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    undo = FusedOptimizer().apply(loop.training, {})
+    loop.run(1)
+    assert counters() == {(torch.float32, 2.0)}
+    loop.optimizer.load_state_dict(saved)
+    assert counters() == {(torch.float32, 1.0)}
+    undo.run()
+    assert counters() == {(torch.float64, 1.0)}
+
+
 def test_what_it_refuses() -> None:
     transform = FusedOptimizer()
 
