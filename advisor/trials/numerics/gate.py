@@ -150,7 +150,9 @@ class Gate:
             plain = [observe(call, saved, semantics, precision, computes_in) for call in self._calls]
             hooks = [dict(o._optimizer_step_post_hooks) for o in self.training.optimizers]
             before = [state_of(o) for o in self.training.optimizers]
+            saved.restore()
             on()
+            saved.leave_to_change()
             findings, first_us = [], 0.0
             for step in plain:
                 finding, extra = _compare(step, semantics)

@@ -6,6 +6,7 @@ Plain attributes are numbers, tensors that are no buffers (a mean that a forward
 
 from __future__ import annotations
 
+import operator
 import pickle
 import random
 import sys
@@ -101,6 +102,17 @@ class SavedState:
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
 
+    def leave_to_change(self) -> None:
+        """What is not as it was, behind a switch of the change alone, is the change's own: it is not put back any more."""
+        for attributes, values in self.plain:
+            for name in [name for name, value in values.items() if attributes.get(name) is not value]:
+                del values[name]
+        self.containers = {
+            key: (container, contents)
+            for key, (container, contents) in self.containers.items()
+            if len(container) == len(contents) and all(map(operator.is_, _items(container), _items(contents)))
+        }
+
     def drew(self) -> bool:
         """Whether what has run since all was put back has drawn random numbers."""
         if not torch.equal(torch.get_rng_state(), self.random) or random.getstate() != self.python_random:
@@ -139,6 +151,10 @@ class SavedState:
 
 def _values(container: Any) -> Any:
     return container.values() if isinstance(container, dict) else container
+
+
+def _items(container: Any) -> Iterator[Any]:
+    return chain(container, container.values()) if isinstance(container, dict) else iter(container)
 
 
 def _generators(found: list[Any]) -> Iterator[Callable[[], Any]]:
