@@ -1,4 +1,4 @@
-"""Student's t distribution, for any degrees of freedom from 1 up.
+"""Student's t distribution, for any degrees of freedom from 1 up; and the logarithms that it is taken of where means of steps are compared.
 
 Sources: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.5.8 (incomplete beta), 26.7.1 (Student's t).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 
 def _beta_fraction(x: float, a: float, b: float) -> float:
@@ -69,3 +70,16 @@ def t_quantile(probability: float, degrees: float) -> float:
         else:
             high = middle
     return 0.5 * (low + high)
+
+
+def log_shares(blocks: Sequence[Sequence[float]]) -> list[float]:
+    """For each block of step times the logarithm of the mean of all steps, plus what the block is above it as a share of it: the mean of
+    these is that logarithm.
+
+    Not the blocks' own logarithms, whose mean makes little of a block that holds a long wait or an epoch's start: what both arms wait for
+    there would hardly count, and 1.15 times as fast was called 1.37.
+    """
+    steps = sum(map(len, blocks))
+    mean = math.fsum(map(math.fsum, blocks)) / steps
+    weight = len(blocks) / steps
+    return [math.log(mean) + weight * math.fsum(s / mean - 1.0 for s in block) for block in blocks]

@@ -176,14 +176,12 @@ class TraceCollector:
         if self._annotator.failure:
             self.notes.append(self._annotator.failure)
         device = "cuda" if self._cuda else "cpu"
+        if self._profile is not None:
+            self._profile.entered = False  # else it would count as one of the script's
+            if not _profiler_enabled() or _script_profiles():
+                self._profile = None
+                self.notes.append("no trace: the script has started a torch profiler of its own meanwhile")
         if self._profile is None:
-            if self._dram is not None:
-                self._dram.close()
-            return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
-        self._profile.entered = False  # else it would count as one of the script's
-        if not _profiler_enabled() or _script_profiles():
-            self._profile = None
-            self.notes.append("no trace: the script has started a torch profiler of its own meanwhile")
             if self._dram is not None:
                 self._dram.close()
             return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)

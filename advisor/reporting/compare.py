@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from advisor.core.profile import Spread, StepProfile
-from advisor.core.student import t_quantile
+from advisor.core.student import log_shares, t_quantile
 from advisor.core.units import percent_text
 from advisor.reporting import breakdown, wording
 from advisor.reporting.machine import cell
@@ -116,8 +116,7 @@ class Comparison:
 def block_logs(raw: tuple[float, ...], *, means: bool = False) -> list[float]:
     """Logarithms of the medians of equal blocks of successive steps; empty when there are too few for an interval.
 
-    With `means` the logarithm of the mean of them all, plus by what share of it each block is above: of the blocks' own logarithms
-    those that hold a long wait would hardly count.
+    With `means` their `log_shares`.
     """
     times = [t for t in raw if t > 0 and math.isfinite(t)]
     blocks = min(MAX_BLOCKS, len(times) // MIN_BLOCK_STEPS)
@@ -125,10 +124,7 @@ def block_logs(raw: tuple[float, ...], *, means: bool = False) -> list[float]:
         return []
     size = len(times) // blocks
     found = [times[i * size : (i + 1) * size] for i in range(blocks)]
-    if means:
-        mean = statistics.fmean(map(statistics.fmean, found))
-        return [math.log(mean) + statistics.fmean(block) / mean - 1.0 for block in found]
-    return [math.log(statistics.median(block)) for block in found]
+    return log_shares(found) if means else [math.log(statistics.median(block)) for block in found]
 
 
 def ratio_interval(

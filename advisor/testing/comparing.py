@@ -163,8 +163,8 @@ class Comparison:
             if not self._block:
                 self._calibrate()
             timed: list[list[float]] = [[], []]
-            while len(self.pairs) < min(pairs, self._max_pairs):
-                for which in (0, 1) if len(self.pairs) % 2 == 0 else (1, 0):
+            for pair in range(len(self._blocks[0]), min(pairs, self._max_pairs)):
+                for which in (0, 1) if pair % 2 == 0 else (1, 0):
                     timed[which] = self._watch.times(self._steps[which], self._block)
                 for blocks, times in zip(self._blocks, timed, strict=True):
                     blocks.append(times)

@@ -263,9 +263,7 @@ def _lay_back(training: Training, converted: _Weights, tensor: torch.Tensor) -> 
         owner = next((o for o in belongings if o is not None and _lies_in(tensor, o)), None)
         if owner is None:
             continue
-        place = (
-            tensor.storage_offset() - owner.storage_offset()
-        )  # the same in both layouts: what is taken are whole filters
+        place = tensor.storage_offset() - owner.storage_offset()  # the same in both layouts: of whole filters
         if owner is weight.grad:
             owner.data = _with_strides(owner, plain)
         _relayout(training, weight, None, plain)

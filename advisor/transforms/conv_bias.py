@@ -29,7 +29,7 @@ from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
 from advisor.transforms.replay import hooked, replaying
-from advisor.transforms.targets import targets
+from advisor.transforms.targets import data_parallel, targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -212,8 +212,7 @@ def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str,
 
 
 def _root_refuses(training: Training, root: RootModule) -> str:
-    # Also inside it: torch.compile may stand around DDP, or a module that holds the loss.
-    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in root.module.modules()):
+    if data_parallel(root.module):
         return "DistributedDataParallel waits for its bias's gradient"
     if isinstance(root.module, torch.nn.DataParallel) and len(root.module.device_ids) > 1:
         return "DataParallel runs replicas of it"

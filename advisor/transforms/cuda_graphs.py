@@ -41,7 +41,7 @@ from advisor.transforms.beside import WeightGradientsBeside
 from advisor.transforms.direct_gradients import ParameterGradients
 from advisor.transforms.forward import GRAPH, ForwardStack, KeptLayers, hooks_of
 from advisor.transforms.patch import all_or_nothing
-from advisor.transforms.targets import targets
+from advisor.transforms.targets import data_parallel, targets
 
 # Eager calls of a signature before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
 _WARM_CALLS = 3
@@ -554,10 +554,9 @@ def _unfit(module: torch.nn.Module) -> str:
     """Why this module cannot be graphed; empty when it can."""
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel does work of its own around the forward"
+    if data_parallel(module):  # which hears neither of a replay nor of its gradients, and sends none
+        return "DistributedDataParallel does work of its own around the forward"
     for path, child in module.named_modules():
-        # Also inside, in a module that holds the loss or a compiled one: it hears neither of a replay nor of its gradients, and sends none.
-        if isinstance(child, torch.nn.parallel.DistributedDataParallel):
-            return "DistributedDataParallel does work of its own around the forward"
         if path and any(hooks_of(child)):
             return f"{path} has hooks, which a replay would not run"
     if not any(p.requires_grad for p in module.parameters()):

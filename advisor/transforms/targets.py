@@ -19,10 +19,12 @@ def targets(training: Training) -> list[torch.nn.Module]:
     return found
 
 
+def data_parallel(module: torch.nn.Module) -> list[torch.nn.parallel.DistributedDataParallel]:
+    """The module itself, or those inside it: torch.compile may stand around one, or a module that also holds the loss."""
+    return [m for m in module.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
+
+
 def replicated(training: Training) -> frozenset[int]:
-    """Identities of the parameters whose gradients a DistributedDataParallel sends: a root, or one inside a root (a compiled one, one that
-    also holds the loss).
-    """
-    modules = (module for root in training.roots for module in root.module.modules())
-    wrappers = [module for module in modules if isinstance(module, torch.nn.parallel.DistributedDataParallel)]
+    """Identities of the parameters whose gradients a DistributedDataParallel sends."""
+    wrappers = [wrapper for root in training.roots for wrapper in data_parallel(root.module)]
     return frozenset(id(p) for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad)

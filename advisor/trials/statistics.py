@@ -19,7 +19,7 @@ from itertools import pairwise
 from statistics import variance
 
 from advisor.core.findings import Interval
-from advisor.core.student import t_quantile
+from advisor.core.student import log_shares, t_quantile
 
 CONFIDENCE = 0.99
 # Share cut at either end, the usual one for trimmed means (Wilcox, Robust Estimation). With one block in twenty a quarter
@@ -298,7 +298,7 @@ def process_speedup(
     if alike or means:
         shortest = min((len(steps) for arm in arms for steps in arm if steps), default=0)
         arms = [[steps[:shortest] for steps in arm] for arm in arms]
-    logs = [[_shares(steps) if means else _log_medians(steps) for steps in arm if steps] for arm in arms]
+    logs = [[_logs(_blocks(steps), means=means) for steps in arm if steps] for arm in arms]
     if any(sum(map(len, arm)) < 2 for arm in logs):
         return None
     freedoms = [sum(map(len, arm)) - 1 for arm in logs]
@@ -355,18 +355,5 @@ def _blocks(steps: Sequence[float], most: int = 6) -> list[Sequence[float]]:
     return [steps[start:end] for start, end in pairwise(ends)]
 
 
-def _log_medians(steps: Sequence[float]) -> list[float]:
-    """The logarithm of each block's median."""
-    return [math.log(median(block)) for block in _blocks(steps)]
-
-
-def _shares(steps: Sequence[float]) -> list[float]:
-    """The logarithm of the mean of all steps, plus what each block is above it as a share of it: their mean is that logarithm.
-
-    Not the blocks' own logarithms, whose mean makes little of a block that holds an epoch's start: what both arms wait for there would
-    hardly count, and 1.15 times as fast was called 1.37.
-    """
-    mean = math.fsum(steps) / len(steps)
-    blocks = _blocks(steps)
-    weight = len(blocks) / len(steps)
-    return [math.log(mean) + weight * math.fsum(s / mean - 1.0 for s in block) for block in blocks]
+def _logs(blocks: Sequence[Sequence[float]], *, means: bool) -> list[float]:
+    return log_shares(blocks) if means else [math.log(median(block)) for block in blocks]

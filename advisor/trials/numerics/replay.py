@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from advisor.profiling.discover import output_tensors
 from advisor.profiling.training import RootModule
+from advisor.trials.measure import seed_everything
 from advisor.trials.numerics.state import SavedState
 
 # Tensors below this many values are pooled with others of their kind (batch-norm weights, biases).
@@ -61,7 +62,7 @@ def replay(
     """
     saved.restore(buffers_only=not jitter)
     if reseed:
-        saved.reseed(reseed)
+        seed_everything(reseed)
     module = call.root.module
     args, kwargs, grads = call.args, call.kwargs, call.grads
     if rolled:

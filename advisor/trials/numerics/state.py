@@ -121,13 +121,6 @@ class SavedState:
             return True
         return self.cuda_random is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda_random)
 
-    def reseed(self, seed: int) -> None:
-        """Another random state, of torch's own, Python's and NumPy's generators."""
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if self.numpy_random is not None:
-            sys.modules["numpy"].random.seed(seed)
-
     def give_gradients(self) -> None:
         """The user's own gradient tensors are in their places again; replays made their own and dropped them."""
         for parameter, grad in self.grads:
@@ -154,7 +147,7 @@ def _values(container: Any) -> Any:
 
 
 def _items(container: Any) -> Iterator[Any]:
-    return chain(container, container.values()) if isinstance(container, dict) else iter(container)
+    return chain(container, _values(container)) if isinstance(container, dict) else iter(container)
 
 
 def _generators(found: list[Any]) -> Iterator[Callable[[], Any]]:
