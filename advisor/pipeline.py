@@ -110,6 +110,21 @@ def _last(holding: str) -> Path | None:
     return found[-1].parent.resolve() if found else None
 
 
+def _plan_file(plan: Path) -> Path:
+    """The file of a plan that is named by itself, by the folder of its run, or as `last`: the newest in this directory.
+
+    Raises:
+        AdvisorError: for `last` where there is none.
+    """
+    if str(plan) != "last":
+        return plan / PLAN_FILE if plan.is_dir() else plan
+    if (folder := _last(PLAN_FILE)) is None:
+        raise AdvisorError(
+            f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
+        )
+    return folder / PLAN_FILE
+
+
 def load_run(run: str | Path) -> LoadedRun:
     """A run by its folder, or `last` for the newest in this directory.
 
@@ -545,7 +560,7 @@ def prove(
     out: Path | None = None,
     say: Say,
 ) -> ApplyResult:
-    """Prove a plan again, here and now, without a profile or a search, and write trials.json and plan.yaml: trials/prove.py.
+    """Prove a plan (its file, the folder of its run, or `last`) again, here and now, without a profile or a search, and write trials.json and plan.yaml: trials/prove.py.
 
     Without words the script is the plan's own. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
     that was left open.
@@ -560,7 +575,7 @@ def prove(
     from advisor.trials.prove import prove_plan, wanted
 
     _check_apply(only, skip)
-    loaded = wanted(planfile.read(plan), only=only, skip=skip)
+    loaded = wanted(planfile.read(_plan_file(plan)), only=only, skip=skip)
     if not words:
         words, module = (loaded.script, *loaded.argv), False
     command = ScriptCommand.parse(words, module=module)
@@ -671,9 +686,14 @@ def recover(run_dir: Path | None, say: Say) -> bool:
 
 
 def run(
-    words: Sequence[str] = (), *, module: bool = False, plan: Path | None = None, strict: bool = False, say: Say
+    words: Sequence[str] = (),
+    *,
+    module: bool = False,
+    plan: Path = Path("last"),
+    strict: bool = False,
+    say: Say,
 ) -> int:
-    """Train with a plan to the end. Returns the script's own exit code.
+    """Train with a plan (its file, the folder of its run, or `last`) to the end. Returns the script's own exit code.
 
     Raises:
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits.
@@ -681,13 +701,7 @@ def run(
     from advisor.trials import planfile
     from advisor.trials.run import run_plan
 
-    if plan is None:
-        folder = _last(PLAN_FILE)
-        if folder is None:
-            raise AdvisorError(
-                f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
-            )
-        plan = folder / PLAN_FILE
+    plan = _plan_file(plan)
     loaded = planfile.read(plan)
     if not words:
         words, module = (loaded.script, *loaded.argv), False

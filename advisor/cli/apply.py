@@ -38,9 +38,9 @@ from advisor.cli.progress import Progress
 )
 @click.option(
     "--plan",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Do not search: prove what this plan keeps again, here and now.",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
+    help="Do not search: prove again, here and now, what this plan keeps (a file, a run's folder, or `last`).",
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @rules_option
@@ -85,7 +85,7 @@ def apply(
       advisor apply --auto                      the script that was profiled last
       advisor apply --dry-run train.py
       advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
-      advisor apply --plan plan.yaml            the plan's own script
+      advisor apply --plan last                 the newest plan here, with its own script
       advisor apply --plan plan.yaml -- torchrun --nproc-per-node 4 train.py
     """
     if plan is not None:

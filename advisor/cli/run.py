@@ -13,15 +13,17 @@ from advisor.cli.progress import Progress
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option(
     "--plan",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The plan to train with; by default the last proved one in this directory.",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
+    default="last",
+    show_default=True,
+    help="Train with this plan: a file, a run's folder, or `last`, the newest in this directory.",
 )
 @click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
 @verbosity_options
 @module_option
 @known_words_argument
-def run(words: tuple[str, ...], *, module: bool, plan: Path | None, strict: bool, quiet: bool, verbose: bool) -> int:
+def run(words: tuple[str, ...], *, module: bool, plan: Path, strict: bool, quiet: bool, verbose: bool) -> int:
     """Train with a proved plan, to the end, no search. The exit code is the script's own.
 
     A plan item that no longer fits the script, the model or the machine is named and left out, unless --strict. With
@@ -29,9 +31,10 @@ def run(words: tuple[str, ...], *, module: bool, plan: Path | None, strict: bool
 
     \b
     Examples:
-      advisor run --plan plan.yaml train.py --lr 0.1
       advisor run train.py --lr 0.1             the last proved plan
       advisor run                               the last proved plan with its own script
+      advisor run --plan plan.yaml train.py --lr 0.1
+      advisor run -- torchrun --nproc-per-node 4 train.py
     """
     from advisor import pipeline
 

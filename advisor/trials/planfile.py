@@ -66,7 +66,9 @@ def read(path: Path) -> Plan:
             raise AdvisorError(f"{path} has {path.stat().st_size} bytes", expected=f"a plan of at most {MAX_BYTES}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise AdvisorError(f"no plan {path}", fix="`advisor apply` writes one.") from None
+        raise AdvisorError(
+            f"no plan {path}", fix="`advisor apply` writes one into the folder of its run; `last` is the newest here."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise AdvisorError(f"{path} cannot be read ({error})", expected="a plan written by `advisor apply`") from None
     try:

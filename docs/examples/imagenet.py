@@ -4,6 +4,7 @@ DATA is a folder with train.pt and val.pt, each a tuple (images N,3,H,W float32,
 --device-data the images are synthetic, and nothing is read or downloaded.
 
 Full size on a GPU:       python imagenet.py -a resnet50 -b 256 --dummy -j 12
+Several GPUs, one host:   torchrun --nproc-per-node 8 imagenet.py -a resnet50 -b 256 --dummy -j 12
 On-GPU synthetic data:    python imagenet.py -a resnet50 -b 256 --device-data
 Quick on a CPU:           python imagenet.py -a resnet18 -b 8 --image-size 64 --num-classes 10 --epochs 1 \
                               --train-size 80 --val-size 16 -j 0 --dummy
@@ -19,8 +20,10 @@ from enum import Enum
 import models
 import torch
 import torch.backends.cudnn as cudnn
+import torch.distributed as dist
 import torch.nn as nn
 import torch.utils.data
+import torch.utils.data.distributed
 
 try:
     import torchvision.models as zoo
@@ -39,7 +42,7 @@ parser.add_argument(
 parser.add_argument("-j", "--workers", default=4, type=int, metavar="N", help="data loading workers")
 parser.add_argument("--epochs", default=90, type=int, metavar="N")
 parser.add_argument("--start-epoch", default=0, type=int, metavar="N")
-parser.add_argument("-b", "--batch-size", default=256, type=int, metavar="N")
+parser.add_argument("-b", "--batch-size", default=256, type=int, metavar="N", help="of each process")
 parser.add_argument("--lr", "--learning-rate", default=0.1, type=float, dest="lr")
 parser.add_argument("--momentum", default=0.9, type=float)
 parser.add_argument("--wd", "--weight-decay", default=1e-4, type=float, dest="weight_decay")
@@ -67,8 +70,16 @@ def main():
         cudnn.deterministic = True
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.distributed = "LOCAL_RANK" in os.environ  # torchrun started this process
+    if args.distributed:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    args.first = not args.distributed or dist.get_rank() == 0  # the process that prints and saves
 
-    print(f"=> creating model '{args.arch}'")
+    if args.first:
+        print(f"=> creating model '{args.arch}'")
     model = getattr(models if hasattr(models, args.arch) else zoo, args.arch)(num_classes=args.num_classes)
     model = model.to(device)
 
@@ -90,29 +101,40 @@ def main():
             print(f"=> no checkpoint found at '{args.resume}'")
 
     train_loader, val_loader = make_loaders(args, device)
+    trained = model
+    if args.distributed:
+        trained = nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None
+        )
 
     if args.evaluate:
         validate(val_loader, model, criterion, args, device)
         return
 
     for epoch in range(args.start_epoch, args.epochs):
-        train(train_loader, model, criterion, optimizer, epoch, device, args)
+        if args.distributed and not args.device_data:
+            train_loader.sampler.set_epoch(epoch)
+        train(train_loader, trained, criterion, optimizer, epoch, device, args)
         acc1 = validate(val_loader, model, criterion, args, device)
         scheduler.step()
 
         is_best = acc1 > best_acc1
         best_acc1 = max(acc1, best_acc1)
-        save_checkpoint(
-            {
-                "epoch": epoch + 1,
-                "arch": args.arch,
-                "state_dict": model.state_dict(),
-                "best_acc1": best_acc1,
-                "optimizer": optimizer.state_dict(),
-                "scheduler": scheduler.state_dict(),
-            },
-            is_best,
-        )
+        if args.first:
+            save_checkpoint(
+                {
+                    "epoch": epoch + 1,
+                    "arch": args.arch,
+                    "state_dict": model.state_dict(),
+                    "best_acc1": best_acc1,
+                    "optimizer": optimizer.state_dict(),
+                    "scheduler": scheduler.state_dict(),
+                },
+                is_best,
+            )
+
+    if args.distributed:
+        dist.destroy_process_group()
 
 
 class FakeImages(torch.utils.data.Dataset):
@@ -138,7 +160,7 @@ class DeviceBatches:
 
     def __init__(self, size, args, device):
         self.length = max(1, size // args.batch_size)
-        generator = torch.Generator(device=device).manual_seed(0)
+        generator = torch.Generator(device=device).manual_seed(dist.get_rank() if args.distributed else 0)
         shape = (args.batch_size, 3, args.image_size, args.image_size)
         self.images = torch.randn(shape, generator=generator, device=device)
         self.target = torch.randint(0, args.num_classes, shape[:1], generator=generator, device=device)
@@ -160,11 +182,25 @@ def make_loaders(args, device):
     else:
         train_dataset = torch.utils.data.TensorDataset(*torch.load(os.path.join(args.data, "train.pt")))
         val_dataset = torch.utils.data.TensorDataset(*torch.load(os.path.join(args.data, "val.pt")))
+    train_sampler = val_sampler = None
+    if args.distributed:
+        train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset)
+        val_sampler = torch.utils.data.distributed.DistributedSampler(val_dataset, shuffle=False)
     train_loader = torch.utils.data.DataLoader(
-        train_dataset, batch_size=args.batch_size, shuffle=True, num_workers=args.workers, pin_memory=True
+        train_dataset,
+        batch_size=args.batch_size,
+        shuffle=train_sampler is None,
+        num_workers=args.workers,
+        pin_memory=True,
+        sampler=train_sampler,
     )
     val_loader = torch.utils.data.DataLoader(
-        val_dataset, batch_size=args.batch_size, shuffle=False, num_workers=args.workers, pin_memory=True
+        val_dataset,
+        batch_size=args.batch_size,
+        shuffle=False,
+        num_workers=args.workers,
+        pin_memory=True,
+        sampler=val_sampler,
     )
     return train_loader, val_loader
 
@@ -201,7 +237,7 @@ def train(train_loader, model, criterion, optimizer, epoch, device, args):
         batch_time.update(time.time() - end)
         end = time.time()
 
-        if i % args.print_freq == 0:
+        if args.first and i % args.print_freq == 0:
             progress.display(i + 1)
 
 
@@ -231,10 +267,14 @@ def validate(val_loader, model, criterion, args, device):
             batch_time.update(time.time() - end)
             end = time.time()
 
-            if i % args.print_freq == 0:
+            if args.first and i % args.print_freq == 0:
                 progress.display(i + 1)
 
-    progress.display_summary()
+    if args.distributed:
+        top1.all_reduce(device)
+        top5.all_reduce(device)
+    if args.first:
+        progress.display_summary()
     return float(top1.avg)
 
 
@@ -268,6 +308,12 @@ class AverageMeter:
         self.val = val
         self.sum += val * n
         self.count += n
+        self.avg = self.sum / self.count
+
+    def all_reduce(self, device):
+        total = torch.tensor([float(self.sum), self.count], device=device)
+        dist.all_reduce(total)
+        self.sum, self.count = total.tolist()
         self.avg = self.sum / self.count
 
     def __str__(self):

@@ -30,6 +30,7 @@ CATALOGUE = Path(__file__).with_name("catalogue.yaml")
 PLANNED = 102  # that many were listed before anything was built; those behind them were met since
 PAGE = ROOT / "docs" / "reliability.md"
 RECORDS = ROOT / "docs" / "reliability"
+HELD = ("tests", "told")  # of a run, by test
 
 
 def catalogue() -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ def named(machine: str) -> list[str]:
 
 
 def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
-    """Run these of the catalogue's tests here: outcomes of each one's cases, with what they ran on."""
+    """Run these of the catalogue's tests here, in one run: outcomes of each one's cases, with what they ran on."""
     at_once = ["-n", "2", "--dist", "loadfile"] if machine == "cpu" else []  # two at once would share the GPU
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.xml"
@@ -94,7 +95,6 @@ def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
     import torch
 
     return {
-        "machine": machine,
         "device": torch.cuda.get_device_name() if machine == "gpu" else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -104,22 +104,37 @@ def record(machine: str, chosen: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def records() -> list[dict[str, Any]]:
-    """What was recorded, by machine."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))]
+def records() -> dict[str, list[dict[str, Any]]]:
+    """What was recorded, by machine: its runs, each with the tests that none has made since."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
 
 
-def _happened(fault: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+def with_run(before: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs with one more, whose tests leave the others'; two of a day on the same machine and software are one."""
+    made_on = ("device", "python", "torch", "date")
+    runs = []
+    for old in before:
+        kept = {key: {test: found for test, found in old[key].items() if test not in run["tests"]} for key in HELD}
+        if all(old[key] == run[key] for key in made_on):
+            run = {**run, **{key: dict(sorted({**kept[key], **run[key]}.items())) for key in HELD}}
+        elif kept["tests"]:
+            runs.append({**old, **kept})
+    return [*runs, run]
+
+
+def _happened(fault: dict[str, Any], machines: dict[str, list[dict[str, Any]]]) -> str:
     said = []
-    for run in runs:
+    for machine, runs in machines.items():
         total: Counter[str] = Counter()
+        told: list[str] = []
         for test in fault.get("tests", ()):
-            total.update(run["tests"].get(test, {}))
+            for run in runs:
+                total.update(run["tests"].get(test, {}))
+                told += [run["told"][test]] if test in run["told"] else []
         if total:
-            told = [run["told"][test] for test in fault.get("tests", ()) if test in run.get("told", {})]
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
-            said.append(f"{run['machine']}: {counts}" + f" ({'; '.join(told)})" * bool(told))
-    on_record = {test for run in runs for test in run["tests"]}
+            said.append(f"{machine}: {counts}" + f" ({'; '.join(told)})" * bool(told))
+    on_record = {test for runs in machines.values() for run in runs for test in run["tests"]}
     waiting = [test for test in fault.get("tests", ()) if on_gpu(test) and test not in on_record]
     if waiting:
         said.append(f"gpu: {len(waiting)} not run yet")
@@ -130,7 +145,7 @@ def _happened(fault: dict[str, Any], runs: list[dict[str, Any]]) -> str:
 
 def page() -> str:
     """The page's text."""
-    runs, areas = records(), catalogue()
+    machines, areas = records(), catalogue()
     every = [fault for area in areas for fault in area["faults"]]
     tried = [fault for fault in every if fault.get("tests")]
     lines = [
@@ -145,17 +160,17 @@ def page() -> str:
         f"tests, {len(every) - len(tried)} that do not apply, {sum('open' in fault for fault in every)} with something still open.",
         "",
     ]
-    for run in runs:
-        device = run.get("device", "")
+    for machine, run in ((machine, run) for machine, runs in machines.items() for run in runs):
+        on = f"**{machine}**" + f", {run['device']}" * bool(run["device"])
         total = sum((Counter(counts) for counts in run["tests"].values()), Counter())
         lines.append(
-            f"- **{run['machine']}**{', ' * bool(device) + device}, {run['date']}, Python {run['python']}, torch {run['torch']}: "
+            f"- {on}, {run['date']}, Python {run['python']}, torch {run['torch']}: "
             + ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
         )
     for area in areas:
         lines += ["", f"## {area['area']}", "", "| # | fault | expected | cases |", "|---|---|---|---|"]
         for fault in area["faults"]:
-            happened = _happened(fault, runs)
+            happened = _happened(fault, machines)
             if "open" in fault:
                 happened += f". Open: {fault['open']}"
             lines.append(f"| {fault['number']} | {fault['fault']} | {fault['expected']} | {happened} |")
@@ -176,19 +191,20 @@ def main() -> None:
     if given.run:
         RECORDS.mkdir(exist_ok=True)
         wanted = named(given.run)
-        before = next((run for run in records() if run["machine"] == given.run), {})
+        before = records().get(given.run, [])
         kept = {
-            test: counts
-            for test, counts in before.get("tests", {}).items()
+            test
+            for run in before
+            for test, counts in run["tests"].items()
             if test in wanted and _stays(test, counts, missing=given.missing, only=given.only)
         }
         chosen = [test for test in wanted if test not in kept and (given.only or "") in test]
         if chosen:
-            found = record(given.run, chosen)
-            told = {test: said for test, said in before.get("told", {}).items() if test in kept}
-            found["tests"] = dict(sorted({**kept, **found["tests"]}.items()))
-            found["told"] = dict(sorted({**told, **found["told"]}.items()))
-            text = json.dumps(found, indent=1) + "\n"
+            before = [
+                {**run, **{key: {test: found for test, found in run[key].items() if test in kept} for key in HELD}}
+                for run in before
+            ]
+            text = json.dumps(with_run(before, record(given.run, chosen)), indent=1) + "\n"
             (RECORDS / f"{given.run}.json").write_text(text, encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
 

@@ -45,7 +45,8 @@ CASES = {
     # plans
     "no plan": (("run", "train.py"), 2, "no plan in advisor-runs/ here"),
     "no such plan": (("run", "--plan", "none.yaml", "train.py"), 2, "no plan none.yaml"),
-    "a folder as plan": (("run", "--plan", "empty", "train.py"), 2, "'empty' is a directory"),
+    "no plan in a folder": (("run", "--plan", "empty", "train.py"), 2, "no plan empty/plan.yaml. `advisor apply` writes one"),
+    "no plan to prove": (("apply", "--plan", "last"), 2, "no plan in advisor-runs/ here"),
     "bytes as plan": (("run", "--plan", "bytes.py", "train.py"), 2, "bytes.py"),
     "half a plan": (("run", "--plan", "half.yaml", "train.py"), 2, "half.yaml:2: not YAML"),
     "another file as plan": (("run", "--plan", "other.yaml", "train.py"), 2, "other.yaml:1: the plan has no key 'a'"),

@@ -58,10 +58,10 @@ RUNS = {
 }
 
 
-def run(script: str, arguments: str, folder: Path) -> str:
+def run(script: str, arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments.split()],
+        [sys.executable, *launcher, str(EXAMPLES / script), *arguments.split()],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -85,6 +85,17 @@ def test_trains_a_few_steps(script: str, tmp_path: Path) -> None:
     assert losses
     assert all(0 < loss < 50 for loss in losses)
     assert all((tmp_path / name).is_file() for name in files)
+
+
+def test_imagenet_trains_in_two_processes_and_one_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
+    small = "-a resnet18 -b 4 --image-size 32 --num-classes 10 --train-size 24 --val-size 9 -j 0 --dummy -p 1"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    trained = run("imagenet.py", f"{small} --epochs 1", tmp_path, torchrun)
+    # Half the batches each, and one process that tells of them.
+    assert re.findall(r"Epoch: \[0\]\[(\d)/3\]", trained) == ["1", "2", "3"]
+    assert trained.count("* Acc@1") == 1
+    resumed = run("imagenet.py", f"{small} --epochs 2 --resume checkpoint.pth.tar", tmp_path)
+    assert "Epoch: [1][6/6]" in resumed
 
 
 @pytest.mark.long

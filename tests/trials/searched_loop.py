@@ -180,6 +180,23 @@ class Quicker(Waits):
     id, factor, title = "quicker", 0.8, "another change of the tests"
 
 
+class CountsSteps(Waits):
+    """Its effect is what has been counted since it was switched on."""
+
+    id, factor, title = "counts_steps", 0.8, "a change that counts"
+    seen: ClassVar[list[object]] = []
+
+    def apply(self, training, parameters):
+        undo = super().apply(training, parameters)
+        self.seen.clear()
+        training.on_step.append(self.seen.append)
+        undo.push(lambda: training.on_step.remove(self.seen.append))
+        return undo
+
+    def effect(self, training, before, after):
+        return Check(passed=bool(self.seen), detail=f"{len(self.seen)} steps")
+
+
 class Half(Waits):
     id, factor = "amp_bf16", 0.9
 
@@ -405,7 +422,7 @@ class FreshOnly(Waits):
 CHANGES = {
     c.id: c
     for c in (
-        Nothing, Faster, Quicker, FasterStill, Slower, Torn, Released, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
+        Nothing, Faster, Quicker, CountsSteps, FasterStill, Slower, Torn, Released, Wrong, Raises, LosesDevice, RaisesLater, DoesNotApply, NoEffect, CannotGoBack,
         FreshOnly, Dies, Traced, Counted, Captures, Half, Graphs, Host, Device,
     )
 }  # fmt: skip

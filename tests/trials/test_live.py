@@ -98,7 +98,7 @@ def test_what_is_not_kept_is_released_whether_the_last_block_had_it_on_or_off(tm
 
 @pytest.fixture
 def bundled(monkeypatch):
-    names = ("faster", "quicker", "wrong", "no_effect", "slower", "nothing", "does_not_apply")
+    names = ("faster", "quicker", "counts_steps", "wrong", "no_effect", "slower", "nothing", "does_not_apply")
     monkeypatch.setattr(planner, "BUNDLED", frozenset(names))
 
 
@@ -153,6 +153,15 @@ def test_what_finds_no_place_costs_the_others_nothing(tmp_path):
     assert [verdicts[name].status for name in ("faster", "quicker", "faster_still")] == ["kept"] * 3
     assert (verdicts["faster"].together, verdicts["quicker"].together) == (("quicker",), ("faster",))
     assert verdicts["faster"].first_step_us >= verdicts["quicker"].first_step_us == 0.0
+
+
+@pytest.mark.usefixtures("bundled")
+def test_an_effect_that_is_counted_is_looked_at_behind_steps_with_it(tmp_path):
+    # The last of an odd number of pairs ends without the change, which is then switched on to stay.
+    verdicts, _ = search(tmp_path, "faster", "counts_steps", max_pairs=3)
+    assert [verdicts[name].status for name in ("faster", "counts_steps")] == ["kept"] * 2
+    assert verdicts["counts_steps"].effect.passed
+    assert verdicts["counts_steps"].effect.detail != "0 steps"
 
 
 @pytest.mark.usefixtures("bundled")

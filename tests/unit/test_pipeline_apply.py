@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from advisor import pipeline, rules
 from advisor.core.environment import Environment
-from advisor.core.errors import ExitCode
+from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
 from advisor.core.profile import ModelFacts, StepProfile
 from advisor.trials import search
@@ -57,3 +58,18 @@ def test_a_recommendation_is_called_after_what_it_does_and_says_what_asks_for_it
     (found,) = pipeline._evaluate(profile, tmp_path).recommendations
     assert found.title == "channels_last (NHWC) memory layout"
     assert found.reason == "Convolutions run in NCHW layout. They take 60 %."
+
+
+def test_a_plan_is_named_by_its_file_its_run_or_as_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AdvisorError, match="no plan in advisor-runs/ here"):
+        pipeline._plan_file(Path("last"))
+    for age, name in enumerate(("newer", "older")):
+        run = tmp_path / "advisor-runs" / name
+        run.mkdir(parents=True)
+        (run / "plan.yaml").touch()
+        os.utime(run / "plan.yaml", (1000 - age, 1000 - age))
+    newest = tmp_path / "advisor-runs" / "newer" / "plan.yaml"
+    assert pipeline._plan_file(Path("last")) == newest
+    assert pipeline._plan_file(newest.parent) == newest
+    assert pipeline._plan_file(Path("mine.yaml")) == Path("mine.yaml")

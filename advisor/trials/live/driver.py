@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,7 +182,7 @@ class SearchDriver:
                 self._postpone(candidate, verdict.reason, verdict.seconds, waiting)
             elif members and verdict.status == KEPT:
                 waiting = [c for c in waiting if c not in members]
-                self._conclude_members(members, verdict)
+                self._conclude_members(members, verdict, trial.effects)
             else:
                 self._conclude(verdict)
                 hidden = [m for m in planner.hidden_alone(members, verdict, session.min_gain) if m in waiting]
@@ -289,10 +289,12 @@ class SearchDriver:
         except Exception:
             return False  # its own trial tells why
 
-    def _conclude_members(self, members: Sequence[Recommendation], verdict: Verdict) -> None:
+    def _conclude_members(
+        self, members: Sequence[Recommendation], verdict: Verdict, known: Mapping[str, Check]
+    ) -> None:
         """A kept bundle: each member has a verdict of its own, with the effect it had itself; the gain is of all that had one."""
         transforms = [self.loop.find(m.transform) for m in members]
-        effects = [transform.effect(self.training, None, None) for transform in transforms]
+        effects = [known[transform.id] for transform in transforms]
         with_effect = [t for t, effect in zip(transforms, effects, strict=True) if effect.passed is not False]
         for member, transform, effect in zip(members, transforms, effects, strict=True):
             sites = transform.sites(self.training) or ((), ())

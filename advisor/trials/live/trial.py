@@ -21,6 +21,7 @@ from advisor.profiling.discover import capture_next_step
 from advisor.profiling.steps import BACKWARDS, SHAPES
 from advisor.profiling.training import StepEvent
 from advisor.transforms.base import Transform
+from advisor.transforms.bundle import Bundle
 from advisor.trials import planner, records, spent
 from advisor.trials.kept import Standing
 from advisor.trials.live.batches import BatchWatch
@@ -69,6 +70,7 @@ class Trial:
         self._sites: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._numerics, self._effect = current.numerics, current.effect
         self._timing: Check | None = None
+        self.effects: dict[str, Check] = {}  # of changes tried as one, each one's own
 
     def run(self) -> Course:
         """The verdict; None when only fresh processes can try the candidate. What is not kept is off again.
@@ -152,6 +154,9 @@ class Trial:
         if refused is not None:
             return refused
         self._sites = transform.sites(loop.training) or self._sites
+        if isinstance(transform, Bundle):
+            # Now, with steps behind them: what is counted begins anew wherever a change is switched on.
+            self.effects = {m.id: m.effect(loop.training, None, None) for m in transform.members}
         after: StepProfile | None = None
         if not self._proved:
             self._enter(spent.TRACE, "effect")

@@ -248,7 +248,7 @@ def test_run_defaults_to_the_last_plan(invoke, pipeline):
     assert result.exit_code == 3
     (words,), kwargs = pipeline.calls["run"]
     assert words == ("train.py", "--plan", "scripts-own")
-    assert (kwargs["plan"], kwargs["strict"]) == (None, True)
+    assert (kwargs["plan"], kwargs["strict"]) == (Path("last"), True)
 
 
 def test_run_alone_takes_all_from_the_last_plan(invoke, pipeline):
