@@ -104,25 +104,30 @@ def new_run_dir(script: str, out: Path | None = None) -> Path:
     return out.resolve()
 
 
-def _last(holding: str) -> Path | None:
-    """The newest run folder in this directory that holds this file."""
-    found = sorted(Path(RUNS_DIR).glob(f"*/{holding}"), key=lambda path: path.stat().st_mtime)
-    return found[-1].parent.resolve() if found else None
+def _runs(holding: str) -> list[Path]:
+    """The run folders in this directory that hold this file, the newest first."""
+    found = sorted(Path(RUNS_DIR).glob(f"*/{holding}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent.resolve() for path in found]
 
 
 def _plan_file(plan: Path) -> Path:
     """The file of a plan that is named by itself, by the folder of its run, or as `last`: the newest in this directory.
 
+    One that proves nothing, as its search or proof was left open, takes no earlier one's place.
+
     Raises:
-        AdvisorError: for `last` where there is none.
+        AdvisorError: for `last` where there is none, or one that cannot be read.
     """
+    from advisor.trials import planfile
+
     if str(plan) != "last":
         return plan / PLAN_FILE if plan.is_dir() else plan
-    if (folder := _last(PLAN_FILE)) is None:
+    found = [folder / PLAN_FILE for folder in _runs(PLAN_FILE)]
+    if not found:
         raise AdvisorError(
             f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
         )
-    return folder / PLAN_FILE
+    return next((path for path in found if not planfile.left_open(planfile.read(path))), found[0])
 
 
 def load_run(run: str | Path) -> LoadedRun:
@@ -131,7 +136,7 @@ def load_run(run: str | Path) -> LoadedRun:
     Raises:
         AdvisorError: when there is none, or a file in it cannot be read.
     """
-    folder = _last(PROFILE_FILE) if str(run) == "last" else Path(run)
+    folder = next(iter(_runs(PROFILE_FILE)), None) if str(run) == "last" else Path(run)
     if folder is None:
         raise AdvisorError(f"no run in {RUNS_DIR}/ here", fix="Run `advisor profile train.py` first.")
     if not folder.is_dir():
@@ -514,8 +519,8 @@ def apply(
     if measured.model.world_size > 1 and not dry_run:
         say(
             f"the script trains in {measured.model.world_size} processes, and changes are tried in one alone: search with one "
-            "(`torchrun --nproc-per-node 1`, `devices=1`), prove its plan in all, by `advisor apply --plan`, and train with it, by "
-            "`advisor run --plan`"
+            "(`torchrun --nproc-per-node 1`, `devices=1`), prove its plan in all, by `advisor apply --plan last`, and train with it, by "
+            "`advisor run`"
         )
         return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
     if dry_run:
@@ -563,7 +568,7 @@ def prove(
     """Prove a plan (its file, the folder of its run, or `last`) again, here and now, without a profile or a search, and write trials.json and plan.yaml: trials/prove.py.
 
     Without words the script is the plan's own. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
-    that was left open.
+    that was left open; the script's own where it fails before it is measured.
 
     Raises:
         AdvisorError: for a plan that cannot be read or has nothing to prove, a script that cannot be started, an unknown transform id.

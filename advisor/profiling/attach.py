@@ -12,6 +12,9 @@ off and leaves the training alone; StopTraining passes.
 
 from __future__ import annotations
 
+import atexit
+import gc
+
 import torch
 
 from advisor.profiling import discover, steps
@@ -45,8 +48,22 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     except BaseException:
         patches.restore_all()
         raise
+    if Attached.watcher is None:
+        atexit.register(_let_go)  # before any driver's, which are then called first
     Attached.training, Attached.watcher, Attached.discovery = training, watcher, discovery
     return training, watcher
+
+
+def _let_go() -> None:
+    """At the interpreter's end a model that the script let go of long ago is there for advisor alone no more.
+
+    A process group that hangs on one has threads, and where such a thread has a tensor to free while the interpreter is taken apart, it
+    cannot have the GIL any more and ends the process (`std::terminate`): a training that is done would exit with 134.
+    """
+    if Attached.training is not None and Attached.watcher is not None:
+        Attached.watcher.detach()
+        Attached.training.let_go()
+        gc.collect()
 
 
 def attach_profile(session: Session) -> None:

@@ -134,6 +134,13 @@ class Discovery:
         self._iterators: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
         self._drawn: list[DataLoader[Any]] = []
         self._forwards = ForwardWatch(self.patches, self._observe_forward)
+        self.patches.undo(self._let_go)
+
+    def _let_go(self) -> None:
+        """Hold nothing of the script's any more: what torch remembers of a hook may hold this for good."""
+        self._calls, self._last_conv, self._drawn = [], None, []
+        self._silent, self._guides, self._grads = {}, None, {}
+        self._roots.clear()  # which a hook has too
 
     # -- boundaries -------------------------------------------------------------------------------------------------
 
@@ -477,7 +484,7 @@ class Discovery:
         for patch in reversed(self._watching):
             self.patches.restore(patch)
         self._watching = []
-        self._roots = {}
+        self._roots.clear()
 
     def _root_call(self, kind: type[torch.nn.Module]) -> Any:
         observe = self.patches.guard(self._observe_root)

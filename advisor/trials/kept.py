@@ -7,6 +7,7 @@ fit by then is left out, and the plain script runs there.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,6 +152,7 @@ class RunDriver:
         self._told: list[str] = []
         RunDriver.current = self
         training.on_step.append(self.on_step)
+        atexit.register(self.let_go)
 
     def on_step(self, event: StepEvent) -> None:
         """One boundary; after the last one needed nothing of advisor's watching is left in the process, but for one hook.
@@ -183,6 +185,8 @@ class RunDriver:
         self._leave()
         if on:
             self._wait()
+        else:
+            self.let_go()
 
     def looking(self) -> bool:
         """Discovery still observes every call. What it has wrapped it takes back first, in the order it went on: a change
@@ -201,6 +205,11 @@ class RunDriver:
         finally:
             self._leave()
             self.training.let_go()
+
+    def let_go(self) -> None:
+        """Hold nothing of the script's any more; what is on stays on, for good."""
+        self.kept.standing.clear()
+        self.training.let_go()
 
     def _wait(self) -> None:
         self._known.update(self.training.optimizers)

@@ -130,6 +130,7 @@ class MeasureDriver:
         if os.getpid() == self._process and not self._written and len(self._boundaries) > 1:
             with contextlib.suppress(Exception):  # a device that has failed: the script's own end says so
                 self._write(complete=sum(b.clean for b in self._boundaries[1:]) >= self.session.steps)
+        self.kept.standing.clear()  # for `attach`, which lets go of the script's objects next
 
     def _write(self, *, complete: bool) -> None:
         self._written = complete
@@ -138,7 +139,6 @@ class MeasureDriver:
         with contextlib.suppress(OSError):
             self._timing.unlink()
         times = step_times(self._boundaries)
-        on_gpu = self.training.device.type == "cuda"
         losses = [float("nan") if loss is None else float(loss) for loss in self._losses]
         record = records.Measurement(
             step_us=times.step_us,
@@ -147,7 +147,6 @@ class MeasureDriver:
             held=tuple(b.reason if b.reason in SCHEDULED else "" for b in self._boundaries[1:]),
             losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
             batch_size=self.training.batch_size * self._ranks,
-            peak_bytes=torch.cuda.max_memory_allocated(self.training.device) if on_gpu else 0,
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             applied=tuple(s.transform.id for s in self.kept.standing),
             left_out=dict(self.kept.left_out),

@@ -18,6 +18,7 @@ from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.resources import kernels_dir
 from advisor.transforms.registry import TRANSFORMS
+from advisor.trials.statistics import INCONCLUSIVE, KEPT
 
 STATUSES = ("kept", "reverted", "inconclusive", "not applicable", "failed", "skipped")
 MAX_BYTES = 1_000_000  # a plan has tens of items; a larger file is something else
@@ -186,6 +187,12 @@ class _Reader:
             else self.text(found["transform"], f"transform of {what}")
         )
         return PlanItem(transform=transform, status=status, **values)
+
+
+def left_open(plan: Plan) -> bool:
+    """Whether the plan proves nothing: none of it is kept, and of some of it that is not the last word."""
+    statuses = {item.status for item in plan.items}
+    return INCONCLUSIVE in statuses and KEPT not in statuses
 
 
 def script_hash(path: Path) -> str:

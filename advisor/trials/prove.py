@@ -72,8 +72,8 @@ def prove_plan(
         max_time_s: no further round of runs begins after this. The first is always made.
 
     Returns:
-        The log, the plan, and the exit code: 0 when something is kept and proved, or nothing holds; 4 when noise, time or the script
-        left it open.
+        The log, the plan, and the exit code: 0 when something is kept and proved, or nothing holds; 4 when noise or time left it open;
+        the script's own where it fails before it is measured.
     """
     started = time.time()
     owners.hold(run_dir)
@@ -103,7 +103,8 @@ def prove_plan(
     storage.save(run_dir / records.TRIALS_FILE, log)
     found = _plan(script, plan, log, proved, environment)
     planfile.write(run_dir / records.PLAN_FILE, found)
-    return log, found, outcome.exit_code(log)
+    unmeasured = proved is not None and not proved.verdict.plain_us and not script.interrupted
+    return log, found, (unmeasured and script.code) or outcome.exit_code(log)
 
 
 def _notes(script: Script, proved: Proof | None) -> list[str]:

@@ -98,7 +98,6 @@ class Measurement:
     held: tuple[str, ...] = ()  # of each of them, what the script did beside a usual step; "" for nothing
     losses: tuple[float, ...] = ()
     batch_size: int = 0
-    peak_bytes: int = 0
     model_hash: str = ""
     applied: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)

@@ -57,6 +57,7 @@ class Script:
     interrupted: bool = False
     displaced: bool = False  # a file of the user's could not be put back
     failed: bool = False  # whatever candidate is on
+    code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _fault: str = ""
     _said_from: int = 0  # in the file of its output, where the latest process's begins
@@ -115,6 +116,7 @@ class Script:
             self.notes.append(_HUNG)
         if ended.interrupted or ended.code == 130 or ended.signal == signal.SIGINT:
             self.interrupted = True
+        self.code = 0 if ended.timed_out or ended.stopped_by_advisor else ended.code
         return Ended(ended, self._fault)
 
     def put_back(self) -> None:

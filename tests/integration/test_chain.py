@@ -286,6 +286,41 @@ def test_a_plan_is_proved_in_all_processes_that_train_together(tmp_path: Path, o
     assert json.loads((tmp_path / "run" / "trials.json").read_text())["stack"]["plain_us"]
 
 
+@pytest.mark.parametrize(
+    "words", [("run", "--plan", "plan.yaml"), ("profile", "-q", "--keep-running", "-o", "run")], ids=["run", "profile"]
+)
+def test_what_the_script_has_let_go_of_is_gone_before_the_interpreter_ends(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """A process group that hangs on a model has threads, and one of those that frees a tensor after that ends the process."""
+    write(tmp_path, """
+        import atexit
+        held = []
+        @atexit.register  # before advisor's, which come with torch: it is called behind them
+        def left():
+            print("left", sum(each() is not None for each in held), "of", len(held))
+        from weakref import ref
+        import torch
+        def main():
+            net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+            net(torch.randn(2, 3, 8, 8))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(60):
+                optimizer.zero_grad()
+                net(torch.randn(2, 3, 8, 8)).square().mean().backward()
+                optimizer.step()
+            held.extend((ref(net), ref(net[0]), ref(optimizer)))
+        main()
+    """)  # fmt: skip
+    items = ", ".join(
+        f"{{transform: {name}, status: kept}}" for name in ("amp_bf16", "channels_last", "fused_optimizer")
+    )
+    (tmp_path / "plan.yaml").write_text(f"schema_version: 1\nitems: [{items}]")
+    ran = advisor(tmp_path, *words, "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert last_line(ran.stdout) == "left 0 of 3", ran.stderr
+
+
 def test_enable_in_the_script_and_a_true_no_op(proved) -> None:
     folder, _, _ = proved
     plan = search_of(folder) / "plan.yaml"

@@ -40,7 +40,7 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
     assert result.exit_code == ExitCode.INCONCLUSIVE
     assert result.profile is profile
     assert not searched
-    assert any("trains in 2 processes" in line and "advisor run --plan" in line for line in said)
+    assert any("trains in 2 processes" in line and "advisor apply --plan last" in line for line in said)
     measured.profile = replace(profile, model=ModelFacts(), complete=True)
     with pytest.raises(KeyboardInterrupt):
         pipeline.apply([str(script)], auto=True, out=tmp_path / "other", say=said.append)
@@ -66,10 +66,29 @@ def test_a_plan_is_named_by_its_file_its_run_or_as_the_last(tmp_path: Path, monk
         pipeline._plan_file(Path("last"))
     for age, name in enumerate(("newer", "older")):
         run = tmp_path / "advisor-runs" / name
-        run.mkdir(parents=True)
-        (run / "plan.yaml").touch()
-        os.utime(run / "plan.yaml", (1000 - age, 1000 - age))
+        _plan_in(run, "kept", age)
     newest = tmp_path / "advisor-runs" / "newer" / "plan.yaml"
     assert pipeline._plan_file(Path("last")) == newest
     assert pipeline._plan_file(newest.parent) == newest
     assert pipeline._plan_file(Path("mine.yaml")) == Path("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("of_the_newest", "last"), [("kept", "newest"), ("reverted", "newest"), ("inconclusive", "proved")]
+)
+def test_a_search_that_was_left_open_takes_no_earlier_plans_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_newest: str, last: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "advisor-runs"
+    _plan_in(runs / "newest", of_the_newest, age=0)
+    assert pipeline._plan_file(Path("last")) == runs / "newest" / "plan.yaml"  # there is none other
+    _plan_in(runs / "proved", "kept", age=1)
+    assert pipeline._plan_file(Path("last")) == runs / last / "plan.yaml"
+
+
+def _plan_in(run: Path, status: str, age: int) -> None:
+    run.mkdir(parents=True)
+    plan = run / "plan.yaml"
+    plan.write_text(f"schema_version: 1\nitems: [{{transform: tf32, status: {status}}}]")
+    os.utime(plan, (1000 - age, 1000 - age))

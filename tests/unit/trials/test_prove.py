@@ -136,17 +136,23 @@ def test_several_processes_that_train_together_are_told(tmp_path):
     assert any("proved in 2 processes" in note for note in log.notes)
 
 
-def test_a_script_that_fails_is_told_by_its_last_line(tmp_path):
+def test_a_script_that_fails_is_told_by_its_last_line_and_its_exit_code(tmp_path):
     script = Script(tmp_path, {})
 
     def launch(command, session, *, output, **_):
         with output.open("a") as stream:
             stream.write("Traceback\nModuleNotFoundError: No module named 'lightning'\n")
-        return Exit(code=1)
+        return Exit(code=7)
 
     log, plan, code = proved_by(script, launch)
-    assert (code, plan.items[0].status) == (4, "inconclusive")
+    assert (code, plan.items[0].status) == (7, "inconclusive")
     assert any("No module named 'lightning'" in note for note in log.notes)
+
+
+def test_a_script_that_advisor_has_to_end_leaves_it_open(tmp_path):
+    log, _, code = proved_by(Script(tmp_path, {}), lambda *_, **__: Exit(code=143, signal=15, timed_out=True))
+    assert code == 4
+    assert log.stack is None or not log.stack.plain_us
 
 
 def test_a_loader_is_given_time_to_settle_and_judged_by_the_whole_flow(tmp_path):
