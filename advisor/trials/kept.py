@@ -209,6 +209,7 @@ class RunDriver:
     def let_go(self) -> None:
         """Hold nothing of the script's any more; what is on stays on, for good."""
         self.kept.standing.clear()
+        ForwardStack.let_go(root.module for root in self.training.roots)
         self.training.let_go()
 
     def _wait(self) -> None:
@@ -273,6 +274,7 @@ class RunDriver:
             raise SystemExit(int(ExitCode.USAGE))
         say(f"{reason}; training goes on without the plan")
         self._leave()
+        self.let_go()
 
     def _leave(self) -> None:
         for root in self.training.roots:

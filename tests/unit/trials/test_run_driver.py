@@ -141,5 +141,9 @@ def test_a_plan_of_another_model_gives_up_once(capfd: pytest.CaptureFixture[str]
         model = Net()
         assert not any(train(model, sgd(model)))
         assert capfd.readouterr().err.count("proved on another model") == 1
+        gone = ref(model)
+        del model
+        gc.collect()
+        assert gone() is None  # with nothing of the plan on there is nothing to hold it for
     finally:
         advisor.disable()
