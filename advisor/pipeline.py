@@ -110,8 +110,8 @@ def _runs(holding: str) -> list[Path]:
     return [path.parent.resolve() for path in found]
 
 
-def _plan_file(plan: Path) -> Path:
-    """The file of a plan that is named by itself, by the folder of its run, or as `last`: the newest in this directory.
+def _plan(name: Path) -> tuple[Path, Plan]:
+    """A plan, with its file, named by that, by the folder of its run, or as `last`: the newest in this directory.
 
     One that proves nothing, as its search or proof was left open, takes no earlier one's place.
 
@@ -120,14 +120,21 @@ def _plan_file(plan: Path) -> Path:
     """
     from advisor.trials import planfile
 
-    if str(plan) != "last":
-        return plan / PLAN_FILE if plan.is_dir() else plan
-    found = [folder / PLAN_FILE for folder in _runs(PLAN_FILE)]
-    if not found:
+    if str(name) != "last":
+        path = name / PLAN_FILE if name.is_dir() else name
+        return path, planfile.read(path)
+    newest = None
+    for folder in _runs(PLAN_FILE):
+        path = folder / PLAN_FILE
+        found = path, planfile.read(path)
+        if not planfile.left_open(found[1]):
+            return found
+        newest = newest or found
+    if newest is None:
         raise AdvisorError(
             f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
         )
-    return next((path for path in found if not planfile.left_open(planfile.read(path))), found[0])
+    return newest
 
 
 def load_run(run: str | Path) -> LoadedRun:
@@ -565,7 +572,8 @@ def prove(
     out: Path | None = None,
     say: Say,
 ) -> ApplyResult:
-    """Prove a plan (its file, the folder of its run, or `last`) again, here and now, without a profile or a search, and write trials.json and plan.yaml: trials/prove.py.
+    """Prove a plan (its file, the folder of its run, or `last`) again, here and now, without a profile or a search, and write
+    trials.json and plan.yaml: trials/prove.py.
 
     Without words the script is the plan's own. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
     that was left open; the script's own where it fails before it is measured.
@@ -580,7 +588,7 @@ def prove(
     from advisor.trials.prove import prove_plan, wanted
 
     _check_apply(only, skip)
-    loaded = wanted(planfile.read(_plan_file(plan)), only=only, skip=skip)
+    loaded = wanted(_plan(plan)[1], only=only, skip=skip)
     if not words:
         words, module = (loaded.script, *loaded.argv), False
     command = ScriptCommand.parse(words, module=module)
@@ -703,11 +711,9 @@ def run(
     Raises:
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits.
     """
-    from advisor.trials import planfile
     from advisor.trials.run import run_plan
 
-    plan = _plan_file(plan)
-    loaded = planfile.read(plan)
+    plan, loaded = _plan(plan)
     if not words:
         words, module = (loaded.script, *loaded.argv), False
     from advisor.profiling.launcher import ScriptCommand

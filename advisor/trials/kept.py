@@ -196,6 +196,7 @@ class RunDriver:
 
     def undo(self) -> None:
         """The process is as without the plan."""
+        atexit.unregister(self.let_go)
         self._patches.restore_all()
         if self._second is not None:
             self._second.detach()

@@ -133,9 +133,6 @@ def main():
                 is_best,
             )
 
-    if args.distributed:
-        dist.destroy_process_group()
-
 
 class FakeImages(torch.utils.data.Dataset):
     """Random float images; the class is in the mean of the image, so that the loss can fall."""
@@ -361,3 +358,5 @@ def accuracy(output, target, topk=(1,)):
 
 if __name__ == "__main__":
     main()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

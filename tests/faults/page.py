@@ -19,7 +19,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +109,21 @@ def records() -> dict[str, list[dict[str, Any]]]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
 
 
+def _with(run: dict[str, Any], tests: Set[str]) -> dict[str, Any]:
+    """The run with what it holds of these tests alone."""
+    return {**run, **{key: {test: found for test, found in run[key].items() if test in tests} for key in HELD}}
+
+
 def with_run(before: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs with one more, whose tests leave the others'; two of a day on the same machine and software are one."""
     made_on = ("device", "python", "torch", "date")
     runs = []
     for old in before:
-        kept = {key: {test: found for test, found in old[key].items() if test not in run["tests"]} for key in HELD}
+        left = _with(old, old["tests"].keys() - run["tests"].keys())
         if all(old[key] == run[key] for key in made_on):
-            run = {**run, **{key: dict(sorted({**kept[key], **run[key]}.items())) for key in HELD}}
-        elif kept["tests"]:
-            runs.append({**old, **kept})
+            run = {**run, **{key: dict(sorted({**left[key], **run[key]}.items())) for key in HELD}}
+        elif left["tests"]:
+            runs.append(left)
     return [*runs, run]
 
 
@@ -200,10 +205,7 @@ def main() -> None:
         }
         chosen = [test for test in wanted if test not in kept and (given.only or "") in test]
         if chosen:
-            before = [
-                {**run, **{key: {test: found for test, found in run[key].items() if test in kept} for key in HELD}}
-                for run in before
-            ]
+            before = [_with(run, kept) for run in before]
             text = json.dumps(with_run(before, record(given.run, chosen)), indent=1) + "\n"
             (RECORDS / f"{given.run}.json").write_text(text, encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

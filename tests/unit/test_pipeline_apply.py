@@ -63,14 +63,15 @@ def test_a_recommendation_is_called_after_what_it_does_and_says_what_asks_for_it
 def test_a_plan_is_named_by_its_file_its_run_or_as_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AdvisorError, match="no plan in advisor-runs/ here"):
-        pipeline._plan_file(Path("last"))
+        named(Path("last"))
     for age, name in enumerate(("newer", "older")):
         run = tmp_path / "advisor-runs" / name
         _plan_in(run, "kept", age)
     newest = tmp_path / "advisor-runs" / "newer" / "plan.yaml"
-    assert pipeline._plan_file(Path("last")) == newest
-    assert pipeline._plan_file(newest.parent) == newest
-    assert pipeline._plan_file(Path("mine.yaml")) == Path("mine.yaml")
+    assert named(Path("last")) == newest
+    assert named(newest.parent) == newest
+    _plan_in(tmp_path / "mine", "kept", age=3)
+    assert named(Path("mine/plan.yaml")) == Path("mine/plan.yaml")
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,13 @@ def test_a_search_that_was_left_open_takes_no_earlier_plans_place(
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "advisor-runs"
     _plan_in(runs / "newest", of_the_newest, age=0)
-    assert pipeline._plan_file(Path("last")) == runs / "newest" / "plan.yaml"  # there is none other
+    assert named(Path("last")) == runs / "newest" / "plan.yaml"  # there is none other
     _plan_in(runs / "proved", "kept", age=1)
-    assert pipeline._plan_file(Path("last")) == runs / last / "plan.yaml"
+    assert named(Path("last")) == runs / last / "plan.yaml"
+
+
+def named(plan: Path) -> Path:
+    return pipeline._plan(plan)[0]
 
 
 def _plan_in(run: Path, status: str, age: int) -> None:

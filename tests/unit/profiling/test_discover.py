@@ -193,25 +193,20 @@ def test_the_scripts_own_autocast_and_layout_are_told(found: Found) -> None:
     assert {conv.layout for conv in told.convs} == {"nhwc"}
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_micro_batches_without_an_all_reduce_are_told(found: Found, leaves_out: bool) -> None:
     training, watcher, discovery = found
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(Net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(8):
-            last = number % 2 == 1
-            with contextlib.nullcontext() if last or not leaves_out else model.no_sync():
-                model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-        flags = facts.model_facts(training, discovery, watcher).flags
-    finally:
-        distributed.destroy_process_group()
-    assert flags["no_sync"] is leaves_out
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(8):
+        last = number % 2 == 1
+        with contextlib.nullcontext() if last or not leaves_out else model.no_sync():
+            model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert facts.model_facts(training, discovery, watcher).flags["no_sync"] is leaves_out
 
 
 def test_clipping_by_a_function_imported_by_its_name_is_told(found: Found) -> None:

@@ -1,16 +1,8 @@
 """Which of a training's processes this one is."""
 
 import pytest
-from torch import distributed
 
 from advisor.profiling import ranks
-
-
-@pytest.fixture
-def alone():
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_before_there_is_a_group_the_launcher_is_believed(monkeypatch) -> None:
@@ -22,7 +14,8 @@ def test_before_there_is_a_group_the_launcher_is_believed(monkeypatch) -> None:
     assert ranks.group() == (0, 1)
 
 
-def test_a_group_is_believed_before_its_launcher(monkeypatch, alone) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_a_group_is_believed_before_its_launcher(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert ranks.group() == ranks.joined() == (0, 1)

@@ -34,6 +34,17 @@ class ConvNet(nn.Module):
         return self.head(self.conv3(x).mean((2, 3)))
 
 
+class Around(nn.Module):
+    """Holds what it calls, as a module with the loss in it does."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.held(x)
+
+
 class ViewNet(nn.Module):
     """Flattens with `view`, which channels_last feature maps refuse."""
 

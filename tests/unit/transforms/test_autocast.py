@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from loops import ConvNet, assert_equal, check_undo_is_exact, make_loop, twins, values
-from torch import distributed, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor.core.profile import KernelRow
@@ -464,18 +463,15 @@ def test_parameters_that_come_later_see_true_gradients(monkeypatch) -> None:
     assert_equal(values(loop), values(plain))
 
 
-def test_scaling_refuses_gradients_that_the_script_brings_together_itself(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_scaling_refuses_gradients_that_the_script_brings_together_itself(monkeypatch) -> None:
     """They may have overflowed in one process alone, which no flag of the others tells."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        plain, wrapped = make_loop(), make_loop(model=lambda: nn.parallel.DistributedDataParallel(ConvNet()))
-        assert AutocastFp16().match(plain.training, ANYWAY).applies
-        monkeypatch.setattr(ranks, "joined", lambda: (0, 2))
-        assert "in one of the processes alone" in AutocastFp16().match(plain.training, ANYWAY).reason
-        assert AutocastFp16().match(wrapped.training, ANYWAY).applies
-        assert AutocastBf16().match(plain.training, ANYWAY).applies
-    finally:
-        distributed.destroy_process_group()
+    plain, wrapped = make_loop(), make_loop(model=lambda: nn.parallel.DistributedDataParallel(ConvNet()))
+    assert AutocastFp16().match(plain.training, ANYWAY).applies
+    monkeypatch.setattr(ranks, "joined", lambda: (0, 2))
+    assert "in one of the processes alone" in AutocastFp16().match(plain.training, ANYWAY).reason
+    assert AutocastFp16().match(wrapped.training, ANYWAY).applies
+    assert AutocastBf16().match(plain.training, ANYWAY).applies
 
 
 def test_scaling_refuses_gradient_hooks_foreign_parameters_and_input_gradients() -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from loops import ConvNet, ViewNet, assert_close, batches, check_undo_is_exact, make_loop, set_values, twins, values
-from torch import distributed, nn
+from loops import (
+    Around,
+    ConvNet,
+    Loop,
+    ViewNet,
+    assert_close,
+    batches,
+    check_undo_is_exact,
+    make_loop,
+    set_values,
+    twins,
+    values,
+)
+from torch import nn
 
 from advisor.core.profile import KernelRow
 from advisor.profiling import ranks
@@ -59,54 +69,36 @@ def test_undo_also_straightens_state_that_appeared_meanwhile() -> None:
     assert loop.run(1) == plain.run(1)
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")
-def test_gradients_that_are_views_of_data_parallel_buckets_stay_right(tmp_path: Path) -> None:
+def test_gradients_that_are_views_of_data_parallel_buckets_stay_right() -> None:
     """Applied between two steps, when DDP's buckets have been built: their views are then the gradients themselves."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        loop = make_loop(model=lambda: nn.parallel.DistributedDataParallel(ConvNet(), gradient_as_bucket_view=True))
-        plain = make_loop()
-        undo = ChannelsLast().apply(loop.training, {})
-        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain))
-        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
-        undo.run()
-        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
-        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
-    finally:
-        distributed.destroy_process_group()
+    loop = make_loop(model=lambda: nn.parallel.DistributedDataParallel(ConvNet(), gradient_as_bucket_view=True))
+    check_trains_as(loop, make_loop())
 
 
-class Around(nn.Module):
-    """Holds what it calls, as a module with the loss in it does."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.held = held
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.held(x)
-
-
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # of dimensions of one
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_data_parallel_training_keeps_its_gradients(tmp_path: Path, nested: bool) -> None:
+def test_a_data_parallel_training_keeps_its_gradients(nested: bool) -> None:
     """Applied between two steps, when DDP's buckets have been laid out by the weights' strides."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     wrap = Around if nested else nn.Identity()
-    try:
-        loop = make_loop(model=lambda: wrap(nn.parallel.DistributedDataParallel(ConvNet())))
-        plain = make_loop()
-        torch.testing.assert_close(loop.run(2), plain.run(2))
-        undo = ChannelsLast().apply(loop.training, {})
-        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain))
-        check = ChannelsLast().effect(loop.training, None, None)
-        assert check.passed, check.detail
-        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
-        undo.run()
-        torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
-        assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
-    finally:
-        distributed.destroy_process_group()
+    loop = make_loop(model=lambda: wrap(nn.parallel.DistributedDataParallel(ConvNet())))
+    plain = make_loop()
+    torch.testing.assert_close(loop.run(2), plain.run(2))
+    check_trains_as(loop, plain)
+
+
+def check_trains_as(loop: Loop, plain: Loop) -> None:
+    """A training under DistributedDataParallel, whose weights have other names, with the change on and behind it."""
+    undo = ChannelsLast().apply(loop.training, {})
+    assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain))
+    check = ChannelsLast().effect(loop.training, None, None)
+    assert check.passed, check.detail
+    torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
+    undo.run()
+    torch.testing.assert_close(loop.run(4), plain.run(4), rtol=1e-4, atol=1e-5)
+    assert_close(dict(zip(values(plain), values(loop).values(), strict=True)), values(plain), 1e-3)
 
 
 def test_weights_that_a_script_sends_itself_keep_their_layout(monkeypatch: pytest.MonkeyPatch) -> None:

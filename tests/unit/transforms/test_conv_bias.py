@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import CLASSES, ConvNet, assert_close, check_undo_is_exact, make_loop, twins, values
-from torch import distributed, nn
+from loops import CLASSES, Around, ConvNet, assert_close, check_undo_is_exact, make_loop, twins, values
+from torch import nn
 
 from advisor.transforms import conv_bias
 from advisor.transforms.conv_bias import ConvBiasBeforeNorm
@@ -282,26 +281,12 @@ def test_half_precision_and_two_forwards_before_backward() -> None:
     assert torch.isfinite(loop.model.conv1.weight.grad).all()
 
 
-class Around(nn.Module):
-    """Holds what it calls, as a module with the loss in it does."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.held = held
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.held(x)
-
-
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", [nn.Identity(), Around, lambda held: torch.compile(held, backend="eager")])
-def test_a_bias_whose_gradient_data_parallel_waits_for_stays(tmp_path: Path, wrap: Callable[..., nn.Module]) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        loop = make_loop(model=lambda: wrap(nn.parallel.DistributedDataParallel(ConvNet())))
-        match = ConvBiasBeforeNorm().match(loop.training, {})
-        assert not match.applies
-        assert "waits for its bias's gradient" in match.reason
-        ConvBiasBeforeNorm().apply(loop.training, {})
-        loop.run(2)
-    finally:
-        distributed.destroy_process_group()
+def test_a_bias_whose_gradient_data_parallel_waits_for_stays(wrap: Callable[..., nn.Module]) -> None:
+    loop = make_loop(model=lambda: wrap(nn.parallel.DistributedDataParallel(ConvNet())))
+    match = ConvBiasBeforeNorm().match(loop.training, {})
+    assert not match.applies
+    assert "waits for its bias's gradient" in match.reason
+    ConvBiasBeforeNorm().apply(loop.training, {})
+    loop.run(2)

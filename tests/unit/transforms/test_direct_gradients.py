@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import cuda_graphs, direct_gradients
@@ -640,14 +639,11 @@ def test_memory_that_replays_use_and_the_allocator_counts_as_free() -> None:
     assert cuda_graphs._free_bytes(segments, {(0, 1), (0, 2)}) == 70
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", [nn.Identity(), nn.Sequential, lambda held: torch.compile(held, backend="eager")])
-def test_what_data_parallel_is_to_hear_of_is_not_graphed(tmp_path: Path, wrap: Callable[..., nn.Module]) -> None:
+def test_what_data_parallel_is_to_hear_of_is_not_graphed(wrap: Callable[..., nn.Module]) -> None:
     """Gradients of a replay go past its hooks: no rank would send any."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        root = RootModule(module=wrap(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), name="Linear")
-        match = cuda_graphs.CudaGraphs().match(Training(device=torch.device("cuda"), roots=[root]), {})
-        assert not match.applies
-        assert "DistributedDataParallel does work of its own" in match.reason
-    finally:
-        distributed.destroy_process_group()
+    root = RootModule(module=wrap(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), name="Linear")
+    match = cuda_graphs.CudaGraphs().match(Training(device=torch.device("cuda"), roots=[root]), {})
+    assert not match.applies
+    assert "DistributedDataParallel does work of its own" in match.reason

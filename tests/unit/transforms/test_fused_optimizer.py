@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from loops import ConvNet, assert_close, assert_equal, check_undo_is_exact, make_loop, twins, values
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -199,16 +197,13 @@ def test_no_change_of_kernels_is_no_effect(profile) -> None:
     undo.run()
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("optimizer", FUSED)
-def test_sharded_parameters_are_fused_where_torch_can(optimizer, tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        loop = make_loop(optimizer=optimizer, model=lambda: fully_shard(ConvNet(), mesh=mesh))
-        match = FusedOptimizer().match(loop.training, {})
-        assert match.applies is (optimizer in (torch.optim.Adam, torch.optim.AdamW)), match.reason
-        assert match.applies or "sharded" in match.reason
-        FusedOptimizer().apply(loop.training, {})
-        loop.run(2)
-    finally:
-        distributed.destroy_process_group()
+def test_sharded_parameters_are_fused_where_torch_can(optimizer) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    loop = make_loop(optimizer=optimizer, model=lambda: fully_shard(ConvNet(), mesh=mesh))
+    match = FusedOptimizer().match(loop.training, {})
+    assert match.applies is (optimizer in (torch.optim.Adam, torch.optim.AdamW)), match.reason
+    assert match.applies or "sharded" in match.reason
+    FusedOptimizer().apply(loop.training, {})
+    loop.run(2)
