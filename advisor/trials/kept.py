@@ -205,7 +205,7 @@ class RunDriver:
             self.kept.undo()
         finally:
             self._leave()
-            self.training.let_go()
+            self.let_go()
 
     def let_go(self) -> None:
         """Hold nothing of the script's any more; what is on stays on, for good."""

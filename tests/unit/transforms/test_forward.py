@@ -63,6 +63,7 @@ def layer(tag: str, log: list[str]):
 
 
 def test_ranks_nest_and_the_module_is_as_before_at_the_end() -> None:
+    gc.collect()  # models of other tests, left with their layers on
     net, log = Net(), []
     before = dict(net.__dict__)
     stack = ForwardStack.of(net)

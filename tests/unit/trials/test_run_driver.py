@@ -131,6 +131,18 @@ def test_disabled_while_it_looks_again_nothing_stays() -> None:
     assert not any(train(other, optimizer))
 
 
+@pytest.mark.usefixtures("enabled")
+def test_disabled_it_holds_no_model() -> None:
+    model = Net()
+    train(model, sgd(model))
+    assert is_on(model)
+    advisor.disable()
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_plan_of_another_model_gives_up_once(capfd: pytest.CaptureFixture[str]) -> None:
     gc.collect()
     items = (PlanItem(transform="amp_bf16", status="kept"),)
