@@ -29,7 +29,7 @@ from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
 from advisor.transforms.replay import hooked, replaying
-from advisor.transforms.targets import data_parallel, targets
+from advisor.transforms.targets import data_parallel, sharded, targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -216,6 +216,8 @@ def _root_refuses(training: Training, root: RootModule) -> str:
         return "DistributedDataParallel waits for its bias's gradient"
     if isinstance(root.module, torch.nn.DataParallel) and len(root.module.device_ids) > 1:
         return "DataParallel runs replicas of it"
+    if sharded(root.module):
+        return "its parameters are sharded"
     if not (root.args or root.kwargs):
         return "no call of the model was seen"
     if any(ForwardStack.of(target_of(training, root)).get(rank) for rank in (CAPTURE, GRAPH)):

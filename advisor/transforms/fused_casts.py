@@ -25,6 +25,7 @@ from advisor.transforms.autocast import casts_weights
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import AUTOCAST, GRAPH, ForwardStack
 from advisor.transforms.patch import target_of, tensors_in
+from advisor.transforms.targets import data_parallel, sharded
 
 # With fewer weights there is nothing to put together.
 _FEWEST_WEIGHTS = 2
@@ -108,13 +109,12 @@ def _refused(training: Training, root: RootModule) -> str:
 
 
 def _module_refuses(module: torch.nn.Module) -> str:
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+    if data_parallel(module):
         return "DistributedDataParallel sends gradients as they arrive, and these would arrive together"
     if isinstance(module, torch.nn.DataParallel) and len(module.device_ids or ()) > 1:
         return "DataParallel runs replicas of it"
-    parameters = list(module.parameters())
-    if any(type(parameter.data) is not torch.Tensor for parameter in parameters):
-        return "its parameters are no plain tensors (sharded)"
-    if sum(parameter.dim() > 1 for parameter in parameters) < _FEWEST_WEIGHTS:
+    if sharded(module):
+        return "its parameters are sharded"
+    if sum(parameter.dim() > 1 for parameter in module.parameters()) < _FEWEST_WEIGHTS:
         return "it has one weight at most"
     return ""

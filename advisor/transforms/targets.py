@@ -24,6 +24,11 @@ def data_parallel(module: torch.nn.Module) -> list[torch.nn.parallel.Distributed
     return [m for m in module.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
 
 
+def sharded(module: torch.nn.Module) -> bool:
+    """Whether parameters are no plain tensors: as FSDP2's are, which stand for a share of the weight each."""
+    return any(type(parameter.data) is not torch.Tensor for parameter in module.parameters())
+
+
 def replicated(training: Training) -> frozenset[int]:
     """Identities of the parameters whose gradients a DistributedDataParallel sends."""
     wrappers = [wrapper for root in training.roots for wrapper in data_parallel(root.module)]

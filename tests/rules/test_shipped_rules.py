@@ -136,7 +136,7 @@ CPU = {
     "pool_frac": 0.02, "layout_frac": 0.0, "compiled": False, "optimizer": "SGD", "optimizer_fused": False,
     "optimizer_frac": 0.05, "zero_grad_to_none": False, "memset_frac": 0.01, "conv_bias_bn_count": 3.0,
     "reduce_frac": 0.02, "bias_act_frac": 0.01, "loader": "DataLoader", "workers": 0.0, "loader_frac": 0.3,
-    "memory_bound_frac": 0.3, "batchnorm_frac": 0.15, "grad_clipping": False,
+    "memory_bound_frac": 0.3, "batchnorm_frac": 0.15, "grad_clipping": False, "distributed": "",
 }  # fmt: skip
 
 

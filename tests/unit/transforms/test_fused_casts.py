@@ -110,10 +110,11 @@ def test_where_it_would_lose_or_find_nothing_it_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", lambda self: nn.Module.__init__(self))
     ddp = nn.parallel.DistributedDataParallel()  # type: ignore[call-arg]
     ddp.module = loop.model
-    loop.training.roots[0].module = ddp
-    assert "DistributedDataParallel" in FusedCasts().match(loop.training, {}).reason
-    FusedCasts().apply(loop.training, {})
-    assert capture.current(ddp) is None
+    for root in (ddp, nn.Sequential(ddp)):
+        loop.training.roots[0].module = root
+        assert "DistributedDataParallel" in FusedCasts().match(loop.training, {}).reason
+        FusedCasts().apply(loop.training, {})
+        assert capture.current(root) is None
 
 
 def test_effect_needs_fewer_casts_in_the_trace(profile) -> None:
