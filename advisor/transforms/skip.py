@@ -26,7 +26,7 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
 def skip_step_hooks(
     undo: Undo, optimizer: torch.optim.Optimizer, decide: Callable[[torch.optim.Optimizer], bool]
 ) -> None:
-    """Whenever `decide` says so before a step, hide all gradients for that step. They are back when `step` returns.
+    """Whenever `decide` says so before a step, hide all gradients for that step. They are back when `step` returns; when it raises they are gone.
 
     A step that is given a closure gets its gradients there: it is decided about them each time that has run.
     """
@@ -46,6 +46,7 @@ def skip_step_hooks(
         hidden.clear()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        hidden.clear()  # of a step that raised: by now the script has others, or has zeroed them
         closure = closure_of(args, kwargs)
         if closure is None:
             hide(optimizer)
