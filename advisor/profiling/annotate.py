@@ -8,6 +8,7 @@ range around the step, which torch before 2.13 then does not tell of. A fault in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -139,6 +140,7 @@ class Annotator:
         self._mode: _LineMode | None = None
         self._optimizer: _RecordFunctionFast | None = None
         self._waits: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, ours
+        self._ranges: list[Any] = []  # torch's and the script's own, opened since `start`
 
     def start(self, *, compiled: bool | None = None) -> None:
         """Modules are annotated from now on, and source lines unless compiled code is in use.
@@ -160,6 +162,7 @@ class Annotator:
         """Everything is as before `start`. May be called twice."""
         self._active = False
         self.close_optimizer()
+        self._close_ranges()
         if Annotator.current is self:
             Annotator.current = None
         if self._mode is not None:
@@ -207,6 +210,22 @@ class Annotator:
         scope, self._optimizer = self._optimizer, None
         if scope is not None:
             scope.__exit__(None, None, None)
+
+    def note_range(self, record: Any) -> None:
+        """A `record_function` was entered in this thread."""
+        if self._active:
+            self._ranges.append(record)
+
+    def _close_ranges(self) -> None:
+        """End the ranges that are open still: that of an optimizer's step, in whose hook the window ends, or the script's around an epoch.
+
+        The profiler writes their ends into its events, which are freed with it: where another one is on by then, into memory that is
+        somebody else's (seen up to torch 2.13; processes died of it). Ended once more, by whoever opened it, a range does nothing.
+        """
+        ranges, self._ranges = self._ranges, []
+        with contextlib.suppress(Exception), torch._C.DisableTorchFunctionSubclass():
+            for record in reversed(ranges):
+                torch.ops.profiler._record_function_exit._RecordFunction(record)
 
     def open_line(self) -> _RecordFunctionFast | None:
         """An open range named after the line outside torch, or None. Never raises."""
@@ -283,7 +302,10 @@ class _LineMode(TorchFunctionMode):
         passed_over = name in _NO_WORK or name.startswith("_record_function")
         scope = None if passed_over else self._annotator.open_line()
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if name.startswith("_record_function_enter"):
+                self._annotator.note_range(result)
+            return result
         finally:
             if scope is not None:
                 scope.__exit__(None, None, None)

@@ -64,8 +64,22 @@ def train(*args, **options):
     return done, reason
 
 
-def planted(net):
-    """A listener that sets the time of each boundary: 2 ms of work and the wait of `net()` after the last one."""
+def planted(training):
+    """`step_times` with the net's wait plus 2 ms of work for each clean step, and the net's noise."""
+    noise = random.Random(0)
+
+    def times(boundaries):
+        found, net = timing.step_times(boundaries), training.roots[0].module
+        step_us = (0.002 + net.wait_s) * 1e6
+        return dataclasses.replace(
+            found, wall_us=tuple(step_us * (1 + noise.gauss(0, net.noise)) for _ in found.wall_us)
+        )
+
+    return times
+
+
+def planted_clock(net):
+    """A listener that gives each boundary such a time after the last one's. Not for a search, which lays these times over a trace."""
     now = 0
 
     def tell(step):
@@ -74,17 +88,6 @@ def planted(net):
         step.host_ns = now
 
     return tell
-
-
-def noisy(net):
-    """`step_times` with the noise of `net()`: drawn there, so that a step more or less before a block changes nothing in it."""
-    noise = random.Random(0)
-
-    def times(boundaries):
-        found = timing.step_times(boundaries)
-        return dataclasses.replace(found, wall_us=tuple(t * (1 + noise.gauss(0, net().noise)) for t in found.wall_us))
-
-    return times
 
 
 class Undisturbed:
@@ -106,6 +109,7 @@ class Undisturbed:
 def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise, fold=0, mixed=None):
     """mixed: batches come from a loader, and in this share of the steps the script mixes its images, which are then no loader's."""
     training, watcher = attach.attach_training(session)
+    blocks.step_times = driver.step_times = measure.step_times = planted(training)
     loop.MachineWatch = Undisturbed
     done = 0
     try:
@@ -118,8 +122,8 @@ def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.no
             return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
 
         net, optimizer = begin()
-        training.on_step.insert(0, planted(lambda: net))
-        blocks.step_times = driver.step_times = measure.step_times = noisy(lambda: net)
+        if session.mode == "measure":
+            training.on_step.insert(0, planted_clock(lambda: net))
         data = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(4)]
         chance, loader = random.Random(1), DataLoader(data, batch_size=None)
         batches = iter(itertools.chain.from_iterable(itertools.repeat(loader))) if mixed is not None else None

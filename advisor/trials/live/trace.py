@@ -33,6 +33,9 @@ def traced_step(loop: Loop) -> Generator[None, StepEvent, StepProfile | None]:
         finally:
             trace = collector.stop(ends)  # also when the search is given up here: a profiler must not stay on
         found = aggregate(trace, Environment(device=training.device.type))
+        # Another profiler may begin at the next boundary only. Ranges around this one that the annotator does not know of (compiled code's)
+        # are over by then; ended with a profiler on, they are written into the memory of the one that has ended.
+        yield
         if found.kernels:
             return StepProfile(
                 script=plain.script,
