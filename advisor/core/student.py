@@ -1,4 +1,4 @@
-"""Student's t distribution, for any degrees of freedom from 1 up; and the logarithms that it is taken of where means of steps are compared.
+"""Student's t distribution, for any degrees of freedom from 1 up; and the logarithms that it is taken of where runs are compared.
 
 Sources: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.5.8 (incomplete beta), 26.7.1 (Student's t).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Sequence
 
 
@@ -72,13 +73,15 @@ def t_quantile(probability: float, degrees: float) -> float:
     return 0.5 * (low + high)
 
 
-def log_shares(blocks: Sequence[Sequence[float]]) -> list[float]:
-    """For each block of step times the logarithm of the mean of all steps, plus what the block is above it as a share of it: the mean of
-    these is that logarithm.
+def block_logs(blocks: Sequence[Sequence[float]], *, means: bool) -> list[float]:
+    """For each block of step times the logarithm of its median.
 
-    Not the blocks' own logarithms, whose mean makes little of a block that holds a long wait or an epoch's start: what both arms wait for
+    With `means` the logarithm of the mean of all steps, plus what the block is above it as a share of it: the mean of these is that
+    logarithm. Not the blocks' own, whose mean makes little of a block that holds a long wait or an epoch's start: what both arms wait for
     there would hardly count, and 1.15 times as fast was called 1.37.
     """
+    if not means:
+        return [math.log(statistics.median(block)) for block in blocks]
     steps = sum(map(len, blocks))
     mean = math.fsum(map(math.fsum, blocks)) / steps
     weight = len(blocks) / steps

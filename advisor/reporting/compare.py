@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from advisor.core.profile import Spread, StepProfile
-from advisor.core.student import log_shares, t_quantile
+from advisor.core.student import block_logs, t_quantile
 from advisor.core.units import percent_text
 from advisor.reporting import breakdown, wording
 from advisor.reporting.machine import cell
@@ -113,18 +113,14 @@ class Comparison:
         )
 
 
-def block_logs(raw: tuple[float, ...], *, means: bool = False) -> list[float]:
-    """Logarithms of the medians of equal blocks of successive steps; empty when there are too few for an interval.
-
-    With `means` their `log_shares`.
-    """
+def equal_blocks(raw: tuple[float, ...]) -> list[list[float]]:
+    """Equal blocks of successive steps; empty when there are too few for an interval."""
     times = [t for t in raw if t > 0 and math.isfinite(t)]
     blocks = min(MAX_BLOCKS, len(times) // MIN_BLOCK_STEPS)
     if blocks < MIN_BLOCKS:
         return []
     size = len(times) // blocks
-    found = [times[i * size : (i + 1) * size] for i in range(blocks)]
-    return log_shares(found) if means else [math.log(statistics.median(block)) for block in found]
+    return [times[i * size : (i + 1) * size] for i in range(blocks)]
 
 
 def ratio_interval(
@@ -134,9 +130,10 @@ def ratio_interval(
 
     Sources: Welch, "The generalization of 'Student's' problem", Biometrika 34, 1947; degrees of freedom rounded down.
     """
-    x, y = block_logs(a.raw, means=means), block_logs(b.raw, means=means)
-    if not x or not y:
+    blocks = equal_blocks(a.raw), equal_blocks(b.raw)
+    if not all(blocks):
         return None
+    x, y = (block_logs(of_one, means=means) for of_one in blocks)
     vx, vy = statistics.variance(x) / len(x), statistics.variance(y) / len(y)
     centre, error = statistics.fmean(y) - statistics.fmean(x), math.sqrt(vx + vy)
     if error == 0:

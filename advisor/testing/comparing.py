@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
@@ -107,7 +107,7 @@ class Comparison:
         Of a step that does more in every fourth call the median knows nothing.
         """
         bursts = any(statistics.bursty(list(itertools.chain(*blocks))) for blocks in self._blocks)
-        a, b = (list(map(fmean if bursts else statistics.median, blocks)) for blocks in self._blocks)
+        a, b = ([fmean(block) if bursts else median(block) for block in blocks] for blocks in self._blocks)
         return list(zip(a, b, strict=True))
 
     @property
@@ -171,6 +171,6 @@ class Comparison:
 
     def _calibrate(self) -> None:
         """Warm both up, and choose how many steps a block of the faster one needs."""
-        fastest = min(statistics.median(self._watch.times(step, WARMUP)) for step in self._steps)
+        fastest = min(median(self._watch.times(step, WARMUP)) for step in self._steps)
         wanted = math.ceil(BLOCK_S * 1e6 / fastest) if fastest > 0 else MOST_STEPS
         self._block = max(LEAST_STEPS, min(MOST_STEPS, wanted))

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from advisor.core import storage
 from advisor.core.cache import cache_dir
@@ -24,7 +25,6 @@ from advisor.core.units import percent_text
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling import environment
 from advisor.trials import planfile
-from advisor.trials.statistics import median
 
 FILE_NAME, VARIABLE = "predictions.jsonl", "ADVISOR_LEDGER"
 

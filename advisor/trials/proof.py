@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from advisor.core.findings import Interval, Semantics
 from advisor.core.plan import PlanItem
@@ -12,7 +12,7 @@ from advisor.core.verdict import Check, StackVerdict
 from advisor.trials import losses
 from advisor.trials.flow import every_us
 from advisor.trials.records import Measurement
-from advisor.trials.statistics import bursty, median, process_speedup
+from advisor.trials.statistics import bursty, process_speedup
 
 # One round of the comparison, in the order that cancels drift.
 PLAIN, STACK = "plain", "stack"

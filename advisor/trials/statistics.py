@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import variance
+from statistics import median, variance
 
 from advisor.core.findings import Interval
-from advisor.core.student import log_shares, t_quantile
+from advisor.core.student import block_logs, t_quantile
 
 CONFIDENCE = 0.99
 # Share cut at either end, the usual one for trimmed means (Wilcox, Robust Estimation). With one block in twenty a quarter
@@ -54,19 +54,6 @@ class Decision:
     gain: Interval | None
     point: float | None
     reason: str
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value.
-
-    Raises:
-        ValueError: on an empty sequence.
-    """
-    if not values:
-        raise ValueError("the median of nothing is not defined")
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
 
 
 def log_ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
@@ -298,7 +285,7 @@ def process_speedup(
     if alike or means:
         shortest = min((len(steps) for arm in arms for steps in arm if steps), default=0)
         arms = [[steps[:shortest] for steps in arm] for arm in arms]
-    logs = [[_logs(_blocks(steps), means=means) for steps in arm if steps] for arm in arms]
+    logs = [[block_logs(_blocks(steps), means=means) for steps in arm if steps] for arm in arms]
     if any(sum(map(len, arm)) < 2 for arm in logs):
         return None
     freedoms = [sum(map(len, arm)) - 1 for arm in logs]
@@ -353,7 +340,3 @@ def _blocks(steps: Sequence[float], most: int = 6) -> list[Sequence[float]]:
     count = max(1, min(most, len(steps) // 3))
     ends = [len(steps) * i // count for i in range(count + 1)]
     return [steps[start:end] for start, end in pairwise(ends)]
-
-
-def _logs(blocks: Sequence[Sequence[float]], *, means: bool) -> list[float]:
-    return log_shares(blocks) if means else [math.log(median(block)) for block in blocks]

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -19,7 +20,7 @@ from advisor.trials.live.sizes import Part
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, median, parts, trial
+from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, parts, trial
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from advisor.profiling import nvml
-from advisor.trials.statistics import median
 
 # Earlier blocks of an arm that a block is held against; before there are so many none is disturbed by comparison.
 LEAST_BLOCKS = 4

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -35,7 +36,7 @@ from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, median
+from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED
 
 # A script that goes on to another model (k-fold) this often before a trial is done leaves it open.
 MAX_MODELS = 4

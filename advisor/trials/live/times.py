@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from advisor.core.verdict import Blocks
 from advisor.profiling.timing import spread
@@ -19,7 +20,6 @@ from advisor.trials.statistics import (
     bursty,
     decide,
     gain_interval,
-    median,
     rate_by_means,
     whole_blocks,
 )

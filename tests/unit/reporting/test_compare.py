@@ -11,9 +11,9 @@ from advisor.core.profile import Spread, StepProfile
 from advisor.reporting.compare import (
     Delta,
     Regression,
-    block_logs,
     compare_markdown,
     compare_profiles,
+    equal_blocks,
     ratio_interval,
 )
 
@@ -42,7 +42,7 @@ def test_interval_covers_the_truth():
 
 
 def test_interval_needs_steps():
-    assert block_logs((1.0,) * 5) == []
+    assert equal_blocks((1.0,) * 5) == []
     assert ratio_interval(_spread([1.0] * 20), _spread([1.0, 1.1])) is None
     assert ratio_interval(_spread([2.0] * 20), _spread([1.0] * 20)) == (0.5, 0.5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from advisor.trials.live.limit import Limit
 from advisor.trials.live.sizes import Part
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import KEPT, Decision, median
+from advisor.trials.statistics import KEPT, Decision
 
 
 class Detector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit
 from advisor.trials.live.times import Arm, Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import MOST_PARTS, Decision, median
+from advisor.trials.statistics import MOST_PARTS, Decision
 
 KEPT = Decision("kept", Interval(low=0.45, high=0.55), 0.5, "half of the step saved")
 PAIRS = 6
