@@ -9,6 +9,9 @@ updates), and in a script that trains nothing at all, once that is past doubt, t
 `advisor.step()` in the script overrides all of them. A loop without optimizer, backward, model call or marker has no steps that
 advisor can see.
 
+All of it is in one thread, the first that trains. What another one trains at the same time is no step of this training: a profiler that was
+started in one thread cannot be stopped in another, and no change may come while the other is in the middle of a step.
+
 An interval between two boundaries is `clean` when it holds one training step and nothing else. What else it may hold is
 noted as marks (a new epoch's iterator, evaluation, a compile, a skipped update); a mark that most intervals bear is part
 of the script's step (a `next(iter(loader))` each time) and does not count.
@@ -49,6 +52,7 @@ PATIENCE = 256
 # Optimizer calls that make no period, and periods broken by an optimizer already known before they have lasted for `LASTING`
 # rounds, before a step is what lies between two calls of one optimizer.
 UNSETTLED, BROKEN, LASTING = 4 * MAX_PERIOD, 4, 32
+MOVED = 32  # calls in another thread, none in the first, before that one is taken to have trained nothing in earnest
 MOST_OPTIMIZERS = 4096  # one a parameter, where each is stepped in backward as soon as its gradient is there
 # Model calls without any backward pass or optimizer before a script is taken to train nothing: an evaluation before the
 # training may take as many. Slow ones are not waited for beyond so many seconds, once there are a few.
@@ -98,7 +102,10 @@ class StepWatcher:
         self.current, self.interval = Interval(), Interval()
         self.in_backward = False
         self.last_root: int = 0  # id of the root module called last, for the sequence of backward passes
-        self.thread = 0  # the training thread, known from the first backward or optimizer call on
+        self._thread: threading.Thread | None = (
+            None  # the training's, known from the first backward or optimizer call on
+        )
+        self._others = 0  # calls of other threads since the last of that one
         self.closure_steps = False
         self.usual_backwards = 0  # backward passes of most steps
         self._loss: torch.Tensor | None = None
@@ -135,7 +142,29 @@ class StepWatcher:
         self._disturbed = False
         self._compiles = 0
 
+    @property
+    def thread(self) -> int:
+        """Identity of the training thread; 0 while it is not known."""
+        return self._thread.ident or 0 if self._thread is not None else 0
+
     # -- what hooks report ------------------------------------------------------------------------------------------
+
+    def elsewhere(self) -> bool:
+        """Whether the calling thread is not the one that trains, nor one of autograd's that works for it.
+
+        Raises:
+            SystemExit: in another thread, when the script is to end.
+        """
+        known = self._thread
+        if known is None or known is threading.current_thread() or torch._C._current_graph_task_id() != -1:
+            self._others = 0
+            return False
+        self._others += 1
+        if (not self.seen and self._others > MOVED) or not known.is_alive():
+            self._thread, self._others = None, 0
+            return False
+        stop.insist()
+        return True
 
     def update_begins(self) -> None:
         """An `Optimizer.step` begins."""
@@ -153,7 +182,7 @@ class StepWatcher:
         if _capturing():
             return  # recorded into a CUDA graph, not run
         if not self.in_backward:  # a hook of a parameter's runs in a thread of autograd's
-            self.thread = threading.get_ident()
+            self._thread = threading.current_thread()
         self._optimizer_calls += 1
         known = self.training.optimizers
         if not any(optimizer is other for other in known):
@@ -188,8 +217,8 @@ class StepWatcher:
             return
         self.current.backwards += 1
         self._backward_calls += 1
-        if not self.thread:
-            self.thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = threading.current_thread()
         if self._due:
             self._boundary()
         if self._optimizer_calls or self.kind == "marker":
@@ -204,14 +233,14 @@ class StepWatcher:
         self.current.replays += 1
         self._replays += 1
         if not self._optimizer_calls and not self._backward_calls and self.kind != "marker":
-            self.thread = threading.get_ident()
+            self._thread = threading.current_thread()
             self._without_optimizer(("replay", id(graph)))
 
     def model_called(self, model: Hashable, shapes: list[tuple[int, ...]]) -> None:
         """A model was called by the script itself, with tensors of `shapes`, and has returned."""
         if self._optimizer_calls or self._backward_calls or self._replays or self.kind not in ("none", FORWARD):
             return
-        self.thread = threading.get_ident()
+        self._thread = threading.current_thread()
         key = (FORWARD, model)
         if self.kind == FORWARD:
             self.current.shapes.extend(shapes)
@@ -268,7 +297,9 @@ class StepWatcher:
         if not self.patches.active:
             stop.insist()
             return
-        self.thread = threading.get_ident()
+        if self.elsewhere():
+            return
+        self._thread = threading.current_thread()
         if self.kind != "marker":
             self._start("marker")
         self._boundary()
@@ -551,11 +582,15 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
     backward_starts, backward_done = guard(watcher.backward_starts), guard(watcher.backward_done)
 
     def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if watcher.elsewhere():
+            return None
         annotate.optimizer_begins(optimizer)
         update_begins()
         return annotate.annotated_closure(args, kwargs)
 
     def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if watcher.elsewhere():
+            return
         annotate.optimizer_ends()  # before the boundary, at which the window may end
         if annotate.closure_of(args, kwargs) is not None:
             closure_ended()
@@ -575,7 +610,7 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
 
     @wraps(plain_step)
     def scaler_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not patches.active or not self._enabled:
+        if not patches.active or not self._enabled or watcher.elsewhere():
             return plain_step(self, optimizer, *args, **kwargs)
         seen_scaler(self)
         calls = watcher._optimizer_calls
@@ -587,7 +622,8 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
     @wraps(plain_scale)
     def scaler_scale(self: Any, outputs: Any) -> Any:
         result = plain_scale(self, outputs)
-        loss_scaled(outputs, result)
+        if not watcher.elsewhere():
+            loss_scaled(outputs, result)
         return result
 
     patches.replace(scaler, "step", scaler_step)
@@ -600,7 +636,8 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
     @wraps(plain_replay)
     def replay(self: Any) -> Any:
         result = plain_replay(self)
-        graph_replayed(self)
+        if not watcher.elsewhere():
+            graph_replayed(self)
         return result
 
     patches.replace(graph, "replay", replay)
@@ -612,8 +649,9 @@ def _wrap_engine(watcher: StepWatcher, name: str, starts: Any, done: Any) -> Non
 
     @wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not watcher.patches.active or kwargs.get("create_graph"):
-            return plain(*args, **kwargs)  # create_graph: a gradient penalty, part of a loss that comes later
+        # create_graph: a gradient penalty, part of a loss that comes later
+        if not watcher.patches.active or kwargs.get("create_graph") or watcher.elsewhere():
+            return plain(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         starts(tensors)
         try:

@@ -8,12 +8,15 @@ for a script may see the overflow (a norm that is not finite) and leave its step
 What looks inside a backward pass sees scaled gradients. `autocast` refuses where parameters or modules have hooks for it; `retain_grad`,
 hooks of a tensor in the graph, and hooks that come later cannot be seen ahead.
 
+What other threads train meanwhile is left alone.
+
 The scale is a power of two, so scaling and unscaling are exact as long as nothing overflows.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -49,6 +52,14 @@ class LossScale:
         self.stepped = True  # since the last backward pass
         self.undo = undo
         self.active = True
+        self._thread = threading.current_thread()
+
+    def here(self) -> bool:
+        """Whether it is on, and this is the thread that trains with it or one of autograd's; where that has ended, the next one that asks."""
+        if not self._thread.is_alive():
+            self._thread = threading.current_thread()
+        ours = self._thread is threading.current_thread() or torch._C._current_graph_task_id() != -1
+        return self.active and ours
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after this optimizer's gradients from now on."""
@@ -61,7 +72,7 @@ class LossScale:
     @torch.no_grad()
     def adopt_late(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Hook before any optimizer's step: one that nobody knew of yet still holds scaled gradients, but of parameters known before."""
-        if self.active and optimizer not in self.optimizers:
+        if optimizer not in self.optimizers and self.here():
             unscaled = {id(parameter) for parameter in self._alive()}
             self.adopt(optimizer)
             found = self._multiply(self._parameters(optimizer), self.inverse, unscaled)
@@ -181,7 +192,7 @@ def scale_losses(training: Training, undo: Undo) -> None:
         # A graph of gradients, or gradients of chosen leaves: true as they are, only without protection from underflow. And inside of another
         # backward pass (a reentrant checkpoint's) it starts from that one's gradients, which are scaled.
         inner = torch._C._current_graph_task_id() != -1
-        scaling = state.active and not inner and not create_graph and inputs is None and grad_variables is None
+        scaling = not inner and not create_graph and inputs is None and grad_variables is None and state.here()
         if scaling:
             before = state.rescale(_listed(tensors))
             grad_tensors = _scaled(tensors, grad_tensors, state.scale)

@@ -129,7 +129,8 @@ class RunDriver:
 
     From then on it is told of each optimizer's steps alone, because a script may go on with another: over the same model (a new phase),
     over another model of the same make (the next fold), or over something else (a probe, now and then). At the first step of one that
-    it does not know it looks again, while all stands as it is; the plan goes over to the first two, and stays where it is for the third.
+    it does not know it looks again, while all stands as it is; the plan goes over to the first two, and stays where it is for the third. What another thread
+    trains meanwhile is passed over.
     """
 
     current: RunDriver | None = None  # the one of this process, for `disable`
@@ -219,6 +220,8 @@ class RunDriver:
         after_optimizer_steps(self._stepped, self._patches)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.watcher.elsewhere():
+            return
         self._steps += 1
         if optimizer in self._known:
             return

@@ -18,7 +18,7 @@ import pytest
 from advisor.core import storage
 from advisor.profiling import launcher
 from advisor.profiling.launcher import Exit, ScriptCommand, launch
-from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
+from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
 from advisor.profiling.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -405,6 +405,33 @@ def test_subprocesses_of_the_script_are_left_alone(tmp_path: Path) -> None:
     assert script.endswith(os.path.join("advisor", "profiling", "steps.py"))
     assert below.startswith("below ")
     assert below.endswith(os.path.join("torch", "autograd", "__init__.py"))
+
+
+def test_two_threads_that_train_at_the_same_time_are_profiled_and_end(tmp_path: Path) -> None:
+    script = """
+    import threading, torch
+    from torch import nn
+    torch.set_num_threads(1)
+    def train():
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(100_000):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(8, 1, 8, 8)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("both have ended")
+    """
+    write(tmp_path, script)
+    ended, output, run_dir = run(tmp_path, "train.py")
+    assert (ended.code, ended.timed_out) == (0, False), output
+    assert "both have ended" in output
+    assert "[advisor]" not in output
+    assert load_trace(run_dir / TRACE_FILE).ops.name
 
 
 def test_a_timeout_ends_the_whole_tree(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +61,68 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.01)
+
+
+def train(steps: int) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    for _ in range(steps):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_threads(*trainings: int) -> list[threading.Thread]:
+    threads = [threading.Thread(target=train, args=(steps,)) for steps in trainings]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+@pytest.fixture
+def where(loop: Loop) -> list[int]:
+    """The thread of each boundary."""
+    idents: list[int] = []
+    loop.training.on_step.append(lambda _: idents.append(threading.get_ident()))
+    return idents
+
+
+def test_steps_are_those_of_one_of_several_threads(loop: Loop, where: list[int]) -> None:
+    """A profiler that one thread has started is not another's to stop."""
+    for thread in in_threads(300, 300, 300):
+        thread.join()
+    turns = [ident for ident, _ in itertools.groupby(where)]
+    assert len(turns) == len(set(turns))  # the next begins when one has ended, and none comes back
+    assert len(where) > 200
+    assert loop.watcher.patches.fault is None
+    assert loop.watcher.usual_backwards == 1
+    assert len(loop.training.optimizers) == 1
+
+
+def test_the_next_thread_is_watched_once_the_first_has_ended(where: list[int]) -> None:
+    for _ in range(2):
+        (thread,) = in_threads(20)
+        thread.join()
+    assert len(where) >= 39  # another optimizer: a step may go by before that is seen to be one
+
+
+def test_a_thread_that_has_trained_nothing_in_earnest_gives_way(where: list[int]) -> None:
+    nn.Linear(3, 2)(torch.randn(4, 3)).sum().backward()
+    (thread,) = in_threads(40)
+    thread.join()
+    assert set(where) == {thread.ident}
+    assert len(where) > 20
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # SystemExit ends a thread in silence, but for pytest
+def test_a_stop_ends_all_threads_that_train(loop: Loop, tmp_path: Path) -> None:
+    session = Session(mode="search", run_dir=str(tmp_path), script="x")
+    loop.training.on_step.append(lambda step: stop.stop(session, "done") if step.index == 10 else None)
+    for thread in in_threads(10**7, 10**7):
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:

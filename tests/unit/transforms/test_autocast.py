@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -195,6 +196,26 @@ def test_accumulation_clipping_and_inspection_see_true_gradients(monkeypatch) ->
     for ours, theirs in zip(accumulate(loop), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert_equal(values(loop), values(plain))
+
+
+def test_what_another_thread_trains_is_not_scaled(monkeypatch) -> None:
+    """Its gradients would be brought to another scale in the middle of its own backward pass."""
+    loop, (other, plain) = make_loop(), twins()
+    expected = plain.run(4)
+    undo = scaled_only(monkeypatch).apply(loop.training, {})
+    graphs = []
+    for parameter in other.model.parameters():
+        parameter.register_hook(lambda gradient: graphs.append(float(gradient.abs().max())))
+    losses = []
+    thread = threading.Thread(target=lambda: losses.extend(other.run(4)))
+    thread.start()
+    while thread.is_alive():
+        loop.run(1)
+    thread.join()
+    assert losses == expected
+    assert_equal(values(other), values(plain))
+    assert max(graphs) < 1e3  # not times 65,536
+    undo.run()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from weakref import ref
 
@@ -106,6 +107,19 @@ def test_a_probe_now_and_then_takes_the_plan_from_nobody() -> None:
         assert not is_on(probe)
         assert is_on(model)
         train(model, optimizer, steps=1)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_what_another_thread_trains_takes_the_plan_from_nobody() -> None:
+    model, other = Net(), Net()
+    optimizer = sgd(model)
+    train(model, optimizer)
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.extend(train(other, sgd(other), steps=30)))
+    thread.start()
+    thread.join()
+    assert seen == [False] * 30
+    assert all(train(model, optimizer))
 
 
 @pytest.mark.usefixtures("enabled")
