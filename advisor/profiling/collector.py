@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -114,6 +115,7 @@ class TraceCollector:
         self._cuda = _cuda_usable(device)
         self._annotator = Annotator(training.models if training is not None else ())
         self._profile: autograd_profiler.profile | None = None
+        self._thread: threading.Thread | None = None  # in which it was started, and alone can be stopped
         self._anchors: list[tuple[int, int]] = []  # (CLOCK_REALTIME, perf_counter) at the mark of `start`, in ns
         self._dram: Any = None
         if self._cuda and session.counters:
@@ -144,7 +146,7 @@ class TraceCollector:
         except Exception as error:
             self.notes.append(f"no trace: the profiler did not start ({type(error).__name__}: {error})")
             return
-        self._profile = profile
+        self._profile, self._thread = profile, threading.current_thread()
         if self._dram is not None:
             try:
                 self._dram.start()
@@ -180,7 +182,11 @@ class TraceCollector:
             self._profile.entered = False  # else it would count as one of the script's
             if not _profiler_enabled() or _script_profiles():
                 self._profile = None
-                self.notes.append("no trace: the script has started a torch profiler of its own meanwhile")
+                moved = threading.current_thread() is not self._thread
+                why = (
+                    "trains in another thread by now" if moved else "has started a torch profiler of its own meanwhile"
+                )
+                self.notes.append(f"no trace: the script {why}")
         if self._profile is None:
             if self._dram is not None:
                 self._dram.close()

@@ -102,9 +102,7 @@ class StepWatcher:
         self.current, self.interval = Interval(), Interval()
         self.in_backward = False
         self.last_root: int = 0  # id of the root module called last, for the sequence of backward passes
-        self._thread: threading.Thread | None = (
-            None  # the training's, known from the first backward or optimizer call on
-        )
+        self._thread: threading.Thread | None = None  # the training's; known from its first call on
         self._others = 0  # calls of other threads since the last of that one
         self.closure_steps = False
         self.usual_backwards = 0  # backward passes of most steps

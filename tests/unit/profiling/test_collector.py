@@ -246,6 +246,32 @@ def test_a_window_may_begin_where_another_has_ended() -> None:
     assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended.stderr[-2000:]
 
 
+ANOTHER_THREAD = """
+import threading, torch
+from advisor.profiling.collector import TraceCollector
+from advisor.profiling.session import Session
+
+def window():
+    return TraceCollector(torch.device("cpu"), Session(mode="profile", run_dir="", script="train.py"))
+
+def run(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+first, second = window(), window()
+run(first.start)
+run(lambda: print(first.stop().notes))
+run(lambda: (second.start(), torch.ones(4).relu(), print("aten::relu" in second.stop().ops.name)))
+"""
+
+
+def test_a_thread_that_ends_with_its_window_open_takes_no_later_one_along() -> None:
+    ended = subprocess.run([sys.executable, "-c", ANOTHER_THREAD], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout == "['no trace: the script trains in another thread by now']\nTrue\n"
+
+
 def test_a_range_that_is_open_where_the_window_ends_has_its_end_there() -> None:
     trace_collector = TraceCollector(CPU, Session(mode="profile", run_dir="", script="train.py"))
     trace_collector.start()
