@@ -120,9 +120,20 @@ def test_a_thread_that_has_trained_nothing_in_earnest_gives_way(where: list[int]
 def test_a_stop_ends_all_threads_that_train(loop: Loop, tmp_path: Path) -> None:
     session = Session(mode="search", run_dir=str(tmp_path), script="x")
     loop.training.on_step.append(lambda step: stop.stop(session, "done") if step.index == 10 else None)
-    for thread in in_threads(10**7, 10**7):
-        thread.join(60)
-        assert not thread.is_alive()
+    other = threading.Thread(target=train, args=(10**7,), daemon=True)
+
+    def first() -> None:
+        try:
+            train(10**7)
+        finally:
+            other.join()  # alive until the other has ended
+
+    threads = [threading.Thread(target=first, daemon=True), other]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:
