@@ -3,7 +3,8 @@
 Only inside the traced window: `torch.nn.Module.__call__` opens a range `advisor:module:<path>|<type>` around each forward,
 and a `TorchFunctionMode` opens `advisor:line:<file>:<line>` around each call from Python into torch. Both are undone
 exactly by `stop`. The step watcher's optimizer hooks open and close `advisor:optimizer:<type>`: the window ends inside torch's own
-range around the step, which torch before 2.13 then does not tell of. A fault in here ends the annotation, never the training.
+range around the step, and where no function mode is there to see that, torch before 2.13 does not tell of it. A fault in here ends the
+annotation, never the training.
 """
 
 from __future__ import annotations

@@ -148,13 +148,13 @@ class StepWatcher:
     # -- what hooks report ------------------------------------------------------------------------------------------
 
     def elsewhere(self) -> bool:
-        """Whether the calling thread is not the one that trains, nor one of autograd's that works for it.
+        """Whether the calling thread does not work for the one that trains.
 
         Raises:
             SystemExit: in another thread, when the script is to end.
         """
         known = self._thread
-        if known is None or known is threading.current_thread() or torch._C._current_graph_task_id() != -1:
+        if known is None or works_for(known):
             self._others = 0
             return False
         self._others += 1
@@ -660,6 +660,11 @@ def _wrap_engine(watcher: StepWatcher, name: str, starts: Any, done: Any) -> Non
         return result
 
     watcher.patches.replace(torch.autograd, name, run)
+
+
+def works_for(thread: threading.Thread) -> bool:
+    """Whether the caller is in this thread, or in a backward pass, which threads of autograd's may run for it."""
+    return thread is threading.current_thread() or torch._C._current_graph_task_id() != -1
 
 
 def living_optimizers() -> list[torch.optim.Optimizer]:

@@ -216,7 +216,7 @@ def _root_refuses(training: Training, root: RootModule) -> str:
         return "DistributedDataParallel waits for its bias's gradient"
     if isinstance(root.module, torch.nn.DataParallel) and len(root.module.device_ids) > 1:
         return "DataParallel runs replicas of it"
-    if sharded(root.module):
+    if sharded(root.module.parameters()):
         return "its parameters are sharded"
     if not (root.args or root.kwargs):
         return "no call of the model was seen"

@@ -113,7 +113,7 @@ def _module_refuses(module: torch.nn.Module) -> str:
         return "DistributedDataParallel sends gradients as they arrive, and these would arrive together"
     if isinstance(module, torch.nn.DataParallel) and len(module.device_ids or ()) > 1:
         return "DataParallel runs replicas of it"
-    if sharded(module):
+    if sharded(module.parameters()):
         return "its parameters are sharded"
     if sum(parameter.dim() > 1 for parameter in module.parameters()) < _FEWEST_WEIGHTS:
         return "it has one weight at most"

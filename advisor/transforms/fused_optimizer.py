@@ -23,6 +23,7 @@ from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.skip import lacks_momentum, skip_step_hooks
 from advisor.transforms.steady_steps import gather_once
+from advisor.transforms.targets import sharded
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 # Operators of each implementation.
@@ -100,8 +101,7 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return "is fused already"
     if any(group.get("differentiable") for group in groups):
         return "is differentiable"
-    sharded = any(type(parameter.data) is not torch.Tensor for parameter in parameters)
-    if sharded and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+    if sharded(parameters) and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         # FSDP2's are DTensors, which know fused Adam alone (seen up to torch 2.13): the script's next step would raise.
         return "has parameters that are no plain tensors (sharded)"
     if not all(parameter.is_floating_point() for parameter in parameters):

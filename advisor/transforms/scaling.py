@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from advisor.profiling.steps import works_for
 from advisor.profiling.training import Training
 from advisor.transforms.base import Undo
 from advisor.transforms.patch import replace_attribute
@@ -55,11 +56,10 @@ class LossScale:
         self._thread = threading.current_thread()
 
     def here(self) -> bool:
-        """Whether it is on, and this is the thread that trains with it or one of autograd's; where that has ended, the next one that asks."""
+        """Whether it is on, and the caller works for the thread that trains with it; where that has ended, for the next one that asks."""
         if not self._thread.is_alive():
             self._thread = threading.current_thread()
-        ours = self._thread is threading.current_thread() or torch._C._current_graph_task_id() != -1
-        return self.active and ours
+        return self.active and works_for(self._thread)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after this optimizer's gradients from now on."""

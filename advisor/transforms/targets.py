@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from advisor.profiling.training import Training
@@ -24,9 +26,9 @@ def data_parallel(module: torch.nn.Module) -> list[torch.nn.parallel.Distributed
     return [m for m in module.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
 
 
-def sharded(module: torch.nn.Module) -> bool:
-    """Whether parameters are no plain tensors: as FSDP2's are, which stand for a share of the weight each."""
-    return any(type(parameter.data) is not torch.Tensor for parameter in module.parameters())
+def sharded(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some of them are no plain tensors: as FSDP2's are, which stand for a share of the weight each."""
+    return any(type(parameter.data) is not torch.Tensor for parameter in parameters)
 
 
 def replicated(training: Training) -> frozenset[int]:

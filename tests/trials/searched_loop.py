@@ -40,6 +40,11 @@ class Net(nn.Module):
         self.conv, self.bn, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8 * 36, 10)
         self.wait_s = wait_s
 
+    @property
+    def step_s(self):
+        """The wait, and 2 ms of work."""
+        return 0.002 + self.wait_s
+
     def forward(self, x):
         return self.fc(F.relu(self.bn(self.conv(x))).flatten(1))
 
@@ -65,12 +70,12 @@ def train(*args, **options):
 
 
 def planted(training):
-    """`step_times` with the net's wait plus 2 ms of work for each clean step, and the net's noise."""
+    """`step_times` with the net's step for each clean one, and its noise."""
     noise = random.Random(0)
 
     def times(boundaries):
         found, net = timing.step_times(boundaries), training.roots[0].module
-        step_us = (0.002 + net.wait_s) * 1e6
+        step_us = net.step_s * 1e6
         return dataclasses.replace(
             found, wall_us=tuple(step_us * (1 + noise.gauss(0, net.noise)) for _ in found.wall_us)
         )
@@ -79,12 +84,12 @@ def planted(training):
 
 
 def planted_clock(net):
-    """A listener that gives each boundary such a time after the last one's. Not for a search, which lays these times over a trace."""
+    """A listener that sets each boundary one of the net's steps after the last. Not for a search, which lays these times over a trace."""
     now = 0
 
     def tell(step):
         nonlocal now
-        now += round((0.002 + net().wait_s) * 1e9)
+        now += round(net().step_s * 1e9)
         step.host_ns = now
 
     return tell

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from advisor.profiling.training import RootModule, Training
 
@@ -177,6 +179,11 @@ def fingerprint(loop: Loop) -> tuple[str, ...]:
     facts += [torch.utils.data.DataLoader.__iter__, torch.utils.data.DataLoader.__init__]
     facts += [torch.backends.cudnn.benchmark, nn.Module._replicate_for_data_parallel]
     return tuple(map(repr, facts))
+
+
+def sharded_net() -> nn.Module:
+    """As FSDP2 has it, over a process group of one."""
+    return fully_shard(ConvNet(), mesh=init_device_mesh("cpu", (1,)))
 
 
 def twins(**options: Any) -> tuple[Loop, Loop]:

@@ -7,10 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import CLASSES, Around, ConvNet, assert_close, check_undo_is_exact, make_loop, twins, values
+from loops import CLASSES, Around, ConvNet, assert_close, check_undo_is_exact, make_loop, sharded_net, twins, values
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from advisor.transforms import conv_bias
 from advisor.transforms.conv_bias import ConvBiasBeforeNorm
@@ -296,7 +294,6 @@ def test_a_bias_whose_gradient_data_parallel_waits_for_stays(wrap: Callable[...,
 
 @pytest.mark.usefixtures("process_group")
 def test_a_sharded_bias_stays() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    match = ConvBiasBeforeNorm().match(make_loop(model=lambda: fully_shard(ConvNet(), mesh=mesh)).training, {})
+    match = ConvBiasBeforeNorm().match(make_loop(model=sharded_net).training, {})
     assert not match.applies
     assert "its parameters are sharded" in match.reason

@@ -6,9 +6,7 @@ import copy
 
 import pytest
 import torch
-from loops import ConvNet, assert_close, assert_equal, check_undo_is_exact, make_loop, twins, values
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from loops import assert_close, assert_equal, check_undo_is_exact, make_loop, sharded_net, twins, values
 
 from advisor.core.profile import KernelRow
 from advisor.transforms.fused_optimizer import FusedOptimizer
@@ -200,8 +198,7 @@ def test_no_change_of_kernels_is_no_effect(profile) -> None:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("optimizer", FUSED)
 def test_sharded_parameters_are_fused_where_torch_can(optimizer) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    loop = make_loop(optimizer=optimizer, model=lambda: fully_shard(ConvNet(), mesh=mesh))
+    loop = make_loop(optimizer=optimizer, model=sharded_net)
     match = FusedOptimizer().match(loop.training, {})
     assert match.applies is (optimizer in (torch.optim.Adam, torch.optim.AdamW)), match.reason
     assert match.applies or "sharded" in match.reason
