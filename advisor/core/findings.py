@@ -65,6 +65,8 @@ class Finding:
     after: tuple[str, ...] = ()  # transforms to be settled before the one it asks for
     conflicts: tuple[str, ...] = ()  # transforms that cannot be kept together with it
     gates: bool = False  # when fired, every measurement of the run is in doubt
+    cause: str = ""  # findings of one cause are one card; the rule's own id where it names none
+    role: str = "cause"  # or "description": of the state that causes bring about, no cause itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,9 @@ missing metric is neither true nor false. Metrics are listed with their units in
 pair of bounds on the share of the step's time that can be saved, computed from the run's own metrics; 0 as lower bound
 says that the change may give nothing, which the trial then finds out. *Semantics* says what a change does to the numbers:
 exact (bit-equal), reassociated (same maths, other order), precision (fewer mantissa bits somewhere), training (another
-recipe: only ever advice). A rule that *gates* puts every measurement of the run in doubt.
+recipe: only ever advice). A rule that *gates* puts every measurement of the run in doubt. Rules of one *cause*, and rules
+that ask for one change, are told as one card, led by the one with the most to gain; a *description* says what a step looks
+like and not why, and stands below every cause.
 
 Write your own: [add a rule](../guides/add-a-rule.md).
 """
@@ -38,6 +40,10 @@ def rule_text(rule: Rule, *, cases: bool = True) -> str:
         facts.append(f"asks for `{rule.transform}`" + (f" ({parameters})" if parameters else ""))
     else:
         facts.append("advice for a person")
+    if rule.cause not in ("", rule.id):
+        facts.append(f"cause `{rule.cause}`")
+    if rule.role == "description":
+        facts.append("a description, no cause")
     if rule.gates:
         facts.append("gates all others")
     lines = [f"### {rule.id}", "", f"**{rule.title}** ({rule.area}; {', '.join(facts)})", ""]

@@ -67,6 +67,8 @@ def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Findi
         after=rule.after,
         conflicts=rule.conflicts,
         gates=rule.gates,
+        cause=rule.cause or rule.id,
+        role=rule.role,
     )
 
 

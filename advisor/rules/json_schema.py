@@ -13,7 +13,7 @@ from typing import Any
 
 from advisor.core.findings import Semantics
 from advisor.rules.conditions import OPERATORS
-from advisor.rules.rule import AREAS, SEVERITIES, STATUSES
+from advisor.rules.rule import AREAS, ROLES, SEVERITIES, STATUSES
 from advisor.rules.schema import OPTIONAL, REQUIRED, SCHEMA
 from advisor.rules.sites import SELECTORS
 
@@ -72,6 +72,12 @@ def schema() -> dict[str, Any]:
         "when": condition,
         "message": {**_TEXT, "description": "{metric} or {metric:pct|time|bytes|rate|count|times}"},
         "rationale": _TEXT,
+        "cause": {
+            "type": "string",
+            "pattern": "^[a-z][a-z0-9]*(-[a-z0-9]+)*$",
+            "description": "findings of one cause are one card; without it the rule's id",
+        },
+        "role": {"enum": list(ROLES), "description": "a description tells what a step looks like, not why"},
         "gain": {
             "type": "object",
             "properties": {"low": _EXPRESSION, "high": _EXPRESSION, "basis": _TEXT},

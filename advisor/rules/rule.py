@@ -31,6 +31,7 @@ AREAS: dict[str, str] = {
     "roofline": "how far the step is from what the machine can do",
 }
 SEVERITIES = ("info", "low", "medium", "high")
+ROLES = ("cause", "description")
 STATUSES = ("experimental", "stable", "deprecated")
 
 
@@ -47,7 +48,8 @@ class Rule:
     """One defect: when it is there, what it costs, what to do.
 
     `requires` names the metrics without which the rule says nothing. `transform` is the id of the transform it asks for,
-    "" when the advice is for a person. A fired rule with `gates` puts every measurement of the run in doubt.
+    "" when the advice is for a person. A fired rule with `gates` puts every measurement of the run in doubt. Fired rules of
+    one `cause` are told as one; a rule whose `role` is "description" tells what a step looks like, not why.
     """
 
     id: str
@@ -70,6 +72,8 @@ class Rule:
     counter_examples: tuple[CounterExample, ...] = ()
     references: tuple[str, ...] = ()
     path: str = ""
+    cause: str = ""  # the rule's own id where the file names none
+    role: str = "cause"
 
     def metrics(self) -> tuple[str, ...]:
         """Every metric that the rule can read."""

@@ -12,7 +12,7 @@ from advisor.core.findings import Semantics
 from advisor.core.metrics import BY_NAME, MetricSpec
 from advisor.rules import estimate, messages, units
 from advisor.rules.conditions import OPERATORS, All, AnyOf, Comparison, Condition, Not, Threshold
-from advisor.rules.rule import AREAS, SEVERITIES, STATUSES, CounterExample, Rule
+from advisor.rules.rule import AREAS, ROLES, SEVERITIES, STATUSES, CounterExample, Rule
 from advisor.rules.sites import SELECTORS
 from advisor.rules.yaml_nodes import Document, Mapping, Mark, Node, RuleError, Scalar, Sequence, read
 
@@ -32,7 +32,8 @@ REQUIRED = (
     "rationale",
 )
 OPTIONAL = (
-    "gain", "transform", "parameters", "after", "conflicts", "gates", "sites", "counter_examples", "references",
+    "cause", "role", "gain", "transform", "parameters", "after", "conflicts", "gates", "sites", "counter_examples",
+    "references",
 )  # fmt: skip
 FIELDS = REQUIRED + OPTIONAL
 _ID = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -316,6 +317,7 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
     identifier = fields.matching("id", _ID, "lower-case words joined by '-'")
     if identifier and identifier != stem:
         fields.fail(fields.mark_of("id"), f"id is {identifier!r} in {stem}.yaml", "the name of the file")
+    cause = fields.matching("cause", _ID, "lower-case words joined by '-'")
     message = fields.text("message")
     for fault in list(messages.faults(message))[:1]:
         fields.fail(
@@ -344,6 +346,7 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
     gain = _gain(fields) if "gain" in fields.values else None
     if transform and "gain" not in fields.values:
         fields.fail(fields.mark_of("transform"), "a transform without a gain", "'gain' with low, high and basis")
+    role = fields.choice("role", ROLES) if "role" in fields.values else ROLES[0]
     selector = fields.choice("sites", SELECTORS) if "sites" in fields.values else ""
     requires = _requires(fields)
     severity, status = fields.choice("severity", SEVERITIES), fields.choice("status", STATUSES)
@@ -358,7 +361,7 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
         semantics=Semantics(semantics), requires=requires, when=condition, message=message,
         rationale=rationale, gain=gain, transform=transform, parameters=parameters, after=after,
         conflicts=conflicts, gates=gates, sites=selector, counter_examples=examples,
-        references=references, path=document.path,
+        references=references, path=document.path, cause=cause or identifier, role=role,
     )  # fmt: skip
     for metric in rule.needed():
         if metric not in requires:

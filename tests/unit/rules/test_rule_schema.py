@@ -12,6 +12,7 @@ from rule_files import RULE, spoiled, write
 
 from advisor.core.errors import AdvisorError
 from advisor.rules import check, load
+from advisor.rules.docs import rule_text
 from advisor.rules.json_schema import schema
 from advisor.transforms.registry import TRANSFORMS
 
@@ -31,6 +32,19 @@ def test_the_sound_rule_is_read(tmp_path):
     assert rule.metrics() == ("idle_data_frac", "workers")
 
 
+def test_a_rule_is_a_cause_of_its_own_unless_it_names_one(tmp_path):
+    (alone,), _ = faults(tmp_path, RULE)
+    assert (alone.cause, alone.role) == ("slow-thing", "cause")
+    (joined,), _ = faults(
+        tmp_path, spoiled(("semantics: exact", "semantics: exact\ncause: loader-bound\nrole: description"))
+    )
+    assert (joined.cause, joined.role) == ("loader-bound", "description")
+    text = rule_text(joined)
+    assert "cause `loader-bound`" in text
+    assert "a description" in text
+    assert "cause `" not in rule_text(alone)
+
+
 # the schema for editors must refuse these too
 STRUCTURAL = [
     ("severity: high", "sevrity: high", "unknown field 'sevrity'.*Did you mean 'severity'", 5),
@@ -44,6 +58,8 @@ STRUCTURAL = [
     ("title: A thing is slow", "title: [a]", "title is a list", 3),
     ("semantics: exact", "semantics: close", "semantics is 'close'", 7),
     ("status: stable", "status: done", "status is 'done'", 6),
+    ("semantics: exact", "semantics: exact\ncause: Host Bound", "cause is 'Host Bound'", 8),
+    ("semantics: exact", "semantics: exact\nrole: descriptoin", "Did you mean 'description'", 8),
     ("rationale: Because it does.\n", "", "no 'rationale'", 1),
     ("requires: [idle_data_frac, workers]", "requires: idle_data_frac", "requires is 'idle_data_frac'", 8),
     ("id: slow-thing", "id: Slow_Thing", "lower-case words", 2),
