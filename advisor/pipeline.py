@@ -42,7 +42,7 @@ FORWARD_LOST = 1  # the first round of model calls only shows what a round is
 USUAL_TIME_S = 600.0  # of a search; a shorter one profiles slow steps for as much less
 
 
-# What a search cannot undo, said before it starts (trials/files says why).
+# What a search cannot undo, said before it starts (advisor/userfiles says why).
 NOT_PUT_BACK = (
     "what native libraries (ITK, Arrow) write, what programs write under names that their command line does not have, "
     "permissions and times that the script sets, and what is sent elsewhere (uploads, databases)"
@@ -235,7 +235,7 @@ def _profile(
     from advisor.profiling.records import SAMPLES_FILE
     from advisor.profiling.sampler import Sampler
     from advisor.profiling.session import Session
-    from advisor.trials.files import owners
+    from advisor.userfiles import owners
 
     say("measuring this machine (once)")
     machine = environment.probe()
@@ -646,7 +646,7 @@ def _chosen(
 
 def _restored(run_dir: Path, say: Say) -> bool:
     """Put the script's files back where they were; whether all are."""
-    from advisor.trials.files import restore
+    from advisor.userfiles import restore
 
     problems = restore.restore(run_dir)
     for problem in problems:
@@ -656,7 +656,7 @@ def _restored(run_dir: Path, say: Say) -> bool:
 
 def _recover(say: Say) -> None:
     """Put back what a killed search had set aside."""
-    from advisor.trials.files import restore
+    from advisor.userfiles import restore
 
     found = restore.restore_pending(Path(RUNS_DIR))
     for path in found.restored:
@@ -679,7 +679,7 @@ def recover(run_dir: Path | None, say: Say) -> bool:
     Raises:
         AdvisorError: when nothing was set aside in `run_dir`, or its search still runs.
     """
-    from advisor.trials.files import restore
+    from advisor.userfiles import restore
 
     found = (
         restore.restore_pending(Path(RUNS_DIR))
@@ -733,7 +733,7 @@ def attach(session: Session) -> None:
         AdvisorError: for a mode that does not exist.
     """
     if session.protect_files:
-        from advisor.trials.files.protect import protect
+        from advisor.userfiles.protect import protect
 
         protect(session.protecting)
     if session.mode == "profile" and session.kept:

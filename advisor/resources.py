@@ -1,4 +1,4 @@
-"""The one place that knows where kernels/ and rules/ are: beside `advisor/` in a checkout, inside it in a wheel."""
+"""Where folders that are no modules are: kernels/ and rules/ beside `advisor/` in a checkout, inside it in a wheel; the bootstrap."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 _ENTRY = re.compile(r'extern "C" (?:CLUSTERED )?__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 _PACKAGE = Path(__file__).resolve().parent
+# What Python loads first in the script: `sitecustomize`, by PYTHONPATH.
+BOOTSTRAP = _PACKAGE / "profiling" / "bootstrap"
 
 
 def _folder(name: str) -> Path:

@@ -17,13 +17,13 @@ from typing import Any
 
 from advisor.core import storage
 from advisor.core.profile import MemoryStats
+from advisor.core.stderr import say
 from advisor.core.trace import Trace
 from advisor.profiling import ranks
 from advisor.profiling.compiles import compiled_graphs
 from advisor.profiling.discover import LOOK_STEPS, Discovery
 from advisor.profiling.facts import input_stats, model_facts
 from advisor.profiling.memory import MemoryProbe
-from advisor.profiling.patches import say
 from advisor.profiling.records import (
     FACTS_FILE,
     MAX_LOSSES,

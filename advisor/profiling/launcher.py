@@ -30,12 +30,10 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
 from advisor.profiling.session import LEAVING, SESSION_VARIABLE, Session, disabled
+from advisor.resources import BOOTSTRAP
+from advisor.userfiles.protect import FILES_VARIABLE, SUPERVISOR_VARIABLE
 
-BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
-SUPERVISOR_VARIABLE = "ADVISOR_SUPERVISOR"  # the pid whose direct child is the script; "0": any descendant may be it
 ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: what it starts is left alone
-# The run folder in which every Python process below, from its first line on, sets aside what it is about to change.
-FILES_VARIABLE = "ADVISOR_FILES"
 POLL_S = 0.1
 LEAVING_S = 15.0  # for the exit handlers of native libraries, once Python's have run in a script that was stopped
 GRACE_S = 5.0  # between asking a process tree to end and ending it

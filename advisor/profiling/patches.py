@@ -7,21 +7,13 @@ and what advisor does around it is guarded, so that a fault in advisor costs the
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+from advisor.core.stderr import say
+
 _MISSING = object()
-
-
-def say(text: str) -> None:
-    """One line to stderr. Never raises: the script may have closed the stream."""
-    try:
-        sys.stderr.write(f"[advisor] {text}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        pass
 
 
 _all: WeakSet[Patches] = WeakSet()

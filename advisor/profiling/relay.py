@@ -3,7 +3,7 @@
 A process imports torch, and what every training of torch imports, before it has done anything of its own: 3 to 6 s, about half of what it
 takes to its first timed step, and a search starts some twenty. Started ahead of its orders it does that in the meantime and waits
 behind it for its turn (bootstrap/sitecustomize.py). What the script does before it imports torch is done ahead as well; where that is more
-than reading, the process ends before it does it, and the search starts its processes one by one (trials/files/guard.py). While a short
+than reading, the process ends before it does it, and the search starts its processes one by one (userfiles/guard.py). While a short
 process times its steps nothing is imported beside it.
 """
 
@@ -19,7 +19,8 @@ from typing import Any
 from advisor.profiling import hostload
 from advisor.profiling.launcher import Exit, ScriptCommand, child_environment, end_tree, launch
 from advisor.profiling.records import SESSION_FILE
-from advisor.profiling.session import STANDBY_VARIABLE, TIMING_FILE, UNFIT, Session, disabled
+from advisor.profiling.session import STANDBY_VARIABLE, TIMING_FILE, Session, disabled
+from advisor.userfiles.guard import UNFIT
 
 # What is imported ahead of orders. An optimizer's first call imports dynamo, half of all that is, in any case.
 AHEAD = ("torch._dynamo", "advisor.pipeline")

@@ -21,7 +21,6 @@ SESSION_VARIABLE = "ADVISOR_SESSION"
 DISABLE_VARIABLE = "ADVISOR_DISABLE"
 STANDBY_VARIABLE = "ADVISOR_STANDBY"  # a handle that orders come on, and after commas what to import ahead of them
 TIMING_FILE = "timing"  # in the run folder while steps are timed: a process that waits for orders does nothing then
-UNFIT = 75  # exit status of a process that would have changed something ahead of its orders (EX_TEMPFAIL of sysexits.h)
 LEAVING = "leaving"  # the event of a script that was stopped and has run its clean-up
 
 

@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.stderr import say
 from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Family
 from advisor.ops.sites import native
-from advisor.profiling.patches import say
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo

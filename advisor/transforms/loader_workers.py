@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.stderr import say
 from advisor.core.verdict import Check
-from advisor.profiling.patches import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.loader import is_stream, probe

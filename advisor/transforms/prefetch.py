@@ -25,9 +25,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.stderr import say
 from advisor.core.verdict import Check
 from advisor.profiling import heap
-from advisor.profiling.patches import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.images import NormalisedImages

@@ -17,8 +17,9 @@ import torch
 
 from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
+from advisor.core.stderr import say
 from advisor.profiling.attach import Attached, attach_training
-from advisor.profiling.patches import Patches, say
+from advisor.profiling.patches import Patches
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher, after_optimizer_steps
 from advisor.profiling.training import StepEvent, Training

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from advisor.core.errors import ExitCode
 from advisor.core.verdict import Round, TrialLog
 from advisor.trials import planner, records, spent
-from advisor.trials.files import restore
 from advisor.trials.proof import Proof
 from advisor.trials.script import Script
 from advisor.trials.statistics import INCONCLUSIVE, KEPT
+from advisor.userfiles import restore
 
 
 def log(

@@ -22,12 +22,12 @@ from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
 from advisor.trials import budget, outcome, planfile, planner, records
-from advisor.trials.files import owners
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.proof import Proof
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
 from advisor.trials.statistics import INCONCLUSIVE, KEPT
+from advisor.userfiles import owners
 
 
 def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Plan:

@@ -16,7 +16,7 @@ from advisor.profiling import bytecode
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
 from advisor.trials import records, spent
-from advisor.trials.files import restore, trackers
+from advisor.userfiles import restore, trackers
 
 _HUNG = "a process of the script had done all it was to do, hung in native exit handlers, and was ended"
 Say = Callable[[str], None]

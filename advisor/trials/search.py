@@ -23,7 +23,6 @@ from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
 from advisor.trials import outcome, planfile, planner, records
 from advisor.trials.budget import CHEAP_SHARE, Budget
-from advisor.trials.files import owners
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.proof import Proof
@@ -31,6 +30,7 @@ from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
 from advisor.trials.statistics import KEPT
+from advisor.userfiles import owners
 
 
 def apply_search(

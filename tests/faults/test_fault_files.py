@@ -22,7 +22,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.verdict import TrialLog
 from advisor.profiling.sampler import Sampler
-from advisor.trials.files.restore import restore_pending
+from advisor.userfiles.restore import restore_pending
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 50  # of each kind: a hundred in all
@@ -48,7 +48,7 @@ while True:
 DESTROYING = """
 import os, shutil, sys
 from pathlib import Path
-from advisor.trials.files.protect import protect
+from advisor.userfiles.protect import protect
 protect(Path(sys.argv[1]))
 print("begun", flush=True)
 for number in range(10**9):

@@ -20,6 +20,7 @@ from advisor.profiling import launcher
 from advisor.profiling.launcher import Exit, ScriptCommand, launch
 from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
 from advisor.profiling.session import Session
+from advisor.resources import BOOTSTRAP
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -620,7 +621,7 @@ def test_what_python_runs(words: list[str], started: tuple[str, str], monkeypatc
     # Nothing is wanted of the bootstrap here, and so it can be run.
     monkeypatch.delenv("ADVISOR_SESSION", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    bootstrap = runpy.run_path(str(launcher.BOOTSTRAP / "sitecustomize.py"))
+    bootstrap = runpy.run_path(str(BOOTSTRAP / "sitecustomize.py"))
     assert bootstrap["_started"](["python", *words]) == started
 
 

@@ -111,7 +111,7 @@ def check_installed(scripts: Path, cwd: Path, *, origin: Path) -> None:
     pytest_run = (scripts / "python", "-m", "pytest", "-p", "no:cacheprovider", "--markers")
     assert "@pytest.mark.perf(max_step_ms" in run(*pytest_run, cwd=cwd)
     assert "@pytest.mark.perf(" not in run(*pytest_run, "-p", "no:advisor", cwd=cwd)
-    session = "from advisor.profiling.launcher import BOOTSTRAP; print((BOOTSTRAP / 'sitecustomize.py').is_file())"
+    session = "from advisor.resources import BOOTSTRAP; print((BOOTSTRAP / 'sitecustomize.py').is_file())"
     assert run(scripts / "python", "-c", session, cwd=cwd).strip() == "True"
 
 

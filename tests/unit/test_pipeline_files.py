@@ -11,7 +11,7 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.trials.files import restore
+from advisor.userfiles import restore
 
 
 @pytest.mark.parametrize("protect_files", [True, False])

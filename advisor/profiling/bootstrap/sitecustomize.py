@@ -251,7 +251,7 @@ def _guard_files() -> None:
     from importlib import import_module
     from pathlib import Path
 
-    _guard = import_module("advisor.trials.files.guard").Guard.of(Path(folder))
+    _guard = import_module("advisor.userfiles.guard").Guard.of(Path(folder))
     _guard.waits = bool(_standby)
 
 

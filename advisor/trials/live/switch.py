@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from advisor.profiling.patches import say
+from advisor.core.stderr import say
 from advisor.profiling.training import Training
 from advisor.transforms.base import Transform
 from advisor.trials.kept import Standing

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.profiling.launcher import BOOTSTRAP, BrokenScript, ScriptCommand, _Progress, child_environment
+from advisor.profiling.launcher import BrokenScript, ScriptCommand, _Progress, child_environment
 from advisor.profiling.session import Session
+from advisor.resources import BOOTSTRAP
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay, Standby
-from advisor.profiling.session import TIMING_FILE, UNFIT, Session
-from advisor.trials.files import journal
-from advisor.trials.files.restore import restore
+from advisor.profiling.session import TIMING_FILE, Session
+from advisor.userfiles import journal
+from advisor.userfiles.guard import UNFIT
+from advisor.userfiles.restore import restore
 
 SCRIPT = """
 import os

@@ -14,8 +14,8 @@ from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.trials import budget, fresh, planfile, planner, processes, records, search, spent
-from advisor.trials.files import restore
-from advisor.trials.files.guard import Guard
+from advisor.userfiles import restore
+from advisor.userfiles.guard import Guard
 
 
 def candidate(name, **more):

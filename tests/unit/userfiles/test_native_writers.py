@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.trials.files import native_writers
+from advisor.userfiles import native_writers
 
 ROOT = Path(native_writers.__file__).parents[3]
 # By the C library: no audit event tells of it.
@@ -97,7 +97,7 @@ def test_what_they_overwrite_and_make_is_put_back(packages, tmp_path) -> None:
 import os, sys
 from pathlib import Path
 sys.path[:0] = [{str(ROOT)!r}, {str(packages)!r}]
-from advisor.trials.files.protect import protect
+from advisor.userfiles.protect import protect
 guard = protect(Path({str(run_dir)!r}))
 os.chdir({str(work)!r})
 import cv2, h5py, safetensors
@@ -109,7 +109,7 @@ assert Path("scan.h5").read_text() == "the user's scan.h5theirs"
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert (work / "val.png").read_text() == "theirs"
-    restore = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom advisor.trials.files.restore import restore\nfrom pathlib import Path\n"
+    restore = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom advisor.userfiles.restore import restore\nfrom pathlib import Path\n"
     subprocess.run([sys.executable, "-c", f"{restore}restore(Path({str(run_dir)!r}))"], check=True, timeout=60)
     assert {path.name: path.read_text() for path in work.iterdir()} == {
         name: f"the user's {name}" for name in ("model.safetensors", "val.png", "scan.h5")

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.profiling.launcher import BOOTSTRAP, FILES_VARIABLE
-from advisor.trials.files import journal, owners, restore, trackers
+from advisor.resources import BOOTSTRAP
+from advisor.userfiles import journal, owners, restore, trackers
+from advisor.userfiles.protect import FILES_VARIABLE
 
-ROOT = Path(journal.__file__).parents[3]
+ROOT = Path(journal.__file__).parents[2]
 
 
 def tree(folder):
@@ -62,7 +63,7 @@ def run(work, body, *, check=True):
 import os, sys, shutil, json, signal
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials.files.protect import protect
+from advisor.userfiles.protect import protect
 guard = protect(Path({str(run_dir)!r}))
 GUARDED = {{"PYTHONPATH": {str(BOOTSTRAP)!r}, "ADVISOR_FILES": {str(run_dir)!r}}}
 os.chdir({str(work)!r})
@@ -434,7 +435,7 @@ def test_two_searches_do_not_take_each_others_files_for_the_users(work, other):
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials.files.guard import Guard
+from advisor.userfiles.guard import Guard
 Guard.of(Path({str(second)!r}))
 open("log.csv", "a").write("of the second")
 open("out/best.pt", "w").write("of the second")
@@ -484,7 +485,7 @@ def test_a_script_that_outlives_its_advisor_ends_or_at_least_holds_its_files(wor
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials.files.protect import protect
+from advisor.userfiles.protect import protect
 protect(Path({str(run_dir)!r}))
 open("log.csv", "a").write("x")
 print(os.getpid(), flush=True)
@@ -494,7 +495,7 @@ time.sleep(120)
 import os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials.files.owners import hold
+from advisor.userfiles.owners import hold
 hold(Path({str(run_dir)!r}))
 environment = {{**os.environ, "ADVISOR_SUPERVISOR": str(os.getpid())}}
 subprocess.run([sys.executable, "-c", {child!r}], env=environment)
@@ -515,7 +516,7 @@ subprocess.run([sys.executable, "-c", {child!r}], env=environment)
 
 def test_more_than_there_is_room_for_is_told_and_the_program_runs(work):
     (work / "big.bin").write_bytes(b"x" * 4096)
-    code = 'sys.modules["advisor.trials.files.guard"]._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
+    code = 'sys.modules["advisor.userfiles.guard"]._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
     run_dir, result = run(work, code)
     assert "big.bin" in result.stderr
     assert "for want of room" in result.stderr
@@ -699,7 +700,7 @@ def test_ctrl_c_while_files_are_put_back_waits_until_they_are(work):
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from advisor.trials.files.restore import restore
+from advisor.userfiles.restore import restore
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins without
 replace = os.replace
 def interrupted(*places):

@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from advisor.core import locks
-from advisor.profiling.patches import say
-from advisor.profiling.session import UNFIT
-from advisor.trials.files import journal, owners, programs
-from advisor.trials.files.journal import KEPT, SEEN
+from advisor.core.stderr import say
+from advisor.userfiles import journal, owners, programs
+from advisor.userfiles.journal import KEPT, SEEN
 
+UNFIT = 75  # exit status of a process that would have changed something ahead of its orders (EX_TEMPFAIL of sysexits.h)
 # What programs name is set aside up to this much in all: beyond it they may be reading a data set.
 _PROGRAM_BYTES = 1 << 30
 # An open with one of these changes what is there, or makes it: without O_WRONLY too.

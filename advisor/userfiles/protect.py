@@ -8,10 +8,13 @@ import os
 import signal
 from pathlib import Path
 
-from advisor.profiling.launcher import SUPERVISOR_VARIABLE
-from advisor.trials.files import native_writers, trackers
-from advisor.trials.files.guard import Guard
+from advisor.userfiles import native_writers, trackers
+from advisor.userfiles.guard import Guard
 
+# In the environment of the script and of what it starts:
+SUPERVISOR_VARIABLE = "ADVISOR_SUPERVISOR"  # the pid whose direct child is the script; "0": any descendant may be it
+# The run folder in which every Python process below, from its first line on, sets aside what it is about to change.
+FILES_VARIABLE = "ADVISOR_FILES"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

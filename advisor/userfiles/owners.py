@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from advisor.core.cache import cache_dir
-from advisor.trials.files import journal
+from advisor.userfiles import journal
 
 OWNERS, TOKEN = "owners", "token"
 _FORGOTTEN_S = 90 * 24 * 3600.0  # a search that nobody has asked about for a quarter of a year

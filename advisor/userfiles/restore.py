@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from advisor.core.errors import AdvisorError
-from advisor.trials.files import journal, owners
-from advisor.trials.files.journal import DIVERTED, JOURNAL, KEPT, RESTORED, Entry
+from advisor.userfiles import journal, owners
+from advisor.userfiles.journal import DIVERTED, JOURNAL, KEPT, RESTORED, Entry
 
 
 def restore(run_dir: Path) -> tuple[str, ...]:

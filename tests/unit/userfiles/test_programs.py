@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from advisor.profiling.launcher import BOOTSTRAP
-from advisor.trials.files import programs
+from advisor.resources import BOOTSTRAP
+from advisor.userfiles import programs
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
-from advisor.profiling.launcher import BOOTSTRAP
+from advisor.resources import BOOTSTRAP
 
 # Programs that change whole folders named to them; others (`du`, `ls`, `git -C`) are taken to read them.
 _CHANGE_FOLDERS = frozenset({"rm", "rmdir", "mv", "cp", "rsync", "find", "shred", "sed"})

@@ -9,8 +9,8 @@ from types import FunctionType, SimpleNamespace
 
 import pytest
 
-from advisor.trials.files import protect
-from advisor.trials.files.guard import Guard
+from advisor.userfiles import protect
+from advisor.userfiles.guard import Guard
 
 
 def test_native_writers_are_guarded_before_anything_of_ours_can_fail(
