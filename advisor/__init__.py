@@ -20,3 +20,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(pipeline, name)
     raise AttributeError(f"module 'advisor' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What the package offers, whether or not it has been loaded yet."""
+    return sorted(__all__)

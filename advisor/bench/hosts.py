@@ -65,7 +65,7 @@ class HostRow:
     date: str
 
 
-def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> int:
+def run(*, pattern: str, out: Path | None, say: Callable[[str], None]) -> int:
     """Measure each network whose name holds `pattern`; print a line each, and write after each.
 
     Raises:
@@ -82,7 +82,7 @@ def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> i
         raise AdvisorError(
             f"the networks are torchvision's, which does not import: {first_line(error)}", fix="pip install torchvision"
         ) from None
-    target = json_out or results.folder() / FILE
+    target = out or results.folder() / FILE
     rows = {row["name"]: row for row in results.on_file(target)}
     for number, name in enumerate(chosen):
         say(f"{name}: {number + 1} of {counted(len(chosen), 'network')}")

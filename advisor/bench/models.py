@@ -118,7 +118,7 @@ def has_changed(row: Mapping[str, Any]) -> bool:
 def run(
     *,
     pattern: str,
-    json_out: Path | None,
+    out: Path | None,
     baselines: tuple[str, ...],
     changed: bool = False,
     max_time_s: float,
@@ -146,7 +146,7 @@ def run(
     chosen = {name: words for name, words in SCRIPTS.items() if pattern in name}
     if not chosen:
         raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(SCRIPTS))
-    target = (json_out or results.folder() / "models.json").resolve()
+    target = (out or results.folder() / "models.json").resolve()
     rows = {row["name"]: row for row in results.on_file(target)}
     known: dict[str, ModelRow] = {}
     if changed:

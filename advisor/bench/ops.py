@@ -208,7 +208,7 @@ class Ceilings:
 def run(
     *,
     pattern: str,
-    json_out: Path | None,
+    out: Path | None,
     baselines: tuple[str, ...],
     changed: bool,
     short_only: bool,
@@ -236,7 +236,7 @@ def run(
         usable, reason = hardware.preflight()
         if not usable:
             raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    path = json_out or results.folder() / "ops.json"
+    path = out or results.folder() / "ops.json"
     rows = results.on_file(path)
     stale = outdated(cases, rows, baselines if changed else ("eager",)) if changed or host_only else cases
     if short_only:

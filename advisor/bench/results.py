@@ -25,7 +25,7 @@ def folder() -> Path:
 
     docs = kernels_dir().parent / "docs" / "benchmarks"
     if not docs.is_dir():
-        raise AdvisorError("this installation has no docs/benchmarks", fix="Name a file with --json.")
+        raise AdvisorError("this installation has no docs/benchmarks", fix="Name a file with --out.")
     return docs / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
@@ -40,7 +40,7 @@ def on_file(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     except (ValueError, KeyError, TypeError):
-        raise AdvisorError(f"{path} holds no benchmark results", fix="Name another file with --json.") from None
+        raise AdvisorError(f"{path} holds no benchmark results", fix="Name another file with --out.") from None
     return rows
 
 

@@ -109,7 +109,7 @@ class Setting:
         return inside
 
 
-def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> int:
+def run(*, pattern: str, out: Path | None, say: Callable[[str], None]) -> int:
     """Try every combination on the cases that `pattern` chooses; print the fastest of each case; write all, case by case.
 
     Raises:
@@ -127,8 +127,8 @@ def run(*, pattern: str, json_out: Path | None, say: Callable[[str], None]) -> i
         trials = tune(family, case)
         print(f"{family.id} {case.label}", *(trial.line() for trial in trials[:SHOWN]), sep="\n", flush=True)
         done += trials
-        if json_out is not None:
-            results.write(json_out, "tuning", [asdict(trial) for trial in done])
+        if out is not None:
+            results.write(out, "tuning", [asdict(trial) for trial in done])
     return ExitCode.OK
 
 

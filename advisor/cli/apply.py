@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from advisor.cli import ask, output
+from advisor.cli.help import Command
 from advisor.cli.parameters import (
     SCRIPT_CONTEXT,
     Duration,
@@ -22,7 +23,7 @@ from advisor.cli.parameters import (
 from advisor.cli.progress import Progress
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
 @click.option("--auto", is_flag=True, help="Try every change without asking; keep what is proved.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried, in order; try nothing.")
 @click.option("--only", multiple=True, metavar="ID", help="Try only this transform (repeatable).")
@@ -32,9 +33,10 @@ from advisor.cli.progress import Progress
 @click.option(
     "--max-pairs",
     type=click.IntRange(min=3, max=20),
+    metavar="N",
     default=20,
-    show_default=True,
-    help="Compare at most so many pairs; fewer are sooner done and prove only large gains.",
+    show_default="20",
+    help="Compare at most so many pairs, 3 to 20; fewer are sooner done and prove only large gains.",
 )
 @click.option(
     "--plan",
@@ -82,10 +84,10 @@ def apply(
     \b
     Examples:
       advisor apply --auto train.py --lr 0.1
-      advisor apply --auto                      the script that was profiled last
+      advisor apply --auto              the script that was profiled last
       advisor apply --dry-run train.py
       advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
-      advisor apply --plan last                 the newest plan here, with its own script
+      advisor apply --plan last         the newest plan here, with its own script
       advisor apply --plan plan.yaml -- torchrun --nproc-per-node 4 train.py
     """
     if plan is not None:

@@ -7,18 +7,20 @@ from pathlib import Path
 import click
 
 from advisor.cli import output
+from advisor.cli.help import Command
 from advisor.cli.parameters import Duration, Part
 from advisor.cli.progress import Progress
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--filter", "pattern", default="", metavar="TEXT", help="Only the rows whose name holds TEXT.")
 @click.option(
-    "--json",
-    "json_out",
+    "-o",
+    "--out",
+    "out",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the results to FILE.",
+    help="Write the results, JSON, to FILE and not to docs/benchmarks.",
 )
 @click.option(
     "--baseline",
@@ -78,7 +80,7 @@ def bench(
     what: str,
     *,
     pattern: str,
-    json_out: Path | None,
+    out: Path | None,
     baselines: str,
     changed: bool,
     short_only: bool,
@@ -103,10 +105,10 @@ def bench(
       advisor bench ops --short --changed --counters
       advisor bench ops --host-only
       CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
-      advisor bench models --filter resnet50 --max-time 4m --json models.json
+      advisor bench models --filter resnet50 --max-time 4m -o models.json
       advisor bench models --changed
       advisor bench hosts --filter resnet
-      advisor bench tune --filter "batchnorm_act bn+relu bfloat16" --json tuning.json
+      advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
     """
     from advisor.bench import hosts, models, ops, tune
 
@@ -116,18 +118,18 @@ def bench(
             raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
     if host_only and (changed or counters):
         raise click.UsageError("--host-only leaves all else of a row: it goes with neither --changed nor --counters")
-    if json_out is not None:
-        output.writable(json_out)  # said now and not after an hour
+    if out is not None:
+        output.writable(out)  # said now and not after an hour
     with Progress(live=True) as say:
         if what == "tune":
-            return int(tune.run(pattern=pattern, json_out=json_out, say=say))
+            return int(tune.run(pattern=pattern, out=out, say=say))
         if what == "hosts":
-            return int(hosts.run(pattern=pattern, json_out=json_out, say=say))
+            return int(hosts.run(pattern=pattern, out=out, say=say))
         if what == "ops":
             return int(
                 ops.run(
                     pattern=pattern,
-                    json_out=json_out,
+                    out=out,
                     baselines=names,
                     changed=changed,
                     short_only=short_only,
@@ -140,7 +142,7 @@ def bench(
         return int(
             models.run(
                 pattern=pattern,
-                json_out=json_out,
+                out=out,
                 baselines=names,
                 changed=changed,
                 max_time_s=max_time,

@@ -7,12 +7,13 @@ import sys
 import click
 
 from advisor.cli import output
+from advisor.cli.help import Command
 from advisor.cli.parameters import Percent, format_option
 from advisor.core.errors import ExitCode
 from advisor.core.storage import to_plain
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--fail-on-regression",
     "tolerance",

@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from advisor.cli import output
+from advisor.cli.help import Command
+from advisor.cli.parameters import format_option
 from advisor.core.errors import AdvisorError
 from advisor.core.storage import to_plain
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.command(cls=Command)
 @click.option("--measure", is_flag=True, help="Measure this machine's rates anew, even where they are known.")
 @click.option(
     "--recover",
@@ -22,7 +23,8 @@ from advisor.core.storage import to_plain
     flag_value="",
     help="Put back the files that interrupted searches had set aside: in this run folder, or in all of advisor-runs/ here.",
 )
-def doctor(*, as_json: bool, measure: bool, recover: str | None) -> None:
+@format_option("text", "json")
+def doctor(*, measure: bool, recover: str | None, form: str) -> None:
     """Say what can be measured on this machine, what cannot and why, and how to get the rest.
 
     It also tells how well predicted gains have held in the trials made here; ADVISOR_LEDGER names another file for these.
@@ -48,7 +50,7 @@ def doctor(*, as_json: bool, measure: bool, recover: str | None) -> None:
     checks.append(
         to_plain(examination.Check(name="Predictions", status=examination.Status.OK, found=ledger.told_here()))
     )
-    if as_json:
+    if form == "json":
         output.say(output.json_text(checks), sys.stdout)
     else:
         output.say(checks_text(checks, output.width(), output.color(sys.stdout)), sys.stdout)

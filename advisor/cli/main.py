@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from advisor import __version__
+from advisor.cli.help import Group
 from advisor.core.errors import AdvisorError, ExitCode
 
 # name → (module under advisor.cli, attribute, one line of help). The line stands here so that `--help` imports no command.
@@ -23,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
-    "rules": ("rules_commands", "rules", "List, show, test and lint the rules."),
+    "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list what they may ask."),
     "kernels": ("kernels", "kernels", "List the bundled CUDA kernels, or check them on this GPU."),
     "bench": ("bench", "bench", "Measure the bundled kernels, or whole models, on this machine."),
     "doctor": ("doctor", "doctor", "Say what can be measured here, and how to get the rest."),
@@ -32,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 
 
-class AdvisorGroup(click.Group):
+class AdvisorGroup(Group):
     """Imports a command when it is called, and turns every failure into one line on stderr and the right exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -112,7 +113,7 @@ def _fail(line: str, code: int) -> int:
     cls=AdvisorGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
-Exit codes; `profile`, `run` and a failing script's `apply` end with the script's own:
+Exit codes; `profile`, `run` and a failing script's `apply` end with its own:
   0  done
   1  findings at --fail-on, or a regression
   2  wrong usage or bad input
@@ -125,9 +126,9 @@ def cli() -> None:
     """Make the CNN training you already have run as fast as your GPU allows, and prove it.
 
     \b
-    advisor profile train.py --lr 0.1        look: where the time goes, what would help, how much
-    advisor apply --auto train.py --lr 0.1   do it: try each change live, keep what is proved
-    advisor run train.py --lr 0.1            use it: train with the proved plan
+    advisor profile train.py --lr 0.1       look: where the time goes, what helps
+    advisor apply --auto train.py --lr 0.1  do it: try changes, keep what helps
+    advisor run train.py --lr 0.1           use it: train with the proved plan
 
     The script is not edited. What it prints on stdout stays its own; advisor speaks on stderr.
     Set ADVISOR_DISABLE=1 to switch advisor off altogether.

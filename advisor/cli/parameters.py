@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,10 +117,45 @@ def rules_option(function: F) -> F:
 
 
 def format_option(*formats: str) -> Callable[[F], F]:
-    """`--format`, of which the first in `formats` is the default."""
-    return click.option(
-        "--format", "form", type=click.Choice(formats), default=formats[0], show_default=True, help="How to show it."
-    )
+    """`--format`, of which the first in `formats` is the default, and `--json`, which is `--format json`."""
+
+    def add(function: F) -> F:
+        function = click.option(
+            "--json",
+            "as_json",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_note,
+            help="As --format json.",
+        )(function)
+        return click.option(
+            "--format",
+            "form",
+            type=click.Choice(formats),
+            default=formats[0],
+            show_default=True,
+            callback=_form,
+            help="How to show it.",
+        )(function)
+
+    return add
+
+
+_AS_JSON = "advisor.as_json"  # whether `--json` was given, for `--format`, which click asks later
+
+
+def _note(context: click.Context, _: click.Parameter, given: bool) -> None:
+    context.meta[_AS_JSON] = given
+
+
+def _form(context: click.Context, option: click.Parameter, value: str) -> str:
+    if not context.meta.get(_AS_JSON):
+        return value
+    written = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    if written and value != "json":
+        raise click.UsageError(f"--json and --format {value} are two answers to one question", context)
+    return "json"
 
 
 def fail_on_option(function: F) -> F:

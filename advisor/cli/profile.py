@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from advisor.cli import output
+from advisor.cli.help import Command
 from advisor.cli.parameters import (
     MOST_STEPS,
     SCRIPT_CONTEXT,
@@ -26,15 +27,32 @@ if TYPE_CHECKING:
     from advisor.pipeline import ProfileResult
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @click.option(
-    "--warmup", type=click.IntRange(0, MOST_STEPS), default=10, show_default=True, help="Steps to let pass first."
+    "--warmup",
+    type=click.IntRange(0, MOST_STEPS),
+    metavar="N",
+    default=10,
+    show_default="10",
+    help="Steps to let pass first.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1, MOST_STEPS), default=20, show_default=True, help="Steps to time, no profiler on."
+    "--steps",
+    type=click.IntRange(1, MOST_STEPS),
+    metavar="N",
+    default=20,
+    show_default="20",
+    help="Steps to time, no profiler on.",
 )
-@click.option("--detail-steps", type=click.IntRange(1, 50), default=3, show_default=True, help="Steps to trace.")
+@click.option(
+    "--detail-steps",
+    type=click.IntRange(1, 50),
+    metavar="N",
+    default=3,
+    show_default="3",
+    help="Steps to trace, 1 to 50.",
+)
 @click.option(
     "--keep-running", is_flag=True, help="Let the script train to its end; by default it is stopped once measured."
 )

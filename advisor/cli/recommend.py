@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from advisor.cli import output
+from advisor.cli.help import Command
 from advisor.cli.parameters import Override, fail_on_option, format_option, rules_option, run_argument
 from advisor.core.errors import ExitCode
 
 
-@click.command()
+@click.command(cls=Command)
 @rules_option
 @click.option("--select", multiple=True, metavar="RULE", help="Only these rules: ids, areas or globs (repeatable).")
 @click.option("--ignore", multiple=True, metavar="RULE", help="Leave these rules out (repeatable).")
@@ -42,7 +43,8 @@ def recommend(
     Examples:
       advisor recommend last
       advisor recommend advisor-runs/train-20261120-1 --explain
-      advisor recommend last --set launch-bound.idle_launch_frac=0.1 --fail-on high
+      advisor recommend last --set launch-bound.idle_launch_frac=0.1
+      advisor recommend last --fail-on high
     """
     from advisor import pipeline
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import click
 
+from advisor.cli.help import Context
 from advisor.cli.main import cli
 
 _WIDTH = 100
@@ -21,24 +22,28 @@ is out of date.
 """
 
 
-def _commands(command: click.Command, context: click.Context) -> Iterator[click.Context]:
+def commands(command: click.Command, context: click.Context) -> Iterator[click.Context]:
     """This command's context and those of everything below it, in the order of `--help`."""
     yield context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             if (below := command.get_command(context, name)) is not None:
-                yield from _commands(below, _context(below, name, context))
+                yield from commands(below, context_of(below, name, context))
 
 
-def _context(command: click.Command, name: str, parent: click.Context | None = None) -> click.Context:
-    settings = {**command.context_settings, "terminal_width": _WIDTH, "max_content_width": _WIDTH}
-    return click.Context(command, info_name=name, parent=parent, **settings)
+def context_of(
+    command: click.Command, name: str, parent: click.Context | None = None, *, width: int = _WIDTH
+) -> click.Context:
+    """A command as it is called, for help in lines of at most `width` columns; below a parent, of the parent's."""
+    width = parent.terminal_width or width if parent else width
+    settings = {**command.context_settings, "terminal_width": width, "max_content_width": width}
+    return Context(command, info_name=name, parent=parent, **settings)
 
 
 def page() -> str:
     """docs/reference/cli.md as it should be."""
     parts = [_HEADER]
-    for context in _commands(cli, _context(cli, "advisor")):
+    for context in commands(cli, context_of(cli, "advisor")):
         lines = (line.rstrip() for line in context.command.get_help(context).splitlines())
         parts.append(f"## {context.command_path}\n\n```text\n" + "\n".join(lines) + "\n```\n")
     return "\n".join(parts)

@@ -9,18 +9,19 @@ from pathlib import Path
 import click
 
 from advisor.cli import output
+from advisor.cli.help import Command
 from advisor.cli.parameters import format_option, run_argument
 from advisor.core.errors import AdvisorError
 from advisor.core.storage import write_text
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--html",
     "html_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     metavar="FILE",
-    help="Write the HTML report to FILE.",
+    help="Write the HTML report to FILE; - is stdout, as --format html.",
 )
 @click.option("--open", "open_it", is_flag=True, help="Open the HTML report in a browser.")
 @click.option("--explain", is_flag=True, help="With text: every condition of each finding with its value.")
@@ -38,6 +39,10 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
     """
     from advisor import pipeline
 
+    if str(html_file) == "-":
+        html_file, form = None, "html"
+    elif (html_file or open_it) and form not in ("text", "html"):
+        raise click.UsageError(f"a page and {form} at once; ask for one of them", click.get_current_context())
     proof = pipeline.load_proof(run)
     if proof is not None:
         if html_file or open_it or form == "html":

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from advisor.cli.help import Command
 from advisor.cli.parameters import SCRIPT_CONTEXT, known_words_argument, module_option, verbosity_options
 from advisor.cli.progress import Progress
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
 @click.option(
     "--plan",
     type=click.Path(path_type=Path),
@@ -31,8 +32,8 @@ def run(words: tuple[str, ...], *, module: bool, plan: Path, strict: bool, quiet
 
     \b
     Examples:
-      advisor run train.py --lr 0.1             the last proved plan
-      advisor run                               the last proved plan with its own script
+      advisor run train.py --lr 0.1     the last proved plan
+      advisor run                       the last proved plan with its own script
       advisor run --plan plan.yaml train.py --lr 0.1
       advisor run -- torchrun --nproc-per-node 4 train.py
     """

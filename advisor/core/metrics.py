@@ -6,7 +6,7 @@ A metric without a value is missing with a reason; it is never guessed and never
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from advisor.core.provenance import Provenance
 
@@ -22,6 +22,17 @@ class MetricSpec:
     unit: str
     doc: str
     needs: str = ""  # what a machine must offer for it to be known
+    section: str = ""  # what it is about
+    gathered: str = ""  # by what means, in words
+    provenance: tuple[Provenance, ...] = (Provenance.MEASURED,)  # those that a value of it can have
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Holds for the metrics listed behind it: what they are about, and how they are gathered."""
+
+    title: str
+    gathered: str
 
 
 def _n(name: str, unit: str, doc: str, needs: str = "") -> MetricSpec:
@@ -38,8 +49,11 @@ def _f(name: str, doc: str) -> MetricSpec:
 
 _GPU, _GPM, _DRAM = "a CUDA GPU", "NVML GPM (Hopper or newer)", "hardware counters or NVML GPM"
 
-SPECS: tuple[MetricSpec, ...] = (
-    # the machine
+_LISTED: tuple[MetricSpec | _Section, ...] = (
+    _Section(
+        "the machine",
+        "asked of the driver, the libraries and /proc; rates timed once on this machine; clocks, power and temperature sampled every 0.12 s (NVML)",
+    ),
     _f("on_gpu", "the training step ran on a CUDA GPU"),
     _n("arch", "count", "compute capability times ten (90 for sm_90)", _GPU),
     _n("gpu_count", "count", "GPUs visible to the script"),
@@ -57,7 +71,10 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("power_w", "watt", "median board power", _GPU),
     _n("power_frac", "frac", "median board power over its limit", _GPU),
     _n("host_swap_frac", "frac", "swap in use over host memory"),
-    # the step
+    _Section(
+        "the step",
+        "wall clock at step boundaries, on a GPU CUDA events recorded there, with no profiler on; the limit from bytes and flops over measured rates",
+    ),
     _n("step_us", "us", "median step time, no profiler on"),
     _n("step_spread_frac", "frac", "(p90 - p10) / median of step time"),
     _n("steps_measured", "count", "steps that entered the median"),
@@ -70,7 +87,10 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("limit_frac", "frac", "limit_us over step_us: 1 is the limit"),
     _n("coverage_frac", "frac", "kernel launches with a device record in the trace", _GPU),
     _n("traced_overhead_frac", "frac", "how much slower traced steps were"),
-    # where the time goes; shares of the untraced step
+    _Section(
+        "where the time goes",
+        "a short window traced with PyTorch's own tracer (Kineto); gaps in the device's work by what the host did meanwhile",
+    ),
     _n(
         "work_frac", "frac", "share of the step in which work runs: the GPU's, or on a CPU all but waits for the loader"
     ),
@@ -130,7 +150,7 @@ SPECS: tuple[MetricSpec, ...] = (
             ("index", "indexing, gather and scatter"),
         )
     ),
-    # launches
+    _Section("launches", "the traced window: launch calls and the kernels that carry their correlation id"),
     _n("kernels_per_step", "count", "kernels per step"),
     _n("launch_us", "us", "host time in launch calls per step", _GPU),
     _n("mean_kernel_us", "us", "mean kernel duration", _GPU),
@@ -143,7 +163,10 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("kernel_overlap_frac", "frac", "share of device time with two kernels at once", _GPU),
     _n("host_frac", "frac", "host time of the training thread outside waits, over the step"),
     _n("optimizer_host_frac", "frac", "host time in Optimizer.step outside waits, over the traced step", _GPU),
-    # memory traffic and rates
+    _Section(
+        "memory traffic and rates",
+        "hardware counters (CUPTI) or NVML GPM where they may be read; otherwise bytes from shapes, a lower bound; efficiencies against measured rates",
+    ),
     _n("dram_gb_per_step", "bytes", "DRAM bytes per step", _DRAM),
     _n("dram_frac", "frac", "DRAM bandwidth over measured copy bandwidth, whole step", _DRAM),
     _n("dram_excess_ratio", "count", "DRAM bytes over modelled minimum bytes", _DRAM),
@@ -164,7 +187,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("pcie_tx_gbps", "gbps", "PCIe bytes sent per second", _GPU),
     _n("gpu_busy_nvml_frac", "frac", "NVML 'utilization': share of time with any kernel running", _GPU),
     _n("cpu_util_frac", "frac", "CPU time of the script's processes over wall time and cores"),
-    # precision and layout
+    _Section("precision and layout", "dtypes, layouts and kernel names in the traced window; flags of the live script"),
     _n("tensor_core_frac", "frac", "share of conv and gemm time in tensor-core kernels", _GPU),
     _n("tensor_eligible_frac", "frac", "share of device time in conv and gemm"),
     _n("fp32_conv_frac", "frac", "share of device time in fp32 convolutions and products"),
@@ -186,7 +209,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _f("tf32_matmul", "cuBLAS may use TF32"),
     _f("channels_last", "convolution inputs are channels_last"),
     _f("amp_capable_loss", "no operation was seen that autocast refuses"),
-    # convolutions
+    _Section("convolutions", "convolution modules and calls of the live model; times from the traced window"),
     _n("conv_count", "count", "convolutions in a step"),
     _n("conv_bias_bn_count", "count", "convolutions with a bias directly before a batch norm"),
     _n("grouped_conv_share", "frac", "share of convolution modules that are grouped or depthwise"),
@@ -204,7 +227,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _f("fixed_shapes", "input shapes did not change between measured steps"),
     _n("winograd_eligible_frac", "frac", "share of device time in strict-fp32 3x3 stride-1 dense convolutions"),
     _n("fft_eligible_frac", "frac", "share of device time in dense fp32 convolutions with a kernel of 9 or more"),
-    # model graph
+    _Section("model graph", "the live model's modules, and switches of torch read in the script's process"),
     _n("bn_count", "count", "batch-norm modules"),
     _n("bn_act_count", "count", "batch norms directly followed by (an add and) an activation"),
     _n("sync_bn_count", "count", "SyncBatchNorm modules"),
@@ -217,7 +240,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _f("checkpointing", "activation checkpointing re-runs forward work in backward"),
     _n("graph_breaks", "count", "Dynamo graph breaks per compiled frame"),
     _n("recompiles", "count", "Dynamo recompilations after warm-up"),
-    # optimizer
+    _Section("optimizer", "the live optimizer, and its kernels and calls in the traced window"),
     _t("optimizer", "class name of the optimizer with most parameters"),
     _f("optimizer_fused", "fused=True"),
     _f("optimizer_foreach", "multi-tensor implementation in use"),
@@ -226,7 +249,10 @@ SPECS: tuple[MetricSpec, ...] = (
     _f("ema", "a moving average of the weights is kept"),
     _n("accumulation", "count", "backward passes per optimizer step"),
     _n("optimizer_kernels", "count", "optimizer kernels per step"),
-    # input
+    _Section(
+        "input",
+        "the live data loader; time in its next() by wall clock with no profiler on; copies from the traced window",
+    ),
     _t("loader", "class of the data loader, empty if none"),
     _n("loader_frac", "frac", "time in the loader's next() over the step"),
     _n("loader_us", "us", "time in the loader's next() per step"),
@@ -249,7 +275,7 @@ SPECS: tuple[MetricSpec, ...] = (
     ),
     _n("normalise_us", "us", "time that these take one loader worker for a batch, timed on one random image"),
     _n("normalise_frac", "frac", "that time, shared by the workers, over the step"),
-    # synchronisation
+    _Section("synchronisation", "the traced window: calls in which the host waits, with the line that made them"),
     _n("syncs_per_step", "count", "host waits for the device per step", _GPU),
     _n("sync_wait_frac", "frac", "host time waiting for the device over the step", _GPU),
     _n("item_syncs", "count", "`.item()` and other scalar reads per step", _GPU),
@@ -257,16 +283,19 @@ SPECS: tuple[MetricSpec, ...] = (
     _n("explicit_syncs", "count", "torch.cuda.synchronize calls per step", _GPU),
     _n("nonzero_syncs", "count", "data-dependent shapes (nonzero, masks) per step", _GPU),
     _f("launch_blocking", "CUDA_LAUNCH_BLOCKING is set"),
-    # memory
+    _Section("memory", "PyTorch's allocator; on a CPU the process's resident memory"),
     _n("peak_memory_frac", "frac", "peak reserved memory over the device's memory", _GPU),
     _n("peak_allocated_bytes", "bytes", "peak allocated memory"),
     _n("reserved_ratio", "count", "peak reserved over peak allocated", _GPU),
     _n("device_allocs", "count", "cudaMalloc calls per step after warm-up", _GPU),
     _n("allocs_per_step", "count", "allocator requests per step"),
+    _n("parameter_bytes", "bytes", "bytes of parameters"),
+    _n("state_bytes", "bytes", "parameters, gradients and optimizer state"),
+    _n("activation_bytes", "bytes", "peak allocated minus state"),
     _n("memory_growth_bytes", "bytes", "growth of allocated memory per step"),
     _n("alloc_retries", "count", "allocator retries after warm-up (cache flushed to make room)", _GPU),
     _n("empty_cache_calls", "count", "torch.cuda.empty_cache calls per step", _GPU),
-    # many GPUs
+    _Section("many GPUs", "the process group and wrappers of the live script; communication from the traced window"),
     _n("world_size", "count", "processes in the job"),
     _f("data_parallel", "nn.DataParallel is used"),
     _n(
@@ -278,18 +307,53 @@ SPECS: tuple[MetricSpec, ...] = (
     _t("distributed", "ddp, fsdp or empty"),
     _t("dist_backend", "process-group backend"),
     _n("comm_exposed_frac", "frac", "communication not hidden behind kernels, over the step", _GPU),
-    _n("parameter_bytes", "bytes", "bytes of parameters"),
-    _n("state_bytes", "bytes", "parameters, gradients and optimizer state"),
-    _n("activation_bytes", "bytes", "peak allocated minus state"),
     _f("find_unused_parameters", "DDP searches for unused parameters"),
     _f("no_sync", "some backward passes of DDP run inside no_sync()"),
-    # CuPy and custom kernels
+    _Section("CuPy and custom kernels", "kernels in the traced window by the library that launched them"),
     _f("uses_cupy", "the script imports CuPy"),
     _n("cupy_kernel_frac", "frac", "share of device time in CuPy kernels", _GPU),
     _n("custom_kernel_frac", "frac", "share of device time in kernels that belong to no torch operator", _GPU),
     _n("advisor_kernel_frac", "frac", "share of device time in advisor's own kernels", _GPU),
 )
 
+# Computed from shapes, dtypes, class names or rates, where all others are read from a clock, a counter or the script's own state.
+_MODELLED = frozenset(
+    (
+        *(
+            "limit_us",
+            "limit_frac",
+            "half_rate_ratio",
+            "tail_wave_frac",
+            "host_frac",
+            "l2_fit_frac",
+            "dram_excess_ratio",
+        ),
+        *("memory_bound_frac", "weight_cast_frac", "weight_casts", "se_frac", "bn_act_frac", "bias_act_frac"),
+        *("unnormed_elementwise_frac", "written_norm_frac", "bn_act_count", "state_bytes", "activation_bytes"),
+        *(f"{kind}_efficiency" for kind in ("memory_bound", "conv", "conv_worst", "norm", "depthwise", "grouped")),
+        *("pool_efficiency", "upsample_efficiency"),
+    )
+)
+# Modelled where this machine does not let them be measured.
+_MODELLED_ELSE = frozenset(("copy_gbps", "bf16_supported", "dram_gb_per_step", "dram_frac"))
+
+
+def _specs() -> Iterator[MetricSpec]:
+    """The metrics of `_LISTED`, each with what its section and the two sets above say of it."""
+    section = _Section("", "")
+    for entry in _LISTED:
+        if isinstance(entry, _Section):
+            section = entry
+            continue
+        provenance: tuple[Provenance, ...] = (
+            (Provenance.MODELLED,) if entry.name in _MODELLED else (Provenance.MEASURED,)
+        )
+        if entry.name in _MODELLED_ELSE:
+            provenance = (Provenance.MEASURED, Provenance.MODELLED)
+        yield replace(entry, section=section.title, gathered=section.gathered, provenance=provenance)
+
+
+SPECS: tuple[MetricSpec, ...] = tuple(_specs())
 BY_NAME: dict[str, MetricSpec] = {spec.name: spec for spec in SPECS}
 
 

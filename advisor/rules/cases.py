@@ -90,7 +90,10 @@ def _case(document: Document, node: Node, problems: list[RuleError]) -> Case:
             spec = BY_NAME.get(key.text)
             if spec is None:
                 fields.fail(
-                    key.mark, f"unknown metric {key.text!r}", "a name from core.metrics", meant(key.text, BY_NAME)
+                    key.mark,
+                    f"unknown metric {key.text!r}",
+                    "a metric of `advisor rules metrics`",
+                    meant(key.text, BY_NAME),
                 )
                 continue
             number = metric_value(fields, value, spec)

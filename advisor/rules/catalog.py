@@ -51,7 +51,7 @@ def rule_files(folder: Path) -> tuple[Path, ...]:
 def check(
     paths: Iterable[Path], *, transforms: Collection[str] | None = None
 ) -> tuple[tuple[Rule, ...], tuple[RuleError, ...]]:
-    """Every sound rule at the paths, and every fault found; a file given twice is read once.
+    """Every sound rule at the paths, and every fault found, in the order of lines; a file given twice is read once.
 
     Raises:
         AdvisorError: when a path is no readable folder or file.
@@ -74,7 +74,17 @@ def check(
                 continue
             rules[rule.id] = rule
     problems.extend(_cycles(rules.values()))
-    return tuple(sorted(rules.values(), key=lambda rule: (list(AREAS).index(rule.area), rule.id))), tuple(problems)
+    return tuple(sorted(rules.values(), key=lambda rule: (list(AREAS).index(rule.area), rule.id))), in_order(problems)
+
+
+def in_order(problems: Iterable[RuleError]) -> tuple[RuleError, ...]:
+    """Faults file by file, a rule's cases behind the rule, each in the order of lines."""
+
+    def place(problem: RuleError) -> tuple[str, bool, int, int]:
+        rule = problem.path.removesuffix(CASES_SUFFIX)
+        return rule.removesuffix(".yaml"), rule != problem.path, problem.mark.line, problem.mark.column
+
+    return tuple(sorted(problems, key=place))
 
 
 def load(

@@ -20,7 +20,7 @@ _HEADER = """\
 `python -m advisor.rules.docs > docs/reference/rules.md`; a test fails when it is out of date.
 
 A rule is **fired**, **quiet** or **not evaluated**; the last names the metric that is missing and what it needs, for a
-missing metric is neither true nor false. Metrics are listed with their units in `advisor/core/metrics.py`. A *gain* is a
+missing metric is neither true nor false. `advisor rules metrics` lists the metrics with their units. A *gain* is a
 pair of bounds on the share of the step's time that can be saved, computed from the run's own metrics; 0 as lower bound
 says that the change may give nothing, which the trial then finds out. *Semantics* says what a change does to the numbers:
 exact (bit-equal), reassociated (same maths, other order), precision (fewer mantissa bits somewhere), training (another

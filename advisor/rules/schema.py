@@ -152,7 +152,7 @@ def metric_spec(fields: Fields, node: Node) -> MetricSpec | None:
     """The metric that a node names."""
     name = fields.text_in(node, "metric", empty=False)
     if name and name not in BY_NAME:
-        fix = meant(name, BY_NAME) or "docs/reference/rules.md says where the list of metrics is."
+        fix = meant(name, BY_NAME) or "`advisor rules metrics` lists them."
         fields.fail(node.mark, f"unknown metric {name!r}", "a name from core.metrics", fix)
     return BY_NAME.get(name)
 

@@ -32,7 +32,7 @@ CASES = {
     "a folder that is not empty": (("apply", "--auto", "-o", "full", "train.py"), 2, "full is not empty; expected a new folder"),
     "a report where none can be": (("report", "--html", "/proc/x.html", "sound"), 2, "cannot write /proc/x.html"),
     "a folder as report": (("report", "--html", "empty", "sound"), 2, "'empty' is a directory"),
-    "results where none can be": (("bench", "ops", "--json", "/proc/x.json"), 2, "cannot write /proc/x.json"),
+    "results where none can be": (("bench", "ops", "--out", "/proc/x.json"), 2, "cannot write /proc/x.json"),
     # search
     "no script and nothing profiled": (("apply", "--auto"), 2, "no run in advisor-runs/ here. Run `advisor profile train.py` first."),
     "a change of nobody's": (("apply", "--auto", "--only", "warp_drive", "train.py"), 2, "no transform 'warp_drive'; expected one of"),

@@ -8,7 +8,7 @@ import profiles
 import pytest
 
 from advisor.analysis import metrics
-from advisor.core.metrics import SPECS
+from advisor.core.metrics import BY_NAME, SPECS
 from advisor.core.profile import Environment, MemoryStats, ModelFacts, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.profiling import facts
@@ -57,6 +57,21 @@ def sources() -> set[str]:
 
 def test_every_metric_has_a_place_that_sets_it() -> None:
     assert {spec.name for spec in SPECS} - sources() == set()
+
+
+def test_every_metric_says_how_it_is_gathered() -> None:
+    assert [spec.name for spec in SPECS if not (spec.section and spec.gathered and spec.doc)] == []
+
+
+def test_a_value_has_the_provenance_that_its_metric_names() -> None:
+    built = [replace(build(), utilization={}) for build in profiles.ALL.values()]
+    wrong = {
+        (name, metric.provenance.value)
+        for profile in (*built, detailed())
+        for name, metric in metrics(profile)
+        if metric.value is not None and metric.provenance not in BY_NAME[name].provenance
+    }
+    assert wrong == set()
 
 
 def test_the_profile_alone_gives_what_the_sampler_does_not() -> None:

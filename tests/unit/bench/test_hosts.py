@@ -36,7 +36,7 @@ def row(name: str, plain_ms: float = 4.0, advisor_ms: float = 2.0) -> hosts.Host
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(AdvisorError, match="no CUDA GPU") as refused:
-        hosts.run(pattern="", json_out=None, say=print)
+        hosts.run(pattern="", out=None, say=print)
     assert refused.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -44,7 +44,7 @@ def test_without_torchvision_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(AdvisorError, match="does not import") as refused:
-        hosts.run(pattern="", json_out=None, say=print)
+        hosts.run(pattern="", out=None, say=print)
     assert refused.value.fix == "pip install torchvision"
 
 
@@ -66,7 +66,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_no_network_is_named_like_is_refused(on_a_gpu: list[str]) -> None:
     with pytest.raises(AdvisorError, match="nothing is named like 'vit'"):
-        hosts.run(pattern="vit", json_out=None, say=print)
+        hosts.run(pattern="vit", out=None, say=print)
 
 
 def test_each_network_goes_on_file_in_order_and_others_stay(
@@ -75,8 +75,8 @@ def test_each_network_goes_on_file_in_order_and_others_stay(
     pipelines.package("torchvision.models")
     file = tmp_path / "hosts.json"
     results.write(file, "hosts", [row("vgg11", 8.0), row("resnet18", 9.0)])
-    assert hosts.run(pattern="shufflenet", json_out=file, say=print) == ExitCode.OK
-    assert hosts.run(pattern="resnet18", json_out=file, say=print) == ExitCode.OK
+    assert hosts.run(pattern="shufflenet", out=file, say=print) == ExitCode.OK
+    assert hosts.run(pattern="resnet18", out=file, say=print) == ExitCode.OK
     assert on_a_gpu == ["shufflenet_v2_x1_0", "resnet18"]
     document = json.loads(file.read_text())
     assert [(found["name"], found["plain_ms"]) for found in document["rows"]] == [

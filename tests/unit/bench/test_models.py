@@ -90,7 +90,7 @@ def bench(
     with contextlib.suppress(KeyboardInterrupt):
         models.run(
             pattern="resnet50",
-            json_out=target,
+            out=target,
             baselines=baselines,
             max_time_s=77.0,
             runs=more.get("runs"),
@@ -163,7 +163,7 @@ def test_run_folders_are_left_where_asked(monkeypatch, machine, tmp_path) -> Non
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        models.run(pattern="", json_out=None, baselines=(), max_time_s=1.0, say=print)
+        models.run(pattern="", out=None, baselines=(), max_time_s=1.0, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -215,7 +215,7 @@ def again(
     monkeypatch.setattr(models, "launch", lambda *_, **__: Exit(code=1))
     models.run(
         pattern="resnet50",
-        json_out=tmp_path / "models.json",
+        out=tmp_path / "models.json",
         baselines=baselines,
         changed=True,
         max_time_s=77.0,

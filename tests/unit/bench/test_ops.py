@@ -60,7 +60,7 @@ def bench(
         monkeypatch.setattr(ops, "measure", measure)
         chosen = {"changed": changed, "short_only": short_only, "part": part, "counters": counters}
         chosen |= {"host_only": host_only}
-        code = ops.run(pattern=pattern, json_out=tmp_path / "ops.json", baselines=(), **chosen, say=lambda text: None)
+        code = ops.run(pattern=pattern, out=tmp_path / "ops.json", baselines=(), **chosen, say=lambda text: None)
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
     return run
@@ -80,7 +80,7 @@ def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
         ops.run(
             pattern="",
-            json_out=None,
+            out=None,
             baselines=(),
             changed=False,
             short_only=False,

@@ -134,5 +134,5 @@ def test_a_setting_finds_again_what_it_has_made(family: Family) -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        tune.run(pattern=catalog.FAMILIES[0].id, json_out=None, say=print)
+        tune.run(pattern=catalog.FAMILIES[0].id, out=None, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED

@@ -263,6 +263,49 @@ def test_report_formats(invoke):
     assert invoke("report", "last", "--format", "html").stdout.startswith("<!doctype html>")
 
 
+def test_report_html_dash_is_stdout(invoke, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("report", "last", "--html", "-")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("<!doctype html>")
+    assert list(tmp_path.iterdir()) == []
+    refused = invoke("report", "last", "--html", "x.html", "--format", "md")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (ExitCode.USAGE, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recommend", "last"),
+        ("report", "last"),
+        ("compare", "a", "b"),
+        ("doctor",),
+        ("kernels", "list"),
+        ("kernels", "verify"),
+        ("rules", "list"),
+        ("rules", "metrics"),
+        ("rules", "show", "launch-bound"),
+        ("rules", "lint"),
+        ("rules", "test"),
+    ],
+    ids=" ".join,
+)
+def test_json_is_format_json(invoke, checks, words):
+    short, long = invoke(*words, "--json"), invoke(*words, "--format", "json")
+    assert json.loads(short.stdout) == json.loads(long.stdout)
+    assert (short.exit_code, long.exit_code) == (0, 0)
+    both = invoke(*words, "--json", "--format", "text")
+    assert (both.exit_code, both.stdout, both.stderr.count("\n")) == (ExitCode.USAGE, "", 1)
+    assert invoke(*words, "--format", "json", "--json").exit_code == 0
+
+
+def test_json_before_the_script_is_ours_and_behind_it_the_scripts(invoke, pipeline):
+    assert json.loads(invoke("profile", "--json", "train.py").stdout)["schema_version"] == 1
+    assert invoke("profile", "train.py", "--json").stdout == ""
+    assert pipeline.calls["profile"][0][0] == ("train.py", "--json")
+    assert json.loads(invoke("apply", "--auto", "--json", "train.py").stdout)["trials"]
+
+
 def test_report_of_a_proof_has_no_page(invoke, pipeline):
     pipeline.proofs["proof"] = samples.trials()
     assert "All kept changes together" in invoke("report", "proof").stdout
@@ -350,7 +393,7 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
         module = importlib.import_module(f"advisor.bench.{name}")
         monkeypatch.setattr(module, "run", lambda name=name, **options: called.append((name, options)) or 0)
     out = tmp_path / "x.json"
-    assert invoke("bench", what, "--filter", "bn", "--json", str(out), "--baseline", "eager").exit_code == 0
+    assert invoke("bench", what, "--filter", "bn", "--out", str(out), "--baseline", "eager").exit_code == 0
     ((name, options),) = called
     options.pop("say")
     more = (
@@ -360,7 +403,7 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     )
     assert (name, options) == (
         what,
-        {"pattern": "bn", "json_out": out, "baselines": ("eager",), "changed": False, **more},
+        {"pattern": "bn", "out": out, "baselines": ("eager",), "changed": False, **more},
     )
     assert invoke("bench", what, "--changed", "--short", "--counters").exit_code == 0
     flags = ("changed", "short_only", "counters") if what == "ops" else ("changed",)
@@ -387,10 +430,10 @@ def test_bench_hosts(invoke, monkeypatch, tmp_path):
     called = []
     monkeypatch.setattr(hosts, "run", lambda **options: called.append(options) or 0)
     out = tmp_path / "hosts.json"
-    assert invoke("bench", "hosts", "--filter", "resnet", "--json", str(out)).exit_code == 0
+    assert invoke("bench", "hosts", "--filter", "resnet", "--out", str(out)).exit_code == 0
     (options,) = called
     options.pop("say")
-    assert options == {"pattern": "resnet", "json_out": out}
+    assert options == {"pattern": "resnet", "out": out}
 
 
 @pytest.fixture
@@ -433,7 +476,7 @@ def test_doctor(invoke, checks, monkeypatch):
     assert "17 of 20" in text
     assert "✓ GPU" in text
     assert "NVreg_RestrictProfilingToAdminUsers=0" in text
-    assert [c["status"] for c in json.loads(invoke("doctor", "--json").stdout)] == ["ok", "warn", "ok"]
+    assert [c["status"] for c in json.loads(invoke("doctor", "--format", "json").stdout)] == ["ok", "warn", "ok"]
 
 
 RECOMMENDATION = Recommendation(

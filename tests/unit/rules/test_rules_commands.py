@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from advisor import pipeline
 from advisor.cli.main import cli
 from advisor.core import storage
 from advisor.core.environment import Environment
+from advisor.core.metrics import BY_NAME, SPECS
 from advisor.core.profile import StepProfile
 from advisor.resources import rules_dir
 from advisor.rules.yaml_nodes import RuleError
@@ -57,7 +59,7 @@ def test_an_address_stays_beside_the_mark_of_its_list(capsys, monkeypatch):
 
 def test_list_as_json_is_json(capsys, tmp_path):
     write(tmp_path)
-    code, out, _ = call(capsys, "list", "--json", "--rules", tmp_path)
+    code, out, _ = call(capsys, "list", "--format", "json", "--rules", tmp_path)
     rules = {rule["id"]: rule for rule in json.loads(out)}
     assert code == 0
     assert rules["slow-thing"]["transform"] == "loader_workers"
@@ -104,6 +106,49 @@ def test_lint_shows_place_line_and_caret(capsys, tmp_path):
     assert lines[at + 2].index("^") == lines[at + 1].index("5")
     assert "Did you mean 'high'" in out
     assert "0 sound rules, 2 faults" in out
+
+
+def test_lint_tells_faults_in_the_order_of_lines(capsys, tmp_path):
+    """Faults are found part by part (the message's, the gain's, unknown keys), and not as they stand in the file."""
+    first = RULE.replace("schema: 1\n", "schema: 1\nunknown_key: 1\n").replace("input\n", "inptu\n")
+    first = first.replace("high: idle_data_frac", "high: no_metric").replace("{idle_data_frac:pct}", "{no_metric}")
+    write(tmp_path, first + "another_key: 2\n", name="b.yaml")
+    write(tmp_path, RULE.replace("slow-thing", "other").replace("above: 5 %", "above: 5"), name="a.yaml", cases=CASES)
+    code, out, _ = call(capsys, "lint", tmp_path)
+    told = re.findall(r"^\S*/([\w.]+yaml):(\d+):(\d+): ", out, re.MULTILINE)
+    places = [(name, int(line), int(column)) for name, line, column in told]
+    assert code == 1
+    assert len(places) >= 6
+    assert places == sorted(places)
+
+
+def test_metrics_are_listed_with_unit_meaning_and_where_they_come_from(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = call(capsys, "metrics")
+    assert code == 0
+    assert all(f"  {spec.name} " in out and spec.doc in out for spec in SPECS)
+    assert all(f"\n{spec.section}: " in out for spec in SPECS)
+    _, one, _ = call(capsys, "metrics", "IDLE_data")
+    assert re.search(r"idle_data_frac +15 % +measured +needs a CUDA GPU +idle while", one)
+    assert "Asked by" in one
+    assert "input-starved" in one
+    monkeypatch.setenv("COLUMNS", "80")
+    _, narrow, _ = call(capsys, "metrics")
+    assert max(map(len, narrow.splitlines())) <= 80
+
+
+def test_metrics_are_found_by_name_or_glob_or_else_by_meaning(capsys):
+    _, by_glob, _ = call(capsys, "metrics", "idle_*", "--format", "json")
+    assert {fact["name"] for fact in json.loads(by_glob)} == {n for n in BY_NAME if n.startswith("idle_")}
+    _, by_meaning, _ = call(capsys, "metrics", "GradScaler", "--json")
+    assert [fact["name"] for fact in json.loads(by_meaning)] == ["grad_scaler"]
+    fact = json.loads(by_meaning)[0]
+    assert (fact["kind"], fact["written"], fact["provenance"]) == ("flag", "true or false", ["measured"])
+    assert fact["gathered"]
+    code, out, err = call(capsys, "metrics", "loadr_frac")
+    assert (code, out) == (2, "")
+    assert "no metric 'loadr_frac'" in err
+    assert "Did you mean 'loader_frac'?" in err
 
 
 def test_lint_reads_the_cases_too(capsys, tmp_path):

@@ -1,0 +1,37 @@
+"""Text laid out for the width of a terminal."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Rows in columns; where they are too wide together, the last two columns have a line of their own below each row."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = [
+        "  " + "  ".join([*(f"{text:{w}}" for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    if max(map(len, lines)) <= width:
+        return lines
+    above = ["  " + "  ".join(f"{text:{w}}" for text, w in zip(row[:-2], widths, strict=False)) for row in rows]
+    below = [row[-1] + (f" ({row[-2]})" if row[-2] != "–" else "") for row in rows]
+    return [f"{first.rstrip()}\n{wrapped(' ' * 6 + second, width)}" for first, second in zip(above, below, strict=True)]
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of Markdown no longer than `width` where words allow it; items of a list hang."""
+    lines = []
+    for line in text.splitlines():
+        text = re.sub(r"^ *(?:- )?", "", line)
+        mark = line.removesuffix(text)
+        lines += textwrap.wrap(
+            text,
+            max(width, 40),
+            initial_indent=mark,
+            subsequent_indent=" " * len(mark),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
