@@ -27,6 +27,7 @@ from advisor.trials.records import OUTPUT_FILE, PLAN_FILE, TRIALS_FILE
 
 if TYPE_CHECKING:
     from advisor.profiling.session import Session
+    from advisor.trials.choosing import Ask
 
 Say = Callable[[str], None]
 
@@ -450,7 +451,7 @@ def apply(
     *,
     module: bool = False,
     auto: bool = False,
-    ask: Callable[[Recommendation], bool] | None = None,
+    ask: Ask | None = None,
     dry_run: bool = False,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
@@ -465,8 +466,8 @@ def apply(
 
     What was kept is profiled in its turn, and what the rules recommend then is tried in a round of its own: trials/rounds.py.
 
-    Exit code: 0 when something was kept or nothing was to be done, 4 when every trial was inconclusive, the script's own
-    when it failed before anything could be measured.
+    Exit code: 0 when something was kept or nothing was to be done, 4 when noise, time or the user's answers left that open, the
+    script's own when it failed before anything could be measured.
 
     Raises:
         AdvisorError: for a script that cannot be started, an unknown transform id, or no run to start from.

@@ -26,14 +26,13 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
-from advisor.core.verdict import StackVerdict, TrialLog
+from advisor.core.verdict import KEPT, StackVerdict, TrialLog
 from advisor.ops import catalog, sources
 from advisor.profiling.launcher import ScriptCommand, launch
 from advisor.profiling.session import Session
 from advisor.resources import kernels_dir
 from advisor.transforms import registry
 from advisor.trials import planfile, records
-from advisor.trials.statistics import KEPT
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),

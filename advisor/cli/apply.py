@@ -75,7 +75,7 @@ def apply(
     shell commands name included. It cannot put back what native libraries write (ITK, Arrow), what programs write under
     names that their command line does not have, permissions and times that the script sets, and what it sends elsewhere
     (uploads, databases). With --auto and no SCRIPT, the last profiled run in this directory says what to run. Without
-    --auto you are asked before each change.
+    --auto you are asked before each change: yes, no, all that follow, or quit.
 
     With --plan nothing is profiled or searched. What the plan keeps runs against the plain script in four fresh processes or more, a minute
     where a search takes ten: after another torch or driver, on another machine, or in all processes of a

@@ -9,6 +9,9 @@ from advisor.cli import output
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.reporting.terminal import question_text
+from advisor.trials.choosing import Answer
+
+MEANS = "y tries it, n leaves it out, a tries it and all that follow, q leaves it and all that follow out"
 
 
 def terminal() -> tuple[TextIO, TextIO]:
@@ -24,11 +27,14 @@ def terminal() -> tuple[TextIO, TextIO]:
     try:
         return open("/dev/tty", encoding="utf-8"), open("/dev/tty", "w", encoding="utf-8")
     except OSError:
-        raise _nobody() from None
+        raise AdvisorError(
+            "`apply` asks before each change, and nobody is there to answer",
+            fix="Use --auto to try them all, or --dry-run to see them.",
+        ) from None
 
 
-def ask(recommendation: Recommendation) -> bool:
-    """Put one recommendation to the person and return the answer.
+def ask(recommendation: Recommendation) -> Answer:
+    """Put one recommendation to the person and return the answer; the end of the input (Ctrl-D) is `QUIT`.
 
     Raises:
         AdvisorError: when nobody is there to answer.
@@ -36,17 +42,18 @@ def ask(recommendation: Recommendation) -> bool:
     answers, questions = terminal()
     questions.write(f"\n{question_text(recommendation, output.width())}\n")
     while True:
-        questions.write("Try it? [y/n] ")
+        questions.write("Try it? [y]es, [n]o, [a]ll, [q]uit: ")
         questions.flush()
-        answer = answers.readline()
-        if not answer:
-            raise _nobody()
-        if answer.strip().lower() in ("y", "yes", "n", "no"):
-            return answer.strip().lower().startswith("y")
+        line = answers.readline()
+        found = _read(line)
+        if found is not None:
+            return found
+        questions.write(f"{line.strip()!r} is no answer: {MEANS}.\n" if line.strip() else f"{MEANS}.\n")
 
 
-def _nobody() -> AdvisorError:
-    return AdvisorError(
-        "`apply` asks before each change, and nobody is there to answer",
-        fix="Use --auto to try them all, or --dry-run to see them.",
-    )
+def _read(line: str) -> Answer | None:
+    """The answer in a line, by its word or first letter; None for what is neither. No line at all is the input's end."""
+    word = line.strip().lower()
+    if not line:
+        return Answer.QUIT
+    return next((answer for answer in Answer if word in (answer.value, answer.value[0])), None)

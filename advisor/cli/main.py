@@ -118,7 +118,7 @@ Exit codes; `profile`, `run` and a failing script's `apply` end with its own:
   1  findings at --fail-on, or a regression
   2  wrong usage or bad input
   3  a fault of advisor's own
-  4  inconclusive
+  4  inconclusive, or left open by a no at a prompt
   5  a GPU is required""",
 )
 @click.version_option(__version__, "-V", "--version", message="advisor %(version)s")

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanItem:
-    """status: kept (applied by `advisor run`), or reverted / inconclusive / skipped (left for the record)."""
+    """`status` is one of `core.verdict.STATUSES`. `advisor run` applies what is kept; `apply --plan` proves that and what is
+    unconfirmed; the others are left for the record.
+    """
 
     transform: str
     status: str

@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 
 from advisor.core.findings import Interval, Semantics
 
+# What may become of a change. `unconfirmed`: faster in the running loop, and not confirmed end to end, in fresh processes beside the
+# plain script. The last two were never on: passed over for a reason, or declined by the user.
+KEPT, UNCONFIRMED, REVERTED, INCONCLUSIVE = "kept", "unconfirmed", "reverted", "inconclusive"
+NOT_APPLICABLE, FAILED, SKIPPED, DECLINED = "not applicable", "failed", "skipped", "declined"
+STATUSES = (KEPT, UNCONFIRMED, REVERTED, INCONCLUSIVE, NOT_APPLICABLE, FAILED, SKIPPED, DECLINED)
+UNTRIED = frozenset({SKIPPED, DECLINED})
+OPEN = frozenset({UNCONFIRMED, INCONCLUSIVE, DECLINED})  # another search, or another answer, may keep it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
@@ -31,7 +39,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """status: kept, reverted, inconclusive, not applicable, failed (the change raised), skipped.
+    """`status` is one of STATUSES; failed: the change raised.
 
     `gain` is the share of the step's time saved, as an interval at `confidence`, from the paired blocks.
     """

@@ -211,7 +211,9 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
 def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> tuple[str, str] | None:
     """What to do now, and the command for it."""
     if trials is not None:
-        return ("Train with the plan:", wording.next_run(trials, "advisor")) if wording.usable(trials) else None
+        command = wording.next_of_trials(trials, "advisor")
+        label = "Settle what is unconfirmed:" if wording.unconfirmed(trials) else "Train with the plan:"
+        return (label, command) if command else None
     if findings is not None and findings.recommendations:
         return "Try what was found:", wording.next_apply(profile, "advisor")
     return None

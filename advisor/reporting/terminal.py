@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text, unbroken
-from advisor.core.verdict import TrialLog
+from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog
 from advisor.reporting import breakdown, places, wording
 from advisor.reporting.compare import Comparison, Delta
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "94", "cyan": "36"}
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_STATUS_COLORS = {"kept": "green", "reverted": "yellow", "failed": "red", "inconclusive": "cyan"}
+_STATUS_COLORS = {KEPT: "green", REVERTED: "yellow", FAILED: "red", INCONCLUSIVE: "cyan", UNCONFIRMED: "cyan"}
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
 MIN_WIDTH = 72
 TOP_GAPS = 5
@@ -294,10 +294,9 @@ def trials_text(
     """
     page = _Page(max(width, MIN_WIDTH), color)
     blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
-    if wording.usable(log):
-        blocks.append(
-            [page.heading("Next"), "  " + page.paint(printable(wording.next_run(log, command, plan)), "cyan")]
-        )
+    if following := wording.next_of_trials(log, command, plan):
+        note = "it settles what is unconfirmed, by fresh processes alone" if wording.unconfirmed(log) else ""
+        blocks.append([page.heading("Next", note), "  " + page.paint(printable(following), "cyan")])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 

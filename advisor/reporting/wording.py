@@ -8,7 +8,7 @@ from advisor.core.findings import Finding, Findings, Interval, Outcome, Semantic
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import ProfilerCost, Spread, StepProfile
 from advisor.core.units import bytes_text, counted, percent_text, rate_text, time_text
-from advisor.core.verdict import TrialLog, Verdict
+from advisor.core.verdict import DECLINED, INCONCLUSIVE, KEPT, UNCONFIRMED, UNTRIED, TrialLog, Verdict
 from advisor.reporting import breakdown
 
 SEMANTICS = {
@@ -185,12 +185,17 @@ def limit_sentence(profile: StepProfile) -> str:
 
 def kept(trials: TrialLog) -> tuple[Verdict, ...]:
     """The verdicts whose change was kept."""
-    return tuple(v for v in trials.verdicts if v.status == "kept")
+    return tuple(v for v in trials.verdicts if v.status == KEPT)
 
 
 def usable(trials: TrialLog) -> bool:
-    """True when there is a plan worth training with: something was kept and the stack did not fail."""
-    return bool(kept(trials)) and not (trials.stack is not None and trials.stack.passed is False)
+    """True when there is a plan worth training with: something was kept, and proved with the rest of it."""
+    return bool(kept(trials)) and trials.stack is not None and trials.stack.passed is True
+
+
+def unconfirmed(trials: TrialLog) -> tuple[Verdict, ...]:
+    """The verdicts on what was faster in the running loop, and not confirmed end to end."""
+    return tuple(v for v in trials.verdicts if v.status == UNCONFIRMED)
 
 
 def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
@@ -221,25 +226,40 @@ def _clause(title: str) -> str:
 def trials_headline(trials: TrialLog) -> str:
     """What came of the trials, in a sentence or two: proved, settled without a gain, or open and why."""
     count = len(kept(trials))
-    tried = {(v.transform, *sorted(v.parameters.items())) for v in trials.verdicts}  # some in two rounds
-    changes = f"{count} of {len(tried)} changes kept"
+    known = {(v.transform, *sorted(v.parameters.items())) for v in trials.verdicts}  # some in two rounds
+    changes = f"{count} of {len(known)} changes kept"
+    if declined := sum(v.status == DECLINED for v in trials.verdicts):
+        changes += f", {declined} declined by you"
     stack = trials.stack
+    if open_yet := unconfirmed(trials):
+        why = f" Fresh processes: {stack.detail}." if stack is not None and stack.detail else ""
+        return f"Faster in the running loop, not confirmed end to end: {counted(len(open_yet), 'change')}.{why}"
     if not count:
-        waiting = [v for v in trials.verdicts if v.status == "inconclusive"]
-        if not waiting and trials.complete:
-            return "Nothing helps here: every change that was tried was rejected for a reason. The plain script stays as it is."
-        why = f"{counted(len(waiting), 'change')} could not be settled" if waiting else "the search did not finish"
-        return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may tell."
-    if stack is None or stack.speedup is None:
-        return f"{changes}; the stack was not compared with the plain script."
+        return _nothing_kept(trials, declined)
+    if stack is None or stack.speedup is None or not stack.passed:
+        return f"{changes}; the whole was not proved against the plain script."
     speed = f"{factor(stack.speedup)} the plain script's speed"
     if stack.speedup_low is not None and stack.speedup_high is not None:
         speed += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
-    if stack.passed:
-        return f"Proved: {speed}, {changes}."
-    if stack.passed is None:
-        return f"Not proved: {speed}, but the comparison did not decide. {changes[0].upper()}{changes[1:]} one by one."
-    return f"The stack failed its comparison with the plain script: {stack.detail}."
+    return f"Proved: {speed}, {changes}."
+
+
+def _nothing_kept(trials: TrialLog, declined: int) -> str:
+    """Of trials that kept nothing: whether anything was tried, and whether that is the last word."""
+    waiting = sum(v.status == INCONCLUSIVE for v in trials.verdicts)
+    tried = sum(v.status not in UNTRIED for v in trials.verdicts)
+    if waiting or not trials.complete:
+        why = f"{counted(waiting, 'change')} could not be settled" if waiting else "the search did not finish"
+        return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may tell."
+    told = f"you declined {'it' if declined == 1 == len(trials.verdicts) else counted(declined, 'change')}"
+    if not tried:
+        why = told if declined else "each change was passed over for a reason"
+        return f"Nothing was tried: {why}. The plain script stays as it is."
+    if declined:
+        return (
+            f"Nothing is kept: what was tried was rejected for a reason, and {told}. The plain script stays as it is."
+        )
+    return "Nothing helps here: every change that was tried was rejected for a reason. The plain script stays as it is."
 
 
 def spent(trials: TrialLog) -> str:
@@ -283,7 +303,7 @@ def confidence(trials: TrialLog) -> str:
 def reason(verdict: Verdict) -> str:
     """Why the verdict is what it is; of a kept change also what it costs once and what the whole loses without it."""
     parts = [verdict.reason]
-    if verdict.status == "kept" and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
+    if verdict.status == KEPT and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
         paid = counted(round(verdict.break_even_steps), "step")
         parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
     if verdict.left_out_gain is not None:
@@ -292,7 +312,7 @@ def reason(verdict: Verdict) -> str:
         parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.blocks.exponent:
         parts.append("inputs differ in size, and steps were compared at one size")
-    if verdict.unmatched and verdict.status != "kept":  # of what is kept the reports say which places and why
+    if verdict.unmatched and verdict.status != KEPT:  # of what is kept the reports say which places and why
         parts.append(f"{counted(len(verdict.unmatched), 'place')} left as before")
     return "; ".join(p for p in parts if p)
 
@@ -315,12 +335,19 @@ def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
     return f"{command} apply {chosen}"
 
 
-def next_run(trials: TrialLog, command: str, plan: str = "") -> str:
-    """The command that trains with the plan: the one at the path `plan`, else the last proved one.
+def next_of_trials(trials: TrialLog, command: str, plan: str = "") -> str:
+    """The command that follows from the trials: it trains with what is kept, or settles what is unconfirmed; "" for neither."""
+    if unconfirmed(trials):
+        return _with_plan(trials, f"{command} apply", plan or "last")
+    return _with_plan(trials, f"{command} run", plan) if usable(trials) else ""
+
+
+def _with_plan(trials: TrialLog, command: str, plan: str) -> str:
+    """This command with the plan at this path, else the last proved one.
 
     A launcher's command is found again in the plan itself, so only a script or a module is spelled out.
     """
     words = ["--plan", plan] if plan else []
     if trials.script.endswith(".py") or trials.script == "-m":
         words += [trials.script, *trials.argv]
-    return f"{command} run {shlex.join(words)}".rstrip()
+    return f"{command} {shlex.join(words)}".rstrip()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from advisor.core.errors import AdvisorError
+from advisor.core.verdict import INCONCLUSIVE, REVERTED
 from advisor.testing import amounts
 from advisor.testing.amounts import Amount
 from advisor.testing.device_lock import alone, locked
@@ -132,7 +133,7 @@ class Comparison:
         __tracebackhide__ = True
         decision = self._decide(threshold)
         if decision.point is not None:
-            passed = decision.status != statistics.REVERTED
+            passed = decision.status != REVERTED
             self.budgets.append(
                 Budget(
                     title="time of the second step over the first",
@@ -143,9 +144,9 @@ class Comparison:
                     passed=passed,
                 )
             )
-        if decision.status == statistics.REVERTED:
+        if decision.status == REVERTED:
             raise AssertionError(f"{failed}: {decision.reason}")
-        if decision.status == statistics.INCONCLUSIVE:
+        if decision.status == INCONCLUSIVE:
             reason = f"inconclusive: {decision.reason}"
             if self._undecided is None:
                 raise AssertionError(reason)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from advisor.core.errors import ExitCode
-from advisor.core.verdict import Round, TrialLog
+from advisor.core.verdict import KEPT, OPEN, UNCONFIRMED, Round, TrialLog
 from advisor.trials import planner, records, spent
 from advisor.trials.proof import Proof
 from advisor.trials.script import Script
-from advisor.trials.statistics import INCONCLUSIVE, KEPT
 from advisor.userfiles import restore
 
 
@@ -52,11 +51,18 @@ def log(
     )
 
 
+def leave_unconfirmed(script: Script) -> None:
+    """What is kept so far has not come to be compared with the plain script: it is neither proved nor refuted."""
+    reason = f"not confirmed end to end: {script.why_over or 'it ended'} before the comparison with the plain script"
+    for item in records.kept_items(script.run_dir):
+        records.revise_kept(script.run_dir, item.transform, status=UNCONFIRMED, reason=reason)
+
+
 def exit_code(log: TrialLog) -> int:
-    """0 when something is kept and proved, or there was nothing to do; 4 when noise, time or the script left it open."""
+    """0 when something is kept and proved, or there was nothing to do; 4 when noise, time, the script or the user left it open."""
     if any(v.status == KEPT for v in log.verdicts):
         return int(ExitCode.OK if log.stack is not None and log.stack.passed else ExitCode.INCONCLUSIVE)
-    open_ended = any(v.status == INCONCLUSIVE for v in log.verdicts) or not log.complete
+    open_ended = any(v.status in OPEN for v in log.verdicts) or not log.complete
     return int(ExitCode.INCONCLUSIVE if open_ended else ExitCode.OK)
 
 

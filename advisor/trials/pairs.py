@@ -9,12 +9,12 @@ from statistics import fmean
 
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
-from advisor.core.verdict import Blocks, Check, Verdict
+from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
 from advisor.trials import losses, planner, records, spent
 from advisor.trials.flow import every_us
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, PROCESS_STAGES, REVERTED, Decision, decide
+from advisor.trials.statistics import MORE, PROCESS_STAGES, Decision, decide
 
 
 @dataclass(slots=True, eq=False)

@@ -16,16 +16,16 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
 from advisor.resources import kernels_dir
 from advisor.transforms.registry import TRANSFORMS
-from advisor.trials.statistics import INCONCLUSIVE, KEPT
 
-STATUSES = ("kept", "reverted", "inconclusive", "not applicable", "failed", "skipped")
 MAX_BYTES = 1_000_000  # a plan has tens of items; a larger file is something else
 
 _HEAD = """\
 # A plan of `advisor apply`: what was tried on this training, and what proved faster and right.
 # `advisor run --plan {name} SCRIPT …` applies the items whose status is `kept`, in this order, and trains as usual.
+# One that is `unconfirmed` was faster in the running loop alone; `advisor apply --plan {name}` settles it.
 # To leave an item out, change its status to `skipped`. Checkpoints are those of the plain script, with or without a plan.
 """
 
@@ -190,9 +190,9 @@ class _Reader:
 
 
 def left_open(plan: Plan) -> bool:
-    """Whether the plan proves nothing: none of it is kept, and of some of it that is not the last word."""
+    """Whether the plan says nothing for good: none of it is kept, and nothing was tried, or some of it is open."""
     statuses = {item.status for item in plan.items}
-    return INCONCLUSIVE in statuses and KEPT not in statuses
+    return KEPT not in statuses and (statuses <= UNTRIED or bool(statuses & OPEN))
 
 
 def script_hash(path: Path) -> str:

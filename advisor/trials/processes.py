@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from advisor.core.findings import Interval, Recommendation
-from advisor.core.verdict import Blocks, Verdict
+from advisor.core.verdict import INCONCLUSIVE, REVERTED, Blocks, Verdict
 from advisor.profiling.launcher import Exit
 from advisor.trials import planner, records
 from advisor.trials.budget import Budget
@@ -22,7 +22,7 @@ from advisor.trials.fresh import FreshRuns
 from advisor.trials.pairs import try_in_pairs
 from advisor.trials.records import InTrial
 from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script
-from advisor.trials.statistics import INCONCLUSIVE, REVERTED, decide
+from advisor.trials.statistics import decide
 
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
 IDLE_STARTS = 3  # the blocks are halved twice until then

@@ -75,7 +75,7 @@ def judge(
     passed: bool | None = True
     detail = check.detail
     if low is None or point is None:
-        passed, detail = False, "too few steps were timed in fresh runs"
+        passed, detail = None, "too few steps were timed in fresh runs"
     elif check.passed is False:
         passed = False
     elif low <= 1.0:

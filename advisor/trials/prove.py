@@ -18,7 +18,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanItem
-from advisor.core.verdict import TrialLog, Verdict
+from advisor.core.verdict import KEPT, SKIPPED, UNCONFIRMED, TrialLog, Verdict
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
 from advisor.trials import budget, outcome, planfile, planner, records
@@ -26,27 +26,28 @@ from advisor.trials.fresh import FreshRuns
 from advisor.trials.proof import Proof
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT
 from advisor.userfiles import owners
+
+TO_PROVE = frozenset({KEPT, UNCONFIRMED})
 
 
 def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Plan:
-    """The plan with what is kept, named in `only` where there is any, and not in `skip`; the rest is `skipped`.
+    """The plan with what is kept or unconfirmed, named in `only` where there is any, and not in `skip`; the rest is `skipped`.
 
     Raises:
         AdvisorError: when nothing is left to prove.
     """
 
     def chosen(item: PlanItem) -> PlanItem:
-        if item.status != KEPT or (item.transform not in skip and (not only or item.transform in only)):
+        if item.status not in TO_PROVE or (item.transform not in skip and (not only or item.transform in only)):
             return item
-        return dataclasses.replace(item, status="skipped", reason="not wanted")
+        return dataclasses.replace(item, status=SKIPPED, reason="left out by --only or --skip")
 
     left = dataclasses.replace(plan, items=tuple(chosen(item) for item in plan.items))
-    if not any(item.status == KEPT for item in left.items):
+    if not any(item.status in TO_PROVE for item in left.items):
         raise AdvisorError(
             "the plan has no change to prove",
-            expected="an item whose status is `kept`, and that --only and --skip leave",
+            expected="an item whose status is `kept` or `unconfirmed`, and that --only and --skip leave",
             fix="Search with `advisor apply --auto`.",
         )
     return left
@@ -80,7 +81,7 @@ def prove_plan(
     limits = budget.Budget.from_now(max_time_s, None)
     relay = Relay()
     script = Script(command, run_dir, launch or relay, say)
-    kept = [item for item in plan.items if item.status == KEPT]
+    kept = [item for item in plan.items if item.status in TO_PROVE]
     settles = any(item.transform in planner.RESTARTED for item in kept)
     runs = FreshRuns(script, limits.trial_s, settle_s=budget.SETTLE_S if settles else 0.0)
     for item in kept:
@@ -94,10 +95,7 @@ def prove_plan(
         relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
     if proved is None or not proved.holds:
-        # What a search that was cut short has proved one by one it keeps; here nothing was.
-        reason = f"{script.why_over or 'it ended'} before the plan was proved here"
-        for item in records.kept_items(run_dir):
-            records.revise_kept(run_dir, item.transform, status=INCONCLUSIVE, reason=reason)
+        outcome.leave_unconfirmed(script)
     script.notes += _notes(script, proved)
     log = outcome.log(script, proved, seconds=time.time() - started)
     storage.save(run_dir / records.TRIALS_FILE, log)
@@ -135,7 +133,7 @@ def _plan(script: Script, plan: Plan, log: TrialLog, proved: Proof | None, envir
     now = {planner.identity(v): v for v in log.verdicts}
 
     def after(item: PlanItem) -> PlanItem:
-        verdict = now.get(planner.identity(item)) if item.status == KEPT else None
+        verdict = now.get(planner.identity(item)) if item.status in TO_PROVE else None
         return item if verdict is None else dataclasses.replace(item, status=verdict.status, reason=verdict.reason)
 
     measured = (*proved.plain, *proved.stack) if proved is not None else ()

@@ -15,9 +15,9 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
-from advisor.core.verdict import Check, Verdict
+from advisor.core.verdict import KEPT, Check, Verdict
 from advisor.trials import planner
-from advisor.trials.statistics import KEPT, rate_by_means, whole_blocks
+from advisor.trials.statistics import rate_by_means, whole_blocks
 
 # What `apply` shows for its work, ...
 TRIALS_FILE, PLAN_FILE, OUTPUT_FILE = "trials.json", "plan.yaml", "script-output.log"

@@ -20,15 +20,14 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import Round, Verdict
+from advisor.core.verdict import KEPT, Round, Verdict
 from advisor.profiling.assemble import assemble
 from advisor.trials import planner, records, spent
+from advisor.trials.choosing import Chooser
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.script import GRACE_S, TRACER_FAULTS
-from advisor.trials.statistics import KEPT
 
 Recommend = Callable[[StepProfile, Path], Sequence[Recommendation]]
-Choose = Callable[[Sequence[Recommendation]], list[Recommendation]]
 
 # The first one included. Nothing is left for a fourth on the models of docs/benchmarks.
 MOST = 3
@@ -54,7 +53,7 @@ class Rounds:
     """
 
     processes: SearchProcesses
-    choose: Choose
+    choose: Chooser
     recommend: Recommend | None
     known: tuple[Recommendation, ...] = ()  # in the order of trial
     history: list[Round] = field(default_factory=list)
@@ -76,7 +75,8 @@ class Rounds:
                 # It is what it was, and so are the predictions of what waits.
                 self._take_turns(waiting)
                 waiting = ()
-            if self.processes.ended or number == MOST or not self._step_has_changed(number, on, waiting):
+            ended = self.processes.ended or self.choose.over or number == MOST
+            if ended or not self._step_has_changed(number, on, waiting):
                 return
             number, on = number + 1, records.kept_items(run_dir)
             steps_s = (WARMUP + STEPS) * self.processes.left * _step_us(profile) / 1e6

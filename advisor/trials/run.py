@@ -7,13 +7,13 @@ from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
+from advisor.core.verdict import KEPT, UNCONFIRMED
 from advisor.ops import catalog
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.session import DISABLE_VARIABLE, Session, disabled
 from advisor.trials import planfile, records
 from advisor.trials.script import Launch, Say
-from advisor.trials.statistics import KEPT
 
 # Transforms that put bundled CUDA sources in place: their proof is of those sources.
 _OWN_KERNELS = frozenset(catalog.transforms())
@@ -60,7 +60,11 @@ def run_plan(
         say(f"training without {without}; `advisor apply --plan {path}` proves them with today's")
         kept = tuple(item for item in kept if item not in own_kernels)
     if not kept:
-        say("the plan has no change to apply; the plain script trains")
+        waiting = sum(item.status == UNCONFIRMED for item in plan.items)
+        settle = (
+            f" ({waiting} are not confirmed end to end: `advisor apply --plan {path}` settles it)" if waiting else ""
+        )
+        say(f"the plan has no change to apply{settle}; the plain script trains")
     session = Session(
         mode="run",
         run_dir=str(run_dir),

@@ -10,26 +10,26 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from advisor.core import storage
-from advisor.core.findings import Interval, Recommendation, Semantics
+from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
-from advisor.core.verdict import TrialLog
+from advisor.core.verdict import KEPT, SKIPPED, TrialLog
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
 from advisor.trials import outcome, planfile, planner, records
 from advisor.trials.budget import CHEAP_SHARE, Budget
+from advisor.trials.choosing import Ask, Chooser
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.proof import Proof
 from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
-from advisor.trials.statistics import KEPT
 from advisor.userfiles import owners
 
 
@@ -38,7 +38,7 @@ def apply_search(
     recommendations: Sequence[Recommendation],
     profile: StepProfile | None,
     *,
-    ask: Callable[[Recommendation], bool] | None = None,
+    ask: Ask | None = None,
     min_gain: float = 0.01,
     max_time_s: float = 600.0,
     max_pairs: int = 20,
@@ -61,8 +61,8 @@ def apply_search(
         max_pairs: most pairs of blocks, or of fresh runs, in a trial.
 
     Returns:
-        The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time or
-        the script left it open.
+        The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time, the
+        script or the user left it open.
     """
     started = time.time()
     owners.hold(run_dir)
@@ -71,20 +71,7 @@ def apply_search(
     script = Script(command, run_dir, launch or relay, say)
     runs = FreshRuns(script, budget.trial_s, settle_s=budget.settle_s)
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
-    skipped: dict[object, str] = {}
-
-    def choose(found: Sequence[Recommendation]) -> list[Recommendation]:
-        wanted = []
-        for candidate in found:
-            reason = _never_tried(candidate, budget)
-            if not reason and ask is not None and not ask(candidate):
-                reason = "not wanted"
-            if reason:
-                skipped[records.attempt(candidate)] = reason
-            else:
-                wanted.append(candidate)
-        return wanted
-
+    choose = Chooser(budget, ask)
     rounds = Rounds(processes, choose, recommend)
     proved: Proof | None = None
     error: Exception | None = None
@@ -109,19 +96,21 @@ def apply_search(
     finally:
         relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
+    if proved is None or not proved.holds:
+        outcome.leave_unconfirmed(script)
     tried, waiting = records.verdicts(run_dir), records.untried(run_dir, rounds.known)
-    if not (tried or script.over or script.failed) and any(records.attempt(c) not in skipped for c in waiting):
+    if not (tried or script.over or script.failed) and any(choose.outcome(c) is None for c in waiting):
         script.notes.append(_too_short(budget, script.start_s, profiled_s))
     for candidate in waiting:
-        reason = skipped.get(records.attempt(candidate)) or _why_open(script)
-        records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
+        status, reason = choose.outcome(candidate) or (SKIPPED, _why_open(script))
+        records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
     if processes.ended_early > 1:
         script.notes.append(
             f"the script ended {processes.ended_early} times before the search did; "
             "with more steps in a run it takes less time"
         )
     if script.interrupted:
-        script.notes.append("interrupted: what was proved until then is kept here, the stack is not proved")
+        script.notes.append("interrupted: what had a verdict by then is here")
     log = outcome.log(
         script,
         proved,
@@ -136,13 +125,6 @@ def apply_search(
     if error is not None:
         raise error
     return log, plan, outcome.exit_code(log)
-
-
-def _never_tried(candidate: Recommendation, budget: Budget) -> str:
-    """Why this is not tried in any search of this length; "" for what may be."""
-    if candidate.semantics is Semantics.TRAINING:
-        return "it changes the recipe: advice for you, never applied"
-    return budget.too_short_for(candidate.transform)
 
 
 def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:

@@ -17,14 +17,13 @@ from functools import partial
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.units import percent_text
-from advisor.core.verdict import Blocks, Check, StackVerdict, Verdict
+from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, Blocks, Check, StackVerdict, Verdict
 from advisor.trials import fresh, losses, planner, proof, records, spent
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.proof import PLAIN, STACK, Proof, Ratio
 from advisor.trials.records import Measurement
 from advisor.trials.script import Script
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, REVERTED
 
 ROUNDS = 3  # while noise hides the answer and time is left
 # Seeds of the runs without an item, or with one more: those of the stack's own. One run may do: its blocks tell a clear answer, and
@@ -84,8 +83,7 @@ class StackTrial:
                     return self._cut_short()
                 verdict = self._judge(runs.plain, runs.stack, kept)
         if verdict.passed is None:
-            reason = f"noise hides whether the kept changes together are faster: {verdict.detail}"
-            return self._unproved(kept, reason, verdict)
+            return self._unproved(kept, verdict.detail, verdict)
         while verdict.passed is not True:
             dropped = kept.pop()
             self._revert(dropped, f"on top of the changes before it, it did not hold in fresh runs: {verdict.detail}")
@@ -339,15 +337,15 @@ class StackTrial:
         )
 
     def _cut_short(self) -> Proof:
-        """What is kept until now stays kept, unproved."""
+        """What is kept until now is not proved."""
         detail = f"{self.script.why_over} before the kept changes were compared together"
         return Proof(verdict=StackVerdict(passed=None, detail=detail))
 
-    def _unproved(self, kept: Sequence[PlanItem], reason: str, verdict: StackVerdict | None = None) -> Proof:
-        """Nothing stays kept that was not proved together with the rest."""
+    def _unproved(self, kept: Sequence[PlanItem], why: str, verdict: StackVerdict | None = None) -> Proof:
+        """Nothing stays kept that was not proved together with the rest; what that leaves open is unconfirmed."""
         for item in kept:
-            self._revert(item, reason, status=INCONCLUSIVE)
-        return Proof(verdict=dataclasses.replace(verdict or StackVerdict(passed=None, detail=""), detail=reason))
+            self._revert(item, f"not confirmed end to end: {why}", status=UNCONFIRMED)
+        return Proof(verdict=dataclasses.replace(verdict or StackVerdict(passed=None, detail=""), detail=why))
 
     def _drop_unapplied(self, found: Measurement, kept: list[PlanItem]) -> bool:
         """Take out of `kept` what this run could not apply; whether there was any."""

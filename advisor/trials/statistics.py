@@ -20,6 +20,7 @@ from statistics import median, variance
 
 from advisor.core.findings import Interval
 from advisor.core.student import block_logs, t_quantile
+from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED
 
 CONFIDENCE = 0.99
 # Share cut at either end, the usual one for trimmed means (Wilcox, Robust Estimation). With one block in twenty a quarter
@@ -43,7 +44,7 @@ BURST_RATIO, BURST_SHARE = 1.5, 0.08
 # Blocks with bursts that make medians meaningless, as a share of all.
 BURSTY_BLOCKS = 0.25
 
-KEPT, REVERTED, INCONCLUSIVE, MORE = "kept", "reverted", "inconclusive", "more"
+MORE = "more"  # no verdict yet
 
 
 @dataclass(frozen=True, slots=True)

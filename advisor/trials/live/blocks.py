@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from advisor.core.verdict import INCONCLUSIVE
 from advisor.profiling.timing import lags_us, mark, step_times
 from advisor.profiling.training import StepEvent
 from advisor.transforms import cuda_graphs
@@ -20,7 +21,7 @@ from advisor.trials.live.sizes import Part
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, MORE, STAGES, Decision, parts, trial
+from advisor.trials.statistics import MORE, STAGES, Decision, parts, trial
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15

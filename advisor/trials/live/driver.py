@@ -21,7 +21,7 @@ import torch
 
 from advisor.core import storage
 from advisor.core.findings import Recommendation
-from advisor.core.verdict import Blocks, Check, Verdict
+from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
 from advisor.profiling.attach import attach_training
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
@@ -36,7 +36,7 @@ from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED
+from advisor.trials.statistics import MORE
 
 # A script that goes on to another model (k-fold) this often before a trial is done leaves it open.
 MAX_MODELS = 4

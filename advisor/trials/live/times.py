@@ -8,21 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from advisor.core.verdict import Blocks
+from advisor.core.verdict import INCONCLUSIVE, KEPT, Blocks
 from advisor.profiling.timing import spread
 from advisor.trials.live import sizes
 from advisor.trials.live.sizes import Part
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import (
-    INCONCLUSIVE,
-    KEPT,
-    Decision,
-    bursty,
-    decide,
-    gain_interval,
-    rate_by_means,
-    whole_blocks,
-)
+from advisor.trials.statistics import Decision, bursty, decide, gain_interval, rate_by_means, whole_blocks
 
 # A device that is behind the host by less of a step than this at most boundaries waits for the host's launches. So it does, now and
 # then, where blocks wander by more than this between their tenth and their ninetieth percentile: a device's own do not.

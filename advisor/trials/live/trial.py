@@ -13,7 +13,7 @@ import torch
 
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import Check, Verdict
+from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
 from advisor.ops.verify import unusable
 from advisor.profiling import graphs
 from advisor.profiling.attach import Attached
@@ -33,7 +33,7 @@ from advisor.trials.live.times import Times
 from advisor.trials.live.trace import traced_step
 from advisor.trials.numerics.gate import Gate
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import INCONCLUSIVE, KEPT, MORE, REVERTED, Decision
+from advisor.trials.statistics import MORE, Decision
 
 # Steps after a first enabling that are never timed, and at most waited for until their times agree.
 MIN_SETTLE, MAX_SETTLE = 3, 12

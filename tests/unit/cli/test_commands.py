@@ -14,6 +14,7 @@ from advisor.cli import ask as asking
 from advisor.cli import output
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Interval, Recommendation
+from advisor.trials.choosing import Answer
 
 
 def test_script_arguments_pass_through_untouched(invoke, pipeline):
@@ -491,14 +492,21 @@ def _terminal(monkeypatch, tmp_path: Path, answers: str):
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(("answers", "expected"), [("y\n", True), ("n\n", False), ("maybe\nYES\n", True)])
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("y\n", Answer.YES),
+        ("n\n", Answer.NO),
+        ("A\n", Answer.ALL),
+        ("quit\n", Answer.QUIT),
+        ("", Answer.QUIT),  # Ctrl-D
+        ("maybe\nYES\n", Answer.YES),
+        ("\nno\n", Answer.NO),
+    ],
+)
 def test_ask(monkeypatch, tmp_path, answers, expected):
     shown = _terminal(monkeypatch, tmp_path, answers)
     assert asking.ask(RECOMMENDATION) is expected
     assert "10–20 % of the step" in shown.read_text()
-
-
-def test_ask_with_nobody_there(monkeypatch, tmp_path):
-    _terminal(monkeypatch, tmp_path, "")
-    with pytest.raises(AdvisorError, match="--auto"):
-        asking.ask(RECOMMENDATION)
+    assert (asking.MEANS in shown.read_text()) is (answers.count("\n") > 1)
+    assert ("'maybe' is no answer" in shown.read_text()) is ("maybe" in answers)

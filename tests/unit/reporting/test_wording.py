@@ -8,7 +8,7 @@ import samples
 from advisor.core.findings import Findings, Interval
 from advisor.core.profile import Spread
 from advisor.core.verdict import Round, TrialLog
-from advisor.reporting import breakdown, wording
+from advisor.reporting import breakdown, html, machine, terminal, wording
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,51 @@ def test_headline_says_when_there_is_nothing_to_do():
 
 
 @pytest.mark.parametrize(
-    ("passed", "start"), [(True, "Proved: 3.10×"), (None, "Not proved"), (False, "The stack failed")]
+    ("passed", "start"), [(True, "Proved: 3.10×"), (None, "3 of 9 changes kept; the whole was not proved")]
 )
 def test_headline_of_trials_claims_only_what_was_proved(passed, start):
     log = samples.trials()
     changed = replace(log, stack=replace(log.stack, passed=passed))
     assert wording.headline(samples.resnet50(), None, changed).startswith(start)
-    assert wording.usable(changed) is (passed is not False)
+    assert wording.usable(changed) is (passed is True)
+
+
+def test_what_was_faster_in_the_loop_alone_has_a_verdict_and_a_command_of_its_own():
+    log = samples.trials()
+    left_open = tuple(replace(v, status="unconfirmed") if v.status == "kept" else v for v in log.verdicts)
+    stack = replace(log.stack, passed=None, detail="not faster beyond noise in fresh runs (1.02×, 0.98 to 1.06)")
+    log = replace(log, verdicts=left_open, stack=stack)
+    told = wording.trials_headline(log)
+    assert told.startswith(
+        "Faster in the running loop, not confirmed end to end: 3 changes. Fresh processes: not faster"
+    )
+    assert not wording.usable(log)
+    command = "advisor apply --plan p.yaml train_imagenet.py --arch resnet50 --batch-size 256"
+    assert wording.next_of_trials(log, "advisor", "p.yaml") == command
+    assert command in terminal.trials_text(log, 200, plan="p.yaml")
+    assert "advisor apply --plan last" in machine.markdown(samples.resnet50(), None, log)
+    assert "advisor apply --plan last" in html.report_html(samples.resnet50(), None, log)
+
+
+def test_the_headline_tells_a_no_from_a_rejection():
+    settled = replace(samples.trials(), stack=None)
+    no = replace(settled.verdicts[0], status="declined", reason="you said no")
+    passed_over, rejected = (next(v for v in settled.verdicts if v.status == s) for s in ("skipped", "reverted"))
+
+    def told(*verdicts):
+        return wording.trials_headline(replace(settled, verdicts=verdicts))
+
+    second = replace(no, transform="tf32")
+    assert told(no) == "Nothing was tried: you declined it. The plain script stays as it is."
+    assert told(no, second, passed_over).startswith("Nothing was tried: you declined 2 changes.")
+    assert told(passed_over).startswith("Nothing was tried: each change was passed over for a reason.")
+    assert told(no, rejected).startswith(
+        "Nothing is kept: what was tried was rejected for a reason, and you declined 1"
+    )
+    assert told(rejected, passed_over).startswith("Nothing helps here: every change that was tried")
+    assert ", 1 declined by you" in wording.trials_headline(
+        replace(samples.trials(), verdicts=(*samples.trials().verdicts, second))
+    )
 
 
 def test_where_the_time_went_is_told_most_first():
@@ -100,9 +138,11 @@ def test_next_command_can_be_pasted():
 
 def test_a_module_or_launcher_is_found_in_the_plan():
     log = samples.trials()
-    assert wording.next_run(log, "advisor", "p.yaml").startswith("advisor run --plan p.yaml train_imagenet.py --arch")
-    assert wording.next_run(replace(log, script="pkg.train"), "advisor") == "advisor run"
-    assert wording.next_run(replace(log, script="torchrun"), "advisor", "p.yaml") == "advisor run --plan p.yaml"
+    assert wording.next_of_trials(log, "advisor", "p.yaml").startswith(
+        "advisor run --plan p.yaml train_imagenet.py --arch"
+    )
+    assert wording.next_of_trials(replace(log, script="pkg.train"), "advisor") == "advisor run"
+    assert wording.next_of_trials(replace(log, script="torchrun"), "advisor", "p.yaml") == "advisor run --plan p.yaml"
 
 
 def test_what_tracing_cost_is_told_in_words_that_fit():

@@ -124,7 +124,7 @@ def test_an_interrupted_proof_proves_nothing(tmp_path):
     log, plan, code = proved(script)
     assert code == 4
     assert len(script.sessions) == 1
-    assert {i.status for i in plan.items} == {"inconclusive", "reverted"}
+    assert {i.status for i in plan.items} == {"unconfirmed", "reverted"}
     assert any("not proved here" in note for note in log.notes)
 
 
@@ -145,7 +145,7 @@ def test_a_script_that_fails_is_told_by_its_last_line_and_its_exit_code(tmp_path
         return Exit(code=7)
 
     log, plan, code = proved_by(script, launch)
-    assert (code, plan.items[0].status) == (7, "inconclusive")
+    assert (code, plan.items[0].status) == (7, "unconfirmed")
     assert any("No module named 'lightning'" in note for note in log.notes)
 
 
@@ -171,7 +171,16 @@ def test_restarted_are_the_changes_that_no_running_loop_can_take():
 def test_only_and_skip_choose_among_what_is_kept():
     left = prove.wanted(PLAN, only=("amp_bf16",))
     assert [(i.status, i.reason) for i in left.items] == [
-        ("skipped", "not wanted"), ("reverted", "slower"), ("kept", "faster"),
+        ("skipped", "left out by --only or --skip"), ("reverted", "slower"), ("kept", "faster"),
     ]  # fmt: skip
     with pytest.raises(AdvisorError, match="no change to prove"):
         prove.wanted(PLAN, skip=BOTH)
+
+
+def test_what_a_search_left_unconfirmed_is_proved_as_what_it_kept(tmp_path):
+    script = Script(tmp_path, {(): 1000.0, BOTH: 400.0})
+    items = tuple(
+        dataclasses.replace(item, status="unconfirmed") if item.status == "kept" else item for item in PLAN.items
+    )
+    _, plan, code = proved(script, dataclasses.replace(PLAN, items=items))
+    assert (code, [item.status for item in plan.items]) == (0, [item.status for item in PLAN.items])

@@ -17,6 +17,7 @@ from advisor.core.verdict import Blocks, Check, Round, TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.rules import evaluate, load, recommend
 from advisor.trials import ledger, planfile, planner, records, rounds, search
+from advisor.trials.choosing import Answer
 
 COMMAND = ScriptCommand(argv=("python", "train.py"), name="train.py", arguments=())
 STOPPED = Exit(code=0, stopped_by_advisor=True)
@@ -295,7 +296,7 @@ def test_ctrl_c_in_the_second_profile_keeps_what_is_proved(script) -> None:
     script.status = {"amp_bf16": "kept"}
     script.profile_ends = Exit(code=130, signal=int(signal.SIGINT))
     log, verdicts = apply(script, candidate("amp_bf16"))
-    assert verdicts["amp_bf16", 1].status == "kept"
+    assert verdicts["amp_bf16", 1].status == "unconfirmed"
     assert not log.complete
     assert script.modes() == ["search", "profile"]
 
@@ -305,13 +306,41 @@ def test_later_rounds_ask_as_the_first_does(script) -> None:
     script.anew = [[candidate("fused_pooling"), candidate("first_conv")], [candidate("first_conv")]]
     asked = []
 
-    def ask(item: Recommendation) -> bool:
+    def ask(item: Recommendation) -> Answer:
         asked.append((item.transform, item.round))
-        return item.transform != "first_conv"
+        return Answer.NO if item.transform == "first_conv" else Answer.YES
 
     _, verdicts = apply(script, candidate("amp_bf16"), ask=ask)
     assert sorted(asked) == [("amp_bf16", 1), ("first_conv", 2), ("fused_pooling", 2)]  # a no is not asked about again
-    assert verdicts["first_conv", 2].reason == "not wanted"
+    assert (verdicts["first_conv", 2].status, verdicts["first_conv", 2].reason) == ("declined", "you said no")
+
+
+def test_who_quits_is_asked_no_more_and_no_round_follows(script) -> None:
+    script.status = dict.fromkeys(("amp_bf16", "fused_pooling", "conv_bias"), "kept")
+    script.anew = [[candidate("first_conv")]]
+    answers = [Answer.YES, Answer.QUIT]
+    log, verdicts = apply(
+        script, *map(candidate, ("amp_bf16", "fused_pooling", "conv_bias")), ask=lambda item: answers.pop(0)
+    )
+    assert script.modes()[0] == "search"
+    assert not answers
+    assert "profile" not in script.modes()
+    assert sorted(v.status for v in log.verdicts) == ["declined", "declined", "kept"]
+    assert {v.reason for v in log.verdicts if v.status == "declined"} == {"you quit before its turn"}
+
+
+def test_all_asks_no_further_in_any_round(script) -> None:
+    script.status = {"amp_bf16": "kept", "fused_pooling": "kept"}
+    script.anew = [[candidate("fused_pooling")], []]
+    asked = []
+
+    def ask(item: Recommendation) -> Answer:
+        asked.append(item.transform)
+        return Answer.ALL
+
+    _, verdicts = apply(script, candidate("amp_bf16"), ask=ask)
+    assert len(asked) == 1
+    assert verdicts["fused_pooling", 2].status == "kept"
 
 
 def test_what_cannot_reach_the_least_gain_has_no_place_in_a_later_round() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from advisor.core.verdict import KEPT
 from advisor.profiling.session import Session
 from advisor.trials.live import sizes
 from advisor.trials.live.blocks import TimedBlocks
@@ -17,7 +18,7 @@ from advisor.trials.live.limit import Limit
 from advisor.trials.live.sizes import Part
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import KEPT, Decision
+from advisor.trials.statistics import Decision
 
 
 class Detector:
