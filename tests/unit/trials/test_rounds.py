@@ -319,9 +319,7 @@ def test_who_quits_is_asked_no_more_and_no_round_follows(script) -> None:
     script.status = dict.fromkeys(("amp_bf16", "fused_pooling", "conv_bias"), "kept")
     script.anew = [[candidate("first_conv")]]
     answers = [Answer.YES, Answer.QUIT]
-    log, _ = apply(
-        script, *map(candidate, ("amp_bf16", "fused_pooling", "conv_bias")), ask=lambda item: answers.pop(0)
-    )
+    log, _ = apply(script, *map(candidate, ("amp_bf16", "fused_pooling", "conv_bias")), ask=lambda item: answers.pop(0))
     assert script.modes()[0] == "search"
     assert not answers
     assert "profile" not in script.modes()
