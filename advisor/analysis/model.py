@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.analysis import view as rows
-from advisor.analysis.time import NO_ROWS
+from advisor.analysis.time import NO_ROWS, NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
@@ -55,6 +55,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.set(name, value)
         else:
             table.miss(name, "Dynamo has compiled nothing")
+    _compilations(view, table)
     _bn_act_count(view, table)
     if view.on_gpu and view.device_us > 0:
         table.set("advisor_kernel_frac", view.share(lambda row: row.name in kernel_entries()))
@@ -63,6 +64,23 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss("custom_kernel_frac", "kernels of a replayed graph belong to no operator")
         else:
             table.set("custom_kernel_frac", view.share(lambda row: not row.op and row.kind not in ("comm", "memset")))
+
+
+def _compilations(view: View, table: MetricTable) -> None:
+    facts, window_us = view.profile.model, view.profile.window_step_us
+    table.set("optimizer_compiled", facts.updates_compiled)
+    if facts.recompiles is None:
+        for name in ("recompile_frac", "recompiled"):
+            table.miss(name, "Dynamo has compiled nothing")
+        return
+    spent = sum(site.time_us for site in facts.compilations)
+    if window_us > 0 and (spent > 0 or not facts.recompiles):
+        table.set("recompile_frac", min(1.0, spent / window_us))
+    else:
+        table.miss("recompile_frac", "this torch does not tell how long it compiled" if window_us > 0 else NO_STEP)
+    longest = sorted(facts.compilations, key=lambda site: -site.time_us)
+    named = [site.what.partition(":")[0].removeprefix("compilation of ").strip() for site in longest]
+    table.set("recompiled", ", ".join(dict.fromkeys(named)))
 
 
 def _is_cupy(row: KernelRow) -> bool:

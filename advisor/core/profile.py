@@ -200,6 +200,8 @@ class ModelFacts:
     ema: bool = False
     graph_breaks: float | None = None  # per frame that Dynamo was given; None: nothing compiled
     recompiles: int | None = None  # graphs compiled during the timed steps; None: nothing compiled
+    compilations: tuple[Site, ...] = ()  # of what, then, and why: calls and time as of each timed step
+    updates_compiled: bool = False  # the optimizer's step is inside a compiled function
     flags: dict[str, bool] = field(
         default_factory=dict
     )  # cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly, uses_cupy, find_unused_parameters (DDP)
@@ -230,6 +232,8 @@ class StepProfile:
     step_kind: str  # optimizer, marker, period (of backward passes), forward (rounds of model calls: no training), none
     step_us: Spread | None  # CUDA events on a GPU, wall clock on a CPU
     wall_us: Spread | None
+    # Mean wall time of a timed step with those that were left out (the first of an epoch, one that compiles): 0.0, not known.
+    window_step_us: float = 0.0
     steps_seen: int = 0
     excluded: dict[str, int] = field(default_factory=dict)  # reason → steps left out
     kernels: tuple[KernelRow, ...] = ()

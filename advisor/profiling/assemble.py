@@ -88,6 +88,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         step_kind=steps.kind,
         step_us=steps.step_us,
         wall_us=steps.wall_us,
+        window_step_us=_window_step_us(steps),
         steps_seen=steps.steps_seen,
         excluded=steps.excluded,
         kernels=found.kernels,
@@ -118,6 +119,14 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         complete=not gaps,
         notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *notes, *gaps))),
     )
+
+
+def _window_step_us(steps: StepsRecord) -> float:
+    """Mean of all timed intervals by the host's clock, those left out among them."""
+    if steps.timed is None or steps.wall_us is None or steps.provisional:
+        return 0.0
+    count = steps.wall_us.n + sum(steps.excluded.values())
+    return (steps.timed.end_monotonic_ns - steps.timed.start_monotonic_ns) / 1e3 / count
 
 
 def _beside_its_gpu(environment: Environment) -> Environment:

@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from advisor.core import storage
-from advisor.core.profile import MemoryStats
+from advisor.core.profile import MemoryStats, Site
 from advisor.core.stderr import say
 from advisor.core.trace import Trace
 from advisor.profiling import ranks
-from advisor.profiling.compiles import compiled_graphs
+from advisor.profiling.compiles import Compilations, compiled_graphs, together
 from advisor.profiling.discover import LOOK_STEPS, Discovery
 from advisor.profiling.facts import input_stats, model_facts
 from advisor.profiling.memory import MemoryProbe
@@ -79,6 +79,8 @@ class ProfileDriver:
         self._graphs = 0  # compiled before the timed steps, and in evaluations among them
         self._graphs_seen = 0
         self._recompiles: int | None = None
+        self._since: Compilations | None = None  # the last interval in which something was compiled
+        self._compiled: list[Site] = []  # in timed steps
         self._collector: Any = None
         self._bounds: list[StepEvent] = []
         self._restarts = 0
@@ -147,6 +149,7 @@ class ProfileDriver:
         if self.records:
             self._probe = MemoryProbe(self.training.device, self.watcher.patches)
             self._graphs = self._graphs_seen = compiled_graphs()
+            self._since = Compilations()
         self._timed_boundaries = [step]
         self._timed = _window(step)
         if not self.handful:
@@ -182,6 +185,9 @@ class ProfileDriver:
     def _leave_out_evaluation(self, held_one: bool) -> None:
         """What the last interval has compiled and allocated is no step's where it `held_one`."""
         graphs = compiled_graphs()
+        if graphs != self._graphs_seen and self._since is not None:
+            self._compiled += () if held_one else self._since.compiled()
+            self._since = Compilations()
         if held_one:
             self._graphs += graphs - self._graphs_seen
             if self._probe is not None:
@@ -342,7 +348,7 @@ class ProfileDriver:
         self._times = step_times(boundaries)
         self._losses = _values([boundaries[position].loss for position in self._times.positions[:MAX_LOSSES]])
         probe = self._probe or MemoryProbe(self.training.device)
-        self._memory = probe.stats(max(len(self._timed_boundaries) - 1, 0))
+        self._memory = probe.stats(self._timed_steps)
         if self._graphs:
             self._recompiles = compiled_graphs() - self._graphs
 
@@ -352,7 +358,13 @@ class ProfileDriver:
         if not self.records:
             return
         self._facts = FactsRecord(
-            model=model_facts(self.training, self.discovery, self.watcher, self._recompiles),
+            model=model_facts(
+                self.training,
+                self.discovery,
+                self.watcher,
+                self._recompiles,
+                together(self._compiled, self._timed_steps),
+            ),
             input=input_stats(self.training, self.discovery, self._loader_us, self._late_us),
             memory=self._memory,
         )
@@ -410,6 +422,11 @@ class ProfileDriver:
         )
 
     # -- progress ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _timed_steps(self) -> int:
+        """Intervals timed so far, also those that are left out."""
+        return max(len(self._timed_boundaries) - 1, 0)
 
     def _over(self) -> bool:
         deadline = self.session.deadline_unix_s

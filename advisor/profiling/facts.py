@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from advisor.core.profile import ConvFact, InputStats, ModelFacts
+from advisor.core.profile import ConvFact, InputStats, ModelFacts, Site
 from advisor.profiling import heap, ranks
 from advisor.profiling.annotate import module_names
-from advisor.profiling.compiles import compiled_code_in_use, graph_breaks
+from advisor.profiling.compiles import compiled_code_in_use, graph_breaks, is_compiled
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
 from advisor.profiling.normalising import CHANNELS, tails
 from advisor.profiling.steps import StepWatcher
@@ -75,10 +75,11 @@ def model_facts(
     discovery: Discovery | None = None,
     watcher: StepWatcher | None = None,
     recompiles: int | None = None,
+    compilations: tuple[Site, ...] = (),
 ) -> ModelFacts:
     """What is trained and how. Without `discovery` and `watcher` what only they have seen keeps its default.
 
-    `recompiles` is counted by the caller: graphs that Dynamo has compiled since the warm-up.
+    `recompiles` and `compilations` are counted by the caller: graphs that Dynamo has compiled since the warm-up, and of what.
     """
     seen = discovery.seen if discovery is not None else Observations()
     modules = [root.module for root in training.roots]
@@ -119,7 +120,7 @@ def model_facts(
         world_size=world[0],
         backend=world[1],
         sync_batchnorm=sum(isinstance(m, nn.SyncBatchNorm) for m in everything),
-        compiled=any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in everything)
+        compiled=any(map(is_compiled, everything))
         # A function of the script's that was compiled whole calls no module that anybody sees.
         or (not modules and compiled_code_in_use()),
         graphed=bool(discovery is not None and discovery.watcher.interval.replays) or _graphed(modules),
@@ -127,6 +128,8 @@ def model_facts(
         ema=_has_average(),
         graph_breaks=graph_breaks(),
         recompiles=recompiles,
+        compilations=compilations,
+        updates_compiled=training.updates_compiled,
         flags=_flags(everything, seen),
         env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )

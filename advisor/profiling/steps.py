@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from advisor.profiling import annotate, heap, stop
-from advisor.profiling.compiles import compiled_graphs
+from advisor.profiling.compiles import compiled_graphs, inside_compiled_call
 from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
 from advisor.profiling.records import OWN_WORK
@@ -167,6 +167,8 @@ class StepWatcher:
     def update_begins(self) -> None:
         """An `Optimizer.step` begins."""
         self._backwards_before = self.current.backwards
+        if self._intervals < MIN_INTERVALS and not self.training.updates_compiled:
+            self.training.updates_compiled = inside_compiled_call()
 
     def closure_ended(self) -> None:
         """An `Optimizer.step` that was given a closure is about to return. One pass is a step like any other, in its own order

@@ -61,6 +61,7 @@ class Training:
     batch_size: int = 0
     fixed_shapes: bool = True
     keep_gradients: bool = False
+    updates_compiled: bool = False  # an `Optimizer.step` ran inside a call of what torch.compile was given
     # The boundary handlers run inside the user's last `Optimizer.step()` of a step, in order of registration.
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
 

@@ -222,6 +222,10 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
         lambda conv: bool((conv.in_channels > 4 and conv.in_channels % 8) or conv.out_channels % 8)
     ),
     "fp32_3x3_convolutions": _convs(lambda conv: conv.kernel == (3, 3) and conv.stride == (1, 1) and conv.groups == 1),
+    "compilations": lambda p: [
+        (site.time_us, f"{site.source or 'unknown line'}: {site.what} ({time_text(site.time_us)} a step)")
+        for site in p.model.compilations
+    ],
     "models": lambda p: [(1.0, name) for name in p.model.roots],
     "environment_variables": _environment,
 }

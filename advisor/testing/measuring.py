@@ -26,6 +26,7 @@ from advisor.profiling import attach as attached
 from advisor.profiling import counters as hardware
 from advisor.profiling import discover, environment, steps
 from advisor.profiling.assemble import assemble
+from advisor.profiling.compiles import Compilations
 from advisor.profiling.discover import LOOK_STEPS
 from advisor.profiling.driver import ProfileDriver
 from advisor.profiling.patches import Patches
@@ -35,7 +36,7 @@ from advisor.profiling.session import Session
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
 from advisor.testing import allocations, host_reads
-from advisor.testing.compilations import Compilations, CompiledRuns
+from advisor.testing.compilations import CompiledRuns
 from advisor.testing.device_lock import alone, locked
 from advisor.testing.live import LiveStep
 from advisor.testing.measured import Measured

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
+from advisor.profiling.compiles import Compilations
 from advisor.testing import amounts, baselines
 from advisor.testing.baselines import Stored
-from advisor.testing.compilations import Compilations
 from advisor.testing.marker import Marked
 from advisor.testing.measured import Measured
 from advisor.testing.options import FAIL, SKIP, Options

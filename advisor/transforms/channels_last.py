@@ -10,7 +10,7 @@ in vain (`p.grad.view(-1)[mask] = 0`): one that it flattens without a gradient t
 Weights under DistributedDataParallel keep theirs, and convolutions bring them to that of their input at each call. DDP lays its buckets out
 once, by the weights' strides of then, and reads the sums by those of now: each gradient would be permuted, the same on all ranks. So do weights
 in all trainings of several processes: what a script sends itself, a gradient to be averaged, goes as memory, and where one rank alone
-flattens it (to log a norm) it would lie there in another order than in the others.
+flattens it (to log a norm) it would lie there in another order than in the others. So do weights that a compiled optimizer's step updates.
 Sources: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
@@ -93,7 +93,7 @@ class ChannelsLast(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        if not _weights(training, converted=True) and not _sent(training):
+        if not _weights(training, converted=True) and not _fixed(training):
             return Check(passed=False, detail="no convolution weight is NHWC")
         if after is not None and any(row.kind == "conv" and row.layout for row in after.kernels):
             rows = [row for row in after.kernels if row.kind == "conv" and row.layout]
@@ -142,7 +142,7 @@ def _why_not(module: torch.nn.Module) -> str:
 
 def _weights(training: Training, *, converted: bool = False) -> list[torch.nn.Parameter]:
     found: dict[int, torch.nn.Parameter] = {}
-    fixed = frozenset() if converted else _sent(training)
+    fixed = frozenset() if converted else _fixed(training)
     for root in training.roots:
         for module in root.module.modules():
             if not isinstance(module, _CONVOLUTIONS) or not isinstance(module.weight, torch.nn.Parameter):
@@ -152,6 +152,11 @@ def _weights(training: Training, *, converted: bool = False) -> list[torch.nn.Pa
             if _is_nhwc(module.weight) if converted else not _why_not(module):
                 found[id(module.weight)] = module.weight
     return list(found.values())
+
+
+def _fixed(training: Training) -> frozenset[int]:
+    """Identities of the parameters that keep their layout."""
+    return frozenset(map(id, parameters_of(training))) if training.updates_compiled else _sent(training)
 
 
 def _sent(training: Training) -> frozenset[int]:

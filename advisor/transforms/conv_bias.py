@@ -29,7 +29,7 @@ from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in
 from advisor.transforms.replay import hooked, replaying
-from advisor.transforms.targets import data_parallel, sharded, targets
+from advisor.transforms.targets import UPDATES_COMPILED, data_parallel, sharded, targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -52,6 +52,8 @@ class ConvBiasBeforeNorm(Transform):
     order = 50
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        if training.updates_compiled:
+            return Match(applies=False, reason=UPDATES_COMPILED)
         sites, unmatched = [], []
         for root in training.roots:
             pairs, refused = _pairs(training, root)

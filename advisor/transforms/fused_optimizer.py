@@ -23,7 +23,7 @@ from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.skip import lacks_momentum, skip_step_hooks
 from advisor.transforms.steady_steps import gather_once
-from advisor.transforms.targets import sharded
+from advisor.transforms.targets import UPDATES_COMPILED, sharded
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 # Operators of each implementation.
@@ -41,6 +41,8 @@ class FusedOptimizer(Transform):
     order = 40
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
+        if training.updates_compiled:
+            return Match(applies=False, reason=UPDATES_COMPILED)
         sites, unmatched = [], []
         for optimizer in training.optimizers:
             name, why_not = type(optimizer).__name__, _why_not(optimizer)

@@ -24,6 +24,7 @@ from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing, replace_attribute, script_frames
+from advisor.transforms.targets import UPDATES_COMPILED
 
 # `zero_()` and the accumulation after it raise a gradient's version by two a step; a gradient dropped in each step is fresh,
 # and clipping, unscaling and accumulation over a few micro-batches raise it by less than this.
@@ -50,6 +51,8 @@ class SetToNone(Transform):
         ]
         if not versions or max(versions) < _ZEROED_VERSION:
             return Match(applies=False, reason="gradients are not zeroed in place")
+        if training.updates_compiled:
+            return Match(applies=False, reason=UPDATES_COMPILED)
         readers = _grad_readers(training)
         if readers:
             return Match(

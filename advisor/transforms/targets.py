@@ -8,6 +8,12 @@ import torch
 
 from advisor.profiling.training import Training
 
+# Dynamo has compiled the optimizer's step for these tensors, their strides, and the hooks and settings that it has: torch 2.13 goes on
+# with other strides until generated code asserts on them, and traces hooks of ours.
+UPDATES_COMPILED = (
+    "the script compiles its optimizer's step, which is bound to its settings, hooks and the weights' layout"
+)
+
 
 def targets(training: Training) -> list[torch.nn.Module]:
     """The root modules; of a DataParallel over one device the module inside, which it calls unchanged."""

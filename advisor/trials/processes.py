@@ -200,8 +200,9 @@ class SearchProcesses:
             where = records.native_fault(self.script.run_dir)
             told = f"the process died of signal {ended.signal} in its {current.phase}"
             return "failed", f"{told} ({where})" if where else told
-        last = self.script.last_line
-        return "failed", f"the script failed in its {current.phase}" + (f": {last}" if last else "")
+        # The script has run without it, and an error of its own is found out by `_scripts_own`.
+        last = self.script.last_line or f"exit code {ended.code}"
+        return "failed", f"the change broke the script in its {current.phase}: {last}"
 
     def _look_last(self, candidates: Sequence[Recommendation]) -> None:
         """A trial that the script's end had cut short, and time now ends: what its pairs say is its verdict."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import Counter
@@ -19,6 +20,13 @@ from advisor.trials import records, spent
 from advisor.userfiles import restore, trackers
 
 _HUNG = "a process of the script had done all it was to do, hung in native exit handlers, and was ended"
+# A rank's lines begin with its number where torchrun tells the error.
+_RANK, _TRACEBACK, _ERROR = (
+    re.compile(r"^\[rank\d+\]: ?"),
+    "Traceback (most recent call last)",
+    re.compile(r"[A-Za-z_][\w.]*(: |$)"),
+)
+_READ_BYTES = 1 << 16  # from the end of the output: an error of torch's may take pages
 Say = Callable[[str], None]
 Launch = Callable[..., Exit]
 
@@ -64,7 +72,7 @@ class Script:
 
     @property
     def last_line(self) -> str:
-        """The last line that the latest process wrote; "" where it wrote none."""
+        """What the latest process said last, of an error its first line; "" where it wrote nothing."""
         return last_line(self.run_dir / records.OUTPUT_FILE, since=self._said_from)
 
     @property
@@ -149,11 +157,23 @@ class Script:
 
 
 def last_line(path: Path, *, since: int = 0) -> str:
-    """The last line of the script's output, where Python puts the error's own text; not before `since`, bytes."""
+    """The last line of the script's output; where Python has told an error last, the first line of that one's own text.
+
+    Behind it come hints, which may speak of something else: of custom operators where generated code asserts on a weight's strides.
+
+    Args:
+        path: of the output.
+        since: bytes of it to leave out, at its beginning.
+    """
     try:
         with open(path, "rb") as stream:
-            stream.seek(max(since, stream.seek(0, 2) - 8192))
-            lines = stream.read().decode("utf-8", "replace").splitlines()
+            stream.seek(max(since, stream.seek(0, 2) - _READ_BYTES))
+            lines = [_RANK.sub("", line) for line in stream.read().decode("utf-8", "replace").splitlines()]
     except OSError:
         return ""
+    told = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    if told:
+        error = next((line for line in lines[told[-1] + 1 :] if line.strip() and not line.startswith(" ")), "")
+        if _ERROR.match(error):
+            return error.strip()[:300]
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

@@ -33,6 +33,8 @@ def fused_optimizer(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
     facts = view.profile.model
     if facts.optimizer_fused:
         return nothing("the optimizer is already fused")
+    if facts.updates_compiled:
+        return nothing("the script compiles the optimizer's step")
     chosen = [row for row in view.rows if row.phase == "optimizer"]
     if not chosen:
         return nothing("no optimizer kernel in the step")

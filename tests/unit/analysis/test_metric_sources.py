@@ -37,6 +37,7 @@ def detailed() -> StepProfile:
     )
     names = ("cudnn_benchmark", "cudnn_deterministic", "deterministic_algorithms", "anomaly", "uses_cupy")
     model = replace(base.model, convs=convs, flags=dict.fromkeys(names, False), graph_breaks=0.5, recompiles=0)
+    base = replace(base, window_step_us=120_000.0)
     memory = replace(base.memory, empty_cache_calls=0.0)
     return replace(base, kernels=rows, model=model, memory=memory, utilization={}, optimizer_host_us=500.0)
 

@@ -683,3 +683,14 @@ def test_nothing_of_a_boundary_is_compiled_with_an_optimizers_step(
     assert len(compiled) == 1
     assert not [str(w.message) for w in recwarn if "does not know how to trace" in str(w.message)]
     torch._dynamo.reset()
+
+
+def test_an_update_inside_a_compiled_function_is_known(loop: Loop) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = torch.compile(lambda: optimizer.step(), backend="eager")
+    for compiled in (False, True):
+        model(torch.randn(4, 3)).square().sum().backward()
+        assert not loop.training.updates_compiled
+        update() if compiled else optimizer.step()
+    assert loop.training.updates_compiled

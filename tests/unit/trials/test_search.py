@@ -15,6 +15,7 @@ from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.trials import budget, fresh, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer
+from advisor.trials.script import last_line
 from advisor.userfiles import restore
 from advisor.userfiles.guard import Guard
 
@@ -353,7 +354,7 @@ def test_a_script_too_short_for_any_trial_comes_to_an_end(script):
 @pytest.mark.parametrize(
     ("ended", "told"),
     [
-        (Exit(code=1), "the script failed in its gate: RuntimeError: boom"),
+        (Exit(code=1), "the change broke the script in its gate: RuntimeError: boom"),
         (Exit(code=137, signal=int(signal.SIGKILL)), "out of memory"),
         (Exit(code=139, signal=int(signal.SIGSEGV)), "signal 11"),
         (Exit(code=142, signal=int(signal.SIGALRM)), "did not end within"),
@@ -372,6 +373,40 @@ def test_a_crash_is_blamed_on_the_candidate_and_the_search_goes_on(script, ended
     assert verdicts["tf32"].predicted is not None
     assert verdicts["compile"].status == "reverted"
     assert code == 0
+
+
+HINTED = """step 12
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    raise error from None
+ValueError: the first of two
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 12, in <module>
+    step()
+AssertionError: expected size 8==8, stride 27==1 at dim=1
+
+Error in op: input
+This error most often comes from a incorrect fake (aka meta) kernel for a custom op.
+Use torch.library.opcheck to test your custom op.
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (HINTED, "AssertionError: expected size 8==8, stride 27==1 at dim=1"),
+        ("".join(f"[rank1]: {line}\n" for line in HINTED.splitlines()), "AssertionError: expected size 8==8, stride 27==1 at dim=1"),
+        (HINTED.replace("AssertionError: expected size 8==8, stride 27==1 at dim=1", "torch._inductor.exc.InductorError"), "torch._inductor.exc.InductorError"),
+        ("step 3\nKilled\n", "Killed"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_of_an_error_its_first_line_is_told_and_not_the_hints_behind_it(tmp_path, output, told):
+    (tmp_path / "out.log").write_text("said by an earlier process\n" + output)
+    assert last_line(tmp_path / "out.log", since=len("said by an earlier process\n")) == told
 
 
 def test_an_error_of_the_scripts_own_is_no_candidates(script):
@@ -416,7 +451,7 @@ def test_a_silent_end_is_not_told_by_an_earlier_process_error(script):
     script.verdicts = {"tf32": raises, "compile": lambda session: Exit(code=1)}
     _, _, _, verdicts = apply(script, "tf32", "compile")
     assert verdicts["tf32"].status == verdicts["compile"].status == "failed"
-    assert verdicts["compile"].reason == "the script failed in its gate"
+    assert verdicts["compile"].reason == "the change broke the script in its gate: exit code 1"
 
 
 def test_two_candidates_with_errors_of_their_own_have_failed(script):
