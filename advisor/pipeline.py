@@ -62,7 +62,7 @@ class ProfileResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyResult:
-    """`log` and `plan` are None for a dry run, and when there was nothing to try."""
+    """`log` and `plan` are None for a dry run, and when there was nothing to try; `plan_file` is where people find the plan."""
 
     run_dir: Path
     exit_code: int
@@ -70,6 +70,7 @@ class ApplyResult:
     findings: Findings | None = None
     log: TrialLog | None = None
     plan: Plan | None = None
+    plan_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,26 +112,19 @@ def _runs(holding: str) -> list[Path]:
     return [path.parent.resolve() for path in found]
 
 
-def _plan(name: Path) -> tuple[Path, Plan]:
-    """A plan, with its file, named by that, by the folder of its run, or as `last`: the newest in this directory.
-
-    One that proves nothing, as its search or proof was left open, takes no earlier one's place.
+def _plan(name: Path, serves: Callable[[Plan], bool], script: str = "") -> tuple[Path, Plan]:
+    """A plan, with its file, named by that, by the folder of its run, or as `last`: the newest in this directory that serves, of this
+    script where one is named.
 
     Raises:
         AdvisorError: for `last` where there is none, or one that cannot be read.
     """
-    from advisor.trials import planfile
+    from advisor.trials import planfile, plans
 
     if str(name) != "last":
         path = name / PLAN_FILE if name.is_dir() else name
         return path, planfile.read(path)
-    newest = None
-    for folder in _runs(PLAN_FILE):
-        path = folder / PLAN_FILE
-        found = path, planfile.read(path)
-        if not planfile.left_open(found[1]):
-            return found
-        newest = newest or found
+    newest = plans.last(_runs(PLAN_FILE), script, serves)
     if newest is None:
         raise AdvisorError(
             f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
@@ -139,12 +133,12 @@ def _plan(name: Path) -> tuple[Path, Plan]:
 
 
 def load_run(run: str | Path) -> LoadedRun:
-    """A run by its folder, or `last` for the newest in this directory.
+    """A run by its folder, or `last` for the newest in this directory that holds a measurement.
 
     Raises:
         AdvisorError: when there is none, or a file in it cannot be read.
     """
-    folder = next(iter(_runs(PROFILE_FILE)), None) if str(run) == "last" else Path(run)
+    folder = _last_run() if str(run) == "last" else Path(run)
     if folder is None:
         raise AdvisorError(f"no run in {RUNS_DIR}/ here", fix="Run `advisor profile train.py` first.")
     if not folder.is_dir():
@@ -155,6 +149,17 @@ def load_run(run: str | Path) -> LoadedRun:
         findings=storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None,
         trials=storage.load(folder / TRIALS_FILE, TrialLog) if (folder / TRIALS_FILE).exists() else None,
     )
+
+
+def _last_run() -> Path | None:
+    """The newest run here in which something was measured, or the newest of all; None where there is none."""
+    runs = _runs(PROFILE_FILE)
+    holding = (run for run in runs if not _is_empty(storage.load(run / PROFILE_FILE, StepProfile)))
+    return next(holding, runs[0] if runs else None)
+
+
+def _is_empty(measured: StepProfile) -> bool:
+    return measured.step_us is None and measured.wall_us is None
 
 
 def load_proof(run: str | Path) -> TrialLog | None:
@@ -295,7 +300,7 @@ def _profile(
     if refused:
         measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
     storage.save(run_dir / PROFILE_FILE, measured)
-    if measured.step_us is None and measured.wall_us is None:
+    if _is_empty(measured):
         say(_nothing_measured(measured, _ended(ended.code, ended.signal)))
         return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=None)
     found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
@@ -559,7 +564,20 @@ def apply(
     )
     ledger.append(ledger.entries(log, measured))
     _write_report(run_dir, measured, found, log)
-    return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found, log=log, plan=plan)
+    file = _beside(plan, run_dir, say)
+    return ApplyResult(
+        run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found, log=log, plan=plan, plan_file=file
+    )
+
+
+def _beside(plan: Plan, run_dir: Path, say: Say) -> Path:
+    """The proved plan in the working directory too; the file to name."""
+    from advisor.trials import plans
+
+    file, told = plans.beside(plan, run_dir, Path.cwd())
+    if told:
+        say(told)
+    return file
 
 
 def prove(
@@ -586,15 +604,19 @@ def prove(
     from advisor.profiling import environment
     from advisor.profiling.launcher import ScriptCommand
     from advisor.trials import planfile
-    from advisor.trials.prove import prove_plan, wanted
+    from advisor.trials.prove import TO_PROVE, prove_plan, wanted
 
     _check_apply(only, skip)
-    loaded = wanted(_plan(plan)[1], only=only, skip=skip)
-    if not words:
-        words, module = (loaded.script, *loaded.argv), False
-    command = ScriptCommand.parse(words, module=module)
+    command = ScriptCommand.parse(words, module=module) if words else None
+    named = command.name if command is not None else ""
+    found = _plan(plan, lambda known: any(item.status in TO_PROVE for item in known.items), named)[1]
+    loaded = wanted(found, only=only, skip=skip)
+    if command is None:
+        command = ScriptCommand.parse((loaded.script, *loaded.argv))
+    if other := planfile.another_script(loaded, command.name):
+        say(f"plan: {other}")
     run_dir = _begin(command.name, out, say)
-    log, found, exit_code = prove_plan(
+    log, proved, exit_code = prove_plan(
         command,
         loaded,
         environment=planfile.environment_text(environment.probe()),
@@ -602,7 +624,8 @@ def prove(
         run_dir=run_dir,
         say=say,
     )
-    return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=found)
+    file = _beside(proved, run_dir, say)
+    return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=file)
 
 
 def _begin(name: str, out: Path | None, say: Say) -> Path:
@@ -712,14 +735,15 @@ def run(
     Raises:
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits.
     """
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials import planfile
     from advisor.trials.run import run_plan
 
-    plan, loaded = _plan(plan)
-    if not words:
-        words, module = (loaded.script, *loaded.argv), False
-    from advisor.profiling.launcher import ScriptCommand
-
-    command = ScriptCommand.parse(words, module=module)
+    command = ScriptCommand.parse(words, module=module) if words else None
+    named = command.name if command is not None else ""
+    plan, loaded = _plan(plan, lambda known: not planfile.left_open(known), named)
+    if command is None:
+        command = ScriptCommand.parse((loaded.script, *loaded.argv))
     return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, say=say)
 
 
@@ -773,9 +797,13 @@ def enable(plan: str | Path) -> None:
 
     if disabled() or os.environ.get(SESSION_VARIABLE):
         return
+    from advisor.core import stderr
     from advisor.trials import kept, planfile
 
-    kept.enable(planfile.read(Path(plan)))
+    loaded, script = planfile.read(Path(plan)), sys.argv[0]
+    if script.endswith(".py") and (other := planfile.another_script(loaded, script)):
+        stderr.say(f"plan: {other}")
+    kept.enable(loaded)
 
 
 def disable() -> None:

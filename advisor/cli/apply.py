@@ -68,7 +68,7 @@ def apply(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Try each change in the running loop of SCRIPT, keep what is right and faster, and write plan.yaml.
+    """Try each change in the running loop of SCRIPT, keep what is right and faster, and write plan.yaml, here and in the run's folder.
 
     A change is kept only if it took effect, left the training right, and is faster beyond noise. The search only
     measures: it ends when it is done and leaves your files as they were, those of its Python subprocesses and those that its
@@ -131,11 +131,17 @@ def apply(
     elif (dry_run and result.profile is not None) or (not quiet and result.log is not None):
         output.say(
             output.apply_text(
-                result.profile, result.findings, result.log, run_dir=result.run_dir, dry_run=dry_run, stream=stream
+                result.profile,
+                result.findings,
+                result.log,
+                run_dir=result.run_dir,
+                plan=result.plan_file,
+                dry_run=dry_run,
+                stream=stream,
             )
         )
     if not quiet:
-        output.say(output.files_text(result.run_dir))
+        output.say(output.files_text(result.run_dir, plan=result.plan_file))
     return int(result.exit_code)
 
 

@@ -78,7 +78,7 @@ def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) ->
     return json_text(machine.proof_json(trials)) if form == "json" else machine.proof_markdown(trials)
 
 
-def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO) -> str:
+def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO, plan: Path | None = None) -> str:
     from advisor.reporting import terminal
 
     present = {name: run_dir / name for name in FILES if run_dir is not None and (run_dir / name).exists()}
@@ -87,19 +87,26 @@ def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO) -> str:
         width(),
         color(stream),
         command=program(),
-        plan=str(present.get("plan.yaml", "")),
+        plan=_typed(plan or present.get("plan.yaml")),
         listed_in="report.html" if "report.html" in present else "trials.json",
     )
 
 
-def files_text(run_dir: Path, names: Iterable[str] = FILES) -> str:
-    """Where the run's files are, those that exist."""
-    present = [name for name in names if (run_dir / name).exists()]
+def files_text(run_dir: Path, names: Iterable[str] = FILES, plan: Path | None = None) -> str:
+    """Where the run's files are, those that exist; `plan` is where its plan is to be found, if not there."""
+    present = {name: run_dir / name for name in names if (run_dir / name).exists()}
+    if plan is not None:
+        present["plan.yaml"] = plan
     lines = ["", f"Run    {run_dir}"]  # apart from the report above
     for name, label in (("report.html", "Report"), ("plan.yaml", "Plan  ")):
         if name in present:
-            lines.append(f"{label} {run_dir / name}")
+            lines.append(f"{label} {present[name]}")
     return "\n".join(lines)
+
+
+def _typed(path: Path | None) -> str:
+    """As people type it: its name alone, where it is in the working directory; "" for none."""
+    return "" if path is None else path.name if path.parent == Path.cwd() else str(path)
 
 
 def writable(path: Path) -> Path:
@@ -138,6 +145,7 @@ def apply_text(
     trials: TrialLog | None,
     *,
     run_dir: Path,
+    plan: Path | None,
     dry_run: bool,
     stream: TextIO,
 ) -> str:
@@ -146,7 +154,7 @@ def apply_text(
 
     if dry_run or trials is None:
         return terminal.recommendations_text(profile, findings, width(), color(stream), command=program())
-    return _trials_text(trials, run_dir, stream)
+    return _trials_text(trials, run_dir, stream, plan)
 
 
 def reaches(findings: Findings | None, severity: str | None) -> bool:

@@ -18,7 +18,7 @@ from advisor.cli.progress import Progress
     metavar="PLAN",
     default="last",
     show_default=True,
-    help="Train with this plan: a file, a run's folder, or `last`, the newest in this directory.",
+    help="Train with this plan: a file, a run's folder, or `last`, the newest of SCRIPT in advisor-runs/ here.",
 )
 @click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
 @verbosity_options

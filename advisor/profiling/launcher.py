@@ -85,11 +85,7 @@ class ScriptCommand:
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise AdvisorError(f"{first} is a folder", expected="a Python script", fix=_scripts_in(path))
         # A program of Python's (torchrun) has an interpreter of its own, so it is run as it is.
-        if (
-            path.suffix.lower() in (".py", ".pyw")
-            or path.is_dir()
-            or (_is_python(path) and shutil.which(first) is None)
-        ):
+        if _is_script(path) or path.is_dir() or (_is_python(path) and shutil.which(first) is None):
             if not path.exists():
                 raise AdvisorError(f"no script {first}", expected="a file that exists", fix=_nearest(path))
             _compile(path / "__main__.py" if path.is_dir() else path)
@@ -108,8 +104,22 @@ class ScriptCommand:
                 expected="an interpreter that reads PYTHONPATH and runs sitecustomize",
                 fix=f"Leave {refused} away while measuring.",
             )
-        script = next((word for word in arguments if word.endswith(".py")), first)
-        return cls(argv=(first if found else program, *arguments), name=script, arguments=arguments, literal=True)
+        argv = (first if found else program, *arguments)
+        return cls(argv=argv, name=script_name((first, *arguments)), arguments=arguments, literal=True)
+
+
+def script_name(words: Sequence[str]) -> str:
+    """The script or module in the words of a command, or the program where it names neither."""
+    first, *arguments = words
+    if first == "-m" and arguments:
+        return arguments[0]
+    if _is_script(Path(first)):
+        return first
+    return next((word for word in arguments if word.endswith(".py")), first)
+
+
+def _is_script(path: Path) -> bool:
+    return path.suffix.lower() in (".py", ".pyw")
 
 
 def _isolating(program: Path, arguments: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
+from advisor.profiling.launcher import script_name
 from advisor.resources import kernels_dir
 from advisor.transforms.registry import TRANSFORMS
 
@@ -195,6 +197,21 @@ def left_open(plan: Plan) -> bool:
     return KEPT not in statuses and (statuses <= UNTRIED or bool(statuses & OPEN))
 
 
+def script_of(plan: Plan) -> str:
+    """The script, module or program whose plan it is, as its user named it; "" where it does not say."""
+    return script_name((plan.script, *plan.argv)) if plan.script else ""
+
+
+def another_script(plan: Plan, script: str) -> str:
+    """The clause that tells that the plan is of another script than this one, by its name and its text; "" where it is not."""
+    theirs = script_of(plan)
+    if not theirs or os.path.abspath(theirs) == os.path.abspath(script):
+        return ""
+    if plan.hashes.script and plan.hashes.script == script_hash(Path(script)):
+        return ""  # moved, or seen from another folder
+    return f"it is the plan of {theirs}, and this is {script}"
+
+
 def script_hash(path: Path) -> str:
     """sha256 of the script's bytes; empty when it cannot be read (a module run with -m from a package)."""
     try:
@@ -245,10 +262,16 @@ def hashes_here(script: str, *, environment: str, model: str = "") -> PlanHashes
     return PlanHashes(script=script_hash(Path(script)), model=model, environment=environment, kernels=kernels_hash())
 
 
-def mismatches(plan: PlanHashes, now: PlanHashes, *, uses_kernels: bool = True) -> tuple[str, ...]:
-    """What changed since the plan was proved, one clause each. A hash that is unknown on either side says nothing."""
-    found = []
-    if plan.script and now.script and plan.script != now.script:
+def mismatches(proved: Plan, script: str, now: PlanHashes, *, uses_kernels: bool = True) -> tuple[str, ...]:
+    """What changed since the plan was proved, one clause each. A hash that is unknown on either side says nothing.
+
+    Args:
+        script: that is to train with it, as its user named it.
+    """
+    plan, found = proved.hashes, []
+    if other := another_script(proved, script):
+        found.append(other)
+    elif plan.script and now.script and plan.script != now.script:
         found.append("the script's text has changed")
     if plan.model and now.model and plan.model != now.model:
         found.append("the model's modules, parameters or dtypes have changed")

@@ -41,7 +41,7 @@ def run_plan(
     kept = tuple(item for item in plan.items if item.status == KEPT)
     own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
     now = planfile.hashes_here(command.name, environment=_environment_text())
-    changed = planfile.mismatches(plan.hashes, now, uses_kernels=bool(own_kernels))
+    changed = planfile.mismatches(plan, command.name, now, uses_kernels=bool(own_kernels))
     if changed and strict:
         raise AdvisorError(
             f"{path} does not fit: " + "; ".join(changed),

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from advisor import pipeline, rules
+from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
-from advisor.core.profile import ModelFacts, StepProfile
-from advisor.trials import search
+from advisor.core.profile import ModelFacts, Spread, StepProfile
+from advisor.trials import planfile, search
 
 
 def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,15 @@ def test_a_plan_is_named_by_its_file_its_run_or_as_the_last(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("of_the_newest", "last"), [("kept", "newest"), ("reverted", "newest"), ("inconclusive", "proved")]
+    ("of_the_newest", "last"),
+    [
+        ("kept", "newest"),
+        ("reverted", "newest"),
+        ("inconclusive", "proved"),
+        ("unconfirmed", "proved"),
+        ("declined", "proved"),
+        ("skipped", "proved"),  # of what was interrupted before anything was tried
+    ],
 )
 def test_a_search_that_was_left_open_takes_no_earlier_plans_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_newest: str, last: str
@@ -89,11 +98,39 @@ def test_a_search_that_was_left_open_takes_no_earlier_plans_place(
 
 
 def named(plan: Path) -> Path:
-    return pipeline._plan(plan)[0]
+    return pipeline._plan(plan, lambda known: not planfile.left_open(known))[0]
 
 
-def _plan_in(run: Path, status: str, age: int) -> None:
+def _plan_in(run: Path, status: str, age: int, script: str = "train.py") -> None:
     run.mkdir(parents=True)
     plan = run / "plan.yaml"
-    plan.write_text(f"schema_version: 1\nitems: [{{transform: tf32, status: {status}}}]")
+    plan.write_text(f"schema_version: 1\nscript: {script}\nitems: [{{transform: tf32, status: {status}}}]")
     os.utime(plan, (1000 - age, 1000 - age))
+
+
+def test_the_last_plan_is_of_the_script_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "advisor-runs"
+    _plan_in(runs / "other", "kept", age=0, script="other.py")
+    _plan_in(runs / "own", "kept", age=1)
+    _plan_in(runs / "open", "inconclusive", age=0, script="open.py")
+
+    def last(script: str) -> str:
+        return pipeline._plan(Path("last"), lambda known: not planfile.left_open(known), script)[0].parent.name
+
+    assert [last(script) for script in ("", "train.py", "open.py", "third.py")] == ["other", "own", "open", "other"]
+
+
+def test_the_last_run_is_one_in_which_something_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    empty = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
+    )
+    measured = replace(empty, step_us=Spread(median=1.0, p10=1.0, p90=1.0, n=1))
+    for age, (name, profile) in enumerate({"empty": empty, "measured": measured, "older": measured}.items()):
+        file = tmp_path / "advisor-runs" / name / "profile.json"
+        storage.save(file, profile)
+        os.utime(file, (1000 - age, 1000 - age))
+        if name == "empty":
+            assert pipeline.load_run("last").run_dir == file.parent  # there is none other
+    assert pipeline.load_run("last").run_dir.name == "measured"

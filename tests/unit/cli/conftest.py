@@ -54,14 +54,16 @@ class FakePipeline(types.ModuleType):
             findings=samples.findings(),
             log=None if kwargs["dry_run"] else samples.trials(),
             plan=None,
+            plan_file=None,
         )
 
     def prove(self, words, **kwargs):
         self._record("prove", words, **kwargs)
         log = samples.trials()
         return SimpleNamespace(
-            run_dir=self.run_dir, exit_code=self.exit_code, profile=None, findings=None, log=log, plan=None
-        )
+            run_dir=self.run_dir, exit_code=self.exit_code, profile=None, findings=None, log=log, plan=None,
+            plan_file=None,
+        )  # fmt: skip
 
     def load_proof(self, run):
         return self.proofs.get(str(run))

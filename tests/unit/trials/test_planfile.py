@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -100,15 +102,15 @@ def test_unreadable_missing_and_huge_files(tmp_path):
 
 def test_what_changed_is_named():
     now = PlanHashes(script="other", model="cd", environment="NVIDIA A100 sm_80 torch 2.11", kernels="ef")
-    found = planfile.mismatches(PLAN.hashes, now)
+    found = planfile.mismatches(PLAN, "train.py", now)
     assert len(found) == 2
     assert "script" in found[0]
     assert "H200" in found[1]
     assert "A100" in found[1]
-    assert planfile.mismatches(PLAN.hashes, PLAN.hashes) == ()
-    assert planfile.mismatches(PlanHashes(), now) == ()
-    assert planfile.mismatches(PLAN.hashes, PlanHashes(kernels="new"))
-    assert not planfile.mismatches(PLAN.hashes, PlanHashes(kernels="new"), uses_kernels=False)
+    assert planfile.mismatches(PLAN, "train.py", PLAN.hashes) == ()
+    assert planfile.mismatches(replace(PLAN, hashes=PlanHashes()), "train.py", now) == ()
+    assert planfile.mismatches(PLAN, "train.py", PlanHashes(kernels="new"))
+    assert not planfile.mismatches(PLAN, "train.py", PlanHashes(kernels="new"), uses_kernels=False)
 
 
 def test_model_hash_is_of_the_structure_not_the_values():
