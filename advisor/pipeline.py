@@ -26,6 +26,7 @@ from advisor.core.verdict import TrialLog
 from advisor.trials.records import OUTPUT_FILE, PLAN_FILE, TRIALS_FILE
 
 if TYPE_CHECKING:
+    from advisor.profiling.launcher import Exit
     from advisor.profiling.session import Session
     from advisor.trials.choosing import Ask
 
@@ -234,13 +235,23 @@ def _profile(
     say: Say,
     protect_files: bool,
     pace: float = 1.0,
+    first_step_s: float = 0.0,
 ) -> ProfileResult:
+    """Measure the script, for its own sake or (`protect_files`) as a search begins.
+
+    Args:
+        first_step_s: no step is waited for beyond this; 0 for as long as the script runs.
+
+    Raises:
+        AdvisorError: also where advisor has switched itself off, with exit code 3, or was sure that no step would come, with 4.
+    """
     from advisor.profiling import counters as hardware
     from advisor.profiling import environment, launcher
     from advisor.profiling.assemble import assemble
     from advisor.profiling.records import SAMPLES_FILE
     from advisor.profiling.sampler import Sampler
     from advisor.profiling.session import Session
+    from advisor.profiling.waiting import patience_s
     from advisor.userfiles import owners
 
     say("measuring this machine (once)")
@@ -258,6 +269,7 @@ def _profile(
         detail_steps=detail_steps,
         pace=pace,
         keep_running=keep_running,
+        first_step_s=first_step_s,
         counters=counters and machine.device == "cuda",
         protect_files=protect_files,
     )
@@ -270,12 +282,13 @@ def _profile(
         if protect_files:
             owners.hold(run_dir)
         ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
-        shorter = None if ended.interrupted else _shorter(session, ended.code)
+        shorter = None if ended.interrupted or ended.fault or ended.gave_up else _shorter(session, ended.code)
         if shorter is not None and not _restored(run_dir, say):
             shorter = None
         if shorter is not None:
             owners.hold(run_dir)
             say("the script ended before all was measured; once more with shorter windows, its files put aside")
+            shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s))
             launcher.launch(command, shorter, on_progress=_teller(say), output=run_dir / OUTPUT_FILE)
     finally:
         restored = _restored(run_dir, say)
@@ -287,8 +300,9 @@ def _profile(
         )
     if protect_files and ended.interrupted:
         raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
+    _check_measured(ended, thrown_away=not keep_running)
     say("reading the trace")
-    measured = assemble(run_dir, machine, exit_code=ended.code)
+    measured = replace(assemble(run_dir, machine, exit_code=ended.code), start_s=ended.first_step_s)
     if ended.code and not ended.stopped_by_advisor:
         measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
     if ended.hung:
@@ -301,7 +315,7 @@ def _profile(
         measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
     storage.save(run_dir / PROFILE_FILE, measured)
     if _is_empty(measured):
-        say(_nothing_measured(measured, _ended(ended.code, ended.signal)))
+        say(_nothing_measured(measured, ended))
         return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=None)
     found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
     storage.save(run_dir / FINDINGS_FILE, found)
@@ -358,13 +372,34 @@ def _ended(code: int, number: int) -> str:
     return f"the script ended with exit code {code}" if code else ""
 
 
-def _nothing_measured(measured: StepProfile, ended: str) -> str:
+def _check_measured(ended: Exit, *, thrown_away: bool) -> None:
+    """A script of which nothing was measured for a reason that is not its own.
+
+    Raises:
+        AdvisorError: with that reason; exit code 3 where advisor has switched itself off, 4 where no step was to come.
+    """
+    if ended.fault and thrown_away:
+        raise AdvisorError(
+            f"advisor switched itself off in the script: {ended.fault}",
+            fix="`advisor doctor` shows what is installed here.",
+            exit_code=ExitCode.OWN_FAULT,
+        )
+    if ended.gave_up:
+        raise AdvisorError(ended.gave_up, exit_code=ExitCode.INCONCLUSIVE)
+
+
+def _nothing_measured(measured: StepProfile, ended: Exit) -> str:
     from advisor.profiling.session import DISABLE_VARIABLE, disabled
+    from advisor.profiling.waiting import Stage, missing
 
     if disabled():
         return f"{DISABLE_VARIABLE} is set: the script ran by itself, and nothing was measured"
-    if ended:
-        return f"{ended}, before enough training steps were seen"
+    if ended.fault:
+        return f"advisor switched itself off in the script, which went on: {ended.fault}"
+    if failed := _ended(ended.code, ended.signal):
+        return f"{failed}, before enough training steps were seen"
+    if ended.reached < Stage.TORCH:
+        return f"nothing was measured: {missing(ended.reached)}"
     if measured.steps_seen:
         return f"only {measured.steps_seen} steps were seen, too few to measure; let the script train for longer"
     return "no training step was seen; if the script trains without an optimizer, call advisor.step() after each step"
@@ -379,13 +414,14 @@ def _shown(path: Path) -> str:
 
 def _teller(say: Say) -> Callable[[Mapping[str, Any]], None]:
     """Turns the child's progress events into lines."""
+    from advisor.profiling.waiting import WAITING
 
     def tell(event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "phase":
             done, total = event.get("done"), event.get("total")
             say(f"{event.get('phase')}: {done} of {total} steps" if total else str(event.get("phase")))
-        elif kind in ("trial", "say", "fault") and (text := event.get("text") or event.get("error")):
+        elif kind in ("trial", "say", "fault", WAITING) and (text := event.get("text") or event.get("error")):
             say(str(text))
 
     return tell
@@ -506,6 +542,7 @@ def apply(
             say=say,
             protect_files=True,
             pace=min(1.0, max_time_s / USUAL_TIME_S),
+            first_step_s=max_time_s,
         )
         if result.profile is None or result.findings is None or result.exit_code:
             if result.exit_code:

@@ -235,6 +235,7 @@ class StepProfile:
     # Mean wall time of a timed step with those that were left out (the first of an epoch, one that compiles): 0.0, not known.
     window_step_us: float = 0.0
     steps_seen: int = 0
+    start_s: float | None = None  # from the start of the process to its first step; None where none was seen
     excluded: dict[str, int] = field(default_factory=dict)  # reason → steps left out
     kernels: tuple[KernelRow, ...] = ()
     # Union over streams of kernels, memsets and device-to-device copies per traced step (operators on a CPU). Host/device

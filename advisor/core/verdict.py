@@ -118,4 +118,5 @@ class TrialLog:
     spent: dict[str, float] = field(default_factory=dict)  # of these, by phase
     complete: bool = True
     interrupted: bool = False  # the user asked for an end
+    fault: str = ""  # of advisor's own, which ended it
     notes: tuple[str, ...] = ()

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Callable
 
 import torch
 
+from advisor.core.errors import first_line
 from advisor.profiling import discover, steps
 from advisor.profiling.patches import Patches
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
-from advisor.profiling.training import Training
+from advisor.profiling.training import StepEvent, Training
+from advisor.profiling.waiting import ATTACHED, FAULT, STEP
 
 
 class Attached:
@@ -39,7 +42,7 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     hooks back and says so on stderr and in `progress.jsonl` (event `fault`).
     """
     patches = Patches()
-    patches.on_fault.append(lambda error: tell(session, "fault", error=f"{type(error).__name__}: {error}"))
+    patches.on_fault.append(lambda error: tell(session, FAULT, error=first_line(error)))
     training = Training(device=torch.device("cpu"))
     try:
         watcher = steps.attach(training, session, patches)
@@ -48,10 +51,22 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     except BaseException:
         patches.restore_all()
         raise
+    training.on_step.append(_first_step(training, session))
+    tell(session, ATTACHED)
     if Attached.watcher is None:
         atexit.register(_let_go)  # before any driver's, which are then called first
     Attached.training, Attached.watcher, Attached.discovery = training, watcher, discovery
     return training, watcher
+
+
+def _first_step(training: Training, session: Session) -> Callable[[StepEvent], None]:
+    """A listener that tells of the first step, and is gone."""
+
+    def first_step(step: StepEvent) -> None:
+        training.on_step.remove(first_step)
+        tell(session, STEP)
+
+    return first_step
 
 
 def _let_go() -> None:

@@ -333,6 +333,8 @@ class ProfileDriver:
         if self.records and self.phase != "done":
             self._close()
             self.phase = "done"
+        if not self.session.keep_running:
+            stop(self.session, "advisor switched itself off")
 
     def _close(self) -> None:
         if self.phase in ("warm-up", "timed"):

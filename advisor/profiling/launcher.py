@@ -30,6 +30,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
 from advisor.profiling.session import LEAVING, SESSION_VARIABLE, Session, disabled
+from advisor.profiling.waiting import WAITING, Stage, Waiting
 from advisor.resources import BOOTSTRAP
 from advisor.userfiles.protect import FILES_VARIABLE, SUPERVISOR_VARIABLE
 
@@ -149,6 +150,10 @@ class Exit:
     hung: bool = False  # it was stopped by advisor and did all it had to do, but native code kept it from ending
     seconds: float = 0.0
     files_written: tuple[str, ...] = ()  # told by the child in `file` events
+    reached: Stage = Stage.STEPS
+    first_step_s: float | None = None  # from the start
+    fault: str = ""  # what advisor has switched itself off for in it
+    gave_up: str = ""  # why it was ended before it had shown a step
 
 
 def launch(
@@ -163,8 +168,11 @@ def launch(
 ) -> Exit:
     """Write the session's orders, run the command to its end, and pass on what it tells.
 
+    A process whose training is thrown away is ended once nothing can be measured in it any more (waiting.py).
+
     Args:
-        on_progress: called in this thread with each event that the child appends to `progress.jsonl`.
+        on_progress: called in this thread with each event that the child appends to `progress.jsonl`, and with those of
+            waiting.py's that say what is waited for.
         timeout_s: end the child and all its descendants after this time.
         environment: variables to set beside the inherited ones.
         output: append the child's stdout and stderr to this file; None leaves both untouched.
@@ -179,6 +187,8 @@ def launch(
     folder = session.folder
     progress = _Progress(folder / PROGRESS_FILE)
     started = time.monotonic()
+    variables = child_environment(command, session, environment or {})
+    waiting = Waiting(session, watched=SESSION_VARIABLE in variables)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         storage.save(folder / SESSION_FILE, session)
@@ -188,7 +198,7 @@ def launch(
     try:
         child = (ahead() if ahead is not None else None) or subprocess.Popen(
             command.argv,
-            env=child_environment(command, session, environment or {}),
+            env=variables,
             stdout=stream,
             stderr=subprocess.STDOUT if stream is not None else None,
         )
@@ -204,6 +214,7 @@ def launch(
     def pass_on() -> None:
         nonlocal stopped, left
         for event in progress.read():
+            waiting.told(event)
             stopped = stopped or event.get("event") == "stopped"
             if event.get("event") == LEAVING and event.get("pid") == child.pid:
                 left = time.monotonic()
@@ -211,6 +222,8 @@ def launch(
                 files.append(str(event["path"]))
             if on_progress is not None:
                 on_progress(event)
+        if (line := waiting.line()) and on_progress is not None:
+            on_progress({"event": WAITING, "text": line})
 
     try:
         with _forwarding(child) as asked:
@@ -223,6 +236,8 @@ def launch(
                 pass_on()
                 if timeout_s is not None and time.monotonic() - started > timeout_s and not timed_out:
                     timed_out = True
+                    end_tree(child)
+                elif waiting.over() and not (timed_out or hung):
                     end_tree(child)
                 elif left and time.monotonic() - left > LEAVING_S and not (timed_out or hung):
                     hung = True
@@ -243,6 +258,10 @@ def launch(
         hung=hung,
         seconds=time.monotonic() - started,
         files_written=tuple(dict.fromkeys(files)),
+        reached=waiting.stage,
+        first_step_s=waiting.first_step_s,
+        fault=waiting.fault,
+        gave_up=waiting.gave_up,
     )
 
 

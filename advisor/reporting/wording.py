@@ -231,7 +231,12 @@ def trials_headline(trials: TrialLog) -> str:
     if declined := sum(v.status == DECLINED for v in trials.verdicts):
         changes += f", {declined} declined by you"
     stack = trials.stack
-    if open_yet := unconfirmed(trials):
+    open_yet = unconfirmed(trials)
+    if trials.fault and not (stack is not None and stack.passed):
+        found = counted(len(open_yet), "change")
+        until_then = f" Until then: {found} faster in the running loop, not confirmed end to end." if open_yet else ""
+        return f"The search was ended by a fault of advisor's own, not the script's: {trials.fault}.{until_then}"
+    if open_yet:
         why = f" Fresh processes: {stack.detail}." if stack is not None and stack.detail else ""
         return f"Faster in the running loop, not confirmed end to end: {counted(len(open_yet), 'change')}.{why}"
     if not count:

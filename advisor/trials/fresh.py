@@ -51,7 +51,9 @@ class FreshRuns:
             timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
         )
         self.last_s = time.time() - began
-        if ended.failed:
+        if ended.fault and not kept:
+            self.script.fault = f"advisor switched itself off in the plain script: {ended.fault}"
+        if ended.failed or ended.fault:
             return None
         try:
             found = storage.load(path, records.Measurement)

@@ -27,7 +27,7 @@ def log(
         seconds: in all, `profiled_s` of them for a first profile.
         complete: nothing was left to try.
     """
-    notes = list(script.notes)
+    notes = [script.stepless, *script.notes] if script.stepless else list(script.notes)
     verdicts = records.verdicts(script.run_dir)
     for split in verdicts:
         if planner.TOGETHER in split.transform:
@@ -47,6 +47,7 @@ def log(
         spent=spent.whole(seconds, {spent.PROFILE: profiled_s, **script.seconds}),
         complete=complete,
         interrupted=script.interrupted,
+        fault=script.fault,
         notes=tuple(notes),
     )
 
@@ -59,9 +60,15 @@ def leave_unconfirmed(script: Script) -> None:
 
 
 def exit_code(log: TrialLog) -> int:
-    """0 when something is kept and proved, or there was nothing to do; 4 when noise, time, the script or the user left it open."""
+    """0 when something is kept and proved, or there was nothing to do; 3 where a fault of advisor's own has ended it; 4 when noise,
+    time, the script or the user left it open.
+    """
+    if any(v.status == KEPT for v in log.verdicts) and log.stack is not None and log.stack.passed:
+        return int(ExitCode.OK)
+    if log.fault:
+        return int(ExitCode.OWN_FAULT)
     if any(v.status == KEPT for v in log.verdicts):
-        return int(ExitCode.OK if log.stack is not None and log.stack.passed else ExitCode.INCONCLUSIVE)
+        return int(ExitCode.INCONCLUSIVE)
     open_ended = any(v.status in OPEN for v in log.verdicts) or not log.complete
     return int(ExitCode.INCONCLUSIVE if open_ended else ExitCode.OK)
 

@@ -28,6 +28,8 @@ from advisor.trials.statistics import decide
 IDLE_STARTS = 3  # the blocks are halved twice until then
 # Crashes in a row, each with another candidate on, before the script itself is blamed.
 CRASHES = 4
+# Processes in a row in which advisor has switched itself off before that is not laid to what was on trial.
+FAULTS = 2
 # The least that a search process gets, however late it is.
 LEAST_S = 30.0
 
@@ -45,6 +47,7 @@ class SearchProcesses:
     ended_early: int = 0  # processes whose script came to its own end
     on_top: list[Recommendation] = field(default_factory=list)  # and candidates among them whose turn comes last
     _crashes: int = 0
+    _faults: int = 0  # of advisor's own, in processes one after the other
     _blamed: dict[str, Verdict] = field(default_factory=dict)  # by the error that ended the process
     _own_errors: set[str] = field(default_factory=set)  # the script's, whatever is on trial
 
@@ -126,15 +129,24 @@ class SearchProcesses:
             self.try_alone(restart)
             return True
         if ended.fault:
-            reason = f"advisor switched itself off: {ended.fault}"
-            self._conclude(records.load_current(run_dir) or _in_trial(left[0]), left, "failed", reason)
+            self._faulted(ended.fault, left)
             return True
+        self._faults = 0
         if ended.failed and not ended.exit.stopped_by_advisor and not self._scripts_own(ended.exit):
             self._crashes = self._crashes + 1 if len(records.verdicts(run_dir)) == verdicts else 1
             self._crashed(ended.exit, left)
             return True
         self.ended_early += not ended.exit.stopped_by_advisor
         return self._progress() != before
+
+    def _faulted(self, fault: str, left: Sequence[Recommendation]) -> None:
+        """Advisor has switched itself off: in the trial of a candidate, which may be why, or whatever is on."""
+        current = records.load_current(self.script.run_dir)
+        self._faults += 1
+        if current is not None:
+            self._conclude(current, left, "failed", f"advisor switched itself off in its {current.phase}: {fault}")
+        if current is None or self._faults >= FAULTS:
+            self.script.fault = f"advisor switched itself off in the script: {fault}"
 
     def _scripts_own(self, ended: Exit) -> bool:
         """Whether a Python error that is the script's own has ended this process. A verdict that blamed a candidate for it is withdrawn."""
@@ -162,6 +174,9 @@ class SearchProcesses:
     def _crashed(self, ended: Exit, left: Sequence[Recommendation]) -> None:
         script = self.script
         current = records.load_current(script.run_dir)
+        if current is None and ended.timed_out:
+            self.late = True  # its time was up before a trial began: nothing that the script has done
+            return
         if current is None:
             script.failed = True
             script.notes.append(

@@ -83,7 +83,10 @@ def run_plan(
     ended = launch(command, session, on_progress=note)
     if kept and disabled():
         say(f"{DISABLE_VARIABLE} is set: the script has trained without the plan")
-    elif kept and not events & {"applied", "fault"}:
+    elif kept and ended.fault:
+        which = "after the plan was on" if "applied" in events else "which has trained without the plan"
+        say(f"advisor switched itself off in the script, {which}: {ended.fault}")
+    elif kept and "applied" not in events:
         say(
             "no training step was seen, or too few: the script has trained without what the plan changes in a model or an "
             "optimizer (processes that it starts are followed only where they join a process group)"

@@ -16,6 +16,7 @@ from typing import Any
 from advisor.profiling import bytecode
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
+from advisor.profiling.waiting import WAITING, Stage, missing, patience_s
 from advisor.trials import records, spent
 from advisor.userfiles import restore, trackers
 
@@ -40,10 +41,14 @@ TRACER_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one process of the script ended. `fault`: of advisor's own, which had switched it off there."""
+    """How one process of the script ended."""
 
     exit: Exit
-    fault: str = ""
+
+    @property
+    def fault(self) -> str:
+        """What advisor has switched itself off for in it; "" while it has not."""
+        return self.exit.fault
 
     @property
     def failed(self) -> bool:
@@ -59,15 +64,17 @@ class Script:
     run_dir: Path
     launch: Launch
     say: Say
+    first_step_s: float | None = None  # what a process has taken to its first step; None where none was seen before
     notes: list[str] = field(default_factory=list)
     model_hash: str = ""
     seconds: Counter[str] = field(default_factory=Counter)  # by phase of spent.py
     interrupted: bool = False
     displaced: bool = False  # a file of the user's could not be put back
     failed: bool = False  # whatever candidate is on
+    fault: str = ""  # of advisor's own: no process can be measured
+    stepless: str = ""  # why processes have no steps
     code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
-    _fault: str = ""
     _said_from: int = 0  # in the file of its output, where the latest process's begins
 
     @property
@@ -78,12 +85,14 @@ class Script:
     @property
     def over(self) -> bool:
         """No further process may be started: the user has said so, or it would find other files than the first."""
-        return self.interrupted or self.displaced
+        return self.interrupted or self.displaced or bool(self.fault or self.stepless)
 
     @property
     def why_over(self) -> str:
         """The reason for `over`, as people read it; "" where there is none."""
-        return "interrupted" if self.interrupted else "files could not be put back" if self.displaced else ""
+        if self.interrupted:
+            return "interrupted"
+        return "files could not be put back" if self.displaced else self.fault or self.stepless
 
     @property
     def start_s(self) -> float:
@@ -95,7 +104,7 @@ class Script:
 
         Afterwards the user's files are as they were, or `displaced` is set. Ctrl-C, and a request to end, set `interrupted`.
         """
-        began, self._fault = time.monotonic(), ""
+        began = time.monotonic()
         (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
         with suppress(OSError):
             self._said_from = (self.run_dir / records.OUTPUT_FILE).stat().st_size
@@ -104,6 +113,7 @@ class Script:
             script=self.command.words[0],
             argv=self.command.words[1:],
             protect_files=True,
+            first_step_s=patience_s(self.first_step_s),
             **{"run_dir": str(self.run_dir), "warmup": WARMUP_STEPS, **orders},
         )
         try:
@@ -124,8 +134,28 @@ class Script:
             self.notes.append(_HUNG)
         if ended.interrupted or ended.code == 130 or ended.signal == signal.SIGINT:
             self.interrupted = True
-        self.code = 0 if ended.timed_out or ended.stopped_by_advisor else ended.code
-        return Ended(ended, self._fault)
+        of_ours = ended.timed_out or ended.stopped_by_advisor or ended.fault or ended.gave_up
+        self.code = 0 if of_ours else ended.code
+        self._look_for_steps(ended)
+        return Ended(ended)
+
+    def _look_for_steps(self, ended: Exit) -> None:
+        """No further process is started where this one had no step, and not by the script's doing or somebody's wish."""
+        if ended.reached is Stage.STEPS or self.interrupted:
+            return
+        if ended.fault:
+            self.fault = f"advisor switched itself off in the script: {ended.fault}"
+        elif ended.gave_up:
+            self._is_stepless(ended.gave_up)
+        elif not (ended.code or ended.stopped_by_advisor or ended.timed_out):
+            self._is_stepless(f"the script came to its end: {missing(ended.reached)}")
+
+    def _is_stepless(self, why: str) -> None:
+        """Where its profile had steps, it is advisor that has lost them."""
+        if self.first_step_s is None:
+            self.stepless = why
+        else:
+            self.fault = f"{why} (the first one came {self.first_step_s:.0f} s after the start when it was profiled)"
 
     def put_back(self) -> None:
         """The user's files are as they were before the search, or `displaced` is set and a note says which are not."""
@@ -151,8 +181,9 @@ class Script:
             self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
         elif kind == "postponed":
             self.say(f"{name}: {event.get('reason')}; its turn comes again behind CUDA graphs")
+        elif kind == WAITING:
+            self.say(str(event.get("text")))
         elif kind == "fault":
-            self._fault = str(event.get("error"))
             self.say(f"advisor switched itself off in the script: {event.get('error')}")
 
 

@@ -68,7 +68,7 @@ def apply_search(
     owners.hold(run_dir)
     budget = Budget.from_now(max_time_s, profile)
     relay = Relay()
-    script = Script(command, run_dir, launch or relay, say)
+    script = Script(command, run_dir, launch or relay, say, profile.start_s if profile is not None else None)
     runs = FreshRuns(script, budget.trial_s, settle_s=budget.settle_s)
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
     choose = Chooser(budget, ask)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from advisor.profiling import launcher
 from advisor.profiling.launcher import Exit, ScriptCommand, launch
 from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
 from advisor.profiling.session import Session
+from advisor.profiling.waiting import WAITING, Stage, Waiting
 from advisor.resources import BOOTSTRAP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +34,27 @@ def write(folder: Path, text: str, name: str = "train.py") -> Path:
 
 
 def run(
-    folder: Path, *words: str, steps: int = 4, keep_running: bool = False, timeout_s: float = 100, **variables: str
+    folder: Path,
+    *words: str,
+    steps: int = 4,
+    keep_running: bool = False,
+    protect_files: bool = False,
+    first_step_s: float = 0.0,
+    timeout_s: float = 100,
+    on_progress: Callable[[dict[str, object]], None] | None = None,
+    **variables: str,
 ) -> tuple[Exit, str, Path]:
     """Under the launcher, in `folder`: how it ended, what it printed, the run folder."""
     run_dir = folder / "run"
     session = Session(
-        mode="profile", run_dir=str(run_dir), script=words[0], warmup=4, steps=steps, keep_running=keep_running
+        mode="profile",
+        run_dir=str(run_dir),
+        script=words[0],
+        warmup=4,
+        steps=steps,
+        keep_running=keep_running,
+        protect_files=protect_files,
+        first_step_s=first_step_s,
     )
     output = folder / "output.txt"
     before = Path.cwd()
@@ -47,6 +64,7 @@ def run(
             ScriptCommand.parse(words),
             session,
             timeout_s=timeout_s,
+            on_progress=on_progress,
             environment={"OMP_NUM_THREADS": "1", **variables},
             output=output,
         )
@@ -81,7 +99,7 @@ import json, os, random, sys
 class Item:
     def __init__(self, values):
         hooks = [type(finder).__name__ for finder in sys.meta_path]
-        self.value, self.hooked = sum(values), "ADVISOR_ATTACHED" in os.environ and "_AfterTorch" in hooks
+        self.value, self.hooked = sum(values), "ADVISOR_ATTACHED" in os.environ and "_After" in hooks
 class Data:
     def __len__(self):
         return 8
@@ -333,14 +351,15 @@ def test_a_broken_sitecustomize_of_the_user_is_shown_and_advisor_still_attaches(
     ended, output, _ = run(tmp_path, "train.py", PYTHONPATH=str(site))
     assert ended.code == 0
     assert "their fault" in output
-    assert "_AfterTorch" in output
+    assert "_After" in output
 
 
 def test_a_module_named_advisor_in_the_script_goes_first(tmp_path: Path) -> None:
     write(tmp_path, "name = 'the script' + chr(39) + 's own'", "advisor.py")
     write(tmp_path, "import torch, advisor\nprint(advisor.name)")
-    ended, output, _ = run(tmp_path, "train.py")
+    ended, output, _ = run(tmp_path, "train.py", keep_running=True)
     assert ended.code == 0
+    assert "a module named advisor of its own" in ended.fault
     assert "the script's own" in output
     assert "[advisor] switched off" in output
 
@@ -371,14 +390,80 @@ def test_a_fault_of_advisor_leaves_the_training_alone(tmp_path: Path) -> None:
         "sitecustomize.py",
     )
     write(tmp_path, LOOP + "print('trained', len(train(20)))\n")
-    ended, output, run_dir = run(tmp_path, "train.py", PYTHONPATH=str(site), steps=50)
-    assert ended.code == 0
+    ended, output, run_dir = run(tmp_path, "train.py", PYTHONPATH=str(site), steps=50, keep_running=True)
+    assert (ended.code, ended.reached, ended.fault) == (0, Stage.STEPS, "ZeroDivisionError: planted")
     assert "trained 20" in output
     assert output.count("[advisor]") == 1
     assert "ZeroDivisionError: planted" in output
     record = storage.load(run_dir / STEPS_FILE, StepsRecord)
     assert not record.complete
     assert record.wall_us is not None
+
+
+# A script that would go on for as long as the test may take.
+FOR_EVER = "\nimport time\nfor _ in range(1000):\n    time.sleep(0.1)\n"
+
+
+def test_a_process_in_which_advisor_cannot_be_attached_is_ended(tmp_path: Path) -> None:
+    """As where a dependency is missing."""
+    site = tmp_path / "site"
+    site.mkdir()
+    write(
+        site,
+        """
+        import sys
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name == "advisor.profiling.driver":
+                    raise ModuleNotFoundError("No module named 'planted'")
+        sys.meta_path.insert(0, Missing())
+        """,
+        "sitecustomize.py",
+    )
+    write(tmp_path, "import torch" + FOR_EVER)
+    ended, output, _ = run(tmp_path, "train.py", PYTHONPATH=str(site))
+    assert "switched off" in output
+    assert ended.fault == "ModuleNotFoundError: No module named 'planted'"
+    assert (ended.code, ended.timed_out) == (143, False)
+
+
+def test_a_script_that_cannot_be_started_in_a_search_says_why(tmp_path: Path) -> None:
+    write(tmp_path, "name = 'mine'", "advisor.py")
+    write(tmp_path, "print('never')")
+    ended, output, _ = run(tmp_path, "train.py", protect_files=True)
+    assert (ended.code, "never" in output) == (3, False)
+    assert "a module named advisor of its own" in ended.fault
+
+
+@pytest.mark.parametrize(
+    ("script", "waits", "reached", "reason"),
+    [
+        ("import cupy", {"CUPY_S": 0.3}, Stage.PYTHON, "a loop of CuPy alone"),
+        ("import json", {"TORCH_S": 0.3}, Stage.PYTHON, "the script has not imported torch"),
+        ("import torch", {"first_step_s": 0.3}, Stage.TORCH, "no training step was seen"),
+    ],
+)
+def test_a_script_that_has_no_steps_is_ended_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, waits: dict[str, float], reached: Stage, reason: str
+) -> None:
+    told: list[dict[str, object]] = []
+    limit_s = waits.get("first_step_s", 0.0)
+    for name in ("TELL_S", "CUPY_TOLD_S"):
+        monkeypatch.setattr(f"advisor.profiling.waiting.{name}", 0.1)
+    for name in waits.keys() - {"first_step_s"}:
+        monkeypatch.setattr(f"advisor.profiling.waiting.{name}", waits[name])
+    write(tmp_path, "", "cupy.py")
+    write(tmp_path, script + FOR_EVER)
+    if limit_s:  # torch's import is not what is waited for
+        monkeypatch.setattr(Waiting, "_nothing_left", after_stage(Stage.TORCH, Waiting._nothing_left))
+    ended, _, _ = run(tmp_path, "train.py", first_step_s=limit_s, on_progress=told.append)
+    assert reason in ended.gave_up
+    assert (ended.code, ended.reached, ended.fault) == (143, reached, "")
+    assert WAITING in [event["event"] for event in told]
+
+
+def after_stage(stage: Stage, judge: Callable[[Waiting, float], str]) -> Callable[[Waiting, float], str]:
+    return lambda waiting, now: judge(waiting, now) if waiting.stage >= stage else ""
 
 
 def test_disabled_is_a_true_no_op(tmp_path: Path) -> None:
@@ -467,6 +552,7 @@ SUPERVISOR = """
 import sys
 from advisor.profiling.launcher import ScriptCommand, launch
 from advisor.profiling.session import Session
+from advisor.profiling.waiting import WAITING, Stage, Waiting
 ended = launch(ScriptCommand.parse([sys.argv[1]]), Session(mode="profile", run_dir="run", script=sys.argv[1]))
 sys.exit(ended.code)
 """

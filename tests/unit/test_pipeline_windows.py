@@ -8,11 +8,14 @@ import pytest
 
 from advisor.core import storage
 from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
-from advisor.pipeline import _nothing_measured, _shorter
+from advisor.pipeline import _check_measured, _nothing_measured, _shorter
 from advisor.profiling.driver import MIN_WARMUP
+from advisor.profiling.launcher import Exit
 from advisor.profiling.records import STEPS_FILE, StepsRecord
 from advisor.profiling.session import Session
+from advisor.profiling.waiting import Stage
 
 
 def ordered(folder: Path, **record: object) -> Session | None:
@@ -49,14 +52,31 @@ def test_a_complete_run_is_not_repeated(tmp_path: Path) -> None:
     assert ordered(tmp_path, steps_seen=40, complete=True) is None
 
 
+def test_a_run_that_was_ended_for_want_of_steps_says_why_first() -> None:
+    off, stepless = Exit(code=143, fault="KeyError: 1"), Exit(code=143, gave_up="the script has not imported torch")
+    with pytest.raises(AdvisorError, match="advisor switched itself off in the script: KeyError: 1") as caught:
+        _check_measured(off, thrown_away=True)
+    assert caught.value.exit_code == 3
+    _check_measured(off, thrown_away=False)  # the user's own training has gone on to its end
+    with pytest.raises(AdvisorError, match="the script has not imported torch") as caught:
+        _check_measured(stepless, thrown_away=True)
+    assert caught.value.exit_code == 4
+
+
 def test_why_nothing_was_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = StepProfile(
         script="t.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
     )
     monkeypatch.delenv("ADVISOR_DISABLE", raising=False)
-    assert _nothing_measured(empty, "").startswith("no training step was seen")
-    assert _nothing_measured(empty, "the script was ended by SIGKILL").startswith(
-        "the script was ended by SIGKILL, before"
-    )
+    for ended, told in (
+        (Exit(code=0), "no training step was seen"),
+        (Exit(code=137, signal=9), "the script was ended by SIGKILL; the machine may have run out of memory, before"),
+        (Exit(code=0, reached=Stage.PYTHON), "nothing was measured: the script has not imported torch"),
+        (Exit(code=0, fault="KeyError: 1"), "advisor switched itself off in the script, which went on: KeyError: 1"),
+    ):
+        assert _nothing_measured(empty, ended).startswith(told)
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
-    assert _nothing_measured(empty, "") == "ADVISOR_DISABLE is set: the script ran by itself, and nothing was measured"
+    assert (
+        _nothing_measured(empty, Exit(code=0))
+        == "ADVISOR_DISABLE is set: the script ran by itself, and nothing was measured"
+    )

@@ -34,6 +34,29 @@ def _say(text: str) -> None:
         pass
 
 
+def _tell(event: str, error: str = "") -> None:
+    """One line to the supervisor, as profiling/session.py's `tell` writes it: that may be what cannot be imported here."""
+    try:
+        import time
+
+        line = f'"t": {time.time()!r}, "event": "{event}"'
+        if error:
+            from json import dumps
+
+            line += f', "error": {dumps(error)}'
+        path = os.path.join(os.path.dirname(os.environ["ADVISOR_SESSION"]), "progress.jsonl")
+        with open(path, "a", encoding="utf-8") as stream:
+            stream.write("{" + line + "}\n")
+    except Exception:
+        pass
+
+
+def _switched_off(why: str) -> None:
+    """Nothing will be measured in this process. The supervisor ends it where nobody wants its training."""
+    _say(f"switched off, the script goes on: {why}")
+    _tell("fault", why)
+
+
 def _step_aside() -> None:
     """Take this folder off the import path and run the user's own sitecustomize, as if this one were not there."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
@@ -101,14 +124,14 @@ def _disabled() -> bool:
     return os.environ.get("ADVISOR_DISABLE", "") not in ("", "0")
 
 
-class _AfterTorch:
-    """A finder that finds nothing itself: it sees to it that `then` runs right after torch's own module body."""
+class _After:
+    """A finder that finds nothing itself: it sees to it that `then` runs right after the own body of the module `wanted`."""
 
-    def __init__(self, then: Any) -> None:
-        self._then = then
+    def __init__(self, wanted: str, then: Any) -> None:
+        self._wanted, self._then = wanted, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        if name != self._wanted:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -137,7 +160,8 @@ class _AfterTorch:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            _say("switched off: torch is loaded in a way that leaves no room for hooks")
+            if self._wanted == "torch":
+                _switched_off("torch is loaded in a way that leaves no room for hooks")
 
 
 def _await_group(attached: int = 0) -> None:
@@ -163,6 +187,9 @@ def _await_group(attached: int = 0) -> None:
 
 def _attach_here() -> None:
     _mark()
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not isinstance(finder, _After)
+    ]  # CuPy is nothing to wait by now
     if _standby:
         handle, *modules = _standby.split(",")
         _wait_for_orders(int(handle), modules)
@@ -232,7 +259,7 @@ def _attach(*, rank: bool = False) -> None:
 
             import_module("advisor.pipeline").attach(session)
     except Exception as error:
-        _say(f"switched off, the script goes on: {type(error).__name__}: {error}")
+        _switched_off(f"{type(error).__name__}: {error}")
 
 
 def _guard_files() -> None:
@@ -297,7 +324,9 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
             _guard_files()
         except Exception as _error:
             if _trains:
-                _say(f"the script is not started, its files could not be set aside: {type(_error).__name__}: {_error}")
+                _why = f"the script is not started, its files could not be set aside: {type(_error).__name__}: {_error}"
+                _say(_why)
+                _tell("fault", _why)
                 os._exit(3)  # an exception would be shown as a fault of Python's start
             _say(f"files are not set aside in process {os.getpid()}: {type(_error).__name__}: {_error}")
         if _trains:
@@ -306,11 +335,15 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
                 _mark()
             if _standby:
                 sys.meta_path.insert(0, _Quiet(int(_standby.split(",")[0])))
+            else:
+                _tell("started")
             if "torch" in sys.modules:
                 _attach_here()
             else:
-                sys.meta_path.insert(0, _AfterTorch(_attach_here))
+                if not _standby:
+                    sys.meta_path.insert(0, _After("cupy", lambda: _tell("imported")))
+                sys.meta_path.insert(0, _After("torch", _attach_here))
         elif _may_be_rank() and "torch" not in sys.modules:
-            sys.meta_path.insert(0, _AfterTorch(_await_group))
+            sys.meta_path.insert(0, _After("torch", _await_group))
     except Exception as _error:
-        _say(f"switched off, the script goes on: {type(_error).__name__}: {_error}")
+        _switched_off(f"{type(_error).__name__}: {_error}")

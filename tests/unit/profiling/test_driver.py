@@ -208,14 +208,19 @@ def test_a_process_without_steps_leaves_anothers_record_alone(start: Start, tmp_
     assert (tmp_path / STEPS_FILE).read_text() == "another's"
 
 
-def test_a_fault_leaves_what_there_is(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = start()
+@pytest.mark.parametrize("keep_running", [True, False])
+def test_a_fault_leaves_what_there_is(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_running: bool
+) -> None:
+    """The training goes on where it is the user's own; one that was to be measured only ends."""
+    driver = start(keep_running=keep_running)
 
     def fail(*args: object) -> None:
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(driver, "_time", fail)
-    assert train(30) == 30
+    assert (train(30) == 30) == keep_running
+    assert stop.requested() != keep_running
     record = steps_record(tmp_path)
     assert not record.complete
     assert record.wall_us is not None

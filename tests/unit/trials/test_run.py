@@ -43,20 +43,20 @@ def machine(monkeypatch, tmp_path):
     return ScriptCommand(argv=("python", str(trained)), name=str(trained)), plan
 
 
-def run_plan(command, plan, tmp_path, *, code=0, events=("applied",), **more):
+def run_plan(command, plan, tmp_path, *, code=0, ended=None, events=("applied",), **more):
     sessions, said = [], []
 
     def launch(command, session, *, on_progress):
         sessions.append(session)
         for event in events:
             on_progress({"event": event})
-        return Exit(code=code)
+        return ended or Exit(code=code)
 
     (tmp_path / "run").mkdir(exist_ok=True)
-    ended = run.run_plan(
+    code = run.run_plan(
         command, tmp_path / "plan.yaml", plan, run_dir=tmp_path / "run", say=said.append, launch=launch, **more
     )
-    return ended, sessions[0], said
+    return code, sessions[0], said
 
 
 def test_a_plan_that_fits_is_handed_to_the_script(machine, tmp_path):
@@ -93,8 +93,10 @@ def test_a_plan_that_was_never_applied_is_told(machine, tmp_path, strict, monkey
     ended, _, said = run_plan(*machine, tmp_path, code=3, events=(), strict=strict)
     assert ended == 3
     assert [text for text in said if "no training step was seen" in text] == said != []
-    _, _, said = run_plan(*machine, tmp_path, events=("fault",))  # which the script's process has said itself
-    assert said == []
+    off = Exit(code=3, fault="KeyError: 1")
+    for events, which in ((), "which has trained without the plan"), (("applied",), "after the plan was on"):
+        ended, _, said = run_plan(*machine, tmp_path, ended=off, events=events)
+        assert (ended, said) == (3, [f"advisor switched itself off in the script, {which}: KeyError: 1"])
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     _, _, said = run_plan(*machine, tmp_path, events=())
     assert said == ["ADVISOR_DISABLE is set: the script has trained without the plan"]

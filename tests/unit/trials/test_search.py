@@ -13,6 +13,8 @@ from advisor.core.findings import Interval, Recommendation, Semantics
 from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.profiling.waiting import Stage, patience_s
+from advisor.reporting import terminal, wording
 from advisor.trials import budget, fresh, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer
 from advisor.trials.script import last_line
@@ -22,6 +24,10 @@ from advisor.userfiles.guard import Guard
 
 def candidate(name, **more):
     return Recommendation(transform=name, title=f"title of {name}", predicted=Interval(low=0.1, high=0.2), **more)
+
+
+# Advisor has switched itself off in a process that had come to its steps.
+OFF = Exit(code=0, stopped_by_advisor=True, fault="KeyError: 1")
 
 
 class Script:
@@ -85,6 +91,8 @@ class Script:
         base = self.step_us.get(names, self.step_us[()])
         if base is None:
             return Exit(code=1)
+        if isinstance(base, Exit):
+            return base
         steps = tuple(base * (1 + r.gauss(0, self.noise)) for _ in range(session.steps))
         storage.save(
             self.run_dir / records.MEASURE_FILE,
@@ -527,24 +535,81 @@ def test_a_failure_outside_any_trial_ends_the_search(script):
 
 
 def test_a_fault_of_our_own_costs_one_candidate(script):
-    inner = script.__call__
-    script.verdicts = {"tf32": lambda session: Exit(code=0, stopped_by_advisor=True), "compile": "reverted"}
+    script.verdicts = {"tf32": lambda session: OFF, "compile": "reverted"}
+    log, _, code, _ = apply(script, "tf32", "compile")
+    assert [(v.transform, v.status) for v in log.verdicts] == [("tf32", "failed"), ("compile", "reverted")]
+    assert "KeyError" in log.verdicts[0].reason
+    assert (log.fault, code) == ("", 0)
 
-    def launch(command, session, *, on_progress, **more):
-        if session.candidates[0].transform == "tf32":
-            on_progress({"event": "fault", "error": "KeyError: 1"})
-        return inner(command, session, **more)
 
-    log, _, _ = search.apply_search(
+def test_a_fault_of_our_own_whatever_is_on_trial_ends_the_search(script):
+    script.verdicts = dict.fromkeys(("tf32", "compile", "channels_last"), lambda session: OFF)
+    log, _, code, verdicts = apply(script, "tf32", "compile", "channels_last")
+    assert code == 3
+    assert [v.status for v in verdicts.values()] == ["failed", "failed", "skipped"]
+    assert wording.trials_headline(log).startswith("The search was ended by a fault of advisor's own, not the script's")
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        (Exit(code=143, reached=Stage.PYTHON, fault="ModuleNotFoundError: No module named 'numpy'"), "'numpy'"),
+        (Exit(code=0, stopped_by_advisor=True, reached=Stage.TORCH, fault="KeyError: 1"), "KeyError: 1"),
+        (Exit(code=143, reached=Stage.TORCH, gave_up="no training step within 21 seconds"), "21 seconds"),
+        (Exit(code=0, reached=Stage.TORCH), "came to its end"),
+        (Exit(code=0, reached=Stage.NOTHING), "no Python that advisor can enter"),
+    ],
+)
+def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, ended, reason):
+    """Neither the script nor a change is blamed, and nothing is started again."""
+    launches = []
+
+    def launch(command, session, **more):
+        launches.append(session)
+        return ended
+
+    profiled = StepProfile(
+        script="train.py",
+        argv=(),
+        created="now",
+        environment=Environment(),
+        step_kind="optimizer",
+        step_us=None,
+        wall_us=None,
+        start_s=2.0,
+    )
+    log, plan, code = search.apply_search(
         COMMAND,
         [candidate("tf32"), candidate("compile")],
-        None,
+        profiled,
         run_dir=script.run_dir,
         say=lambda text: None,
         launch=launch,
     )
-    assert [(v.transform, v.status) for v in log.verdicts] == [("tf32", "failed"), ("compile", "reverted")]
-    assert "KeyError" in log.verdicts[0].reason
+    assert (code, len(launches), len(plan.items)) == (3, 1, 2)
+    assert launches[0].first_step_s == patience_s(2.0)
+    assert {v.status for v in log.verdicts} == {"skipped"}
+    assert all(reason in told for told in (log.fault, log.verdicts[0].reason, wording.trials_headline(log)))
+    assert not any("script failed" in told for told in (*log.notes, *(v.reason for v in log.verdicts)))
+    shown = terminal.trials_text(log).splitlines()
+    assert [line for line in shown if line.strip()][1:3] != []
+    assert "fault of advisor's own" in " ".join(shown[:4])
+
+
+def test_a_fault_in_the_plain_script_of_the_comparison_ends_it(script):
+    script.verdicts = {"tf32": "kept"}
+    script.step_us = {(): Exit(code=0, reached=Stage.STEPS, fault="KeyError: 1"), ("tf32",): 500.0}
+    log, plan, code, _ = apply(script, "tf32")
+    assert (code, log.fault) == (3, "advisor switched itself off in the plain script: KeyError: 1")
+    assert len([s for s in script.launches if s.mode == "measure"]) == 1
+    assert plan.items[0].status == "unconfirmed"  # it was kept in the running loop; its proof is what is missing
+
+
+def test_a_process_whose_time_was_up_before_a_trial_began_is_not_the_scripts_fault(script):
+    script.verdicts = {"tf32": lambda session: records.clear_current(script.run_dir) or Exit(code=143, timed_out=True)}
+    log, _, code, verdicts = apply(script, "tf32")
+    assert (code, verdicts["tf32"].status, verdicts["tf32"].reason) == (4, "skipped", "out of time")
+    assert not any("script" in note and "failed" in note for note in log.notes)
 
 
 # -- the stack ------------------------------------------------------------------------------------------------------
@@ -1037,23 +1102,9 @@ def test_the_stack_is_proved_by_runs_that_had_what_is_kept_and_no_more(script):
 
 def test_a_fault_in_a_fresh_run_is_not_the_next_candidates(script):
     script.restart_only = {"loader_workers"}
-    script.step_us[("loader_workers",)] = None
+    script.step_us[("loader_workers",)] = OFF
     script.verdicts = {"tf32": "reverted"}
-    inner = script.__call__
-
-    def launch(command, session, *, on_progress, **more):
-        if session.mode == "measure" and session.kept:
-            on_progress({"event": "fault", "error": "KeyError: 1"})
-        return inner(command, session, **more)
-
-    log, _, _ = search.apply_search(
-        COMMAND,
-        [candidate("loader_workers"), candidate("tf32")],
-        None,
-        run_dir=script.run_dir,
-        say=lambda text: None,
-        launch=launch,
-    )
+    log, _, _, _ = apply(script, "loader_workers", "tf32")
     assert [(v.transform, v.status) for v in log.verdicts] == [("loader_workers", "failed"), ("tf32", "reverted")]
 
 
