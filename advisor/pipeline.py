@@ -6,6 +6,7 @@ Nothing here prints to stdout and nothing imports torch before the script has be
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import re
 import secrets
@@ -139,17 +140,22 @@ def load_run(run: str | Path) -> LoadedRun:
     Raises:
         AdvisorError: when there is none, or a file in it cannot be read.
     """
+    folder = _run_folder(run)
+    return LoadedRun(
+        run_dir=folder,
+        profile=storage.load(folder / PROFILE_FILE, StepProfile),
+        findings=storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None,
+        trials=storage.load(folder / TRIALS_FILE, TrialLog) if (folder / TRIALS_FILE).exists() else None,
+    )
+
+
+def _run_folder(run: str | Path) -> Path:
     folder = _last_run() if str(run) == "last" else Path(run)
     if folder is None:
         raise AdvisorError(f"no run in {RUNS_DIR}/ here", fix="Run `advisor profile train.py` first.")
     if not folder.is_dir():
         raise AdvisorError(f"no folder {folder}", expected="a run folder, or `last`")
-    return LoadedRun(
-        run_dir=folder.resolve(),
-        profile=storage.load(folder / PROFILE_FILE, StepProfile),
-        findings=storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None,
-        trials=storage.load(folder / TRIALS_FILE, TrialLog) if (folder / TRIALS_FILE).exists() else None,
-    )
+    return folder.resolve()
 
 
 def _last_run() -> Path | None:
@@ -439,28 +445,19 @@ def _evaluate(
     from advisor import analysis, rules
     from advisor.analysis.predict import predict
     from advisor.transforms import registry
+    from advisor.trials import planner
 
     table = analysis.metrics(measured)
     loaded = rules.load(rules_dirs, transforms=registry.TRANSFORMS)
     chosen = rules.apply_overrides(loaded, select, ignore, overrides or {})
-    findings = rules.evaluate(chosen, table, measured)
-    recommended = []
-    for item in rules.recommend(findings, table):
-        what_if = predict(measured, item.transform, item.parameters)
-        # A rule's title says what is wrong; a recommendation's, what to do.
-        named = replace(item, title=registry.title(item.transform), reason=f"{item.title}. {item.reason}".strip())
-        recommended.append(replace(named, predicted=what_if) if what_if is not None else named)
+    findings = rules.evaluate(chosen, table, measured, functools.partial(predict, measured))
+    recommended = rules.recommend(findings, table, registry.title)
     return Findings(
         run=run_dir.name,
-        findings=tuple(findings),
-        recommendations=tuple(_order(recommended, measured)),
+        findings=findings,
+        cards=rules.cards(findings),
+        recommendations=planner.order(recommended, measured),
     )
-
-
-def _order(recommended: Sequence[Recommendation], measured: StepProfile) -> Sequence[Recommendation]:
-    from advisor.trials import planner
-
-    return planner.order(recommended, measured)
 
 
 def recommend(
@@ -476,11 +473,10 @@ def recommend(
     Raises:
         AdvisorError: when the run or a rule cannot be read, or a selection names nothing.
     """
-    loaded = load_run(run)
-    found = _evaluate(
-        loaded.profile, loaded.run_dir, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=overrides
-    )
-    return loaded.profile, found
+    folder = _run_folder(run)
+    measured = storage.load(folder / PROFILE_FILE, StepProfile)
+    found = _evaluate(measured, folder, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=overrides)
+    return measured, found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

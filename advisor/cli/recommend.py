@@ -48,9 +48,8 @@ def recommend(
     """
     from advisor import pipeline
 
-    loaded = pipeline.load_run(run)
     profile, findings = pipeline.recommend(
-        loaded.run_dir, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=dict(overrides)
+        run, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=dict(overrides)
     )
     output.say(output.run_text(form, profile, findings, None, stream=sys.stdout, explain=explain), sys.stdout)
     return ExitCode.FINDINGS if output.reaches(findings, fail_on) else ExitCode.OK

@@ -88,6 +88,8 @@ def _facts(rule: Rule) -> dict[str, object]:
         "transform": rule.transform,
         "parameters": rule.parameters,
         "gain": gain,
+        "cause": rule.cause,
+        "role": rule.role,
         "gates": rule.gates,
         "path": rule.path,
     }

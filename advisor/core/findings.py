@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from advisor.core.errors import AdvisorError
+
 
 class Semantics(str, Enum):
     """What a change does to the numbers of the training run."""
@@ -87,9 +89,39 @@ class Recommendation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One cause as reports show it: the finding that leads, and why else. Every fired finding is on one card.
+
+    `transform` is the leading finding's, where it can be tried. `reasons` are the rules of the other findings of this cause, or that
+    ask for this change, the weightiest first.
+    """
+
+    rank: int  # from 1
+    cause: str
+    rule: str
+    transform: str = ""
+    reasons: tuple[str, ...] = ()
+    predicted: Interval | None = None  # the leading finding's share of the step that can be saved; None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All rule outcomes of a run, fired first, and the ordered recommendations."""
+    """All rule outcomes of a run, fired first; the fired ones as cards, by rank; the recommendations in the order of trial."""
 
     run: str
     findings: tuple[Finding, ...]
+    cards: tuple[Card, ...]
     recommendations: tuple[Recommendation, ...]
+
+    def __post_init__(self) -> None:
+        """Raises AdvisorError for a card of a rule without a finding: the file was not written as it stands."""
+        known = {finding.rule for finding in self.findings}
+        for card in self.cards:
+            for rule in {card.rule, *card.reasons} - known:
+                raise AdvisorError(
+                    f"a card of the rule {rule!r}, of which there is no finding", fix="Record the run again."
+                )
+
+    def of(self, rule: str) -> Finding:
+        """The finding of a rule that was asked."""
+        return next(finding for finding in self.findings if finding.rule == rule)

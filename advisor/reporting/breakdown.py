@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from advisor.analysis.idle import idle
 from advisor.analysis.view import View
+from advisor.core.findings import Findings
 from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance
 
@@ -37,6 +38,20 @@ IDLE_LABELS = {
     "other": "idle: no known cause",
 }
 HOST_LABELS = {"data": "waiting for data", "other": "outside operators"}  # a CPU is not idle between operators
+LARGE_FRAC = 0.25  # of the step: a slice that somebody must explain
+_MEANT = frozenset({"conv", "gemm", "other"})
+# Metrics that tell how large a slice is, beside the one that has its name.
+_ALSO_TOLD_BY = {
+    "idle_data": ("loader_frac", "loader_late_frac", "epoch_frac", "normalise_frac"),
+    "idle_launch": ("host_frac", "optimizer_host_frac", "idle_frac"),
+    "idle_sync": ("idle_frac",),
+    "idle_copy": ("h2d_frac", "idle_frac"),
+    "idle_other": ("host_frac", "idle_frac"),
+    "norm": ("batchnorm_frac", "groupnorm_frac", "layernorm_frac", "bn_act_frac", "norm_efficiency"),
+    "elementwise": ("bias_act_frac", "bn_act_frac", "unnormed_elementwise_frac", "written_norm_frac", "cast_frac", "se_frac"),
+    "activation": ("elementwise_frac", "bias_act_frac", "bn_act_frac", "unnormed_elementwise_frac", "se_frac"),
+    "copy": ("device_copy_frac", "cast_frac", "weight_cast_frac"),
+}  # fmt: skip
 SMALL_FRAC = 0.005  # kinds below this share of the step are shown together
 
 
@@ -179,6 +194,35 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
     ]
     waits.sort(key=lambda c: (-c.time_us, c.key))
     return (*work, *waits)
+
+
+def unexplained(profile: StepProfile, findings: Findings) -> tuple[Cause, ...]:
+    """Slices of the step of which a quarter of it and more is above their limit, and no card is about them: none of its conditions
+    reads how large they are. Convolutions and matrix products are what a step is for.
+    """
+    read = {
+        evidence.metric
+        for card in findings.cards
+        for rule in (card.rule, *card.reasons)
+        for evidence in findings.of(rule).evidence
+    }
+    slices = causes(profile)
+    if profile.environment.device != "cuda" or not slices:
+        slices = (*(c for c in slices if c.key != "idle_data"), *_waiting(profile))
+    large = (c for c in slices if c.key not in _MEANT and _above_limit(c) >= LARGE_FRAC)
+    return tuple(c for c in large if not read & {f"{c.key}_frac", *_ALSO_TOLD_BY.get(c.key, ())})
+
+
+def _above_limit(cause: Cause) -> float:
+    return cause.frac * max(0.0, 1.0 - cause.limit_us / cause.time_us) if cause.time_us > 0 else 0.0
+
+
+def _waiting(profile: StepProfile) -> tuple[Cause, ...]:
+    """What an untraced step waits in its loader's `next()`: tracing lets workers catch up, and may not have come to it."""
+    step, waits = profile.typical_us, profile.input.next_us
+    if not step > 0 or not waits > 0:
+        return ()
+    return (Cause(key="idle_data", label=HOST_LABELS["data"], time_us=waits, frac=min(1.0, waits / step), idle=True),)
 
 
 def _groups(rows: Iterable[KernelRow], key: Callable[[KernelRow], Hashable]) -> list[list[KernelRow]]:

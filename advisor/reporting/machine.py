@@ -13,7 +13,7 @@ from advisor.reporting import breakdown, places, wording
 
 # Raised when a key is removed or changes its meaning; new keys may come at any time.
 REPORT_SCHEMA_VERSION = 1
-MARKDOWN_FINDINGS = 20
+MARKDOWN_CARDS = 20
 MARKDOWN_PLACES = 20  # of which the same is said
 
 
@@ -44,7 +44,7 @@ def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLo
             for c in breakdown.causes(profile)
         ],
         "gaps": [to_plain(g) for g in breakdown.gaps(profile, 20)],
-        "fired": [f.rule for f in wording.fired(findings)],
+        "cards": [{**to_plain(told.card), "title": told.lead.title} for told in wording.cards(findings)],
         "kept": [v.transform for v in wording.kept(trials)] if trials is not None else [],
         "speedup": stack.speedup if stack is not None else None,
         "speedup_low": stack.speedup_low if stack is not None else None,
@@ -112,16 +112,20 @@ def markdown(profile: StepProfile, findings: Findings | None, trials: TrialLog |
 
 
 def _findings(findings: Findings) -> list[str]:
-    fired = wording.fired(findings)
+    told = wording.cards(findings)
     lines = ["", f"### Findings ({wording.counts(findings)})"]
-    if fired:
-        lines += ["", "| finding | predicted gain | changes the result | where |", "|---|---:|---|---|"]
-    for f in fired[:MARKDOWN_FINDINGS]:
+    if told:
+        lines += ["", "| | finding | predicted gain | changes the result | where |", "|---:|---|---:|---|---|"]
+    for t in told[:MARKDOWN_CARDS]:
+        f = t.lead
         where = ", ".join(f.sites[:2]) + (f" and {len(f.sites) - 2} more" if len(f.sites) > 2 else "")
         name = f"{cell(f.title)} ({cell(f.rule)})"
-        lines.append(f"| {name} | {wording.gain(f.gain)} | {wording.SEMANTICS[f.semantics]} | {cell(where)} |")
-    if len(fired) > MARKDOWN_FINDINGS:
-        lines += ["", f"{len(fired) - MARKDOWN_FINDINGS} more in findings.json."]
+        if t.reasons:
+            name += "; also: " + "; ".join(cell(reason.title) for reason in t.reasons)
+        gain = wording.gain(t.card.predicted)
+        lines.append(f"| {t.card.rank} | {name} | {gain} | {wording.SEMANTICS[f.semantics]} | {cell(where)} |")
+    if len(told) > MARKDOWN_CARDS:
+        lines += ["", f"{len(told) - MARKDOWN_CARDS} more in findings.json."]
     missing = [f for f in findings.findings if f.outcome is Outcome.UNKNOWN]
     if missing:
         lines += ["", f"<details><summary>{counted(len(missing), 'rule')} not evaluated</summary>", ""]

@@ -22,7 +22,7 @@ _STATUS_COLORS = {KEPT: "green", REVERTED: "yellow", FAILED: "red", INCONCLUSIVE
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
 MIN_WIDTH = 72
 TOP_GAPS = 5
-TOP_FINDINGS = 6
+TOP_CARDS = 6
 TOP_REASONS = 3
 EXAMPLES = 2  # of the places of one reason
 
@@ -198,28 +198,37 @@ def _gaps(page: _Page, profile: StepProfile) -> list[str]:
 
 
 def _findings(page: _Page, findings: Findings, explain: bool) -> list[str]:
-    fired = wording.fired(findings)
-    lines = [page.heading("What would help" if fired else "Findings", wording.counts(findings))]
-    if not fired:
+    told = wording.cards(findings)
+    lines = [page.heading("What would help" if told else "Findings", wording.counts(findings))]
+    if not told:
         lines.append("  No rule fired.")
-    shown = fired if explain else fired[:TOP_FINDINGS]
-    for finding in shown:
-        lines += _finding(page, finding, explain)
-    if len(fired) > len(shown):
-        lines.append(page.paint(f"  {len(fired) - len(shown)} more in the report.", "dim"))
+    shown = told if explain else told[:TOP_CARDS]
+    for card in shown:
+        lines += _card(page, card, explain)
+    if len(told) > len(shown):
+        lines.append(page.paint(f"  {len(told) - len(shown)} more in the report.", "dim"))
     if explain:
         lines += _unfired(page, findings)
     return lines
 
 
-def _finding(page: _Page, finding: Finding, explain: bool) -> list[str]:
+def _card(page: _Page, told: wording.Told, explain: bool) -> list[str]:
+    lines = _finding(page, told.lead, f"{told.card.rank}. ", explain)
+    if told.reasons and not explain:
+        lines += page.wrap("also: " + "; ".join(reason.title for reason in told.reasons), 4, "dim")
+    for reason in told.reasons if explain else ():
+        lines += _finding(page, reason, "also: ", explain)
+    return lines
+
+
+def _finding(page: _Page, finding: Finding, lead: str, explain: bool) -> list[str]:
     mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
     about = [
         f"predicted to save {wording.saves(finding.gain)}" if finding.gain else "",
         wording.SEMANTICS[finding.semantics] if finding.transform or finding.gain else "",
     ]
     about.append(f"apply: {finding.transform}" if finding.transform else "for you to decide")
-    lines = page.wrap(f"{finding.title}  [{finding.rule}]", 4)
+    lines = page.wrap(f"{lead}{finding.title}  [{finding.rule}]", 4)
     lines[0] = f"  {mark} {page.paint(lines[0].strip(), 'bold')}"
     lines += page.wrap(" · ".join(a for a in about if a), 4, "green" if finding.gain else "dim")
     if finding.message:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 
-from advisor.core.findings import Finding, Findings, Interval, Outcome, Semantics
+from advisor.core.findings import Card, Finding, Findings, Interval, Outcome, Semantics
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import ProfilerCost, Spread, StepProfile
 from advisor.core.units import bytes_text, counted, percent_text, rate_text, time_text
@@ -17,7 +18,6 @@ SEMANTICS = {
     Semantics.PRECISION: "lower precision",
     Semantics.TRAINING: "another recipe",
 }
-SEVERITY_ORDER = {"high": 0, "medium": 1, "low": 2, "info": 3}
 LEAST = "<0.1"  # what would else read as nothing, in per cent
 NAMES = frozenset({"advisor", "torch"})  # stay small where a sentence begins with them
 ENOUGH_FRAC = 0.8  # at this share of the limit a step without findings is called done
@@ -136,16 +136,20 @@ def factor(value: float) -> str:
     return f"{value:.2f}×"
 
 
-def fired(findings: Findings | None) -> tuple[Finding, ...]:
-    """The findings that fired, largest possible gain first, then by severity."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A card with its findings: the one that leads, and its other reasons."""
+
+    card: Card
+    lead: Finding
+    reasons: tuple[Finding, ...]
+
+
+def cards(findings: Findings | None) -> tuple[Told, ...]:
+    """The cards of a run, by rank."""
     if findings is None:
         return ()
-    return tuple(
-        sorted(
-            (f for f in findings.findings if f.outcome is Outcome.FIRED),
-            key=lambda f: (-(f.gain.high if f.gain else 0.0), SEVERITY_ORDER.get(f.severity, 9), f.rule),
-        )
-    )
+    return tuple(Told(c, findings.of(c.rule), tuple(map(findings.of, c.reasons))) for c in findings.cards)
 
 
 def counts(findings: Findings) -> str:
@@ -206,15 +210,29 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         return "No step could be timed, so nothing can be said about speed."
     sentence = limit_sentence(profile)
     sentence = sentence[0].upper() + sentence[1:] + "."
-    best = next((f for f in fired(findings) if f.gain is not None and f.gain.high > 0), None)
-    if best is not None and best.gain is not None:
-        return f"{sentence} Most to gain: {_clause(best.title)} ({saves(best.gain)})."
+    if findings is None:
+        return sentence
+    unexplained = breakdown.unexplained(profile, findings)
+    if unexplained:
+        told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in unexplained)
+        sentence += f" Of the step no finding explains: {told}."
+    first = next((t for t in cards(findings) if _matters(t)), None)
+    if first is not None and first.card.predicted is not None:
+        return f"{sentence} Most to gain: {_clause(first.lead.title)} ({saves(first.card.predicted)})."
+    if first is not None:
+        return f"{sentence} First to mend: {_clause(first.lead.title)}."
+    if unexplained:
+        return sentence
     frac = breakdown.limit_frac(profile)
-    if findings is not None and frac is not None and ENOUGH_FRAC <= frac <= 1:
+    if frac is not None and ENOUGH_FRAC <= frac <= 1:
         return f"{sentence} There is nothing to do."
-    if findings is not None:
-        return f"{sentence} No rule found a change that would help."
-    return sentence
+    return f"{sentence} No rule found a change that would help."
+
+
+def _matters(told: Told) -> bool:
+    """It says what there is to gain, or where that is not known, that it costs."""
+    predicted = told.card.predicted
+    return predicted.high > 0 if predicted is not None else told.lead.severity in ("high", "medium")
 
 
 def _clause(title: str) -> str:

@@ -21,8 +21,9 @@ _HEADER = """\
 
 A rule is **fired**, **quiet** or **not evaluated**; the last names the metric that is missing and what it needs, for a
 missing metric is neither true nor false. `advisor rules metrics` lists the metrics with their units. A *gain* is a
-pair of bounds on the share of the step's time that can be saved, computed from the run's own metrics; 0 as lower bound
-says that the change may give nothing, which the trial then finds out. *Semantics* says what a change does to the numbers:
+pair of bounds on the share of the step's time that can be saved; 0 as lower bound says that the change may give nothing.
+Of what advisor can try it is predicted from the run's profile (`advisor/analysis/predictions`), of advice computed from its
+metrics as the rule says. *Semantics* says what a change does to the numbers:
 exact (bit-equal), reassociated (same maths, other order), precision (fewer mantissa bits somewhere), training (another
 recipe: only ever advice). A rule that *gates* puts every measurement of the run in doubt. Rules of one *cause*, and rules
 that ask for one change, are told as one card, led by the one with the most to gain; a *description* says what a step looks

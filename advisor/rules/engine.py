@@ -1,8 +1,9 @@
-"""Rules and a run's metrics to findings, and findings to ordered recommendations. Pure; no metric table makes it raise."""
+"""Rules and a run's metrics to findings, and findings to recommendations. Pure; no metric table makes it raise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from advisor.core.findings import Finding, Interval, Outcome, Recommendation, Semantics
 from advisor.core.metrics import BY_NAME, MetricTable
@@ -13,19 +14,65 @@ from advisor.rules.messages import fill
 from advisor.rules.rule import AREAS, SEVERITIES, Rule
 from advisor.rules.sites import select
 
+# What a transform with these parameters would save of the step: `analysis.predict`, of the run whose metrics are evaluated.
+Predict = Callable[[str, Mapping[str, str]], Interval | None]
+
 _OUTCOMES = (Outcome.FIRED, Outcome.UNKNOWN, Outcome.QUIET)
 _STAGE = {area: place for place, area in enumerate(AREAS)}
 _STARVED = 0.1  # share of the step waiting for input above which a faster kernel mostly lengthens the wait
 _SEMANTICS = (Semantics.EXACT, Semantics.REASSOCIATED, Semantics.PRECISION, Semantics.TRAINING)
 
 
-def evaluate(rules: Iterable[Rule], table: MetricTable, profile: StepProfile | None = None) -> tuple[Finding, ...]:
+def evaluate(
+    rules: Iterable[Rule], table: MetricTable, profile: StepProfile | None = None, predict: Predict | None = None
+) -> tuple[Finding, ...]:
     """One finding a rule: fired ones first, by severity and gain, then those not evaluated, then quiet ones.
 
-    Deprecated rules are left out. Without a profile the findings name no sites.
+    Deprecated rules are left out. Without a profile the findings name no sites. The gain of a finding that asks for a transform is
+    what `predict` says of it, with the parameters of all that ask for it; without `predict` it is not known.
     """
     findings = [_judge(rule, table, profile) for rule in rules if rule.status != "deprecated"]
+    if predict is not None:
+        findings = _predicted(findings, table, predict)
     return tuple(sorted(findings, key=_rank))
+
+
+def _predicted(findings: Sequence[Finding], table: MetricTable, predict: Predict) -> list[Finding]:
+    asked = _asked(findings)
+    gains = {transform: predict(transform, _parameters(group)) for transform, group in asked.items()}
+    return [
+        replace(finding, gain=_possible(gains[finding.transform], finding.semantics, table))
+        if finding.outcome is Outcome.FIRED and finding.transform
+        else finding
+        for finding in findings
+    ]
+
+
+def _possible(gain: Interval | None, semantics: Semantics, table: MetricTable) -> Interval | None:
+    """Within what the step is above this machine's limit. The limit is that of the precision in use: a lower one may pass it."""
+    limit = table.number("limit_frac")
+    if gain is None or limit is None or not 0.0 < limit <= 1.0 or semantics is Semantics.PRECISION:
+        return gain
+    high = min(gain.high, 1.0 - limit)
+    return replace(gain, low=min(gain.low, high), high=high)
+
+
+def _asked(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
+    """Fired findings by the transform that they ask for, the weightiest first."""
+    asked: dict[str, list[Finding]] = {}
+    for finding in sorted(findings, key=_rank):
+        if finding.outcome is Outcome.FIRED and finding.transform:
+            asked.setdefault(finding.transform, []).append(finding)
+    return asked
+
+
+def _parameters(group: Iterable[Finding]) -> dict[str, str]:
+    """Those of all, of each the weightiest finding's."""
+    parameters: dict[str, str] = {}
+    for finding in group:
+        for name, value in finding.parameters.items():
+            parameters.setdefault(name, value)
+    return parameters
 
 
 def outcome(rule: Rule, table: MetricTable) -> tuple[Outcome, tuple[str, ...]]:
@@ -47,7 +94,7 @@ def outcome(rule: Rule, table: MetricTable) -> tuple[Outcome, tuple[str, ...]]:
 def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Finding:
     result, missing = outcome(rule, table)
     fired = result is Outcome.FIRED
-    gain = rule.gain.interval(table)[0] if fired and rule.gain else None
+    gain = _possible(rule.gain.interval(table)[0], rule.semantics, table) if fired and rule.gain else None
     return Finding(
         rule=rule.id,
         title=rule.title,
@@ -82,37 +129,28 @@ def _rank(finding: Finding) -> tuple[int, int, float, int, str]:
     return _OUTCOMES.index(finding.outcome), -severity, -high, _STAGE.get(finding.area, len(AREAS)), finding.rule
 
 
-def recommend(findings: Sequence[Finding], table: MetricTable | None = None) -> tuple[Recommendation, ...]:
-    """One recommendation for each transform that fired findings ask for, in the order to try them.
+def recommend(
+    findings: Sequence[Finding], table: MetricTable | None = None, title: Callable[[str], str] = str
+) -> tuple[Recommendation, ...]:
+    """One recommendation for each transform that fired findings ask for, in the order of the findings.
 
-    What bounds the step comes first (the order of `AREAS`), then the larger upper bound; `after` is kept. When a gating
+    `title` says what people call a transform: a finding's title says what is wrong, a recommendation's what to do. When a gating
     finding fired, recommendations are still listed, marked with `gated_by`. What would change the training recipe is never
     among them. With `table`, changes on the device side of a GPU that waits for its input say so.
     """
-    fired = [finding for finding in findings if finding.outcome is Outcome.FIRED]
-    gating = [finding for finding in fired if finding.gates]
-    asked: dict[str, list[Finding]] = {}
-    for finding in sorted(fired, key=_rank):
-        if finding.transform and finding.semantics is not Semantics.TRAINING:
-            asked.setdefault(finding.transform, []).append(finding)
-    stages = {
-        transform: min(_STAGE.get(finding.area, len(AREAS)) for finding in group) for transform, group in asked.items()
-    }
+    gating = [finding for finding in findings if finding.outcome is Outcome.FIRED and finding.gates]
     starved = (table.number("idle_data_frac") or 0.0) if table else 0.0
-    merged = {}
-    for transform, group in asked.items():
-        hidden = starved if stages[transform] > _STAGE["transfer"] and starved > _STARVED else 0.0
-        merged[transform] = _merge(transform, group, gating, hidden)
-    return _ordered(merged, stages)
+    found = []
+    for transform, group in _asked(f for f in findings if f.semantics is not Semantics.TRAINING).items():
+        stage = min(_STAGE.get(finding.area, len(AREAS)) for finding in group)
+        hidden = starved if stage > _STAGE["transfer"] and starved > _STARVED else 0.0
+        found.append(_merge(title(transform), group, gating, hidden))
+    return tuple(found)
 
 
-def _merge(transform: str, group: list[Finding], gating: list[Finding], starved: float) -> Recommendation:
+def _merge(title: str, group: list[Finding], gating: list[Finding], starved: float) -> Recommendation:
     first = group[0]
-    parameters: dict[str, str] = {}
-    for finding in group:
-        for name, value in finding.parameters.items():
-            parameters.setdefault(name, value)
-    reason = first.message
+    reason = f"{first.title}. {first.message}"
     if len(group) > 1:
         reason += " Also: " + ", ".join(finding.title for finding in group[1:]) + "."
     if starved:
@@ -120,48 +158,14 @@ def _merge(transform: str, group: list[Finding], gating: list[Finding], starved:
     if gating:
         reason += " Measured in doubt: " + ", ".join(finding.title for finding in gating) + "."
     return Recommendation(
-        transform=transform,
-        parameters=parameters,
-        title=first.title,
+        transform=first.transform,
+        parameters=_parameters(group),
+        title=title,
         rules=tuple(finding.rule for finding in group),
         semantics=max((finding.semantics for finding in group), key=_SEMANTICS.index),
-        predicted=_merged_gain(group),
+        predicted=first.gain,
         after=tuple(sorted({name for finding in group for name in finding.after})),
         conflicts=tuple(sorted({name for finding in group for name in finding.conflicts})),
         reason=reason.strip(),
         gated_by=tuple(finding.rule for finding in gating),
     )
-
-
-def _merged_gain(group: list[Finding]) -> Interval | None:
-    """Bounds of several findings as one.
-
-    Findings of one area look at the same part of the step, so their largest upper bound stands; those of different areas
-    look at different parts, so upper bounds add up, to at most 1. The best lower bound is a lower bound for all.
-    """
-    gains = [(finding.area, finding.gain) for finding in group if finding.gain is not None]
-    if not gains:
-        return None
-    by_area: dict[str, float] = {}
-    for area, gain in gains:
-        by_area[area] = max(by_area.get(area, 0.0), gain.high)
-    high = min(1.0, sum(by_area.values()))
-    low = min(high, max(gain.low for _, gain in gains))
-    return Interval(low=low, high=high, basis="; ".join(dict.fromkeys(gain.basis for _, gain in gains)))
-
-
-def _ordered(merged: dict[str, Recommendation], stages: dict[str, int]) -> tuple[Recommendation, ...]:
-    """Always the best candidate whose predecessors are placed; a circle (hand-made findings) is cut at the best one."""
-
-    def key(transform: str) -> tuple[int, float, str]:
-        predicted = merged[transform].predicted
-        return stages[transform], -(predicted.high if predicted else 0.0), transform
-
-    waiting = sorted(merged, key=key)
-    placed: list[str] = []
-    while waiting:
-        free = [name for name in waiting if not set(merged[name].after) & set(waiting) - {name}]
-        chosen = (free or waiting)[0]
-        waiting.remove(chosen)
-        placed.append(chosen)
-    return tuple(merged[name] for name in placed)

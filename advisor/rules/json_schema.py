@@ -111,7 +111,8 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "properties": {name: properties[name] for name in (*REQUIRED, *OPTIONAL)},
         "required": list(REQUIRED),
-        "dependentRequired": {"transform": ["gain"], "after": ["transform"], "conflicts": ["transform"]},
+        "dependentRequired": {"after": ["transform"], "conflicts": ["transform"]},
+        "not": {"required": ["transform", "gain"]},
         "additionalProperties": False,
         "$defs": {"condition": {"anyOf": [_comparison(), *groups]}},
     }

@@ -47,8 +47,8 @@ class CounterExample:
 class Rule:
     """One defect: when it is there, what it costs, what to do.
 
-    `requires` names the metrics without which the rule says nothing. `transform` is the id of the transform it asks for,
-    "" when the advice is for a person. A fired rule with `gates` puts every measurement of the run in doubt. Fired rules of
+    `requires` names the metrics without which the rule says nothing. `transform` is the id of the transform it asks for, whose gain
+    `analysis.predict` tells; it is "" when the advice is for a person, and `gain` says what that may save. A fired rule with `gates` puts every measurement of the run in doubt. Fired rules of
     one `cause` are told as one; a rule whose `role` is "description" tells what a step looks like, not why.
     """
 

@@ -344,8 +344,9 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
         )
     condition = _condition(document, fields.values["when"], problems) if "when" in fields.values else None
     gain = _gain(fields) if "gain" in fields.values else None
-    if transform and "gain" not in fields.values:
-        fields.fail(fields.mark_of("transform"), "a transform without a gain", "'gain' with low, high and basis")
+    if transform and "gain" in fields.values:
+        found = "a gain beside a transform, whose gain is predicted from the profile"
+        fields.fail(fields.mark_of("gain"), found, fix="Take 'gain' out: it is for advice.")
     role = fields.choice("role", ROLES) if "role" in fields.values else ROLES[0]
     selector = fields.choice("sites", SELECTORS) if "sites" in fields.values else ""
     requires = _requires(fields)

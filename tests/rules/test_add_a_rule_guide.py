@@ -13,14 +13,19 @@ from advisor.rules.json_schema import schema
 from advisor.transforms.registry import TRANSFORMS
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/add-a-rule.md").read_text(encoding="utf-8")
-RULE, CASES = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
+RULE, GAIN, CASES = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 
 def test_the_example_loads_and_its_cases_pass(tmp_path):
     (tmp_path / "loader-late.yaml").write_text(RULE, encoding="utf-8")
     (tmp_path / "loader-late.cases.yaml").write_text(CASES, encoding="utf-8")
+    advice = RULE.replace('transform: loader_workers\nparameters: {workers: "6"}\n', GAIN).replace(
+        "loader-late", "advice"
+    )
+    (tmp_path / "advice.yaml").write_text(advice, encoding="utf-8")
+    (tmp_path / "advice.cases.yaml").write_text(CASES.replace("loader-late", "advice"), encoding="utf-8")
     results = run_cases(load([tmp_path], shipped=False, transforms=TRANSFORMS))
-    assert len(results) == 3
+    assert len(results) == 6
     assert all(result.passed for result in results), results
 
 

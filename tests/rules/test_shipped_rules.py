@@ -22,6 +22,7 @@ from advisor.rules.docs import page
 from advisor.rules.json_schema import schema, text
 from advisor.rules.rule import AREAS
 from advisor.transforms.registry import TRANSFORMS
+from advisor.trials import planner
 
 RULES = load()
 REPOSITORY = Path(__file__).parents[2]
@@ -52,7 +53,6 @@ def test_the_rule_is_complete(rule):
     assert len(rule.rationale) > 60
     if rule.transform:
         assert rule.semantics is not Semantics.TRAINING, "a change of recipe is only ever advice"
-        assert rule.gain is not None
         assert rule.sites or rule.area in ("optimizer", "machine"), "say where"
 
 
@@ -149,16 +149,13 @@ def _table(values):
 
 def test_a_laptop_without_a_gpu_gets_what_works_there():
     findings = evaluate(RULES, _table(CPU))
-    wanted = [recommendation.transform for recommendation in recommend(findings, _table(CPU))]
+    wanted = [recommendation.transform for recommendation in planner.order(recommend(findings, _table(CPU)))]
     assert {
         "amp_bf16", "channels_last", "compile", "conv_bias", "fused_optimizer", "loader_workers", "set_to_none",
     } == set(wanted)  # fmt: skip
     assert wanted[0] == "loader_workers", "a starved step gains nothing from a faster kernel"
     unknown = [finding for finding in findings if finding.outcome is Outcome.UNKNOWN]
     assert any("needs a CUDA GPU" in text for finding in unknown for text in finding.missing)
-    for finding in findings:
-        if finding.outcome is Outcome.FIRED and finding.transform:
-            assert finding.gain is not None, finding.rule
 
 
 KERNELS = {family.transform for family in catalog.FAMILIES}
@@ -182,9 +179,10 @@ H200_RESNET50 = {
 }  # fmt: skip
 
 
-def test_a_plain_resnet_on_a_large_gpu_gets_precision_then_layout_then_kernels():
-    wanted = [item.transform for item in recommend(evaluate(RULES, _table(H200_RESNET50)), _table(H200_RESNET50))]
-    order = [wanted.index(name) for name in ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_bn_act", "compile")]
+def test_a_plain_resnet_on_a_large_gpu_gets_layout_then_precision_then_compilers():
+    found = recommend(evaluate(RULES, _table(H200_RESNET50)), _table(H200_RESNET50))
+    wanted = [item.transform for item in planner.order(found)]
+    order = [wanted.index(name) for name in ("channels_last", "fused_bn_act", "amp_bf16", "cudnn_benchmark", "compile")]
     assert order == sorted(order)
     assert "cuda_graphs" not in wanted
     assert "loader_workers" not in wanted

@@ -13,7 +13,7 @@ from advisor import pipeline, rules
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.core.findings import Findings, Recommendation
+from advisor.core.findings import Finding, Findings, Outcome
 from advisor.core.profile import ModelFacts, Spread, StepProfile
 from advisor.trials import planfile, search
 
@@ -27,7 +27,9 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
         script="train.py", argv=(), created="", environment=Environment(device="cpu"), step_kind="optimizer",
         step_us=None, wall_us=None, model=ModelFacts(world_size=2),
     )  # fmt: skip
-    measured = SimpleNamespace(profile=profile, findings=Findings(run="", findings=(), recommendations=()), exit_code=0)
+    measured = SimpleNamespace(
+        profile=profile, findings=Findings(run="", findings=(), cards=(), recommendations=()), exit_code=0
+    )
     monkeypatch.setattr(pipeline, "_profile", lambda *_, **__: measured)
     searched: list[object] = []
 
@@ -51,14 +53,17 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
 def test_a_recommendation_is_called_after_what_it_does_and_says_what_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Recommendation(transform="channels_last", title="Convolutions run in NCHW layout", reason="They take 60 %.")
-    monkeypatch.setattr(rules, "recommend", lambda *_: [asked])
+    fired = Finding(rule="nchw", title="Convolutions run in NCHW layout", area="layout", severity="high", outcome=Outcome.FIRED,
+                    message="They take 60 %.", transform="channels_last")  # fmt: skip
+    monkeypatch.setattr(rules, "evaluate", lambda *_: (fired,))
     profile = StepProfile(
         script="train.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
     )
-    (found,) = pipeline._evaluate(profile, tmp_path).recommendations
-    assert found.title == "channels_last (NHWC) memory layout"
-    assert found.reason == "Convolutions run in NCHW layout. They take 60 %."
+    found = pipeline._evaluate(profile, tmp_path)
+    (recommended,), (card,) = found.recommendations, found.cards
+    assert recommended.title == "channels_last (NHWC) memory layout"
+    assert recommended.reason == "Convolutions run in NCHW layout. They take 60 %."
+    assert (card.rule, card.transform) == ("nchw", "channels_last")
 
 
 def test_a_plan_is_named_by_its_file_its_run_or_as_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_recommend_passes_selection_and_overrides(invoke, pipeline, tmp_path):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (run,), kwargs = pipeline.calls["recommend"]
-    assert run == pipeline.run_dir
+    assert run == "last"
     assert kwargs == {
         "rules_dirs": (tmp_path,),
         "select": ("a",),

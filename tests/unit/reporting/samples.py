@@ -28,6 +28,7 @@ from advisor.core.profile import (
 from advisor.core.provenance import Provenance
 from advisor.core.roofline import limit_us
 from advisor.core.verdict import Blocks, Check, StackVerdict, TrialLog, Verdict
+from advisor.rules import cards
 
 BATCH = 256
 H200 = Environment(
@@ -510,7 +511,7 @@ def findings() -> Findings:
         for f in fired
         if f.transform
     )
-    return Findings(run="advisor-runs/train_imagenet-20261120-221405-3f9a", findings=fired + quiet + unknown, recommendations=recommendations)  # fmt: skip
+    return Findings(run="advisor-runs/train_imagenet-20261120-221405-3f9a", findings=fired + quiet + unknown, cards=cards(fired), recommendations=recommendations)  # fmt: skip
 
 
 def _blocks(off: float, gain: float, n: int = 6) -> Blocks:
@@ -616,4 +617,4 @@ def hostile() -> tuple[StepProfile, Findings, TrialLog]:
         for v in log.verdicts
     ]  # fmt: skip
     bad_log = replace(log, script=HOSTILE, verdicts=tuple(verdicts), files_written=(HOSTILE,), notes=(HOSTILE,))
-    return bad_profile, replace(found, findings=tuple(evil)), bad_log
+    return bad_profile, replace(found, findings=tuple(evil), cards=cards(evil)), bad_log

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.findings import Findings, Interval
+from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.profile import Spread
 from advisor.core.verdict import Round, TrialLog
 from advisor.reporting import breakdown, html, machine, terminal, wording
+from advisor.rules import cards
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,51 @@ def test_headline_of_a_profile_names_the_limit_and_the_best_finding():
 def test_headline_says_when_there_is_nothing_to_do():
     profile = samples.resnet50()
     near = replace(profile, limit_us=0.9 * profile.step_us.median)
-    none = Findings(run="", findings=(), recommendations=())
+    none = Findings(run="", findings=(), cards=(), recommendations=())
     assert wording.headline(near, none, None).endswith("There is nothing to do.")
     assert "nothing to do" not in wording.headline(near, None, None)  # no rules were asked
     assert "nothing to do" not in wording.headline(profile, none, None)  # far from the limit is not done
+
+
+def starved(profile, frac=0.7):
+    return replace(profile, input=replace(profile.input, next_us=frac * profile.step_us.median))
+
+
+def test_a_large_slice_that_no_card_explains_is_said_on_a_cpu_and_without_a_trace_too():
+    none = Findings(run="", findings=(), cards=(), recommendations=())
+    laptop = starved(samples.cpu_run())
+    assert "Of the step no finding explains: 70 % waiting for data." in wording.headline(laptop, none, None)
+    untraced = starved(replace(samples.resnet50(), kernels=(), idle=(), busy_us=0.0, limit_us=0.0), 0.97)
+    assert "97 % waiting for data" in wording.headline(untraced, none, None)
+    assert "explains" not in wording.headline(starved(samples.cpu_run(), 0.2), none, None)
+    near = starved(replace(samples.cpu_run(), limit_us=0.9 * samples.cpu_run().step_us.median))
+    assert "nothing to do" not in wording.headline(near, none, None)
+
+
+def test_what_a_card_is_about_is_not_said_to_be_unexplained():
+    fired = Finding(
+        rule="slow-loader", title="The loader is slow", area="input", severity="medium", outcome=Outcome.FIRED,
+        gain=Interval(low=0.0, high=0.7), evidence=(Evidence(metric="loader_frac", value=0.7, unit="frac", provenance="measured"),),
+    )  # fmt: skip
+    found = Findings(run="", findings=(fired,), cards=cards([fired]), recommendations=())
+    text = wording.headline(starved(samples.cpu_run()), found, None)
+    assert "explains" not in text
+    assert text.endswith("Most to gain: the loader is slow (up to 70 % of the step).")
+    quiet = replace(fired, outcome=Outcome.QUIET)
+    said = wording.headline(starved(samples.cpu_run()), replace(found, findings=(quiet,), cards=()), None)
+    assert "70 % waiting for data" in said, "a quiet rule explains nothing"
+
+
+def test_the_first_card_leads_the_headline_also_where_its_cost_is_not_known():
+    leak = Finding(rule="leak", title="Memory grows", area="memory", severity="high", outcome=Outcome.FIRED)
+    hint = replace(leak, rule="hint", title="The batch is odd", severity="low")
+    some = replace(leak, rule="some", title="Kernels are slow", severity="low", gain=Interval(low=0.0, high=0.2))
+    for told, end in (
+        ((leak, some, hint), "First to mend: memory grows."),
+        ((some, hint), "kernels are slow (up to 20 % of the step)."),
+    ):
+        found = Findings(run="", findings=told, cards=cards(told), recommendations=())
+        assert wording.headline(samples.resnet50(), found, None).endswith(end)
 
 
 @pytest.mark.parametrize(

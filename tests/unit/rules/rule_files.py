@@ -23,10 +23,6 @@ when:
       because: another reason
 message: The GPU waits {idle_data_frac:pct}.
 rationale: Because it does.
-gain:
-  low: 0
-  high: idle_data_frac
-  basis: all of the wait
 transform: loader_workers
 parameters: {workers: "4"}
 sites: loader
@@ -36,6 +32,15 @@ counter_examples:
 references:
   - https://example.org
 """
+
+GAIN = """\
+gain:
+  low: 0
+  high: idle_data_frac
+  basis: all of the wait
+"""
+# What a person is told, with bounds of its own.
+ADVICE = RULE.replace('transform: loader_workers\nparameters: {workers: "4"}\n', GAIN)
 
 CASES = """\
 schema: 1
@@ -66,8 +71,8 @@ def write(folder: Path, text: str = RULE, name: str = "slow-thing.yaml", cases: 
 
 
 def spoiled(*changes: tuple[str, str]) -> str:
-    """The sound rule with parts of its text replaced; each part must be there."""
-    text = RULE
+    """The sound rule, or the sound advice, with parts of its text replaced; each part must be there."""
+    text = RULE if changes[0][0] in RULE else ADVICE
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new, 1)

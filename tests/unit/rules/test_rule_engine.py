@@ -1,15 +1,15 @@
-"""Findings to recommendations: merged, ordered by what bounds the step, gated by machine state."""
+"""Findings to recommendations: one prediction each, merged, gated by machine state."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-from rule_files import RULE, write
+from rule_files import ADVICE, RULE, write
 
 from advisor.core.findings import Finding, Interval, Outcome, Semantics
 from advisor.core.metrics import MetricTable
-from advisor.rules import evaluate, load, recommend
+from advisor.rules import cards, evaluate, load, recommend
 
 
 def finding(rule, transform="", area="precision", high=0.5, low=0.0, **fields):
@@ -20,37 +20,20 @@ def finding(rule, transform="", area="precision", high=0.5, low=0.0, **fields):
     )  # fmt: skip
 
 
-def transforms(found):
-    return [item.transform for item in found]
+def two_that_ask(tmp_path):
+    write(tmp_path, cases=None)
+    text = RULE.replace("id: slow-thing", "id: slow-too").replace("severity: high", "severity: low")
+    text = text.replace('workers: "4"', 'workers: "9", more: "yes"')
+    write(tmp_path, text, name="slow-too.yaml", cases=None)
+    return load([tmp_path], shipped=False)
 
 
-def test_what_bounds_the_step_comes_first_whatever_the_gain():
-    found = recommend(
-        [
-            finding("a", "compile", "fusion", 0.9), finding("b", "channels_last", "layout", 0.8), finding("c", "tf32", "precision", 0.7),
-            finding("d", "cuda_graphs", "launch", 0.3), finding("e", "defer_sync", "sync", 0.2), finding("f", "loader_workers", "input", 0.1),
-        ]
-    )  # fmt: skip
-    assert transforms(found) == ["loader_workers", "defer_sync", "cuda_graphs", "tf32", "channels_last", "compile"]
-
-
-def test_within_a_stage_the_larger_bound_comes_first():
-    assert transforms(recommend([finding("a", "x", high=0.1), finding("b", "y", high=0.2)])) == ["y", "x"]
-
-
-def test_after_is_kept_across_stages_and_only_among_those_asked_for():
-    found = recommend(
-        [
-            finding("a", "cuda_graphs", "launch", 0.9, after=("channels_last", "amp_bf16", "not_asked_for")),
-            finding("b", "channels_last", "layout", after=("amp_bf16",)), finding("c", "amp_bf16"),
-        ]
-    )  # fmt: skip
-    assert transforms(found) == ["amp_bf16", "channels_last", "cuda_graphs"]
-
-
-def test_a_circle_in_hand_made_findings_ends():
-    found = recommend([finding("a", "x", after=("y",)), finding("b", "y", after=("x",))])
-    assert sorted(transforms(found)) == ["x", "y"]
+def waiting(**more):
+    table = MetricTable()
+    for name, value in {"idle_data_frac": 0.3, "workers": 0.0, **more}.items():
+        if value is not None:
+            table.set(name, value)
+    return table
 
 
 def test_findings_for_one_transform_become_one_recommendation():
@@ -81,15 +64,42 @@ def test_findings_for_one_transform_become_one_recommendation():
     )
     assert item.rules == ("c", "a", "b"), "the weightiest first"
     assert item.semantics is Semantics.PRECISION, "the most invasive one counts"
-    assert item.predicted.high == pytest.approx(0.7), "areas add up, rules of one area do not"
-    assert item.predicted.low == pytest.approx(0.10)
     assert (item.after, item.conflicts, item.parameters) == (("x",), ("z",), {"mode": "a"})
-    assert item.reason.startswith("c fired.")
+    assert item.reason.startswith("title of c. c fired.")
 
 
-def test_merged_upper_bounds_never_pass_the_whole_step():
-    (item,) = recommend([finding("a", "x", "fusion", 0.8), finding("b", "x", "launch", 0.8)])
-    assert item.predicted.high == 1.0
+def test_a_change_has_one_prediction_made_once_with_the_parameters_of_all_that_ask_for_it(tmp_path):
+    rules, asked = two_that_ask(tmp_path), []
+
+    def predict(transform, parameters):
+        asked.append((transform, dict(parameters)))
+        return Interval(low=0.1, high=0.4, basis="the profile")
+
+    found = evaluate(rules, waiting(), predict=predict)
+    assert asked == [("loader_workers", {"workers": "4", "more": "yes"})]
+    assert [item.gain for item in found] == [Interval(low=0.1, high=0.4, basis="the profile")] * 2
+    (item,) = recommend(found, title=lambda transform: f"do {transform}")
+    assert (item.predicted, item.title) == (found[0].gain, "do loader_workers")
+    assert item.reason.startswith("A thing is slow. The GPU waits")
+    assert cards(found)[0].predicted == item.predicted
+
+
+def test_no_prediction_is_above_what_the_step_is_above_its_limit(tmp_path):
+    (rule, *_) = two_that_ask(tmp_path)
+    promised = Interval(low=0.3, high=0.9)
+
+    def gain(limit_frac, asking=rule):
+        (found,) = evaluate([asking], waiting(limit_frac=limit_frac), predict=lambda *_: promised)
+        return found.gain.low, found.gain.high
+
+    assert gain(0.4) == pytest.approx((0.3, 0.6))
+    assert gain(0.8) == pytest.approx((0.2, 0.2))
+    assert gain(1.2) == gain(None) == (0.3, 0.9), "a limit above the step is none"
+    of_precision = dataclasses.replace(rule, semantics=Semantics.PRECISION)
+    assert gain(0.8, of_precision) == (0.3, 0.9), "half precision has another limit"
+    advice = write(tmp_path / "advice", ADVICE)
+    (found,) = evaluate(load([advice], shipped=False), waiting(limit_frac=0.9))
+    assert found.gain.high == pytest.approx(0.1)
 
 
 def test_a_change_of_recipe_and_advice_and_quiet_rules_recommend_nothing():

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rule_files import RULE, spoiled, write
+from rule_files import GAIN, RULE, spoiled, write
 
 from advisor.core.errors import AdvisorError
 from advisor.rules import check, load
@@ -67,11 +67,11 @@ STRUCTURAL = [
     ("      above: 5 %\n", "", "0 comparisons", 11),
     ("    - metric: idle_data_frac\n", "    - metrik: idle_data_frac\n", "Did you mean 'metric'", 11),
     ("  all:\n", "  al:\n", "unknown field 'al'", 10),
-    ('parameters: {workers: "4"}', "parameters: {workers: 4}", "YAML reads as int", 24),
-    ("sites: loader", "sites: laoder", "Did you mean 'loader'", 25),
-    ("gain:\n  low: 0\n  high: idle_data_frac\n  basis: all of the wait\n", "", "transform without a gain", 19),
+    ('parameters: {workers: "4"}', "parameters: {workers: 4}", "YAML reads as int", 20),
+    ("sites: loader", "sites: laoder", "Did you mean 'loader'", 21),
+    ("transform: loader_workers\n", f"{GAIN}transform: loader_workers\n", "Take 'gain' out", 20),
     ("  basis: all of the wait\n", "", "gain has no 'basis'", 20),
-    ("    source: https://example.org\n", "", "counter-example has no 'source'", 27),
+    ("    source: https://example.org\n", "", "counter-example has no 'source'", 23),
 ]
 
 

@@ -63,7 +63,8 @@ def test_list_as_json_is_json(capsys, tmp_path):
     rules = {rule["id"]: rule for rule in json.loads(out)}
     assert code == 0
     assert rules["slow-thing"]["transform"] == "loader_workers"
-    assert rules["slow-thing"]["gain"]["high"] == "idle_data_frac"
+    assert rules["slow-thing"]["gain"] is None
+    assert (rules["slow-thing"]["cause"], rules["slow-thing"]["role"]) == ("slow-thing", "cause")
     assert len(rules) > 60
 
 

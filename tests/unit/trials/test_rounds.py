@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 
 import pytest
 
 from advisor.analysis import metrics
+from advisor.analysis.predict import predict
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
@@ -153,10 +155,12 @@ def test_a_second_round_finds_what_the_first_could_not(script) -> None:
 def test_the_casts_that_half_precision_brings_are_found_in_the_next_round() -> None:
     def asked_for(step: StepProfile) -> list[Recommendation]:
         table = metrics(step)
-        return [r for r in recommend(evaluate(load(), table, step), table) if r.transform == "fused_casts"]
+        found = evaluate(load(), table, step, functools.partial(predict, step))
+        return [r for r in recommend(found, table) if r.transform == "fused_casts"]
 
     plain = dataclasses.replace(
         profile(2370.0),
+        environment=dataclasses.replace(profile().environment, copy_gbps=4244.0),
         busy_us=2370.0,
         model=ModelFacts(batch_size=128),
         idle=(IdleCause(cause="launch", time_us=0.0),),

@@ -1,0 +1,77 @@
+"""Fired findings to cards: one a cause, and one a change, in the order in which they are worth a reader's time. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from advisor.core.findings import Card, Finding, Interval, Outcome, Semantics
+from advisor.rules.rule import AREAS, SEVERITIES
+
+# Where no gain is known, the severity stands for one: what a "high" costs is more than most changes gain, an "info" costs nothing.
+UNKNOWN_GAIN = {"high": 0.3, "medium": 0.05, "low": 0.01, "info": 0.0}
+# Of the step: what a gain that may be nothing is taken for at least, as `apply` keeps nothing for less (--min-gain).
+LEAST = 0.01
+# What surely costs this much of the step is told before every search that may give nothing: sqrt(LEAST * 1) is what such a search is
+# worth at most. The reader cures it in a line or two, and the training stays bit-equal.
+NOTICEABLE = 0.003
+KNOWN_COST = math.sqrt(LEAST)
+# A larger batch or another model is more to ask than a change of how the same training runs.
+RECIPE = 0.5
+
+
+def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
+    """One card for each cause of which a finding fired, the most to gain first; a cause goes above what only describes the step.
+
+    Findings of one cause, and causes whose leading findings ask for one change, are one card, led by the weightiest.
+    """
+    by_cause: dict[str, list[Finding]] = {}
+    for finding in sorted((f for f in findings if f.outcome is Outcome.FIRED), key=_weight):
+        by_cause.setdefault(finding.cause or finding.rule, []).append(finding)
+    merged: list[list[Finding]] = []
+    by_change: dict[str, list[Finding]] = {}
+    for group in by_cause.values():  # of each cause the leading finding, the weightiest cause first
+        change = group[0].transform
+        if change and change in by_change:
+            by_change[change] += group
+            continue
+        merged.append(group)
+        if change:
+            by_change[change] = group
+    return tuple(_card(rank, sorted(group, key=_weight)) for rank, group in enumerate(merged, start=1))
+
+
+def _card(rank: int, group: Sequence[Finding]) -> Card:
+    lead, *others = group
+    return Card(
+        rank=rank,
+        cause=lead.cause or lead.rule,
+        rule=lead.rule,
+        transform="" if lead.semantics is Semantics.TRAINING else lead.transform,
+        reasons=tuple(finding.rule for finding in others),
+        predicted=lead.gain,
+    )
+
+
+def _weight(finding: Finding) -> tuple[bool, float, int, int, int, str]:
+    """Least for what comes first: causes, by expected gain, then by severity, then what bounds the step before what it hides."""
+    severity = SEVERITIES.index(finding.severity) if finding.severity in SEVERITIES else 0
+    stage = list(AREAS).index(finding.area) if finding.area in AREAS else len(AREAS)
+    return finding.role == "description", -worth(finding), -severity, not finding.transform, stage, finding.rule
+
+
+def worth(finding: Finding) -> float:
+    """What following this finding is expected to save, a share of the step by which cards are ranked."""
+    gain = finding.gain
+    expected = UNKNOWN_GAIN.get(finding.severity, 0.0) if gain is None else middle(gain)
+    known = gain is not None and gain.low > 0 and gain.high >= NOTICEABLE
+    if known and not finding.transform and finding.semantics is Semantics.EXACT:
+        expected = max(expected, KNOWN_COST)
+    return expected * RECIPE if finding.semantics is Semantics.TRAINING else expected
+
+
+def middle(gain: Interval) -> float:
+    """The geometric middle, so that what may be nothing weighs less than what is certain; less where the change may lose."""
+    if gain.high <= 0:
+        return 0.0
+    return min(gain.high, math.sqrt(max(gain.low, LEAST) * gain.high), 0.5 * (gain.low + gain.high))
