@@ -15,6 +15,7 @@ from advisor.analysis import (
     optimizer,
     precision,
     roofline,
+    settings,
     sync,
     time,
 )
@@ -25,6 +26,7 @@ from advisor.core.provenance import Provenance
 
 QUESTIONS = (
     machine,
+    settings,
     time,
     idle,
     input,

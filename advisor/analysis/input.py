@@ -22,6 +22,8 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss("loader_frac", NO_STEP)
             table.miss("loader_late_frac", NO_STEP)
         table.set("workers", stats.workers)
+        if cores := view.profile.environment.cpu_count:
+            table.set("workers_per_core", stats.workers / cores)
         table.set("pin_memory", stats.pin_memory)
         table.set("persistent_workers", stats.persistent_workers)
         if stats.workers:
@@ -36,6 +38,7 @@ def fill(view: View, table: MetricTable) -> None:
             "loader_frac",
             "loader_late_frac",
             "workers",
+            "workers_per_core",
             "pin_memory",
             "persistent_workers",
             "prefetch_factor",

@@ -34,6 +34,7 @@ class Environment:
     python: str = ""
     cpu_name: str = ""
     cpu_count: int = 0
+    core_count: int = 0  # of these, physical cores; 0: not asked
     host_memory_bytes: int = 0
     platform: str = ""
     torch_compile: bool | None = None  # torch.compile's default backend finds what it needs; None: not asked

@@ -58,6 +58,10 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("arch", "count", "compute capability times ten (90 for sm_90)", _GPU),
     _n("gpu_count", "count", "GPUs visible to the script"),
     _n("cpu_count", "count", "CPU cores available"),
+    _n("cpu_threads", "count", "threads that torch's operators on a CPU may use"),
+    _n("threads_per_core", "count", "these, for each physical core available"),
+    _n("cpu_others_frac", "frac", "CPU time of other processes on the cores available, over wall time and cores"),
+    _t("slowing_variables", "environment variables that are set and make a training slower, empty if none"),
     _f("bf16_supported", "this device computes bf16 products faster than fp32 ones (measured; no GPU before Ampere)"),
     _f("torch_compile_available", "a backend compiler for torch.compile is present"),
     _f("cupy_available", "CuPy is installed, so bundled kernels can run"),
@@ -204,6 +208,12 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("weight_casts", "count", "kernels a step that cast one weight or one weight's gradient each"),
     _t("autocast", "dtype of the script's own autocast, empty if none"),
     _f("grad_scaler", "the script uses a GradScaler"),
+    _t("half_dtype", "the half precision that products and convolutions run in, empty if none"),
+    _n(
+        "half_speed",
+        "count",
+        "measured matrix rate of that half precision over that of fp32, or of TF32 where it is allowed",
+    ),
     _t("parameter_dtype", "dtype of most parameters"),
     _f("tf32_conv", "cuDNN may use TF32"),
     _f("tf32_matmul", "cuBLAS may use TF32"),
@@ -222,6 +232,13 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     ),
     _n("conv_backward_us", "us", "mean duration of one of these", _GPU),
     _n("transposed_conv_frac", "frac", "share of device time in transposed convolutions"),
+    _f("cudnn_enabled", "torch.backends.cudnn.enabled"),
+    _n("cudnn_off_saved_low", "frac", "share of the step that cuDNN would save at least, as it is switched off", _GPU),
+    _n("cudnn_off_saved_high", "frac", "share of the step that cuDNN would save at most, as it is switched off", _GPU),
+    _t(
+        "workspace_limit",
+        "what keeps convolutions from algorithms with a large workspace, empty if nothing is known to",
+    ),
     _f("cudnn_benchmark", "torch.backends.cudnn.benchmark"),
     _f("cudnn_deterministic", "torch.backends.cudnn.deterministic"),
     _f("fixed_shapes", "input shapes did not change between measured steps"),
@@ -265,6 +282,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("loader_us", "us", "time in the loader's next() per step"),
     _n("loader_late_frac", "frac", "time in the loader's next() for batches that were not there yet, over the step"),
     _n("workers", "count", "DataLoader workers"),
+    _n("workers_per_core", "count", "DataLoader workers for each core available"),
     _f("pin_memory", "batches are pinned"),
     _f("persistent_workers", "workers persist over epochs"),
     _n("prefetch_factor", "count", "batches prefetched per worker"),
@@ -339,6 +357,7 @@ _MODELLED = frozenset(
         *("unnormed_elementwise_frac", "written_norm_frac", "bn_act_count", "state_bytes", "activation_bytes"),
         *(f"{kind}_efficiency" for kind in ("memory_bound", "conv", "conv_worst", "norm", "depthwise", "grouped")),
         *("pool_efficiency", "upsample_efficiency"),
+        *("half_speed", "cudnn_off_saved_low", "cudnn_off_saved_high"),
     )
 )
 # Modelled where this machine does not let them be measured.

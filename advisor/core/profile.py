@@ -204,7 +204,9 @@ class ModelFacts:
     updates_compiled: bool = False  # the optimizer's step is inside a compiled function
     flags: dict[str, bool] = field(
         default_factory=dict
-    )  # cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly, uses_cupy, find_unused_parameters (DDP)
+    )  # cudnn_enabled, cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly, uses_cupy, find_unused_parameters (DDP)
+    set_at: dict[str, str] = field(default_factory=dict)  # flag, or cpu_threads → the script's line that sets it
+    cpu_threads: int = 0  # of torch's operators on a CPU; 0: not asked
     env: dict[str, str] = field(default_factory=dict)  # performance-relevant variables that are set
 
 

@@ -119,6 +119,7 @@ def host_facts() -> Environment:
         python=platform.python_version(),
         cpu_name=hostload.cpu_name() or platform.processor(),
         cpu_count=hostload.cpu_count(),
+        core_count=hostload.core_count(),
         host_memory_bytes=hostload.memory_bytes(),
         platform=platform.platform(),
         torch_compile=_can_compile(),
@@ -178,10 +179,10 @@ def _measure_cpu(facts: Environment) -> Environment:
         notes.append("torch is a CUDA build, but no GPU is usable here")
     if _load_per_core() > BUSY_LOAD:
         notes.append(BUSY_NOTE)
-    rates = {
-        name: _matrix_tflops(dtype, torch.device("cpu"), _wall)
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    }
+    rates = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with contextlib.suppress(RuntimeError):  # a torch without products of this type on a CPU
+            rates[name] = _matrix_tflops(dtype, torch.device("cpu"), _wall)
     return replace(
         facts,
         device="cpu",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from advisor.core.profile import ConvFact, InputStats, ModelFacts, Site
-from advisor.profiling import heap, ranks
+from advisor.profiling import heap, ranks, settings
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import compiled_code_in_use, graph_breaks, is_compiled
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
@@ -44,6 +44,7 @@ ENVIRONMENT = (
     "CUDA_MODULE_LOADING",
     "CUDA_VISIBLE_DEVICES",
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUDNN_CONV_WSCAP_DBG",
     "CUDNN_LOGLEVEL_DBG",
     "KMP_AFFINITY",
     "MALLOC_CONF",
@@ -131,6 +132,8 @@ def model_facts(
         compilations=compilations,
         updates_compiled=training.updates_compiled,
         flags=_flags(everything, seen),
+        set_at=settings.lines(),
+        cpu_threads=torch.get_num_threads(),
         env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PROC = Path("/proc")
+SYS = Path("/sys/devices/system/cpu")
 
 
 def supported() -> bool:
@@ -86,6 +87,42 @@ def cpu_count() -> int:
     except (OSError, ValueError, ZeroDivisionError):
         pass  # no control group v2 limit
     return max(1, cores)
+
+
+def core_count() -> int:
+    """Physical cores among those that `cpu_count` counts: two threads of one core share its arithmetic. At least 1."""
+    try:
+        cpus = os.sched_getaffinity(0)
+    except AttributeError:
+        return cpu_count()
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add((SYS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(str(cpu))  # not told: a core of its own
+    return max(1, min(len(cores), cpu_count()))
+
+
+def busy_seconds() -> float | None:
+    """How long the cores that this process may use have worked so far, for whomever, seconds of one core.
+
+    With what a hypervisor has given to others meanwhile. None where a quota allows fewer cores than there are to run on: then what
+    others use is not taken from this process. Source: proc(5), /proc/stat.
+    """
+    try:
+        cpus = os.sched_getaffinity(0)
+        if cpu_count() < len(cpus):
+            return None
+        ticks = 0
+        for line in (PROC / "stat").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cpus:
+                user, nice, system, _, _, irq, softirq, steal = map(int, rest.split()[:8])
+                ticks += user + nice + system + irq + softirq + steal
+        return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+    except (OSError, AttributeError, ValueError):
+        return None
 
 
 def cpu_name() -> str:

@@ -28,15 +28,15 @@ DRIFT_SAMPLES = 8  # fewer have no quarters worth comparing
 NEAR_NS = 300_000_000  # a window too short to hold a sample is told by the nearest one within this distance
 
 
-_HOST_COLUMNS = {"cpu_s", "resident_bytes", "swap_frac"}
+_HOST_COLUMNS = {"cpu_s", "others_cpu_s", "resident_bytes", "swap_frac"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """Samples in columns; a value that could not be read is NaN. Times are CLOCK_REALTIME and monotonic nanoseconds.
 
-    Columns: those of `nvml.GpuReader`, and cpu_s (CPU seconds so far of the script's processes), resident_bytes,
-    swap_frac, foreign_processes (0 or more on the GPU that are not the script's). `constants` are the reader's, and
+    Columns: those of `nvml.GpuReader`, and cpu_s (CPU seconds so far of the script's processes), others_cpu_s (of all
+    that is neither the script's nor advisor's, on the cores that these may use), resident_bytes, swap_frac, foreign_processes (0 or more on the GPU that are not the script's). `constants` are the reader's, and
     cpu_count. `missing` tells for a column or constant why it has no (or fewer) values.
     """
 
@@ -126,7 +126,9 @@ class Sampler:
         missing, constants = self._recording.missing, self._recording.constants
         constants["cpu_count"] = float(hostload.cpu_count())
         if not hostload.supported():
-            missing.update(dict.fromkeys(("cpu_s", "resident_bytes", "swap_frac"), "this system has no Linux /proc"))
+            missing.update(dict.fromkeys(sorted(_HOST_COLUMNS), "this system has no Linux /proc"))
+        elif hostload.busy_seconds() is None:
+            missing["others_cpu_s"] = "a quota allows fewer cores than there are: what others use is not taken from it"
         try:
             reader = nvml.GpuReader(self._gpu)
         except Exception as error:
@@ -192,6 +194,9 @@ class Sampler:
             "cpu_s": hostload.cpu_seconds(self._pids),
             "resident_bytes": float(hostload.resident_bytes(self._pids)),
         }
+        busy = hostload.busy_seconds()
+        if busy is not None:
+            values["others_cpu_s"] = busy - hostload.cpu_seconds(self._pids | {os.getpid()})
         swap = hostload.swap_frac()
         if swap is not None:
             values["swap_frac"] = swap
@@ -249,7 +254,8 @@ def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | N
     for name, mask in (("throttled_frac", nvml.THROTTLED), ("power_capped_frac", nvml.POWER_CAP)):
         result[name] = view.reduce("clock_reasons", _share_with(mask))
     result["clock_drift_frac"] = view.reduce("sm_clock_mhz", _drift, at_least=DRIFT_SAMPLES)
-    result["cpu_util_frac"] = view.cpu_utilisation()
+    result["cpu_util_frac"] = view.cpu_utilisation("cpu_s")
+    result["cpu_others_frac"] = view.cpu_utilisation("others_cpu_s")
     everything = _View(recording, -math.inf, math.inf)
     result["gpu_shared"] = everything.reduce("foreign_processes", lambda values: float(max(values) > 0))
     return result
@@ -302,9 +308,9 @@ class _View:
             return _missing(self._recording.missing.get(constant) or self._why(column, [], []))
         return self.reduce(column, lambda values: statistics.median(values) / whole)
 
-    def cpu_utilisation(self) -> Quantity:
+    def cpu_utilisation(self, column: str) -> Quantity:
         """CPU time gained over wall time and cores, between the window's samples or else those around it."""
-        known = self._known("cpu_s")
+        known = self._known(column)
         inside = [i for i in known if self._distance(i) == 0]
         if len(inside) < 2:
             near = [i for i in known if self._distance(i) <= NEAR_NS]
@@ -312,15 +318,15 @@ class _View:
             after = [i for i in near if self._recording.time_ns[i] > self._end]
             inside = [*before[-1:], *inside, *after[:1]]
         if len(inside) < 2:
-            return _missing(self._why("cpu_s", known, inside))
-        used, clock = self._recording.columns["cpu_s"], self._recording.monotonic_ns
+            return _missing(self._why(column, known, inside))
+        used, clock = self._recording.columns[column], self._recording.monotonic_ns
         # The sum falls when the script's processes are gone; what follows its highest value is not the script's time.
         first, last = inside[0], max(inside, key=lambda i: (used[i], i))
         seconds = (clock[last] - clock[first]) / 1e9
         if seconds <= 0:
             return _missing("the script's processes had ended")
         cores = max(1.0, self._recording.constants.get("cpu_count", 1.0))
-        return _measured((used[last] - used[first]) / seconds / cores, f"{len(inside)} samples")
+        return _measured(max(0.0, used[last] - used[first]) / seconds / cores, f"{len(inside)} samples")
 
     def _known(self, column: str) -> list[int]:
         return [i for i, value in enumerate(self._recording.columns.get(column, ())) if math.isfinite(value)]

@@ -140,6 +140,16 @@ def _optimizers(profile: StepProfile) -> list[Place]:
     return [(1.0, name) for name in profile.model.optimizers]
 
 
+def _set_at(*names: str) -> Callable[[StepProfile], list[Place]]:
+    """Lines of the script that set these, and the variables that do."""
+
+    def places(profile: StepProfile) -> list[Place]:
+        found = [(1.0, f"{profile.model.set_at[name]} sets it") for name in names if name in profile.model.set_at]
+        return found or _environment(profile)
+
+    return places
+
+
 def _environment(profile: StepProfile) -> list[Place]:
     return [(1.0, f"{name}={value}") for name, value in profile.model.env.items()]
 
@@ -227,6 +237,9 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
         for site in p.model.compilations
     ],
     "models": lambda p: [(1.0, name) for name in p.model.roots],
+    "cudnn_line": _set_at("cudnn_enabled"),
+    "threads_line": _set_at("cpu_threads"),
+    "deterministic_line": _set_at("deterministic_algorithms", "cudnn_deterministic"),
     "environment_variables": _environment,
 }
 

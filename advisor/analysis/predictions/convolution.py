@@ -51,9 +51,14 @@ BENCHMARK_WORST = 0.05
 _NHWC_FASTER = ("norm", "upsample", "pool")
 
 
+NO_CUDNN = "cuDNN is switched off: convolutions are products of single samples, in any layout"
+
+
 def channels_last(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
     """No conversions between layouts, and what runs faster in NHWC, or slower."""
     convs = [row for row in view.rows if row.kind == "conv"]
+    if view.on_gpu and not view.profile.model.flags.get("cudnn_enabled", True):
+        return nothing(NO_CUDNN)
     if view.profile.model.channels_last or (convs and all(row.layout == "nhwc" for row in convs)):
         return nothing("convolutions already run in channels_last")
     if not convs:
@@ -112,6 +117,8 @@ def _nhwc_on_cpu(row: KernelRow) -> tuple[float, float] | None:
 def cudnn_benchmark(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
     """A part of the distance between convolutions and their limit."""
     facts = view.profile.model
+    if not facts.flags.get("cudnn_enabled", True):
+        return nothing(NO_CUDNN)
     if facts.flags.get("cudnn_benchmark"):
         return nothing("cudnn.benchmark is already on")
     if not facts.fixed_shapes:

@@ -37,7 +37,8 @@ def detailed() -> StepProfile:
     )
     names = ("cudnn_benchmark", "cudnn_deterministic", "deterministic_algorithms", "anomaly", "uses_cupy")
     model = replace(base.model, convs=convs, flags=dict.fromkeys(names, False), graph_breaks=0.5, recompiles=0)
-    base = replace(base, window_step_us=120_000.0)
+    base = replace(base, window_step_us=120_000.0, environment=replace(base.environment, core_count=16))
+    model = replace(model, cpu_threads=16, flags={**model.flags, "cudnn_enabled": False})
     memory = replace(base.memory, empty_cache_calls=0.0)
     return replace(base, kernels=rows, model=model, memory=memory, utilization={}, optimizer_host_us=500.0)
 

@@ -38,7 +38,7 @@ def test_a_cpu_is_measured() -> None:
     found = environment.measure()
     assert found.device == "cpu"
     assert found.copy_gbps > 0
-    assert set(found.matrix_tflops) == {"fp32", "bf16"}
+    assert set(found.matrix_tflops) == {"fp32", "bf16", "fp16"}
     assert all(rate > 0 for rate in found.matrix_tflops.values())
     assert found.rates_provenance == "measured"
     assert found.torch == torch.__version__

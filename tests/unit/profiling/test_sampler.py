@@ -275,3 +275,39 @@ def test_clock_drift_compares_quarters() -> None:
 
 def test_an_empty_recording_says_so() -> None:
     assert summarise(Recording())["power_w"].reason == "nothing was sampled"
+
+
+def test_what_others_take_of_the_cores_is_told_beside_the_scripts_own() -> None:
+    recording = Recording(
+        time_ns=[0, 10**9, 2 * 10**9],
+        monotonic_ns=[0, 10**9, 2 * 10**9],
+        columns={"cpu_s": [5.0, 6.0, 7.0], "others_cpu_s": [90.0, 90.5, 91.0]},
+        constants={"cpu_count": 2.0},
+    )
+    summary = summarise(recording)
+    assert summary["cpu_util_frac"].value == pytest.approx(0.5)
+    assert summary["cpu_others_frac"].value == pytest.approx(0.25)
+
+
+def test_cores_and_their_work_are_read_for_the_processors_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stat").write_text(
+        "cpu  9 9 9 9 9 9 9 9 9 9\n"
+        "cpu0 100 20 30 5000 7 1 2 3 0 0\n"  # busy: 156 ticks
+        "cpu1 900 0 0 0 0 0 0 0 0 0\n"
+        "cpu2 10 0 10 0 0 0 0 24 0 0\n"  # 44
+        "intr 5\n"
+    )
+    for cpu, siblings in ((0, "0,2"), (2, "0,2"), (4, "4")):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
+    monkeypatch.setattr(hostload, "PROC", tmp_path)
+    monkeypatch.setattr(hostload, "SYS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2}, raising=False)
+    monkeypatch.setattr(hostload, "cpu_count", lambda: 2)
+    assert hostload.busy_seconds() == pytest.approx(200 / os.sysconf("SC_CLK_TCK"))
+    assert hostload.core_count() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4}, raising=False)
+    assert hostload.core_count() == 2
+    assert hostload.busy_seconds() is None  # a quota of two of these three
