@@ -18,7 +18,7 @@ from advisor.profiling import sources
 MAX_FILES, MAX_BYTES = 400, 1 << 20  # of the script's own; what is larger was generated
 
 # Setting → the last names of what is assigned, or called. As `torch.backends.cudnn.enabled = …`, or with `cudnn` imported by its name.
-_ASSIGNED = {
+_ASSIGNED: dict[tuple[str, ...], str] = {
     ("cudnn", "enabled"): "cudnn_enabled",
     ("cudnn", "benchmark"): "cudnn_benchmark",
     ("cudnn", "deterministic"): "cudnn_deterministic",
@@ -96,7 +96,7 @@ def _assigned(target: ast.expr) -> str:
     if isinstance(target, ast.Subscript):  # os.environ["OMP_NUM_THREADS"] = "1"
         key = target.slice
         return _VARIABLES.get(str(key.value), "") if isinstance(key, ast.Constant) else ""
-    return _ASSIGNED.get(_dotted(target)[-2:], "")  # type: ignore[call-overload, no-any-return]
+    return _ASSIGNED.get(_dotted(target)[-2:], "")
 
 
 def _dotted(node: ast.expr) -> tuple[str, ...]:
