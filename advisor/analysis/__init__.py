@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.analysis import (
     comm,
     conv,
+    cures,
     idle,
     input,
     launch,
@@ -40,6 +41,7 @@ QUESTIONS = (
     model,
     optimizer,
     comm,
+    cures,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.analysis.time import NO_ROWS
 from advisor.analysis.view import View, launches
 from advisor.core.metrics import MetricTable
+from advisor.core.profile import KernelRow
 
 
 def fill(view: View, table: MetricTable) -> None:
@@ -15,7 +16,6 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("optimizer_fused", facts.optimizer_fused)
         table.set("zero_grad_to_none", facts.zero_grad_to_none)
         table.set("grad_clipping", facts.grad_clipping)
-        table.set("ema", facts.ema)
         table.set("accumulation", facts.accumulation)
         _foreach(view, table)
     else:
@@ -24,11 +24,11 @@ def fill(view: View, table: MetricTable) -> None:
             "optimizer_fused",
             "zero_grad_to_none",
             "grad_clipping",
-            "ema",
             "accumulation",
             "optimizer_foreach",
         ):
             table.miss(name, "no torch optimizer was seen")
+    _average(view, table)
     traced_us = view.profile.cost.traced_step_us
     if not view.on_gpu:
         table.miss("optimizer_host_frac", "needs a CUDA GPU")
@@ -38,8 +38,34 @@ def fill(view: View, table: MetricTable) -> None:
         table.miss("optimizer_host_frac", "the trace holds no range of an optimizer's step")
     if view.rows:
         table.set("optimizer_kernels", launches(row for row in view.rows if row.phase == "optimizer"))
+        table.set("own_optimizer_calls", launches(own_update(view)))
     else:
-        table.miss("optimizer_kernels", NO_ROWS)
+        for name in ("optimizer_kernels", "own_optimizer_calls"):
+            table.miss(name, NO_ROWS)
+
+
+def one_by_one(row: KernelRow) -> bool:
+    """Arithmetic on one tensor: what a multi-tensor operator does to each of its own is told under that operator's name."""
+    return row.kind in ("optimizer", "average") and not row.op.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
+def own_update(view: View) -> list[KernelRow]:
+    """Rows of an update that is no code of torch.optim's, one tensor each: of an optimizer of the script's, or written by hand without one."""
+    facts = view.profile.model
+    if facts.optimizers and not facts.optimizer_own:
+        return []
+    return [row for row in view.rows if row.phase == "optimizer" and one_by_one(row)]
+
+
+def _average(view: View, table: MetricTable) -> None:
+    rows = [row for row in view.rows if row.phase == "average"]
+    if view.rows:
+        table.set("ema", bool(rows) or view.profile.model.ema)
+        table.set("average_frac", view.share(lambda row: row.phase == "average"))
+        table.set("average_calls", launches(filter(one_by_one, rows)))
+    else:
+        for name in ("ema", "average_frac", "average_calls"):
+            table.miss(name, NO_ROWS)
 
 
 def _foreach(view: View, table: MetricTable) -> None:

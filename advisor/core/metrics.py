@@ -47,6 +47,13 @@ def _f(name: str, doc: str) -> MetricSpec:
     return MetricSpec(name, "flag", "", doc)
 
 
+def _saved(name: str, what: str) -> tuple[MetricSpec, MetricSpec]:
+    return (
+        _n(f"{name}_saved_low", "frac", f"share of the step that {what} saves at least"),
+        _n(f"{name}_saved_high", "frac", f"share of the step that {what} saves at most"),
+    )
+
+
 _GPU, _GPM, _DRAM = "a CUDA GPU", "NVML GPM (Hopper or newer)", "hardware counters or NVML GPM"
 
 _LISTED: tuple[MetricSpec | _Section, ...] = (
@@ -270,9 +277,18 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("optimizer_foreach", "multi-tensor implementation in use"),
     _f("zero_grad_to_none", "gradients are set to None, not zeroed"),
     _f("grad_clipping", "gradients are clipped"),
-    _f("ema", "a moving average of the weights is kept"),
+    _f("ema", "a moving average of the weights is kept: a second copy, written from them and itself"),
+    _n("average_frac", "frac", "share of device (CPU: operator) time in averaging weights"),
+    _n("average_calls", "count", "operations per step that average one tensor of the weights each"),
+    *_saved("average", "averaging the weights by multi-tensor calls, in place of a loop over tensors"),
     _n("accumulation", "count", "backward passes per optimizer step"),
     _n("optimizer_kernels", "count", "optimizer kernels per step"),
+    _n(
+        "own_optimizer_calls",
+        "count",
+        "operations per step on one tensor each, of an update that is no code of torch.optim's",
+    ),
+    *_saved("own_optimizer", "updating weights by multi-tensor calls, in place of the script's own loop over tensors"),
     _Section(
         "input",
         "the live data loader; time in its next() by wall clock with no profiler on; copies from the traced window",

@@ -41,8 +41,8 @@ class KernelRow:
 
     On a CPU the rows are leaf operators and `name` is the operator's name.
 
-    kind: conv, gemm, norm, activation, elementwise, pool, reduce, layout, copy, memset, optimizer, loss, upsample,
-    concat, dropout, comm, other. phase: forward, backward, optimizer, other.
+    kind: conv, gemm, norm, activation, elementwise, pool, reduce, layout, copy, memset, optimizer, average (of weights), loss,
+    upsample, concat, dropout, comm, other. phase: forward, backward, optimizer, average, other.
     """
 
     name: str
@@ -176,6 +176,7 @@ class ModelFacts:
     optimizers: tuple[str, ...] = ()  # class names, the one with most parameters first; the next two are of that one
     optimizer_foreach: bool | None = None
     optimizer_fused: bool = False
+    optimizer_own: bool = False  # its update is no code of torch.optim's
     zero_grad_to_none: bool = True
     autocast: str = ""  # dtype the script's own autocast uses, "" if none
     grad_scaler: bool = False
@@ -248,9 +249,12 @@ class StepProfile:
     copies: tuple[CopyRow, ...] = ()
     launches: float = 0.0  # kernel launches per step
     launch_us: float = 0.0  # host time in launch calls per step
-    optimizer_host_us: float = (
-        0.0  # host time in Optimizer.step per traced step, without waits for the device; GPU only
-    )
+    # Host time per traced step in Optimizer.step, and at lines that update weights by hand; without waits for the device.
+    optimizer_host_us: float = 0.0
+    # The training thread's time a traced step at lines that average weights into a second copy, with the Python between their calls; and
+    # inside the calls alone.
+    average_host_us: float = 0.0
+    average_calls_us: float = 0.0
     limit_us: float = 0.0  # speed of light of the whole step
     phase_us: dict[str, float] = field(default_factory=dict)
     memory: MemoryStats = field(default_factory=MemoryStats)

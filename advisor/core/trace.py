@@ -83,4 +83,5 @@ class Trace:
     dram: DramSamples = field(default_factory=DramSamples)
     launches: int = 0  # launch calls seen
     launches_matched: int = 0  # of those, with a device record: coverage = matched / launches
+    roles: dict[str, str] = field(default_factory=dict)  # source line → its phase, where the line itself tells it
     notes: list[str] = field(default_factory=list)

@@ -14,9 +14,9 @@ from advisor.core.environment import Environment
 from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
 from advisor.core.trace import DeviceTable, Trace
 from advisor.core.units import percent_text
-from advisor.profiling import dram, kinds, rows, transfers
+from advisor.profiling import bylines, dram, kinds, rows, transfers
 from advisor.profiling.hostcalls import copy_kind, is_launch, is_wait
-from advisor.profiling.hosttree import CLOSURE, OPTIMIZER_STEP, HostTree, build, is_activity
+from advisor.profiling.hosttree import AVERAGE, CLOSURE, OPTIMIZER, OPTIMIZER_STEP, HostTree, build, is_activity
 from advisor.profiling.idle import HostActivity, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
 from advisor.profiling.rows import Precision, Work
@@ -47,7 +47,11 @@ class Aggregate:
     streams: int = 0
     host_us: float = 0.0
     next_us: float = 0.0  # the training thread in a loader's `next()`
-    optimizer_host_us: float = 0.0  # of these, inside Optimizer.step
+    optimizer_host_us: float = 0.0  # of these, inside Optimizer.step, or at lines that update weights by hand
+    average_host_us: float = (
+        0.0  # the training thread at lines that average weights, with the Python between their calls
+    )
+    average_calls_us: float = 0.0  # of these, inside the calls
     comm_exposed_us: float = 0.0
     dram_bytes: float | None = None  # all of it, kernels' and copies'
     coverage_frac: float | None = None  # launches with a device record; None when no launch was seen
@@ -68,7 +72,7 @@ def aggregate(trace: Trace, environment: Environment, *, precision: Precision | 
     # Bounds without events are a profiler's that never ran: nothing is known of these steps, and not that they ran no operator.
     if not events or len(bounds) < 2 or bounds[-1] <= bounds[0]:
         return Aggregate(events=events, notes=(*trace.notes, "no step was traced"))
-    tree = build(trace.ops, trace.runtime)
+    tree = build(trace.ops, trace.runtime, trace.roles)
     if trace.device == "cuda":
         return _device_steps(trace, tree, environment, precision, events)
     return _host_steps(trace, tree, environment, precision, events)
@@ -142,7 +146,10 @@ def _device_steps(
     )
     waited = union((a, b) for a, b, _, _ in waits)
     away = clip(union([*waited, *host.loading]), first, last)
-    stepping = clip(_stepping(trace, _training_thread(trace)), first, last)
+    thread = _training_thread(trace)
+    by_hand, _ = bylines.spans(trace, tree, OPTIMIZER, thread)
+    stepping = clip(union([*_stepping(trace, thread), *by_hand]), first, last)
+    averaging, calls = bylines.spans(trace, tree, AVERAGE, thread)
     gpus = len({device.device[r.index] for r in compute})
     if gpus > 1:
         notes.append(
@@ -168,6 +175,8 @@ def _device_steps(
         host_us=(last - first - total(away)) / 1e3 / steps,
         next_us=total(clip(host.loading, first, last)) / 1e3 / steps,
         optimizer_host_us=total(subtract(stepping, waited)) / 1e3 / steps,
+        average_host_us=total(clip(averaging, first, last)) / 1e3 / steps,
+        average_calls_us=total(clip(union(calls), first, last)) / 1e3 / steps,
         comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
         dram_bytes=dram.within(trace.dram, start, end) / steps if moved is not None else None,
         coverage_frac=coverage,
@@ -227,6 +236,9 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
     table, limit = rows.rows(work, trace, tree, environment, precision, steps)
     merged = clip(union(busy), start, end)
     loading = _loading(trace, tree, training)
+    by_hand, _ = bylines.spans(trace, tree, OPTIMIZER, training)
+    stepping = clip(union([*_stepping(trace, training), *by_hand]), start, end)
+    averaging, calls = bylines.spans(trace, tree, AVERAGE, training)
     return Aggregate(
         steps=steps,
         step_us=(end - start) / 1e3 / steps,
@@ -237,6 +249,9 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
         limit_us=limit,
         host_us=(end - start - total(clip(loading, start, end))) / 1e3 / steps,
         next_us=total(clip(loading, start, end)) / 1e3 / steps,
+        optimizer_host_us=total(stepping) / 1e3 / steps,
+        average_host_us=total(clip(averaging, start, end)) / 1e3 / steps,
+        average_calls_us=total(clip(union(calls), start, end)) / 1e3 / steps,
         events=events,
         notes=tuple(trace.notes),
     )

@@ -14,6 +14,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -24,7 +25,8 @@ from torch.utils._device import DeviceContext
 
 from advisor.profiling.compiles import compiled_code_in_use
 from advisor.profiling.sources import Lines
-from advisor.profiling.training import RootModule
+from advisor.profiling.training import RootModule, Training
+from advisor.profiling.weights import WeightLines
 
 MODULE, LINE, STEP, OPTIMIZER = "advisor:module:", "advisor:line:", "advisor:step:", "advisor:optimizer:"
 CLOSURE = "advisor:closure"
@@ -128,8 +130,11 @@ class Annotator:
 
     current: ClassVar[Annotator | None] = None  # the one between `start` and `stop`
 
-    def __init__(self, roots: Sequence[RootModule] = ()) -> None:
+    def __init__(self, roots: Sequence[RootModule] = (), training: Training | None = None) -> None:
         self.failure = ""
+        self.roles: dict[
+            str, str
+        ] = {}  # source line → the phase that it is, where weights are written outside an optimizer's step
         self.opened = 0
         self.lines = False  # source lines are annotated
         self._names = module_names(roots)
@@ -142,6 +147,9 @@ class Annotator:
         self._optimizer: _RecordFunctionFast | None = None
         self._waits: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, ours
         self._ranges: list[Any] = []  # torch's and the script's own, opened since `start`
+        self._training = training
+        self._weights: WeightLines | None = None  # while lines that write weights are looked for
+        self._depth = threading.local()  # of modules that are running
 
     def start(self, *, compiled: bool | None = None) -> None:
         """Modules are annotated from now on, and source lines unless compiled code is in use.
@@ -154,14 +162,24 @@ class Annotator:
         self._patch_modules()
         # Dynamo guards on the function modes: ours would make it compile anew.
         if not (compiled_code_in_use() if compiled is None else compiled):
+            self._weights = WeightLines(self._training)
             self._mode = _LineMode(self)
             _insert_below(self._mode)
             self.lines = True
             self._patch_waits()
 
+    def settle(self) -> None:
+        """A step has ended. Lines that write weights are looked for until some are found: that takes time of the steps to come."""
+        if self._weights is not None:
+            self.roles = self._weights.finish()
+            if self.roles:
+                self._weights = None
+
     def stop(self) -> None:
         """Everything is as before `start`. May be called twice."""
         self._active = False
+        self.settle()
+        self._weights = None
         self.close_optimizer()
         self._close_ranges()
         if Annotator.current is self:
@@ -190,10 +208,19 @@ class Annotator:
                 kind = type(module).__name__
                 name = f"{kind}|{kind}"
             self.opened += 1
-            return _open(MODULE + name)
+            scope = _open(MODULE + name)
         except Exception as error:
             self._fail(error)
             return None
+        self._depth.modules = getattr(self._depth, "modules", 0) + 1
+        if self._weights is not None:
+            self._weights.forget()
+        return scope
+
+    def close_module(self, scope: _RecordFunctionFast) -> None:
+        """The module whose range this is has returned."""
+        self._depth.modules -= 1
+        scope.__exit__(None, None, None)
 
     def open_optimizer(self, optimizer: Any) -> None:
         """A range around what this optimizer does until `close_optimizer`. Never raises."""
@@ -203,6 +230,8 @@ class Annotator:
         try:
             self.opened += 1
             self._optimizer = _open(OPTIMIZER + type(optimizer).__name__)
+            if self._weights is not None:
+                self._weights.forget()
         except Exception as error:
             self._fail(error)
 
@@ -243,13 +272,24 @@ class Annotator:
             self._fail(error)
         return None
 
+    def note_weights(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A call into torch has returned, in which weights may have been written. Never raises."""
+        weights = self._weights
+        if weights is None or self._optimizer is not None or getattr(self._depth, "modules", 0):
+            return
+        try:
+            if os.getpid() == self._process and torch._C._current_graph_task_id() == -1:
+                weights.saw(func, args, kwargs, result, self._lines.of(sys._getframe(2)))
+        except Exception:  # a tensor of another kind, without an address: nothing is said of lines then
+            self._weights = None
+
     def _fail(self, error: Exception) -> None:
         self._active = False
         self.failure = f"annotation stopped: {type(error).__name__}: {error}"
 
     def _patch_modules(self) -> None:
         original = self._original = torch.nn.Module.__call__
-        opening = self.open_module
+        opening, closing = self.open_module, self.close_module
 
         def annotated_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             scope = opening(module)
@@ -257,7 +297,7 @@ class Annotator:
                 return original(module, *args, **kwargs)
             finally:
                 if scope is not None:
-                    scope.__exit__(None, None, None)
+                    closing(scope)
 
         self._patched = annotated_call
         torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign]
@@ -306,6 +346,7 @@ class _LineMode(TorchFunctionMode):
             result = func(*args, **(kwargs or {}))
             if name.startswith("_record_function_enter"):
                 self._annotator.note_range(result)
+            self._annotator.note_weights(func, args, kwargs, result)
             return result
         finally:
             if scope is not None:

@@ -99,6 +99,8 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         launches=found.launches,
         launch_us=found.launch_us,
         optimizer_host_us=found.optimizer_host_us,
+        average_host_us=found.average_host_us,
+        average_calls_us=found.average_calls_us,
         limit_us=found.limit_us,
         phase_us=found.phase_us,
         memory=facts.memory,

@@ -113,7 +113,7 @@ class TraceCollector:
         self.notes: list[str] = []
         self._compiled, self._lasting = compiled, lasting
         self._cuda = _cuda_usable(device)
-        self._annotator = Annotator(training.models if training is not None else ())
+        self._annotator = Annotator(training.models if training is not None else (), training)
         self._profile: autograd_profiler.profile | None = None
         self._thread: threading.Thread | None = None  # in which it was started, and alone can be stopped
         self._anchors: list[tuple[int, int]] = []  # (CLOCK_REALTIME, perf_counter) at the mark of `start`, in ns
@@ -161,6 +161,10 @@ class TraceCollector:
         if self._profile is None:
             return 0
         return self._annotator.opened * (DEVICE_EVENTS_PER_RANGE if self._cuda else EVENTS_PER_RANGE)
+
+    def settle(self) -> None:
+        """A step has ended inside the window."""
+        self._annotator.settle()
 
     def stop(self, step_bounds_ns: Iterable[int] = ()) -> Trace:
         """End the window and return what was seen in it.
@@ -211,6 +215,7 @@ class TraceCollector:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
             return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
         _set_bounds(trace, bounds, self._anchors)
+        trace.roles.update(self._annotator.roles)
         if self._dram is not None:
             trace.notes.extend(self._dram.notes)
             try:

@@ -234,6 +234,8 @@ class ProfileDriver:
     def _trace(self, step: StepEvent) -> None:
         # The first boundary ends the step that the profiler's start has disturbed; it only opens the window.
         disturbed = not step.clean and step.reason != OWN and not self.in_step
+        if self._collector is not None:
+            self._collector.settle()
         if not self._bounds:
             self._fit_window()
         if not self._bounds or (disturbed and self._restarts < MAX_RESTARTS):

@@ -105,6 +105,7 @@ def model_facts(
         optimizers=tuple(type(o).__name__ for o in optimizers),
         optimizer_foreach=_option(optimizers, "foreach"),
         optimizer_fused=bool(_option(optimizers, "fused")),
+        optimizer_own=any(not _of_torch(type(optimizer).step) for optimizer in optimizers[:1]),
         zero_grad_to_none=seen.zero_grad_to_none is not False,
         autocast=dtype_name(seen.autocast),
         grad_scaler=any(scaler.is_enabled() for scaler in training.scalers),
@@ -268,6 +269,10 @@ def _padding(module: Any) -> tuple[int, ...]:
 def _values(optimizer: torch.optim.Optimizer) -> int:
     """How many values it updates."""
     return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _of_torch(step: Any) -> bool:
+    return getattr(step, "__module__", "").startswith("torch.optim")
 
 
 def _option(optimizers: list[torch.optim.Optimizer], name: str) -> bool | None:

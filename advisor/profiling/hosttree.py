@@ -8,12 +8,13 @@ names of kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from advisor.core.trace import OpTable, RuntimeTable
 from advisor.profiling.kinds import kind_of_op
 
-FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other"
+FORWARD, BACKWARD, OPTIMIZER, AVERAGE, OTHER = "forward", "backward", "optimizer", "average", "other"
 
 ENGINE = "autograd::engine::evaluate_function"
 ACCUMULATE = "torch::autograd::"
@@ -83,7 +84,7 @@ class HostTree:
         return index >= 0 and self.top[index] >= 0
 
     def phase(self, index: int) -> str:
-        """forward, backward, optimizer, or other where nothing tells."""
+        """forward, backward, optimizer, average (of weights), or other where nothing tells."""
         if index < 0:
             return OTHER
         phase = self._phase[index]
@@ -107,8 +108,12 @@ def is_activity(annotation: str) -> bool:
     return not annotation.startswith(("user:", "step:", CLOSURE)) or annotation.startswith(_OPTIMIZER_RANGES)
 
 
-def build(ops: OpTable, runtime: RuntimeTable) -> HostTree:
-    """The nesting of `ops`, and of `runtime` in it. Takes O(n log n) time; events may come in any order."""
+def build(ops: OpTable, runtime: RuntimeTable, roles: Mapping[str, str] | None = None) -> HostTree:
+    """The nesting of `ops`, and of `runtime` in it. Takes O(n log n) time; events may come in any order.
+
+    `roles`: source line → the phase of what it starts, where no module, optimizer or backward is around it.
+    """
+    roles = roles or {}
     count = len(ops.name)
     start, end, thread, annotation = ops.start_ns, ops.end_ns, ops.thread, ops.annotation
     tree = HostTree(ops=ops, parent=[-1] * count, module=[""] * count, line=[""] * count, owner=[-1] * count,
@@ -134,7 +139,7 @@ def build(ops: OpTable, runtime: RuntimeTable) -> HostTree:
             tree.module[i], tree.line[i] = tree.module[parent], tree.line[parent]
             tree._phase[i], tree.loading[i] = tree._phase[parent], tree.loading[parent]
         if annotation[i]:
-            _enter_annotation(tree, i, annotation[i])
+            _enter_annotation(tree, i, annotation[i], roles)
         else:
             _enter_operator(tree, i, parent, forward)
         stack.append(i)
@@ -153,7 +158,7 @@ def _place_call(tree: HostTree, runtime: RuntimeTable, call: int, stacks: dict[i
         tree.call_op[call] = stack[-1]
 
 
-def _enter_annotation(tree: HostTree, i: int, text: str) -> None:
+def _enter_annotation(tree: HostTree, i: int, text: str, roles: Mapping[str, str]) -> None:
     kind, _, rest = text.partition(":")
     if kind == "module":
         tree.module[i] = rest
@@ -161,6 +166,8 @@ def _enter_annotation(tree: HostTree, i: int, text: str) -> None:
             tree._phase[i] = FORWARD
     elif kind == "line":
         tree.line[i] = rest
+        if tree._phase[i] == OTHER:
+            tree._phase[i] = roles.get(rest, OTHER)
     elif text.startswith(_OPTIMIZER_RANGES):
         tree._phase[i] = OPTIMIZER
     elif text == CLOSURE:

@@ -198,7 +198,7 @@ def kind(op: str, kernel: str, *, phase: str = "", inside_conv: bool = False) ->
     Args:
         op: the operator the work belongs to; "" when there is none.
         kernel: the kernel's name, or the operator's again on a CPU.
-        phase: "optimizer" makes arithmetic an optimizer row.
+        phase: "optimizer" and "average" make arithmetic rows of theirs.
         inside_conv: the operator runs inside a convolution, so that its copies are changes of layout.
     """
     found = kind_of_op(op) if op else ""
@@ -206,8 +206,9 @@ def kind(op: str, kernel: str, *, phase: str = "", inside_conv: bool = False) ->
         return "layout"
     if inside_conv and found in ("copy", "layout"):
         return "layout"
-    if phase == "optimizer" and found in ("elementwise", "activation", "reduce", "memset", "copy", "optimizer", ""):
-        return "optimizer"
+    arithmetic = found in ("elementwise", "activation", "reduce", "memset", "copy", "optimizer", "")
+    if arithmetic and (phase == "optimizer" or (phase == "average" and op not in VIEWS)):
+        return phase
     if found:
         return found
     if op.startswith("aten::"):

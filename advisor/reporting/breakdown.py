@@ -23,6 +23,7 @@ KIND_LABELS = {
     "copy": "device copies",
     "memset": "fills",
     "optimizer": "optimizer",
+    "average": "average of weights",
     "loss": "loss",
     "upsample": "upsampling",
     "concat": "concatenation",

@@ -172,8 +172,8 @@ def _asset(name: str) -> str:
 
 
 def _phase_order(item: tuple[str, float]) -> tuple[int, str]:
-    order = {"forward": 0, "backward": 1, "optimizer": 2}
-    return order.get(item[0], 3), item[0]
+    order = {"forward": 0, "backward": 1, "optimizer": 2, "average": 3}
+    return order.get(item[0], 4), item[0]
 
 
 def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str, str]]:

@@ -187,6 +187,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "losses": _kinds("loss"),
     "communication": _kinds("comm"),
     "optimizer_kernels": lambda p: _rows(p, lambda row: row.phase == "optimizer", lambda row: row.time_us),
+    "average_kernels": lambda p: _rows(p, lambda row: row.phase == "average", lambda row: row.time_us),
     "optimizers": _optimizers,
     "casts": lambda p: _rows(p, lambda row: row.op in ("aten::to", "aten::_to_copy"), lambda row: row.time_us),
     "indexing": lambda p: _rows(

@@ -64,7 +64,7 @@ def gain_to(time: float, target: float) -> float:
 
 def trained(row: KernelRow) -> bool:
     """Whether the row is part of forward and backward."""
-    return row.phase != "optimizer"
+    return row.phase not in ("optimizer", "average")
 
 
 def without_tensor_cores(view: View, row: KernelRow) -> bool:

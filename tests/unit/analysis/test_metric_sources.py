@@ -28,6 +28,8 @@ def detailed() -> StepProfile:
         *base.kernels,
         replace(ROW, module="ResNet.dw", dram_bytes=4e9, dram_provenance=Provenance.MEASURED),
         replace(ROW, module="ResNet.grouped", dtype="bf16"),
+        replace(ROW, kind="average", op="aten::mul_", phase="average", flops=0.0),
+        replace(ROW, kind="optimizer", op="aten::mul_", phase="optimizer", flops=0.0),
         replace(ROW, kind="upsample", op="aten::upsample_bilinear2d", module="ResNet.up", flops=0.0),
     )
     convs = (
@@ -39,6 +41,7 @@ def detailed() -> StepProfile:
     model = replace(base.model, convs=convs, flags=dict.fromkeys(names, False), graph_breaks=0.5, recompiles=0)
     base = replace(base, window_step_us=120_000.0, environment=replace(base.environment, core_count=16))
     model = replace(model, cpu_threads=16, flags={**model.flags, "cudnn_enabled": False})
+    model = replace(model, optimizer_own=True)
     memory = replace(base.memory, empty_cache_calls=0.0)
     return replace(base, kernels=rows, model=model, memory=memory, utilization={}, optimizer_host_us=500.0)
 

@@ -448,3 +448,53 @@ def test_a_million_events_take_under_twenty_seconds() -> None:
     found = aggregate(trace, MACHINE)
     assert time.process_time() - began < 20
     assert found.events > 990_000
+
+
+def written_by_lines() -> Builder:
+    """One step: a module, views of a state dict, two calls at a line that averages, one at a line that updates, a loss's operator."""
+    b = Builder()
+    b.steps(0, 500)
+    b.note("module:Net|Net", 10, 60)
+    b.op("aten::relu", 20, 30)
+    b.launch("relu_kernel", 22, 30, 40)
+    b.note("line:train.py:6", 90, 100)
+    b.op("aten::detach", 92, 98)
+    for start in (110, 150):
+        b.note("line:train.py:7", start, start + 20)
+        b.op("aten::mul_", start + 5, start + 15)
+        b.launch("mul_kernel", start + 6, start + 10, start + 14)
+    b.note("line:train.py:9", 200, 230)
+    b.op("aten::add_", 205, 225)
+    b.launch("add_kernel", 210, 220, 228)
+    b.note("line:train.py:11", 300, 330)
+    b.op("aten::mul_", 305, 325)
+    b.launch("mul_kernel", 310, 320, 328)
+    return b
+
+
+def test_lines_that_write_weights_have_phases_of_their_own() -> None:
+    trace = written_by_lines().trace()
+    trace.roles.update({"train.py:7": "average", "train.py:9": "optimizer"})
+    found = aggregate(trace, MACHINE)
+    assert [(r.source, r.phase, r.kind) for r in sorted(found.kernels, key=lambda r: r.source) if r.source] == [
+        ("train.py:11", "other", "elementwise"),
+        ("train.py:7", "average", "average"),
+        ("train.py:9", "optimizer", "optimizer"),
+    ]
+    assert found.phase_us["average"] == 8
+    # From the first view before it to the end of its last call; the update by hand is the optimizer's time.
+    assert (found.average_host_us, found.average_calls_us, found.optimizer_host_us) == (170 - 92, 40, 30)
+
+
+def test_a_line_inside_a_module_or_an_optimizer_keeps_their_phase() -> None:
+    b = Builder()
+    b.steps(0, 100)
+    b.note("module:Net|Net", 10, 40)
+    b.note("line:net.py:3", 12, 38)
+    b.op("aten::mul_", 15, 30)
+    b.launch("mul_kernel", 18, 20, 30)
+    trace = b.trace()
+    trace.roles["net.py:3"] = "average"
+    found = aggregate(trace, MACHINE)
+    assert row(found, "mul_kernel").phase == "forward"
+    assert found.average_host_us == 0

@@ -42,6 +42,9 @@ class FakeCollector:
     def expected_events(self) -> int:
         return self.events_a_step
 
+    def settle(self) -> None:
+        """No line is looked for."""
+
     def __init__(self, *args: object, **options: object) -> None:
         if self.fail == "init":
             raise OSError("planted")
