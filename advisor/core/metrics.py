@@ -280,7 +280,6 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("ema", "a moving average of the weights is kept: a second copy, written from them and itself"),
     _n("average_frac", "frac", "share of device (CPU: operator) time in averaging weights"),
     _n("average_calls", "count", "operations per step that average one tensor of the weights each"),
-    *_saved("average", "averaging the weights by multi-tensor calls, in place of a loop over tensors"),
     _n("accumulation", "count", "backward passes per optimizer step"),
     _n("optimizer_kernels", "count", "optimizer kernels per step"),
     _n(
@@ -288,7 +287,6 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
         "count",
         "operations per step on one tensor each, of an update that is no code of torch.optim's",
     ),
-    *_saved("own_optimizer", "updating weights by multi-tensor calls, in place of the script's own loop over tensors"),
     _Section(
         "input",
         "the live data loader; time in its next() by wall clock with no profiler on; copies from the traced window",
@@ -355,6 +353,12 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("cupy_kernel_frac", "frac", "share of device time in CuPy kernels", _GPU),
     _n("custom_kernel_frac", "frac", "share of device time in kernels that belong to no torch operator", _GPU),
     _n("advisor_kernel_frac", "frac", "share of device time in advisor's own kernels", _GPU),
+    _Section(
+        "what cures by hand save",
+        "from the rows and host times of the traced window, on a model of the step: its device work, its host work and its waits",
+    ),
+    *_saved("average", "averaging the weights by multi-tensor calls, in place of a loop over tensors"),
+    *_saved("own_optimizer", "updating weights by multi-tensor calls, in place of the script's own loop over tensors"),
 )
 
 # Computed from shapes, dtypes, class names or rates, where all others are read from a clock, a counter or the script's own state.
@@ -388,7 +392,7 @@ def _specs() -> Iterator[MetricSpec]:
             section = entry
             continue
         provenance: tuple[Provenance, ...] = (
-            (Provenance.MODELLED,) if entry.name in _MODELLED else (Provenance.MEASURED,)
+            (Provenance.MODELLED,) if entry.name in _MODELLED or "_saved_" in entry.name else (Provenance.MEASURED,)
         )
         if entry.name in _MODELLED_ELSE:
             provenance = (Provenance.MEASURED, Provenance.MODELLED)

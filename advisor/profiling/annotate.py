@@ -149,7 +149,7 @@ class Annotator:
         self._ranges: list[Any] = []  # torch's and the script's own, opened since `start`
         self._training = training
         self._weights: WeightLines | None = None  # while lines that write weights are looked for
-        self._depth = threading.local()  # of modules that are running
+        self._running = threading.local()  # `.modules`: how many are running
 
     def start(self, *, compiled: bool | None = None) -> None:
         """Modules are annotated from now on, and source lines unless compiled code is in use.
@@ -212,14 +212,18 @@ class Annotator:
         except Exception as error:
             self._fail(error)
             return None
-        self._depth.modules = getattr(self._depth, "modules", 0) + 1
+        self._running.modules = self._modules() + 1
         if self._weights is not None:
             self._weights.forget()
         return scope
 
+    def _modules(self) -> int:
+        found: int = getattr(self._running, "modules", 0)
+        return found
+
     def close_module(self, scope: _RecordFunctionFast) -> None:
         """The module whose range this is has returned."""
-        self._depth.modules -= 1
+        self._running.modules -= 1
         scope.__exit__(None, None, None)
 
     def open_optimizer(self, optimizer: Any) -> None:
@@ -275,7 +279,7 @@ class Annotator:
     def note_weights(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A call into torch has returned, in which weights may have been written. Never raises."""
         weights = self._weights
-        if weights is None or self._optimizer is not None or getattr(self._depth, "modules", 0):
+        if weights is None or self._optimizer is not None or self._modules():
             return
         try:
             if os.getpid() == self._process and torch._C._current_graph_task_id() == -1:

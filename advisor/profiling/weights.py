@@ -18,8 +18,8 @@ import torch
 from advisor.profiling.hosttree import AVERAGE, OPTIMIZER
 from advisor.profiling.training import Training
 
-_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ATTRIBUTES: Any = torch.Tensor  # descriptors: how a function mode is told of `tensor.grad` and `tensor.data = …`
+_GRADIENT, _DATA = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.data.__set__
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"})
 # What these leave of the tensor they write into does not depend on what was in it.
 _OVERWRITES = ("copy_", "fill_", "zero_", "__setitem__", "set_", "normal_", "uniform_")
