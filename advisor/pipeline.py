@@ -45,13 +45,6 @@ FORWARD_LOST = 1  # the first round of model calls only shows what a round is
 USUAL_TIME_S = 600.0  # of a search; a shorter one profiles slow steps for as much less
 
 
-# What a search cannot undo, said before it starts (advisor/userfiles says why).
-NOT_PUT_BACK = (
-    "what native libraries (ITK, Arrow) write, what programs write under names that their command line does not have, "
-    "permissions and times that the script sets, and what is sent elsewhere (uploads, databases)"
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileResult:
     """`profile` and `findings` are None when the script gave nothing to measure."""
@@ -96,7 +89,11 @@ def new_run_dir(script: str, out: Path | None = None) -> Path:
         AdvisorError: when it cannot be made, or `out` holds files already.
     """
     if out is None:
-        stem = re.sub(r"[^\w.-]+", "_", Path(script).stem or "script")[:40]
+        from advisor.profiling.launcher import is_script
+
+        # A module's name is whole: `pkg.train` and `pkg.eval` are no `pkg`.
+        name = Path(script)
+        stem = re.sub(r"[^\w.-]+", "_", (name.stem if is_script(name) else name.name) or "script")[-40:].lstrip("-.")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         out = Path(RUNS_DIR) / f"{stem}-{stamp}-{secrets.token_hex(2)}"
     elif out.exists() and any(out.iterdir()):
@@ -511,6 +508,7 @@ def apply(
         KeyboardInterrupt: when the user ends the script that is profiled.
     """
     from advisor.profiling.launcher import ScriptCommand
+    from advisor.reporting import wording
     from advisor.trials import ledger
     from advisor.trials.script import last_line
     from advisor.trials.search import apply_search
@@ -559,16 +557,11 @@ def apply(
         storage.save(run_dir / PROFILE_FILE, measured)
         storage.save(run_dir / FINDINGS_FILE, found)
     candidates = _chosen(found.recommendations, only, skip)
-    if measured.step_kind == "forward":
-        say("the script trains nothing, so no change can be tried in its training; the findings say what would help")
-        return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
-    if measured.model.world_size > 1 and not dry_run:
-        say(
-            f"the script trains in {measured.model.world_size} processes, and changes are tried in one alone: search with one "
-            "(`torchrun --nproc-per-node 1`, `devices=1`), prove its plan in all, by `advisor apply --plan last`, and train with it, by "
-            "`advisor run`"
-        )
-        return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
+    forward = measured.step_kind == "forward"
+    if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
+        say(why)
+        exit_code = int(ExitCode.OK if forward else ExitCode.INCONCLUSIVE)
+        return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found)
     if dry_run:
         found = replace(found, recommendations=candidates)
         return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
@@ -665,7 +658,7 @@ def _begin(name: str, out: Path | None, say: Say) -> Path:
     """The run folder of what throws its training away, once earlier ones have left nothing aside and the user knows the limits."""
     run_dir = new_run_dir(name, out)
     _recover(say)
-    say(f"the script's files are put back afterwards, but not {NOT_PUT_BACK}")
+    say("the script's files are put back afterwards; the few things that are not: `advisor apply --help`")
     return run_dir
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from advisor.analysis.time import NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
+from advisor.core.units import time_text
 
 CAUSES = ("data", "launch", "copy", "sync", "other")
 # Kernel times vary by a few per cent between traced and untraced steps; beyond this the two contradict each other.
@@ -46,9 +47,7 @@ def idle(view: View) -> Idle | None:
         return None
     note = ""
     if busy > CONTRADICTION * step:
-        note = (
-            f"the traced steps kept the device busy for {busy:.0f} us, longer than the untraced step of {step:.0f} us"
-        )
+        note = f"the traced steps kept the device busy for {time_text(busy)}, longer than the untraced step of {time_text(step)}"
     busy = min(busy, step)
     traced = dict.fromkeys(CAUSES, 0.0)
     for row in view.profile.idle:

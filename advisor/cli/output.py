@@ -14,11 +14,12 @@ from typing import Any, TextIO
 import click
 
 from advisor.cli.parameters import SEVERITIES
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Outcome
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import TrialLog
 
+NAMED = 3  # rules that an exit code is explained by
 FILES = ("report.html", "plan.yaml", "profile.json", "findings.json", "trials.json")
 
 
@@ -157,12 +158,23 @@ def apply_text(
     return _trials_text(trials, run_dir, stream, plan)
 
 
-def reaches(findings: Findings | None, severity: str | None) -> bool:
-    """True when a rule of this severity or above has fired."""
+def fails(findings: Findings | None, severity: str | None) -> bool:
+    """True when a rule of this severity or above has fired; which, and that the exit code says so, is told on stderr."""
     if findings is None or severity is None:
         return False
     bar = SEVERITIES.index(severity)
-    return any(
-        f.outcome is Outcome.FIRED and f.severity in SEVERITIES and SEVERITIES.index(f.severity) >= bar
+    fired = [
+        f.rule
         for f in findings.findings
-    )
+        if f.outcome is Outcome.FIRED and f.severity in SEVERITIES and SEVERITIES.index(f.severity) >= bar
+    ]
+    if fired:
+        named = ", ".join(fired[:NAMED]) + (f" and {len(fired) - NAMED} more" if len(fired) > NAMED else "")
+        say(f"advisor: exit code {int(ExitCode.FINDINGS)}: --fail-on {severity}, and {named} fired")
+    return bool(fired)
+
+
+def own_exit(code: int) -> None:
+    """Tell whose an exit code is that is the script's, and could be one of advisor's."""
+    if code in set(ExitCode) - {ExitCode.OK}:
+        say(f"advisor: exit code {code} is the script's own")

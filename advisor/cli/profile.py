@@ -83,7 +83,7 @@ def profile(
 
     The script runs unchanged, with its own interpreter, arguments and stdout. Steps are found by themselves
     (`Optimizer.step`, or `advisor.step()` in the script). Once measured, the script is stopped cleanly. The exit code
-    is the script's own.
+    is the script's own, or 1 for --fail-on where the script ended well: the last line says which.
 
     \b
     Examples:
@@ -117,8 +117,9 @@ def profile(
             raise
         # The script has failed: its exit code says more than a fault in our report.
         output.say(f"advisor: the report could not be made ({type(error).__name__}). The run is in {result.run_dir}.")
-    if result.exit_code == 0 and output.reaches(result.findings, fail_on):
+    if result.exit_code == 0 and output.fails(result.findings, fail_on):
         return ExitCode.FINDINGS
+    output.own_exit(result.exit_code)
     return int(result.exit_code)
 
 

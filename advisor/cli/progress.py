@@ -23,14 +23,15 @@ class Progress:
     Messages that differ only in their numbers ("step 3 of 20", "step 4 of 20") are one message that counts on. With
     `live`, and on a terminal, it is redrawn in place; elsewhere it is printed when it first comes and then at most
     every ten seconds, so that logs stay short. Other messages get a line each. `live` is for commands that own the
-    terminal: where the script prints beside us, redrawing would run into its output.
+    terminal: where the script prints beside us, redrawing would run into its output. There a message, and what follows the
+    last one, starts on a line of its own, whatever the script has left on the current one (a bar of tqdm's).
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool = False, quiet: bool = False, verbose: bool = False):
         self._stream = stream or sys.stderr
         self._live = live and not verbose and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._quiet, self._verbose = quiet, verbose
-        self._shape, self._said_at, self._open, self._cut = "", 0.0, False, ""
+        self._shape, self._said_at, self._open, self._cut, self._said = "", 0.0, False, "", False
 
     def __call__(self, text: str) -> None:
         if self._quiet:
@@ -41,7 +42,8 @@ class Progress:
             if self._live:
                 self._redraw(line, same=shape == self._shape)
             elif self._verbose or shape != self._shape or time.monotonic() - self._said_at >= REPEAT_AFTER_S:
-                self._stream.write(self._laid_out(line) + "\n")
+                self._stream.write(self._fresh_line() + self._laid_out(line) + "\n")
+                self._said = True
                 self._said_at = time.monotonic()
             self._stream.flush()
         except (OSError, ValueError):  # a closed or full stderr must not end a training run
@@ -51,7 +53,7 @@ class Progress:
     def _redraw(self, line: str, *, same: bool) -> None:
         if self._open and not same:
             self._finish()
-        width = shutil.get_terminal_size().columns
+        width = self._columns()
         shown = line if len(line) < width else line[: max(width - 2, 1)] + "…"
         self._cut = line if shown != line else ""
         self._stream.write(f"\r\x1b[2K{shown}")
@@ -66,21 +68,40 @@ class Progress:
         if not self._stream.isatty():
             return line
         indent = " " * len(PREFIX)
-        width = max(shutil.get_terminal_size().columns, 2 * len(indent))
+        width = max(self._columns(), 2 * len(indent))
         lines = textwrap.wrap(
             unbroken(line), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
         return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
+    def _fresh_line(self) -> str:
+        """What moves the cursor to the start of an empty line, and not at all where it is there.
+
+        Nobody can ask a terminal where its cursor is without reading the script's input. As many blanks as it has columns fill
+        the line where the cursor is at its start, and run over into the next one where it is not; then back to that line's start.
+        """
+        if self._live or not self._stream.isatty() or os.environ.get("TERM") == "dumb":
+            return ""
+        return " " * self._columns() + "\r\x1b[K"
+
+    def _columns(self) -> int:
+        """Of the terminal that is written to: stdout, which `shutil` asks, may be a file."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or shutil.get_terminal_size().columns
+        except (OSError, ValueError):
+            return shutil.get_terminal_size().columns
+
     def close(self) -> None:
-        """End the live line, so that what follows starts on a line of its own."""
-        if self._open:
-            self._open = False
-            try:
+        """End the live line, or the script's last one, so that what follows starts on a line of its own."""
+        try:
+            if self._open:
+                self._open = False
                 self._finish()
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._quiet = True
+            elif self._said and not self._quiet:
+                self._stream.write(self._fresh_line())
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._quiet = True
 
     def __enter__(self) -> Progress:
         return self

@@ -52,4 +52,4 @@ def recommend(
         run, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=dict(overrides)
     )
     output.say(output.run_text(form, profile, findings, None, stream=sys.stdout, explain=explain), sys.stdout)
-    return ExitCode.FINDINGS if output.reaches(findings, fail_on) else ExitCode.OK
+    return ExitCode.FINDINGS if output.fails(findings, fail_on) else ExitCode.OK

@@ -399,7 +399,8 @@ class ProfileDriver:
         if self.handful:
             notes.append("the script makes so few steps that these times include its warm-up")
         if self.watcher.kind == FORWARD:
-            notes.append("the script trains nothing: each round of its model calls was taken for a step")
+            # First, for it says of what all else is told.
+            notes.insert(0, "the script trains nothing: each round of its model calls was taken for a step")
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
         bounds = [bound.host_ns for bound in self._bounds]

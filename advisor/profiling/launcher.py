@@ -86,7 +86,7 @@ class ScriptCommand:
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise AdvisorError(f"{first} is a folder", expected="a Python script", fix=_scripts_in(path))
         # A program of Python's (torchrun) has an interpreter of its own, so it is run as it is.
-        if _is_script(path) or path.is_dir() or (_is_python(path) and shutil.which(first) is None):
+        if is_script(path) or path.is_dir() or (_is_python(path) and shutil.which(first) is None):
             if not path.exists():
                 raise AdvisorError(f"no script {first}", expected="a file that exists", fix=_nearest(path))
             _compile(path / "__main__.py" if path.is_dir() else path)
@@ -114,12 +114,13 @@ def script_name(words: Sequence[str]) -> str:
     first, *arguments = words
     if first == "-m" and arguments:
         return arguments[0]
-    if _is_script(Path(first)):
+    if is_script(Path(first)):
         return first
     return next((word for word in arguments if word.endswith(".py")), first)
 
 
-def _is_script(path: Path) -> bool:
+def is_script(path: Path) -> bool:
+    """Whether it is named as Python's source files are."""
     return path.suffix.lower() in (".py", ".pyw")
 
 

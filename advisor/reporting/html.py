@@ -214,8 +214,8 @@ def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | No
         command = wording.next_of_trials(trials, "advisor")
         label = "Settle what is unconfirmed:" if wording.unconfirmed(trials) else "Train with the plan:"
         return (label, command) if command else None
-    if findings is not None and findings.recommendations:
-        return "Try what was found:", wording.next_apply(profile, "advisor")
+    if findings is not None and findings.recommendations and (command := wording.next_apply(profile, "advisor")):
+        return "Try what was found:", command
     return None
 
 

@@ -283,8 +283,10 @@ def _notes(page: _Page, profile: StepProfile) -> list[str]:
 
 
 def _next(page: _Page, profile: StepProfile, findings: Findings | None, command: str) -> list[str]:
-    if findings is None or not findings.recommendations or profile.step_kind == "forward":
+    if findings is None or not findings.recommendations:
         return []
+    if why := wording.refused(profile, command):
+        return [page.heading("Next"), *page.wrap(wording.sentence(why), 2)]
     # Never cut or wrapped: it is there to be copied.
     return [page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
 
@@ -447,7 +449,7 @@ def recommendations_text(
         "dim",
     )
     if profile is not None:
-        lines += ["", page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
+        lines += ["", *_next(page, profile, findings, command)]
     return "\n".join(lines)
 
 

@@ -347,11 +347,26 @@ def step_sentence(profile: StepProfile) -> str:
     return f"{duration(profile.step_us.median)} median, {step_spread(profile)}"
 
 
+def refused(profile: StepProfile, command: str) -> str:
+    """Why `apply` tries nothing in this script, and what to do instead; "" where it does."""
+    if profile.step_kind == "forward":
+        return "the script trains nothing, so no change can be tried in its training; the findings say what would help"
+    if (world := profile.model.world_size) > 1:
+        return (
+            f"the script trains in {world} processes, and changes are tried in one alone: search with one "
+            "(`torchrun --nproc-per-node 1`, `nprocs=1` of mp.spawn, `devices=1`), prove its plan in all, by "
+            f"`{command} apply --plan last`, and train with it, by `{command} run`"
+        )
+    return ""
+
+
 def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
-    """The command that tries what was found, or this change alone, ready to be pasted.
+    """The command that tries what was found, or this change alone, ready to be pasted; "" where it would be refused.
 
     A launcher's command is found again by its recorded run.
     """
+    if refused(profile, command):
+        return ""
     chosen = f"--auto --only {only}" if only else "--auto"
     if profile.script.endswith(".py") or profile.script == "-m":
         return f"{command} apply {chosen} {script(profile)}"

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
+from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
@@ -146,7 +147,7 @@ def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]
     needed = item.bytes * (loader.batch_size or 1) * ahead
     free = _shared_memory_bytes()
     if free is not None and needed > free:
-        return f"its batches need {needed / 1e6:.0f} MB of shared memory, {free / 1e6:.0f} MB are free"
+        return f"its batches need {bytes_text(needed)} of shared memory, {bytes_text(free)} are free"
     return ""
 
 

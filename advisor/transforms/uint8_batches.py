@@ -26,6 +26,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
 from advisor.profiling.normalising import CHANNELS, Tail, tails
 from advisor.profiling.training import Training
@@ -94,7 +95,7 @@ class Uint8Batches(Transform):
             numbers |= {"bytes_before": sizes[0], "bytes_after": sizes[1]}
             return Check(
                 passed=sizes[1] < sizes[0],
-                detail=f"{sizes[0] / 1e6:.1f} MB a step to the device before, {sizes[1] / 1e6:.1f} MB after",
+                detail=f"{bytes_text(sizes[0])} a step to the device before, {bytes_text(sizes[1])} after",
                 numbers=numbers,
             )
         if not count:

@@ -34,6 +34,8 @@ STEP_UNTIMED_S = 0.125
 SETTLE_S, SETTLE_SHARE = 10.0, 0.02
 # A change on top of the stack goes before the stack without each of its items where it takes this share of the time left, or less.
 CHEAP_SHARE = 0.35
+# Why a trial ends, or does not begin, before the time allowed is used up.
+LATE = "no time is left but what is kept for the final check"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,11 @@ class Budget:
             start_s: what starts have taken.
             left: of the plain script's step, with what is kept.
         """
-        return self.until - min(self.whole_s, self.stack_s(max(START_S, start_s), left))
+        return self.until - self.reserve_s(start_s, left)
+
+    def reserve_s(self, start_s: float = 0.0, left: float = 1.0) -> float:
+        """What is kept for the comparison of the stack; arguments as of `candidates_until`."""
+        return min(self.whole_s, self.stack_s(max(START_S, start_s), left))
 
     def left_out_until(self) -> float:
         """When, beginning now, the stack is no longer run without one of its items."""

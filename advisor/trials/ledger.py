@@ -21,8 +21,8 @@ from advisor.core.cache import cache_dir
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval
 from advisor.core.profile import StepProfile
-from advisor.core.units import percent_text
-from advisor.core.verdict import TrialLog, Verdict
+from advisor.core.units import counted, percent_text
+from advisor.core.verdict import INCONCLUSIVE, TrialLog, Verdict
 from advisor.profiling import environment
 from advisor.trials import planfile
 
@@ -116,14 +116,19 @@ def read(file: Path | None = None) -> tuple[Entry, ...]:
 
 def summary(found: Sequence[Entry], machine: str = "") -> str:
     """How well predictions have held, in a sentence; of one machine, or of all for an empty name."""
-    chosen = [entry for entry in found if not machine or entry.machine == machine]
+    here = [entry for entry in found if not machine or entry.machine == machine]
+    # An interval that noise made wide meets nearly every prediction: nothing was measured there.
+    chosen = [entry for entry in here if entry.status != INCONCLUSIVE]
+    hidden = len(here) - len(chosen)
+    told = f"{counted(hidden, 'inconclusive trial')} not counted" if hidden else ""
     if not chosen:
-        return "no change with a prediction has been tried here yet"
+        return "no change with a prediction has been measured here yet" + (f" ({told})" if told else "")
     held = sum(entry.held for entry in chosen)
     error = median([entry.error for entry in chosen])
     return (
         f"{held} of {len(chosen)} measured gains lay where they were predicted; "
         f"the middle of the prediction was off by {percent_text(error)} of the step (median)"
+        + (f"; {told}" if told else "")
     )
 
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
-from advisor.trials import losses, planner, records, spent
+from advisor.trials import budget, losses, planner, records, spent
 from advisor.trials.flow import every_us
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement
@@ -116,4 +116,4 @@ def _decided(
         decision = decide(times_us, min_gain, max_pairs=min(max_pairs, PROCESS_STAGES[-1]), stages=PROCESS_STAGES)
         if decision.status != MORE:
             return decision
-    return ended(INCONCLUSIVE, "no time was left for it")
+    return ended(INCONCLUSIVE, budget.LATE)

@@ -62,6 +62,12 @@ class SearchProcesses:
         return self.budget.candidates_until(self.script.start_s, self.left)
 
     @property
+    def why_late(self) -> str:
+        """Why nothing more begins behind the deadline, though `--max-time` is not used up."""
+        reserve_s = self.budget.reserve_s(self.script.start_s, self.left)
+        return f"no time is left but the {reserve_s:.0f} s kept for the final check"
+
+    @property
     def left(self) -> float:
         """The share of the plain script's step that is left with what is kept, as far as that is known."""
         return records.left(records.verdicts(self.script.run_dir)) or 1.0
@@ -207,7 +213,7 @@ class SearchProcesses:
         """Status and reason of the candidate on trial when the process died."""
         if ended.signal == getattr(signal, "SIGALRM", None) or ended.timed_out:
             if time.time() >= self.deadline:
-                return INCONCLUSIVE, f"out of time in its {current.phase}; give it more with --max-time"
+                return INCONCLUSIVE, f"{self.why_late}, in its {current.phase}; give it more with --max-time"
             return "failed", f"its {current.phase} did not end within {current.limit_s:.0f} s"
         if ended.signal == signal.SIGKILL:
             return "failed", f"the process was killed in its {current.phase}; the machine may have run out of memory"
@@ -226,7 +232,7 @@ class SearchProcesses:
             return
         last = decide(current.pairs, self.min_gain, max_pairs=self.max_pairs, last=True, anew=True)
         status = REVERTED if last.status == REVERTED else INCONCLUSIVE
-        self._conclude(current, candidates, status, f"out of time: {last.reason}", last.gain)
+        self._conclude(current, candidates, status, f"{self.why_late}: {last.reason}", last.gain)
 
     def _give_up(self, left: Sequence[Recommendation]) -> None:
         current = records.load_current(self.script.run_dir) or _in_trial(left[0])

@@ -72,6 +72,7 @@ def apply_search(
     runs = FreshRuns(script, budget.trial_s, settle_s=budget.settle_s)
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
     choose = Chooser(budget, ask)
+    say(_limits(budget))
     rounds = Rounds(processes, choose, recommend)
     proved: Proof | None = None
     error: Exception | None = None
@@ -102,7 +103,7 @@ def apply_search(
     if not (tried or script.over or script.failed) and any(choose.outcome(c) is None for c in waiting):
         script.notes.append(_too_short(budget, script.start_s, profiled_s))
     for candidate in waiting:
-        status, reason = choose.outcome(candidate) or (SKIPPED, _why_open(script))
+        status, reason = choose.outcome(candidate) or (SKIPPED, _why_open(script, processes))
         records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
     if processes.ended_early > 1:
         script.notes.append(
@@ -127,6 +128,14 @@ def apply_search(
     return log, plan, outcome.exit_code(log)
 
 
+def _limits(budget: Budget) -> str:
+    """What the time is for, and what Ctrl-C does, said before the first trial."""
+    return (
+        f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s():.0f} s are kept for the final check; "
+        "Ctrl-C ends it: what is faster by then is written to its plan, unconfirmed"
+    )
+
+
 def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:
     """Where the time has gone when no trial came to an end, and how much there should be."""
     given_s = profiled_s + budget.whole_s
@@ -140,8 +149,8 @@ def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:
     )
 
 
-def _why_open(script: Script) -> str:
-    return script.why_over or ("the script failed in the search" if script.failed else "out of time")
+def _why_open(script: Script, processes: SearchProcesses) -> str:
+    return script.why_over or ("the script failed in the search" if script.failed else processes.why_late)
 
 
 def _plan(script: Script, log: TrialLog, profile: StepProfile | None) -> Plan:

@@ -113,6 +113,13 @@ def _plan_in(run: Path, status: str, age: int, script: str = "train.py") -> None
     os.utime(plan, (1000 - age, 1000 - age))
 
 
+def test_modules_of_one_package_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("pkg.train", "pkg.eval", "lib/train.py", "torchrun", ".")
+    found = [pipeline.new_run_dir(name).name.rsplit("-", 3)[0] for name in names]
+    assert found == ["pkg.train", "pkg.eval", "train", "torchrun", "script"]
+
+
 def test_the_last_plan_is_of_the_script_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "advisor-runs"

@@ -12,6 +12,7 @@ from advisor.analysis.view import (
     View,
 )
 from advisor.analysis.whatif import Change, Saving, Step
+from advisor.core.units import bytes_text, time_text
 
 PREFETCH_WORST = 0.5  # of the copies' time: as rules/transfer/copies-stall-compute.yaml
 # Of a batch's bytes, those that it has in uint8.
@@ -32,7 +33,7 @@ def prefetch(view: View, step: Step, parameters: Mapping[str, str]) -> Change | 
     return Change(
         worst=Saving(copy_us=worst),
         best=Saving(copy_us=step.copy_us),
-        basis=f"copies to the device run {alone:.0f} us a step beside no kernel; {step.copy_us:.0f} us of idle are theirs",
+        basis=f"copies to the device run {time_text(alone)} a step beside no kernel; {time_text(step.copy_us)} of idle are theirs",
     )
 
 
@@ -49,7 +50,7 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
         return Change(
             worst=Saving(),
             best=Saving(data_us=step.data_us * spare if stats.workers < cores else 0.0),
-            basis=f"{step.data_us:.0f} us a step wait for the loader; {spare:.1f} of {cores} cores are free for it",
+            basis=f"{time_text(step.data_us)} a step wait for the loader; {spare:.1f} of {cores} cores are free for it",
         )
     wanted = parameters.get("workers", "")
     most = (
@@ -68,7 +69,7 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
         worst=Saving(data_us=saved(max(1, most // 2))),
         best=Saving(data_us=saved(most)),
         basis=(
-            f"the device waits {waited:.0f} us a step for batches that are not there; one takes {batch:.0f} us of one worker, "
+            f"the device waits {time_text(waited)} a step for batches that are not there; one takes {time_text(batch)} of one worker, "
             f"shared by {max(1, most // 2)} to {most} of {cores} cores"
         ),
     )
@@ -90,8 +91,8 @@ def uint8_batches(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
         worst=Saving(),
         best=Saving(data_us=step.data_us, copy_us=(1 - UINT8_BYTES) * step.copy_us),
         basis=(
-            f"{stats.normalise} takes a worker {stats.normalise_us:.0f} us a batch, {saved:.0f} us a step with {stats.workers} "
-            f"workers; the device waits {step.data_us:.0f} us a step for data and {step.copy_us:.0f} us for copies, of "
-            f"{stats.batch_bytes / 1e6:.0f} MB that become {stats.batch_bytes * UINT8_BYTES / 1e6:.0f}"
+            f"{stats.normalise} takes a worker {time_text(stats.normalise_us)} a batch, {time_text(saved)} a step with {stats.workers} "
+            f"workers; the device waits {time_text(step.data_us)} a step for data and {time_text(step.copy_us)} for copies, of "
+            f"{bytes_text(stats.batch_bytes)} that become {bytes_text(stats.batch_bytes * UINT8_BYTES)}"
         ),
     )

@@ -27,7 +27,7 @@ from advisor.analysis.view import (
 )
 from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.profile import KernelRow
-from advisor.core.units import percent_text
+from advisor.core.units import bytes_text, percent_text
 
 # The bundled batch-norm kernels' passes on one H200: 1,850 to 3,916 of 4,244 GB/s.
 FUSED_BEST, FUSED_WORST = 0.92, 0.44
@@ -82,7 +82,7 @@ def fused_bn_act(view: View, step: Step, parameters: Mapping[str, str]) -> Chang
         best=Saving(device_us=gain_to(touched, best), host_us=merged),
         basis=(
             f"{share(view, (*norms, *after), step)} normalise, add and activate; in one kernel a pass they move "
-            f"{_fused_total(view, norms, after) / 1e9:.3g} GB at {percent_text(FUSED_WORST)} to {percent_text(FUSED_BEST)} of copy bandwidth"
+            f"{bytes_text(_fused_total(view, norms, after))} at {percent_text(FUSED_WORST)} to {percent_text(FUSED_BEST)} of copy bandwidth"
         ),
     )
 

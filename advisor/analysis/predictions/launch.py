@@ -23,7 +23,7 @@ from advisor.analysis.view import (
     launches,
 )
 from advisor.analysis.whatif import GRAPH_NODE_US, GRAPH_NODE_WORST_US, OP_LOW_US, Change, Saving, Step
-from advisor.core.units import counted, percent_text
+from advisor.core.units import counted, percent_text, time_text
 
 # A compiled batch norm reads at 88 % of DRAM bandwidth (KernelBench's H100 timings, 64x64x512x512 fp32).
 COMPILED_BEST = 0.88
@@ -55,7 +55,7 @@ def defer_sync(view: View, step: Step, parameters: Mapping[str, str]) -> Change 
         best=Saving(sync_us=step.sync_us, gaps_us=step.gaps_us),
         basis=(
             f"{sum(site.calls for site in scalar):.0f} scalar reads a step, {percent_text(share)} of the host's waiting; the device "
-            f"is idle {step.sync_us:.0f} us after waits and {step.gaps_us:.0f} us between launches"
+            f"is idle {time_text(step.sync_us)} after waits and {time_text(step.gaps_us)} between launches"
         ),
     )
 
@@ -70,7 +70,7 @@ def single_device(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
         worst=Saving(host_us=0.0),
         best=Saving(host_us=calls * walk_us * WALK_COLD),
         basis=(
-            f"nn.DataParallel looks for {walk_us:.0f} us where its tensors lie when it is asked over and over, up to {WALK_COLD:.0f} times "
+            f"nn.DataParallel looks for {time_text(walk_us)} where its tensors lie when it is asked over and over, up to {WALK_COLD:.0f} times "
             f"as long within a step; {counted(calls, 'time')} a step"
         ),
     )
@@ -109,7 +109,7 @@ def compiled(graphs: bool) -> Predictor:
                 host_us=step.host_low_us if replayed else fewer,
                 gaps_us=step.gaps_us if replayed else 0.0,
             ),
-            basis=f"{basis}; {step.gaps_us:.0f} us of launch gaps replayed as a graph" if replayed else basis,
+            basis=f"{basis}; {time_text(step.gaps_us)} of launch gaps replayed as a graph" if replayed else basis,
         )
 
     return predictor
@@ -148,8 +148,8 @@ def cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Change
             host_us=step.host_low_us,
         ),
         basis=(
-            f"the device is idle {step.gaps_us:.0f} us a step between launches and {step.sync_us:.0f} us after waits; "
-            f"{captured:.0f} of {every:.0f} kernels are replayed, at up to {GRAPH_NODE_WORST_US:.2g} us each"
+            f"the device is idle {time_text(step.gaps_us)} a step between launches and {time_text(step.sync_us)} after waits; "
+            f"{captured:.0f} of {every:.0f} kernels are replayed, at up to {time_text(GRAPH_NODE_WORST_US)} each"
         ),
     )
 
@@ -165,7 +165,7 @@ def gradient_stream(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
         worst=Saving(device_us=-BESIDE_LOSS * backward),
         best=Saving(device_us=min(pairs * BESIDE_BEST_US, sum(row.time_us for row in chosen) / 2)),
         basis=(
-            f"{share(view, chosen, step)} make convolutions' gradients; up to {BESIDE_BEST_US:.0f} us for each of {pairs:.0f} "
+            f"{share(view, chosen, step)} make convolutions' gradients; up to {time_text(BESIDE_BEST_US)} for each of {pairs:.0f} "
             f"weight gradients beside the input's, or {percent_text(BESIDE_LOSS)} of the backward lost"
         ),
     )

@@ -18,7 +18,7 @@ from advisor.analysis.view import (
     launches,
 )
 from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
-from advisor.core.units import percent_text
+from advisor.core.units import percent_text, time_text
 
 # Multi-tensor kernels take tens of tensors a launch: a handful of launches for any model.
 FUSED_OPTIMIZER_LAUNCHES = 2
@@ -50,7 +50,7 @@ def fused_optimizer(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
         # Grouping tensors and Python around them cost more than the launches; what was measured bounds what can be saved.
         removed = max(0.0, launches(chosen) - FUSED_OPTIMIZER_LAUNCHES) * OP_LOW_US
         host = view.profile.optimizer_host_us / (1.0 + max(0.0, view.profile.cost.overhead_frac)) or removed
-    told = f", {host / 1e3:.2f} ms of host time" if host else ""
+    told = f", {time_text(host)} of host time" if host else ""
     return Change(
         worst=Saving(),
         best=Saving(device_us=gain_to(time, least / POINTWISE_BEST), host_us=host),
@@ -73,7 +73,7 @@ def fused_casts(view: View, step: Step, parameters: Mapping[str, str]) -> Change
         worst=Saving(device_us=gain_to(time, least / CASTS_WORST)),
         best=Saving(device_us=gain_to(time, least / CASTS_BEST), host_us=fewer),
         basis=(
-            f"{share(view, chosen, step)} cast weights or their gradients; their bytes take {least:.0f} us, together they "
+            f"{share(view, chosen, step)} cast weights or their gradients; their bytes take {time_text(least)}, together they "
             f"run at {percent_text(CASTS_WORST)} to {percent_text(CASTS_BEST)} of copy bandwidth"
         ),
     )

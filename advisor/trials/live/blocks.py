@@ -64,8 +64,8 @@ class TimedBlocks:
                     times.begin_anew(finer, _steps(whole, finer))
                 if decision.status == MORE or not times.pairs:
                     decision = yield from self._pairs(switch, current, patient=True)
-        except OutOfTime:
-            decision = times.last_look(session.min_gain, session.max_pairs)
+        except OutOfTime as late:
+            decision = times.last_look(str(late), session.min_gain, session.max_pairs)
         decision = times.against_the_wall(decision)
         loop.parts = parts(times.pairs, session.min_gain, times.parts)
         loop.step_us = times.step_us(decision) or loop.step_us
@@ -114,7 +114,7 @@ class TimedBlocks:
             clean += event.clean
             self.limit.check()
             if len(boundaries) > UNCLEAN_FACTOR * times.steps + 10:
-                raise OutOfTime
+                raise OutOfTime("too few of its steps are clean training steps")
         disturbed = loop.machine.end(on)
         loop.synchronize()
         if disturbed:

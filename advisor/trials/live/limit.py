@@ -9,36 +9,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from advisor.profiling.session import Session
+from advisor.trials.budget import LATE
 
 # Over a trial's own limit the process is ended by the kernel: a compiler that hangs cannot be asked to stop.
 ALARM_GRACE_S = 20.0
 
 
 class OutOfTime(Exception):
-    """The trial or the whole search has used up its time."""
+    """The trial or the whole search has used up its time, for the reason given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`ends_at` is `time.monotonic()`."""
+    """`ends_at` is `time.monotonic()`; `why` says what is over then."""
 
     ends_at: float
+    why: str = ""
 
     @classmethod
     def of(cls, session: Session) -> Limit:
         """A trial that begins now: its own limit, and not beyond the search's."""
-        now, left_s = time.monotonic(), session.trial_timeout_s
-        if session.deadline_unix_s:
-            left_s = min(left_s, session.deadline_unix_s - time.time())
-        return cls(now + left_s)
+        now, trial_s = time.monotonic(), session.trial_timeout_s
+        search_s = session.deadline_unix_s - time.time() if session.deadline_unix_s else trial_s
+        why = LATE if search_s < trial_s else f"the {trial_s:.0f} s of a trial are over"
+        return cls(now + min(trial_s, search_s), why)
 
     def check(self) -> None:
         """
         Raises:
-            OutOfTime: when it is over.
+            OutOfTime: when it is over, with the reason.
         """
         if time.monotonic() > self.ends_at:
-            raise OutOfTime
+            raise OutOfTime(self.why)
 
     @contextlib.contextmanager
     def alarm(self) -> Iterator[None]:

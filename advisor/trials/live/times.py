@@ -145,10 +145,10 @@ class Times:
         """What the change adds to the peak of allocated memory; 0 where it was not seen both with and without."""
         return self.on.peak_bytes - self.off.peak_bytes if self.on.peak_bytes and self.off.peak_bytes else 0
 
-    def last_look(self, min_gain: float, max_pairs: int) -> Decision:
-        """What the pairs say when there will be no more."""
+    def last_look(self, why: str, min_gain: float, max_pairs: int) -> Decision:
+        """What the pairs say when there will be no more, for this reason."""
         last = decide(self.pairs, min_gain, max_pairs=max_pairs, last=True, anew=True)
-        return dataclasses.replace(last, reason=f"out of time: {last.reason}")
+        return dataclasses.replace(last, reason=f"{why}: {last.reason}")
 
     def against_the_wall(self, decision: Decision) -> Decision:
         """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept."""

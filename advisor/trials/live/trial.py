@@ -84,8 +84,8 @@ class Trial:
         lost = False
         try:
             return (yield from self._course())
-        except OutOfTime:
-            last = self.times.last_look(self.loop.session.min_gain, self.loop.session.max_pairs)
+        except OutOfTime as late:
+            last = self.times.last_look(str(late), self.loop.session.min_gain, self.loop.session.max_pairs)
             return self.verdict(last.status if last.status == REVERTED else INCONCLUSIVE, last.reason, last)
         except torch.cuda.OutOfMemoryError as error:
             return self.verdict("failed", f"out of memory: {first_line(error)}")

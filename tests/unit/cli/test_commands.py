@@ -69,6 +69,20 @@ def test_fail_on_does_not_hide_the_scripts_own_failure(invoke, pipeline):
     assert invoke("profile", "--fail-on", "high", "train.py").exit_code == 9
 
 
+def test_an_exit_code_says_whose_it_is(invoke, pipeline):
+    found = invoke("profile", "--fail-on", "high", "train.py")
+    assert "advisor: exit code 1: --fail-on high, and" in found.stderr
+    assert "exit code" in invoke("recommend", "--fail-on", "high", "last").stderr
+    assert "exit code" not in invoke("profile", "train.py").stderr
+    for code in (1, 4):
+        pipeline.exit_code = code
+        found = invoke("profile", "--fail-on", "high", "-q", "train.py")
+        assert found.exit_code == code
+        assert found.stderr.strip() == f"advisor: exit code {code} is the script's own"
+    pipeline.exit_code = 9  # none of advisor's
+    assert "exit code" not in invoke("profile", "train.py").stderr
+
+
 def test_a_fault_in_the_report_does_not_hide_the_scripts_own_failure(invoke, pipeline, monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("planted")

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import io
 
+import pytest
+import screen
+
 from advisor.cli.progress import Progress
 
 
@@ -74,8 +77,51 @@ def test_a_terminal_tears_no_word_apart_and_a_log_has_one_line_for_one_message(m
     for stream in (terminal, log):
         Progress(stream)(text)
     assert log.getvalue() == f"[advisor] {text}\n"
-    lines = terminal.getvalue().splitlines()
+    lines = screen.laid_out(terminal.getvalue().replace("\n", "\r\n"), 40)[:-1]
     assert len(lines) > 1
     assert max(map(len, lines)) <= 40
     assert " ".join(line.strip() for line in lines) == f"[advisor] {text}"
     assert lines[-1].startswith(" " * 10)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_bar_of_the_scripts_stays_whole_and_nothing_stands_behind_it(monkeypatch, columns):
+    """tqdm leaves its cursor behind the bar, and begins the next by going back to the line's start. The size of stdout, which may be
+    a file, is not the terminal's.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with screen.terminal(columns) as (stream, master):
+        with Progress(stream) as say:
+            say("running train.py")
+            for number in range(4):
+                for done in (2 * number, 2 * number + 1):
+                    stream.write(f"\r{done:3}%|{'#' * done:<{columns - 20}}| {done}/8")
+                say(f"step {number} of 4" if number % 2 else f"phase {number} of 4")
+            # The script is stopped here: its bar is never closed.
+        stream.write("the report\n")
+        stream.flush()
+        lines = screen.shown(master, columns)
+    assert max(map(len, lines)) <= columns
+    assert lines[0] == "[advisor] running train.py"
+    ours = [line for line in lines if "[advisor]" in line or "report" in line]
+    assert ours == [
+        "[advisor] running train.py", "[advisor] phase 0 of 4", "[advisor] step 1 of 4", "[advisor] phase 2 of 4",
+        "[advisor] step 3 of 4", "the report",
+    ]  # fmt: skip
+    bars = [line for line in lines if line.endswith("/8")]
+    assert [bar[-3] for bar in bars] == ["1", "3", "5", "7"]
+    assert not [line for line in lines if line not in (*ours, *bars, "")]
+    assert "" not in lines[: len(ours) + len(bars)]  # and where the script has left none, no line is blank
+
+
+def test_a_line_that_the_script_has_ended_leaves_no_blank_one():
+    with screen.terminal(40) as (stream, master):
+        with Progress(stream) as say:
+            for text in ("running train.py", "reading the trace"):
+                stream.write("x" * 40 + "\n")  # as wide as the terminal
+                say(text)
+        stream.write("the report\n")
+        stream.flush()
+        lines = screen.shown(master, 40)
+    assert lines == ["x" * 40, "[advisor] running train.py", "x" * 40, "[advisor] reading the trace", "the report", ""]

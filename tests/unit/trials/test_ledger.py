@@ -93,6 +93,12 @@ def test_the_summary_is_of_this_machine(monkeypatch):
     assert "1 of 3" in ledger.summary((*here, other))
     assert "20 % of the step" in ledger.summary(here)
     assert "no change" in ledger.summary(here, "a third")
+    noisy = replace(here[0], status="inconclusive", measured=Interval(low=-0.5, high=0.5))
+    assert "1 of 2" in ledger.summary((*here, noisy, noisy))
+    assert ledger.summary((*here, noisy, noisy)).endswith("2 inconclusive trials not counted")
+    assert ledger.summary((noisy,)) == (
+        "no change with a prediction has been measured here yet (1 inconclusive trial not counted)"
+    )
     ledger.append(here)
     monkeypatch.setattr(ledger.environment, "probe", lambda: PROFILE.environment)
     assert "1 of 2" in ledger.told_here()

@@ -342,9 +342,9 @@ def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, monkeypatch):
     script.verdicts = {"tf32": half_way, "compile": "kept"}
     log, _, code, verdicts = apply(script, "tf32", "compile")
     assert verdicts["tf32"].status == "reverted"
-    assert verdicts["tf32"].reason.startswith("out of time: slower")
+    assert verdicts["tf32"].reason.startswith("no time is left but the 150 s kept for the final check: slower")
     assert verdicts["tf32"].gain.high < -0.3
-    assert verdicts["compile"].reason == "out of time"
+    assert verdicts["compile"].reason == "no time is left but the 150 s kept for the final check"
     assert code == 4
     assert not log.complete
 
@@ -912,7 +912,7 @@ def test_out_of_time(script):
 
     script.verdicts = {"tf32": slow}
     log, _, code, verdicts = apply(script, "tf32", "compile", max_time_s=25.0)
-    assert {v.reason for v in verdicts.values()} == {"out of time"}
+    assert {v.reason for v in verdicts.values()} == {"no time is left but the 20 s kept for the final check"}
     assert code == 4
     assert not log.complete
     (note,) = log.notes
@@ -1196,7 +1196,7 @@ def test_pairs_are_not_lost_when_the_process_that_would_go_on_finds_no_time_left
     script.verdicts = {"tf32": half_way}
     log, _, _, verdicts = apply(script, "tf32")
     assert verdicts["tf32"].status == status
-    assert verdicts["tf32"].reason.startswith("out of time: ")
+    assert verdicts["tf32"].reason.startswith("no time is left but the 150 s kept for the final check: ")
     assert verdicts["tf32"].gain is not None
     assert not log.complete
 
