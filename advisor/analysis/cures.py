@@ -15,6 +15,7 @@ from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
+from advisor.core.units import time_text
 
 Cure = Callable[[View, Step], Change | None]
 
@@ -65,7 +66,9 @@ def _loop(view: View, step: Step, rows: list[KernelRow], span_us: float, calls_u
     facts, slowed = view.profile.model, 1.0 + max(0.0, view.profile.cost.overhead_frac)
     time, span, calls = sum(row.time_us for row in rows), span_us / slowed, calls_us / slowed
     least = bytes_us(view, facts.parameters * BYTES.get(facts.parameter_dtype, 4) * passes)
-    basis = f"{sum(row.calls for row in rows):.0f} operations a step, one tensor each; {span / 1e3:.2g} ms of the host's time"
+    basis = (
+        f"{sum(row.calls for row in rows):.0f} operations a step, one tensor each; {time_text(span)} of the host's time"
+    )
     if view.on_gpu:
         return Change(
             worst=Saving(device_us=gain_to(time, least / POINTWISE_WORST), host_us=SPAN_WORST * calls),
