@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from advisor.analysis.time import no_limit
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 from advisor.core.provenance import Provenance
@@ -28,7 +29,9 @@ def fill(view: View, table: MetricTable) -> None:
     provenance = Provenance(machine.rates_provenance) if machine.rates_provenance in _KNOWN else Provenance.MEASURED
     if provenance is Provenance.UNAVAILABLE:
         provenance = Provenance.MODELLED  # a rate without a stated origin is not passed on as measured
-    if machine.copy_gbps > 0:
+    if machine.rates_doubt:
+        table.miss("copy_gbps", no_limit(view.profile))
+    elif machine.copy_gbps > 0:
         table.set("copy_gbps", machine.copy_gbps, provenance)
     else:
         table.miss("copy_gbps", "the machine's rates were not measured")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from advisor.analysis.time import NO_ROWS, NO_STEP
+from advisor.analysis.time import NO_ROWS, NO_STEP, no_limit
 from advisor.analysis.view import View
 from advisor.core import roofline
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
 
-NO_LIMIT = "needs shapes and the machine's measured rates"
 # By the definition of conv_worst_efficiency: a convolution below this share of the step is not worth naming.
 WORST_SHARE = 0.02
 
@@ -56,7 +55,7 @@ def fill(view: View, table: MetricTable) -> None:
         if value is not None:
             table.set(f"{name}_efficiency", value, Provenance.MODELLED)
         else:
-            table.miss(f"{name}_efficiency", NO_LIMIT if chosen else "the step has no such kernel")
+            table.miss(f"{name}_efficiency", no_limit(view.profile) if chosen else "the step has no such kernel")
     _worst(view, table)
     _memory_bound(view, table)
     if view.on_gpu:
@@ -82,7 +81,7 @@ def _memory_bound(view: View, table: MetricTable) -> None:
     known = [row for row in view.rows if traffic(row) > 0]
     if not known:
         for name in ("memory_bound_frac", "l2_fit_frac"):
-            table.miss(name, NO_LIMIT if view.rows else NO_ROWS)
+            table.miss(name, no_limit(view.profile) if view.rows else NO_ROWS)
         return
     bound = [row for row in known if is_memory_bound(view, row)]
     time = sum(row.time_us for row in bound)
@@ -105,9 +104,11 @@ def _dram(view: View, table: MetricTable) -> None:
     total = sum(row.dram_bytes or 0.0 for row in counted)
     provenance = Provenance.MEASURED if measured else Provenance.MODELLED
     table.set("dram_gb_per_step", total, provenance)
-    bandwidth = view.profile.environment.copy_gbps
-    if bandwidth > 0 and view.step_us > 0:
-        table.set("dram_frac", total / (view.step_us * bandwidth * 1e3), provenance)
+    environment = view.profile.environment
+    if environment.rates_doubt:
+        table.miss("dram_frac", no_limit(view.profile))
+    elif environment.copy_gbps > 0 and view.step_us > 0:
+        table.set("dram_frac", total / (view.step_us * environment.copy_gbps * 1e3), provenance)
     minimum = [row for row in counted if row.modelled_bytes > 0]
     if minimum:
         ratio = sum(row.dram_bytes or 0.0 for row in minimum) / sum(row.modelled_bytes for row in minimum)

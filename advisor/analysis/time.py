@@ -7,7 +7,7 @@ from collections.abc import Callable
 from advisor.analysis import view as rows
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
-from advisor.core.profile import KernelRow
+from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 
 NO_STEP = "no step was timed"
@@ -71,6 +71,16 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("written_norm_frac", view.share(view.written_norm()), Provenance.MODELLED, "by class names")
 
 
+def no_limit(profile: StepProfile) -> str:
+    """Why no limit is known."""
+    doubt = profile.environment.rates_doubt
+    return (
+        f"the machine's rates are in doubt: {doubt}"
+        if doubt
+        else "needs the machine's measured rates and the operators' shapes"
+    )
+
+
 def _step(view: View, table: MetricTable) -> None:
     profile, spread = view.profile, view.profile.step_us or view.profile.wall_us
     batch = profile.model.batch_size or profile.input.batch_size
@@ -86,7 +96,7 @@ def _step(view: View, table: MetricTable) -> None:
     if profile.limit_us > 0:
         table.set("limit_us", profile.limit_us, Provenance.MODELLED)
     else:
-        table.miss("limit_us", "needs the machine's measured rates and the operators' shapes")
+        table.miss("limit_us", no_limit(profile))
     if spread is None or spread.median <= 0:
         for name in names:
             table.miss(name, NO_STEP)
@@ -108,7 +118,9 @@ def _step(view: View, table: MetricTable) -> None:
         table.set("samples_per_s", batch / step * 1e6)
     else:
         table.miss("samples_per_s", "no batch dimension was seen")
-    if profile.limit_us > 0:
+    if profile.limit_us > step:
+        table.miss("limit_frac", "the step is faster than the machine's measured rates allow")
+    elif profile.limit_us > 0:
         table.set("limit_frac", profile.limit_us / step, Provenance.MODELLED)
     else:
-        table.miss("limit_frac", "needs the machine's measured rates and the operators' shapes")
+        table.miss("limit_frac", no_limit(profile))

@@ -26,6 +26,7 @@ class Environment:
     matrix_tflops: dict[str, float] = field(default_factory=dict)
     vector_tflops: float = 0.0
     rates_provenance: str = "unavailable"
+    rates_doubt: str = ""  # what disturbed them while they were measured: no limit of any step is told from them then
     driver: str = ""
     cuda: str = ""
     cudnn: str = ""

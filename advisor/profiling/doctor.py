@@ -350,8 +350,10 @@ def _rates(facts: Facts) -> Check:
     products = ", ".join(f"{name} {rate:.3g}" for name, rate in env.matrix_tflops.items())
     memory = bytes_text(env.gpu_memory_bytes if env.device == "cuda" else env.host_memory_bytes)
     found = f"copy {rate_text(env.copy_gbps)}, matrix products in TFLOP/s: {products}; memory {memory}"
-    if env.shared_gpu:
-        return Check(name="Measured rates", status=Status.WARN, found=found, fix="Measure again on a free GPU.")
+    if env.rates_doubt:
+        found += f"; in doubt, as {env.rates_doubt}"
+        fix = "They are measured again by the next command; no limits are shown from these."
+        return Check(name="Measured rates", status=Status.WARN, found=found, fix=fix)
     return Check(name="Measured rates", status=Status.OK, found=found)
 
 

@@ -198,6 +198,8 @@ def _cost(
         dtype = "tf32"
     # Only products run at the matrix rate; all other work is bounded by its bytes.
     bounding = flops if kinds.matrix(kind) else 0.0
+    if environment.rates_doubt:
+        return flops, nbytes, 0.0
     return flops, nbytes, roofline.limit_us(environment, nbytes=nbytes, flops=bounding, dtype=dtype)
 
 

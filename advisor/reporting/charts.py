@@ -151,7 +151,7 @@ def roofline(profile: StepProfile) -> Roofline | None:
     """
     env = profile.environment
     points = [p for p in breakdown.roofline_points(profile, ROOFLINE_POINTS) if p.frac >= ROOFLINE_FRAC]
-    if env.copy_gbps <= 0 or not points:
+    if env.copy_gbps <= 0 or env.rates_doubt or not points:
         return None
     width, height, left, right, top, bottom, strip = 900.0, 430.0, 64.0, 872.0, 14.0, 382.0, 128.0
     peak = max([*env.matrix_tflops.values(), *(p.tflops for p in points), env.copy_gbps / 1e3])

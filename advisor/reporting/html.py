@@ -311,7 +311,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("GPU memory", size(env.gpu_memory_bytes)),
                 ("CPU", f"{env.cpu_name}, {env.cpu_count} cores" if env.cpu_name else ""),
                 ("Host memory", size(env.host_memory_bytes)),
-                ("Copy bandwidth", f"{units.rate_text(env.copy_gbps)} ({env.rates_provenance})" if env.copy_gbps else ""),
+                ("Copy bandwidth", f"{units.rate_text(env.copy_gbps)} ({env.rates_provenance}{', in doubt' if env.rates_doubt else ''})" if env.copy_gbps else ""),
                 *((f"Matrix rate, {dtype}", f"{rate:.3g} TFLOP/s") for dtype, rate in sorted(env.matrix_tflops.items())),
                 ("torch", env.torch),
                 ("CUDA, cuDNN", ", ".join(v for v in (env.cuda, env.cudnn) if v)),

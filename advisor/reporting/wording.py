@@ -179,7 +179,9 @@ def limit_sentence(profile: StepProfile) -> str:
     frac = breakdown.limit_frac(profile)
     device = "GPU" if profile.environment.device == "cuda" else "machine"
     if frac is None:
-        return f"how near this step is to this {device}'s limit is not known"
+        doubt = profile.environment.rates_doubt
+        because = f": {doubt} while its rates were measured" if doubt else ""
+        return f"how near this step is to this {device}'s limit is not known{because}"
     if frac > 1:
         return (
             f"this step is faster than the rates measured on this {device} allow: how near its limit is, is not known"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import profiles
 import pytest
@@ -16,11 +17,13 @@ from advisor.analysis.launch import extent
 from advisor.analysis.predict import predict
 from advisor.analysis.time import EPOCH_BEGINS
 from advisor.analysis.view import View
+from advisor.core import roofline
 from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.profiling import steps
+from advisor.reporting import wording
 from advisor.resources import kernel_entries
 
 
@@ -92,6 +95,42 @@ def test_resnet50_step_and_memory() -> None:
     assert ranged["optimizer_host_frac"].value == pytest.approx(0.02)
     assert table["limit_us"].provenance is Provenance.MODELLED
     assert table["dram_frac"].reason == "needs hardware counters or NVML GPM"
+
+
+def test_doubtful_rates_give_no_share_and_no_finding() -> None:
+    sound = profiles.resnet50()
+    rows = tuple(replace(row, limit_us=0.0, dram_bytes=row.modelled_bytes) for row in sound.kernels)  # as assembled
+    environment = replace(sound.environment, rates_doubt="the GPU throttled")
+    doubted = replace(sound, environment=environment, kernels=rows, limit_us=0.0)
+    table = metrics(doubted)
+    for name in ("limit_us", "limit_frac", "conv_efficiency", "norm_efficiency", "copy_gbps", "dram_frac"):
+        assert table[name].value is None, name
+        assert table[name].reason == "the machine's rates are in doubt: the GPU throttled"
+    shares = ("near-the-limit", "busy-but-far-from-the-limit", "memory-bandwidth-full", "memory-bound-inefficient")
+    found = {f.rule: f.outcome for f in rules.evaluate(rules.load(), table, doubted)}
+    assert {found[rule] for rule in shares} == {Outcome.UNKNOWN}
+    told = wording.headline(doubted, None, None)
+    assert (
+        told
+        == "How near this step is to this GPU's limit is not known: the GPU throttled while its rates were measured."
+    )
+
+
+def test_a_step_that_is_faster_than_the_rates_allow_is_at_no_share_of_its_limit() -> None:
+    base = profiles.resnet50()
+    table = metrics(replace(base, limit_us=1.2 * base.typical_us))
+    assert "faster than" in table["limit_frac"].reason
+    near = rules.evaluate([rule for rule in rules.load() if rule.id == "near-the-limit"], table)
+    assert near[0].outcome is Outcome.UNKNOWN
+
+
+def test_the_limit_of_half_precision_is_not_that_of_a_cpu_that_computes_it_in_software() -> None:
+    slow = replace(profiles.LAPTOP, matrix_tflops={"fp32": 0.2, "bf16": 0.005})
+    work = {"nbytes": 0.0, "flops": 1e9}
+    assert roofline.limit_us(slow, dtype="bf16", **work) == roofline.limit_us(slow, dtype="fp32", **work)
+    assert roofline.limit_us(profiles.H200, dtype="bf16", **work) == pytest.approx(1e9 / 800e6)
+    assert roofline.limit_us(profiles.H200, dtype="fp32", **work) == pytest.approx(1e9 / 50e6), "bf16 is no fp32"
+    assert roofline.limit_us(slow, dtype="fp16", **work) == 0.0, "an unmeasured dtype has no limit by its flops"
 
 
 def test_short_epochs_are_told_by_the_steps_left_out() -> None:
@@ -229,11 +268,11 @@ def test_a_step_works_where_it_does_not_wait() -> None:
     numbers(metrics(waiting), work_frac=0.2)
 
     def promised(profile: StepProfile) -> dict[str, float]:
-        found = rules.evaluate(rules.load(()), metrics(profile))
+        found = rules.evaluate(rules.load(()), metrics(profile), predict=partial(predict, profile))
         return {f.rule: f.gain.high for f in found if f.gain is not None}
 
     rule = "convolutions-in-nchw"
-    assert promised(waiting)[rule] == pytest.approx(promised(base)[rule] * 0.2 / (1 - 5000 / 150000))
+    assert promised(waiting)[rule] == pytest.approx(promised(base)[rule] * 0.2 / (1 - 5000 / 150000), rel=0.1)
 
 
 def test_a_step_behind_a_loader_that_delivers_in_bursts_takes_its_mean() -> None:

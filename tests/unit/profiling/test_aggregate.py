@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -154,6 +155,11 @@ def test_tf32_raises_the_rate_that_convolutions_are_held_to() -> None:
     strict = aggregate(b.trace(), MACHINE).limit_us
     allowed = aggregate(b.trace(), MACHINE, precision=Precision(tf32_conv=True)).limit_us
     assert strict == pytest.approx(8 * allowed)
+    doubtful = dataclasses.replace(MACHINE, rates_doubt="other processes took 60 % of the cores")
+    found = aggregate(b.trace(), doubtful)
+    assert found.limit_us == 0.0, "no limit from doubtful rates"
+    assert [r.limit_us for r in found.kernels] == [0.0]
+    assert found.kernels[0].flops > 0
 
 
 def test_backward_inherits_module_and_line_by_thread_and_sequence() -> None:

@@ -120,7 +120,7 @@ LOW = {"sm_clock_mhz": 600.0, "clock_reasons": 2.0}
             Status.MISSING,
             "out of memory",
         ),
-        ({"environment": env(shared_gpu=True)}, "Measured rates", Status.WARN, "free GPU"),
+        ({"environment": env(rates_doubt="the GPU throttled")}, "Measured rates", Status.WARN, "measured again"),
     ],
 )
 def test_each_lack_is_named_with_what_to_do(changes: dict[str, object], name: str, status: Status, words: str) -> None:

@@ -15,7 +15,7 @@ from fake_nvml import FakeNvml
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.profiling import environment, hostload, ownprocess
+from advisor.profiling import environment, hostload, ownprocess, rates
 
 torch = pytest.importorskip("torch")
 
@@ -28,8 +28,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "CPU_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(environment, "CPU_MATRIX", 128)
+    monkeypatch.setattr(rates, "CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(rates, "CPU_MATRIX", 128)
+    monkeypatch.setattr(rates, "ATTEMPTS", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -71,30 +72,6 @@ def test_compiling_for_a_gpu_needs_triton_and_volta(monkeypatch: pytest.MonkeyPa
     assert not environment._can_compile()
 
 
-def test_the_clock_of_a_rate_is_what_the_rate_is_made_of() -> None:
-    """A device on which every run takes a millisecond: rates follow from sizes alone."""
-
-    def clock(work: object) -> float:
-        return 1e-3
-
-    cpu = torch.device("cpu")
-    assert environment._copy_gbps(1 << 20, cpu, clock) == pytest.approx(2 * 2**20 / 1e-3 / 1e9)
-    rate = environment._matrix_tflops(torch.float32, cpu, clock)
-    assert rate == pytest.approx(2 * environment.CPU_MATRIX**3 / 1e-3 / 1e12)
-
-
-def test_a_slow_device_gets_smaller_products_and_fewer_runs() -> None:
-    runs = []
-
-    def clock(work: object) -> float:
-        runs.append(1)
-        return 0.3
-
-    rate = environment._matrix_tflops(torch.float32, torch.device("cpu"), clock)
-    assert rate == pytest.approx(2 * 128**3 / 0.3 / 1e12)
-    assert len(runs) <= 3
-
-
 def answer(found: Environment) -> subprocess.CompletedProcess[str]:
     import json
 
@@ -130,9 +107,8 @@ def test_asking_again_replaces_what_was_kept(children: list[Environment]) -> Non
 @pytest.mark.parametrize(
     "disturbed",
     [
-        Environment(copy_gbps=9.0, rates_provenance="measured", shared_gpu=True),
         Environment(rates_provenance="unavailable", notes=("rates not measured: out of memory",)),
-        Environment(copy_gbps=9.0, rates_provenance="measured", notes=(environment.BUSY_NOTE,)),
+        Environment(copy_gbps=9.0, rates_provenance="measured", rates_doubt="other processes took 40 % of the cores"),
     ],
 )
 def test_disturbed_rates_are_not_kept(children: list[Environment], disturbed: Environment) -> None:
