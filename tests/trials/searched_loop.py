@@ -1,6 +1,7 @@
 """A small CPU training loop under advisor's real hooks, and changes to try in it: right ones and planted faults.
 
-What a step takes is planted: the net says how long it waits, and nobody does. So no load on the machine decides a verdict.
+What a step takes is planted: the net says how long it waits, and nobody does. A trial's limits run on a clock that these steps set. So
+nothing that this machine does in between decides a verdict.
 """
 
 import dataclasses
@@ -15,17 +16,18 @@ from typing import ClassVar
 import torch
 import torch._dynamo  # what the first optimizer imports: here once, not in every fork
 import torch.nn.functional as F
+from clocks import Clock
 from torch import nn
 from torch.utils.data import DataLoader
 
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.verdict import Check
-from advisor.profiling import attach, graphs, stop, timing
+from advisor.profiling import attach, graphs, steps, stop, timing
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import replace_attribute
 from advisor.trials import measure
-from advisor.trials.live import blocks, driver, loop, trial
+from advisor.trials.live import blocks, driver, limit, loop, trial
 
 torch.set_num_threads(1)
 
@@ -111,11 +113,24 @@ class Undisturbed:
         return ""
 
 
+def plant_clocks(training):
+    """What decides in a search: steps take what the net says, and however long advisor takes at a boundary the next step is a clean one.
+
+    Returns:
+        The clock that the search reads.
+    """
+    clock = Clock()
+    blocks.step_times = driver.step_times = measure.step_times = planted(training)
+    driver.time = limit.time = trial.time = clock
+    steps.LISTENER_NS = 10**12
+    loop.MachineWatch = Undisturbed
+    return clock
+
+
 def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.noise, fold=0, mixed=None):
     """mixed: batches come from a loader, and in this share of the steps the script mixes its images, which are then no loader's."""
     training, watcher = attach.attach_training(session)
-    blocks.step_times = driver.step_times = measure.step_times = planted(training)
-    loop.MachineWatch = Undisturbed
+    clock = plant_clocks(training)
     done = 0
     try:
         driver_class(training, session, watcher, find)
@@ -137,6 +152,7 @@ def _train(session, driver_class, find, *, steps=2000, wait_s=0.05, noise=Net.no
                 net, optimizer = begin()  # another model from here on
             x, y = data[done % 4] if batches is None else next(batches)
             x = x.to("cpu")
+            clock.sleep(net.step_s)
             if mixed is not None and chance.random() < mixed:
                 x = 0.7 * x + 0.3 * x.roll(1, 0)
             optimizer.zero_grad()

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from clocks import Clock
 from searched_loop import CHANGES, DoesNotApply, HalfInLayout, Layout, Net, Released, Waits, candidates, find, train
 
 from advisor.core import storage
@@ -21,6 +22,7 @@ from advisor.trials import planner, records
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.driver import SearchDriver, name_native_faults
+from advisor.trials.live.limit import Limit
 from advisor.trials.live.times import Arm
 from advisor.trials.measure import MOST_FACTOR, MeasureDriver
 from advisor.trials.numerics.gate import Gate, GateResult
@@ -45,8 +47,8 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path):
     )
     assert reason == "search done"
     status = {name: v.status for name, v in verdicts.items()}
-    assert status.pop("nothing") in ("reverted", "inconclusive")
     assert status == {
+        "nothing": "reverted",
         "does_not_apply": "not applicable",
         "raises": "failed",
         "wrong": "reverted",
@@ -292,6 +294,15 @@ def test_a_slower_rival_leaves_the_kept_change_on(tmp_path):
     assert "slower" in verdicts["faster"].reason
 
 
+def test_how_long_advisor_takes_at_a_boundary_decides_nothing_here(tmp_path, monkeypatch):
+    """A step behind half a millisecond of advisor's own work is no clean one: on a busy machine tests of these failed by that."""
+    at_once, _ = search(tmp_path / "a", "nothing", noise=0.03)
+    monkeypatch.setattr(Limit, "check", lambda limit: time.sleep(0.0005))
+    late, _ = search(tmp_path / "b", "nothing", noise=0.03)
+    assert late["nothing"].blocks == at_once["nothing"].blocks
+    assert late["nothing"].reason == at_once["nothing"].reason
+
+
 def told(tmp_path, *kinds):
     events = map(json.loads, (tmp_path / "progress.jsonl").read_text().splitlines())
     return [(e["event"], e["transform"], e.get("pairs")) for e in events if e["event"] in kinds]
@@ -317,7 +328,7 @@ def test_without_graphs_a_postponed_trial_goes_on_where_it_stood(tmp_path, monke
         id = "cuda_graphs"
 
     monkeypatch.setitem(CHANGES, "cuda_graphs", NoGain)
-    verdicts, _ = search(tmp_path, "amp_bf16", "cuda_graphs", noise=0.05)
+    verdicts, _ = search(tmp_path, "amp_bf16", "cuda_graphs", noise=0.1)
     assert told(tmp_path, "trial") == [
         ("trial", "amp_bf16", 0),
         ("trial", "cuda_graphs", 0),
@@ -488,15 +499,17 @@ def test_what_is_tried_on_top_in_the_end_does_not_end_the_search(tmp_path, monke
 
 
 def test_nothing_begins_after_the_deadline(tmp_path):
-    verdicts, reason = search(tmp_path, "faster", deadline_unix_s=time.time() - 1)
+    verdicts, reason = search(tmp_path, "faster", deadline_unix_s=Clock().seconds)
     assert verdicts == {}
     assert reason == "search done"
     assert storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord).out_of_time
 
 
 def test_a_trial_ends_when_its_time_is_up(tmp_path):
-    verdicts, _ = search(tmp_path, "nothing", trial_timeout_s=0.5, max_pairs=20)
-    assert verdicts["nothing"].status in ("inconclusive", "reverted")
+    verdicts, _ = search(tmp_path, "nothing", trial_timeout_s=2.0, max_pairs=20)
+    assert verdicts["nothing"].status == "inconclusive"
+    assert verdicts["nothing"].reason.startswith("out of time")
+    assert 2 <= len(verdicts["nothing"].blocks.off_us) < 6
 
 
 def test_kept_changes_are_on_before_the_first_trial(tmp_path):

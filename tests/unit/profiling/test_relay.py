@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clocks import until
 
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay, Standby
@@ -55,10 +56,8 @@ def test_the_next_process_waits_for_its_orders(here: Path) -> None:
         ahead = relay._next.child
         assert restore(run_dir) == ()
         assert not Path("result.txt").exists()
-        deadline = time.monotonic() + 60
-        while f"begun by {ahead.pid}" not in output.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)
+        until(lambda: f"begun by {ahead.pid}" in output.read_text())
+        time.sleep(0.5)  # enough, most of the time, for one that does not wait to be seen; one that does waits for ever
         assert ahead.poll() is None
         assert len(told(output)) == 1, "it did not wait"
         later = run_dir / "round-2"
@@ -84,7 +83,7 @@ def test_what_changes_something_before_its_turn_does_not_come_to_it(here: Path, 
     relay, train, run_dir, output = Relay(cores=8), command(before), here / "run", here / "output.log"
     try:
         relay._next = Standby(train, session(run_dir), {}, output)
-        assert relay._next.child.wait(60) == UNFIT
+        assert relay._next.child.wait() == UNFIT
         assert sorted(path.name for path in here.iterdir()) == ["output.log", "run", "train.py"]
         relay._next = Standby(train, session(run_dir), {}, output)
         assert relay(train, session(run_dir), output=output).code == 0
@@ -101,15 +100,11 @@ def test_nothing_is_imported_beside_steps_that_are_timed(here: Path) -> None:
     ahead = Standby(train, session(run_dir), {}, output)
     maps = Path(f"/proc/{ahead.child.pid}/maps")
     try:
-        deadline = time.monotonic() + 30
-        while "begun by" not in output.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(1.0)
+        until(lambda: "begun by" in output.read_text())
+        time.sleep(1.0)  # as above
         assert "libtorch" not in maps.read_text()
         (run_dir / TIMING_FILE).unlink()
-        while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "libtorch" in maps.read_text()
+        until(lambda: "libtorch" in maps.read_text())
     finally:
         ahead.end()
 
@@ -145,10 +140,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", killed], env={"PYTHONPATH": str(root)}, capture_output=True, text=True)
     state = Path(f"/proc/{int(done.stdout)}/stat")
-    deadline = time.monotonic() + 60
-    while state.exists() and " Z " not in state.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not state.exists() or " Z " in state.read_text()
+    until(lambda: not state.exists() or " Z " in state.read_text())
     assert not told(here / "output.log")
 
 
@@ -157,7 +149,7 @@ def test_a_process_that_has_ended_before_its_turn_is_started_again(here: Path) -
     relay = Relay(cores=8)
     try:
         relay._next = Standby(train, session(run_dir), {}, here / "output.log")
-        assert relay._next.child.wait(60) == 7
+        assert relay._next.child.wait() == 7
         assert relay(train, session(run_dir), output=here / "output.log").code == 7
     finally:
         relay.close()

@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clocks import until
 from fake_nvml import GPU_IS_LOST, FakeNvml, Gpu
 
 from advisor.core.metrics import BY_NAME
@@ -34,10 +34,14 @@ def record(**options: object) -> Recording:
     """A recording of at least five samples."""
     taken = Sampler(0.01, **options)  # type: ignore[arg-type]
     taken.start()
-    until = time.monotonic() + 10
-    while len(taken.recording().time_ns) < 5 and time.monotonic() < until:
-        time.sleep(0.01)
+    samples(taken, 5)
     return taken.stop()
+
+
+def samples(taken: Sampler, more: int) -> None:
+    """Waits until so many have been added."""
+    count = len(taken.recording().time_ns) + more
+    until(lambda: len(taken.recording().time_ns) >= count)
 
 
 @pytest.fixture
@@ -75,13 +79,9 @@ def test_without_nvml_the_host_is_still_sampled(fake: FakeNvml) -> None:
 def test_a_gpu_lost_in_mid_run_keeps_what_was_read_before(fake: FakeNvml) -> None:
     taken = Sampler(0.01)
     taken.start()
-    until = time.monotonic() + 10
-    while len(taken.recording().time_ns) < 3 and time.monotonic() < until:
-        time.sleep(0.01)
+    samples(taken, 3)
     fake.faults["nvmlDeviceGetUtilizationRates"] = GPU_IS_LOST
-    before = len(taken.recording().time_ns)
-    while len(taken.recording().time_ns) < before + 3 and time.monotonic() < until:
-        time.sleep(0.01)
+    samples(taken, 3)
     recording = taken.stop()
     assert recording.columns["power_w"][0] == 650
     assert math.isnan(recording.columns["power_w"][-1])
@@ -109,12 +109,9 @@ def test_a_process_of_another_namespace_is_foreign_only_if_it_was_there_first(fa
     unknown = 2**22 + 1  # above the kernel's largest process id
     taken = Sampler(0.01)
     taken.start()
-    while not taken.recording().time_ns:
-        time.sleep(0.01)
+    samples(taken, 1)
     fake.gpus[0].pids = [unknown]
-    count = len(taken.recording().time_ns)
-    while len(taken.recording().time_ns) < count + 2:
-        time.sleep(0.01)
+    samples(taken, 2)
     assert summarise(taken.stop())["gpu_shared"].value == 0
     assert summarise(record())["gpu_shared"].value == 1
 
@@ -147,11 +144,10 @@ def test_processes_that_cannot_be_listed_leave_sharing_unknown(fake: FakeNvml) -
 def test_cpu_time_of_the_tree(busy_child: subprocess.Popen[bytes]) -> None:
     taken = Sampler(0.05)
     taken.start()
-    time.sleep(1.0)
-    summary = summarise(taken.stop())
-    used = summary["cpu_util_frac"].value
+    until(lambda: len(set(taken.recording().columns.get("cpu_s", ()))) > 1)  # the child has had a tick of the kernel's
+    used = summarise(taken.stop())["cpu_util_frac"].value
     assert used is not None
-    assert used > 0  # one of the cores, less on a machine under load
+    assert used > 0
 
 
 @linux
@@ -177,12 +173,10 @@ def test_a_killed_supervisor_leaves_a_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.json"
     code = (
         "import sys, time; from pathlib import Path; from advisor.profiling import sampler;"
-        "sampler.FLUSH_S = 0.05; sampler.Sampler(0.01, path=Path(sys.argv[1])).start(); time.sleep(60)"
+        "sampler.FLUSH_S = 0.05; sampler.Sampler(0.01, path=Path(sys.argv[1])).start(); time.sleep(10**6)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)])
-    until = time.monotonic() + 30
-    while not path.exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    until(path.exists)
     child.kill()
     child.wait()
     assert sampler.load(path).time_ns
@@ -206,14 +200,14 @@ def test_a_driver_that_hangs_does_not_hold_up_stop(fake: FakeNvml, monkeypatch: 
 
     def hang(gpu: object) -> int:
         hangs.set()
-        released.wait(60)
+        released.wait()
         return 0
 
     monkeypatch.setattr(fake, "nvmlDeviceGetPowerUsage", hang)
     taken = Sampler(0.01)
     taken.start()
     try:
-        assert hangs.wait(30)
+        hangs.wait()
         taken.stop()  # returns while the driver still hangs
         assert any(thread.name == "advisor-sampler" for thread in threading.enumerate())
     finally:
@@ -222,16 +216,12 @@ def test_a_driver_that_hangs_does_not_hold_up_stop(fake: FakeNvml, monkeypatch: 
 
 def test_a_long_recording_is_thinned(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "MAX_SAMPLES", 4)
-    recording = record_for(0.3)
-    assert len(recording.time_ns) <= 4
-    assert {len(values) for values in recording.columns.values()} == {len(recording.time_ns)}
-
-
-def record_for(seconds: float) -> Recording:
     taken = Sampler(0.01)
     taken.start()
-    time.sleep(seconds)
-    return taken.stop()
+    until(lambda: taken._interval_s > 0.03)  # it has thinned them twice
+    recording = taken.stop()
+    assert len(recording.time_ns) <= 4
+    assert {len(values) for values in recording.columns.values()} == {len(recording.time_ns)}
 
 
 def made(**columns: list[float]) -> Recording:

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import random
+import signal
 import time
 import weakref
 
@@ -317,8 +318,8 @@ def test_an_item_that_comes_to_no_end_or_ends_its_process(loop, monkeypatch, cap
     children: list[int] = []
     fork = os.fork
     monkeypatch.setattr(os, "fork", lambda: (children.append(fork()), children[-1])[1])
-    monkeypatch.setattr(loader, "_PATIENCE_S", 0.3)
-    for end in (lambda: time.sleep(60), lambda: os._exit(3)):
+    for patience_s, end in ((0.3, signal.pause), (loader._PATIENCE_S, lambda: os._exit(3))):
+        monkeypatch.setattr(loader, "_PATIENCE_S", patience_s)
         loop.training.loaders[:] = [DataLoader(Augmenting(end))]
         assert "came to no end" in LoaderWorkers().match(loop.training, TWO).reason
     loop.training.loaders[:] = [DataLoader(Augmenting(lambda: os.write(1, b"said")))]
