@@ -51,10 +51,13 @@ def out_of_memory(x: torch.Tensor) -> None:
 
 
 def hang(x: torch.Tensor) -> None:
-    """The device, or the host, does not come back."""
+    """The device, or the host, does not come back. On a CPU the alarm that the trial has set is brought forward, for nobody to wait."""
     if x.is_cuda:
         torch.cuda._sleep(FOR_EVER)
-    else:
+        return
+    if signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    while True:
         time.sleep(600)
 
 

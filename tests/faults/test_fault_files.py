@@ -154,7 +154,6 @@ sys.exit(6)
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         stdin=subprocess.DEVNULL,
     )
     assert ended.stdout.splitlines()[0] == "trained 60", ended.stderr
@@ -211,7 +210,6 @@ torch.save(model.state_dict(), "model.pt")
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
         stdin=subprocess.DEVNULL,
     )
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr

@@ -43,7 +43,6 @@ def report(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[
         env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

@@ -36,7 +36,6 @@ def profile(folder: Path, *words: str, **variables: str) -> subprocess.Completed
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=120,
         stdin=subprocess.DEVNULL,
     )
 

@@ -11,8 +11,7 @@ from searching import search_with
 def test_a_candidate_that_kills_or_hangs_is_named_and_the_next_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = search_with(tmp_path, monkeypatch, "cpu", "hangs", "illegal_access", limit_s=3.0)
+    found = search_with(tmp_path, monkeypatch, "cpu", "hangs", "illegal_access")
     assert {name: v.status for name, v in found.verdicts.items()} == {"hangs": "failed", "illegal_access": "failed"}
     assert "did not end within" in found.verdicts["hangs"].reason
-    reason = found.verdicts["illegal_access"].reason
-    assert "signal 11" in reason or "did not end within" in reason  # the latter on a machine so busy that 3 s are short
+    assert "signal 11" in found.verdicts["illegal_access"].reason

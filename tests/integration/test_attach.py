@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+import clocks
 import pytest
 
 from advisor.core import storage
@@ -40,7 +40,7 @@ def run(
     keep_running: bool = False,
     protect_files: bool = False,
     first_step_s: float = 0.0,
-    timeout_s: float = 100,
+    timeout_s: float | None = None,
     on_progress: Callable[[dict[str, object]], None] | None = None,
     **variables: str,
 ) -> tuple[Exit, str, Path]:
@@ -140,7 +140,7 @@ def test_a_script_sees_the_same_world_and_draws_the_same_numbers(tmp_path: Path)
         text=True,
     )
     ended, output, run_dir = run(tmp_path, "train.py", "--lr", "0.1", "--help", keep_running=True)
-    plainly, _ = plain.communicate(timeout=100)
+    plainly, _ = plain.communicate()
     assert plain.returncode == ended.code == 7, output
     # Behind it multiprocessing may warn, on stderr.
     told = [line for line in output.splitlines() if line.startswith("{")]
@@ -520,24 +520,29 @@ def test_two_threads_that_train_at_the_same_time_are_profiled_and_end(tmp_path: 
     assert load_trace(run_dir / TRACE_FILE).ops.name
 
 
-def test_a_timeout_ends_the_whole_tree(tmp_path: Path) -> None:
+def test_a_timeout_ends_the_whole_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(clocks.Clock):
+        """Time is up once the script has got as far as `pid`, and not before."""
+
+        def monotonic(self) -> float:
+            return 1e6 if (tmp_path / "pid").exists() else 0.0
+
+    monkeypatch.setattr(launcher, "time", Clock())
     write(
         tmp_path,
         """
-        import subprocess, sys, time
-        below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        open("pid", "w").write(str(below.pid))
-        time.sleep(60)
+        import os, subprocess, sys, time
+        below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
+        open("pid.part", "w").write(str(below.pid))
+        os.rename("pid.part", "pid")
+        time.sleep(10**6)
         """,
     )
-    ended, _, _ = run(tmp_path, "train.py", timeout_s=6)  # enough for a loaded machine to get as far as `pid`
+    ended, _, _ = run(tmp_path, "train.py", timeout_s=6)
     assert ended.timed_out
     assert ended.code == 143
     pid = int((tmp_path / "pid").read_text())
-    end = time.time() + 20
-    while alive(pid) and time.time() < end:
-        time.sleep(0.05)
-    assert not alive(pid)
+    clocks.until(lambda: not alive(pid))
 
 
 def alive(pid: int) -> bool:
@@ -583,10 +588,9 @@ def test_signals_reach_the_script_once(tmp_path: Path, number: signal.Signals) -
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: got.append(number))
         print("ready", flush=True)
-        end = time.time() + 20
-        while not got and time.time() < end:
+        while not got:
             time.sleep(0.02)
-        time.sleep(0.3)
+        time.sleep(0.3)  # a second one would be here by now, most of the time
         print("got", len(got), int(got[0]), flush=True)
         sys.exit(9)
         """,
@@ -595,7 +599,7 @@ def test_signals_reach_the_script_once(tmp_path: Path, number: signal.Signals) -
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate()
     assert output == f"got 1 {int(number)}\n"
     assert process.returncode == 9
 
@@ -606,9 +610,11 @@ def test_a_script_that_ends_well_when_it_is_asked_to_was_asked_to(tmp_path: Path
         tmp_path,
         f"""
         import os, signal, time
-        signal.signal({int(number)}, lambda number, frame: None)
+        got = []
+        signal.signal({int(number)}, lambda number, frame: got.append(number))
         os.kill(os.getppid(), {int(number)})
-        time.sleep(0.5)
+        while not got:
+            time.sleep(0.02)
         """,
     )
     ended, _, _ = run(tmp_path, "train.py")
@@ -620,26 +626,27 @@ def test_a_second_interrupt_kills_a_script_that_does_not_react(tmp_path: Path) -
         tmp_path,
         """
         import signal, time
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda number, frame: print("and no reaction", flush=True))
         print("ready", flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(60)
         """,
     )
     process = supervise(tmp_path)
     assert process.stdout is not None
-    process.stdout.readline()
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    assert process.stdout.readline() == "and no reaction\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate()
     assert process.returncode == 137
 
 
 def test_stdin_is_the_scripts_own(tmp_path: Path) -> None:
     write(tmp_path, "print('read', input())")
     process = supervise(tmp_path)
-    output, _ = process.communicate("a line\n", timeout=30)
+    output, _ = process.communicate("a line\n")
     assert output == "read a line\n"
 
 

@@ -66,7 +66,6 @@ def run(script: str, arguments: str, folder: Path, launcher: tuple[str, ...] = (
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

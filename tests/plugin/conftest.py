@@ -41,7 +41,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
             pytester.makepyfile(test_made_up=tests)
         if apart:
             pytester.makeconftest(CONFTEST.format(paths=PATHS))
-            return pytester.runpytest_subprocess(*PLUGIN, *flags, timeout=120)
+            return pytester.runpytest_subprocess(*PLUGIN, *flags)
         # Without the plugin that collects all of this process's garbage, five times over, at the end of each run.
         return pytester.runpytest_inprocess(*PLUGIN, "-p", "no:unraisableexception", *flags)
 

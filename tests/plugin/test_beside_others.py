@@ -109,6 +109,6 @@ def test_in_one_run_with_another_plugin(pytester: pytest.Pytester, other: str) -
             pass
         """
     )
-    result = pytester.runpytest_subprocess(*PLUGIN, "-p", f"{other}.plugin", timeout=120)
+    result = pytester.runpytest_subprocess(*PLUGIN, "-p", f"{other}.plugin")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*advisor: performance*", "*::test_both  step*"])

@@ -63,7 +63,7 @@ def make_training_step():
 {example}
 """
     )
-    result = pytester.runpytest_subprocess(*PLUGIN, timeout=120)
+    result = pytester.runpytest_subprocess(*PLUGIN)
     result.assert_outcomes(passed=int(not reads), failed=int(reads))
     if reads:
         shown = re.search(r"```text\n(E +AssertionError.*?)```", text, re.DOTALL)

@@ -16,7 +16,7 @@ IN_A_RUN = AT_IMPORT | {"advisor.testing.options", "advisor.core", "advisor.core
 
 def test_importing_the_plugin_loads_three_modules() -> None:
     code = "import pytest, sys; before = set(sys.modules); import advisor.testing.plugin; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == AT_IMPORT | {"__future__"} & set(done.stdout.split())
 
 
@@ -30,7 +30,7 @@ def test_a_run_without_performance_tests_loads_hardly_more_and_says_nothing(pyte
         """
     )
     pytester.makepyfile("def test_plain(): pass")
-    result = pytester.runpytest_subprocess(*PLUGIN, timeout=120)
+    result = pytester.runpytest_subprocess(*PLUGIN)
     result.assert_outcomes(passed=1)
     (line,) = [line for line in result.outlines if line.startswith("LOADED")]
     assert set(line.split()[1:]) == IN_A_RUN

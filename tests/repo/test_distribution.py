@@ -43,7 +43,6 @@ def run(*words: str | Path, cwd: Path, **variables: str) -> str:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

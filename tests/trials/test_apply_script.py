@@ -184,7 +184,7 @@ def test_enable_inside_a_script_and_disable(place):
     )
     Path("own.py").write_text(body)
     done = subprocess.run(
-        [sys.executable, "own.py", "1"], capture_output=True, text=True, env=environment(), timeout=120, check=False
+        [sys.executable, "own.py", "1"], capture_output=True, text=True, env=environment(), check=False
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"fused True\nthen (None|False) True", done.stdout), done.stdout

@@ -180,5 +180,5 @@ def test_counted_bytes_match_a_known_copy() -> None:
     if not usable:
         pytest.skip(reason)
     words = [sys.executable, "-m", "advisor.profiling.counters", "--selftest"]
-    child = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    child = subprocess.run(words, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout + child.stderr
