@@ -5,11 +5,8 @@ Nothing here prints to stdout and nothing imports torch before the script has be
 
 from __future__ import annotations
 
-import datetime
 import functools
 import os
-import re
-import secrets
 import signal
 import sys
 import time
@@ -24,7 +21,18 @@ from advisor.core.findings import Findings, Recommendation
 from advisor.core.plan import Plan
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import TrialLog
-from advisor.trials.records import OUTPUT_FILE, PLAN_FILE, TRIALS_FILE
+from advisor.runs import (
+    FINDINGS_FILE,
+    PROFILE_FILE,
+    REPORT_FILE,
+    RUNS_DIR,
+    find_plan,
+    is_empty,
+    load_profile,
+    load_run,
+    new_run_dir,
+)
+from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
     from advisor.profiling.launcher import Exit
@@ -32,11 +40,6 @@ if TYPE_CHECKING:
     from advisor.trials.choosing import Ask
 
 Say = Callable[[str], None]
-
-RUNS_DIR = "advisor-runs"
-PROFILE_FILE = "profile.json"
-FINDINGS_FILE = "findings.json"
-REPORT_FILE = "report.html"
 
 # The shortest warm-up in which a script can be understood: discovery looks at three steps, and its findings are then read.
 LEAST_WARMUP = 4
@@ -66,116 +69,6 @@ class ApplyResult:
     log: TrialLog | None = None
     plan: Plan | None = None
     plan_file: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedRun:
-    """A run folder's results."""
-
-    run_dir: Path
-    profile: StepProfile
-    findings: Findings | None = None
-    trials: TrialLog | None = None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# run folders
-
-
-def new_run_dir(script: str, out: Path | None = None) -> Path:
-    """A fresh folder: `out`, or `advisor-runs/<script>-<time>-<id>` below the working directory.
-
-    Raises:
-        AdvisorError: when it cannot be made, or `out` holds files already.
-    """
-    if out is None:
-        from advisor.profiling.launcher import is_script
-
-        # A module's name is whole: `pkg.train` and `pkg.eval` are no `pkg`.
-        name = Path(script)
-        stem = re.sub(r"[^\w.-]+", "_", (name.stem if is_script(name) else name.name) or "script")[-40:].lstrip("-.")
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        out = Path(RUNS_DIR) / f"{stem}-{stamp}-{secrets.token_hex(2)}"
-    elif out.exists() and any(out.iterdir()):
-        raise AdvisorError(f"{out} is not empty", expected="a new folder", fix="Name another with -o.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise AdvisorError(f"cannot make {out} ({error.strerror})", fix="Name another folder with -o.") from None
-    return out.resolve()
-
-
-def _runs(holding: str) -> list[Path]:
-    """The run folders in this directory that hold this file, the newest first."""
-    found = sorted(Path(RUNS_DIR).glob(f"*/{holding}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [path.parent.resolve() for path in found]
-
-
-def _plan(name: Path, serves: Callable[[Plan], bool], script: str = "") -> tuple[Path, Plan]:
-    """A plan, with its file, named by that, by the folder of its run, or as `last`: the newest in this directory that serves, of this
-    script where one is named.
-
-    Raises:
-        AdvisorError: for `last` where there is none, or one that cannot be read.
-    """
-    from advisor.trials import planfile, plans
-
-    if str(name) != "last":
-        path = name / PLAN_FILE if name.is_dir() else name
-        return path, planfile.read(path)
-    newest = plans.last(_runs(PLAN_FILE), script, serves)
-    if newest is None:
-        raise AdvisorError(
-            f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
-        )
-    return newest
-
-
-def load_run(run: str | Path) -> LoadedRun:
-    """A run by its folder, or `last` for the newest in this directory that holds a measurement.
-
-    Raises:
-        AdvisorError: when there is none, or a file in it cannot be read.
-    """
-    folder = _run_folder(run)
-    return LoadedRun(
-        run_dir=folder,
-        profile=storage.load(folder / PROFILE_FILE, StepProfile),
-        findings=storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None,
-        trials=storage.load(folder / TRIALS_FILE, TrialLog) if (folder / TRIALS_FILE).exists() else None,
-    )
-
-
-def _run_folder(run: str | Path) -> Path:
-    folder = _last_run() if str(run) == "last" else Path(run)
-    if folder is None:
-        raise AdvisorError(f"no run in {RUNS_DIR}/ here", fix="Run `advisor profile train.py` first.")
-    if not folder.is_dir():
-        raise AdvisorError(f"no folder {folder}", expected="a run folder, or `last`")
-    return folder.resolve()
-
-
-def _last_run() -> Path | None:
-    """The newest run here in which something was measured, or the newest of all; None where there is none."""
-    runs = _runs(PROFILE_FILE)
-    holding = (run for run in runs if not _is_empty(storage.load(run / PROFILE_FILE, StepProfile)))
-    return next(holding, runs[0] if runs else None)
-
-
-def _is_empty(measured: StepProfile) -> bool:
-    return measured.step_us is None and measured.wall_us is None
-
-
-def load_proof(run: str | Path) -> TrialLog | None:
-    """The trials of a folder in which a plan was proved, which has no profile; None for any other.
-
-    Raises:
-        AdvisorError: when they cannot be read.
-    """
-    folder = Path(run)
-    if (folder / PROFILE_FILE).exists() or not (folder / TRIALS_FILE).exists():
-        return None
-    return storage.load(folder / TRIALS_FILE, TrialLog)
 
 
 def _write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
@@ -317,7 +210,7 @@ def _profile(
     if refused:
         measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
     storage.save(run_dir / PROFILE_FILE, measured)
-    if _is_empty(measured):
+    if is_empty(measured):
         say(_nothing_measured(measured, ended))
         return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=None)
     found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
@@ -470,8 +363,7 @@ def recommend(
     Raises:
         AdvisorError: when the run or a rule cannot be read, or a selection names nothing.
     """
-    folder = _run_folder(run)
-    measured = storage.load(folder / PROFILE_FILE, StepProfile)
+    folder, measured = load_profile(run)
     found = _evaluate(measured, folder, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=overrides)
     return measured, found
 
@@ -635,7 +527,7 @@ def prove(
     _check_apply(only, skip)
     command = ScriptCommand.parse(words, module=module) if words else None
     named = command.name if command is not None else ""
-    found = _plan(plan, lambda known: any(item.status in TO_PROVE for item in known.items), named)[1]
+    found = find_plan(plan, lambda known: any(item.status in TO_PROVE for item in known.items), named)[1]
     loaded = wanted(found, only=only, skip=skip)
     if command is None:
         command = ScriptCommand.parse((loaded.script, *loaded.argv))
@@ -767,7 +659,7 @@ def run(
 
     command = ScriptCommand.parse(words, module=module) if words else None
     named = command.name if command is not None else ""
-    plan, loaded = _plan(plan, lambda known: not planfile.left_open(known), named)
+    plan, loaded = find_plan(plan, lambda known: not planfile.left_open(known), named)
     if command is None:
         command = ScriptCommand.parse((loaded.script, *loaded.argv))
     return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, say=say)

@@ -31,6 +31,7 @@ from advisor.ops import catalog, sources
 from advisor.profiling.launcher import ScriptCommand, launch
 from advisor.profiling.session import Session
 from advisor.resources import kernels_dir
+from advisor.runs import PROFILE_FILE
 from advisor.transforms import registry
 from advisor.trials import planfile, records
 
@@ -320,7 +321,7 @@ def _limit_ms(profile: StepProfile, log: TrialLog, run_dir: Path, kept: Collecti
     on: tuple[str, ...] = ()
     for again in log.rounds:
         if again.folder:
-            profile, on = storage.load(run_dir / again.folder / pipeline.PROFILE_FILE, StepProfile), again.kept
+            profile, on = storage.load(run_dir / again.folder / PROFILE_FILE, StepProfile), again.kept
     return profile.limit_us / 1e3 if _dtype(on) == _dtype(kept) and profile.limit_us else None
 
 

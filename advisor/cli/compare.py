@@ -34,11 +34,11 @@ def compare(a: str, b: str, *, tolerance: float | None, form: str) -> int:
       advisor compare advisor-runs/base last
       advisor compare base new --fail-on-regression 3%
     """
-    from advisor import pipeline
+    from advisor import runs
     from advisor.reporting import terminal
     from advisor.reporting.compare import Regression, compare_markdown, compare_profiles
 
-    comparison = compare_profiles(pipeline.load_run(a).profile, pipeline.load_run(b).profile)
+    comparison = compare_profiles(runs.load_profile(a)[1], runs.load_profile(b)[1])
     if form == "json":
         text = output.json_text({"schema_version": 1, **to_plain(comparison)})
     elif form == "md":

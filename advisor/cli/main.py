@@ -93,15 +93,29 @@ class AdvisorGroup(Group):
             code = _fail("interrupted", INTERRUPTED)
         except SystemExit:  # click's own answer to a closed pipe (`advisor report last | head`); it has silenced stdout
             code = CLOSED_PIPE
+        except OSError as error:
+            if error.filename is None or isinstance(error, FileNotFoundError):
+                code = _own_fault(error)
+            else:  # another user's file, a name that is too long, a full disk: nothing of ours is broken
+                code = _fail(f"{_shown(error.filename)} cannot be used ({error.strerror})", ExitCode.USAGE)
         except Exception as error:  # the last line of defence: users see one line, developers ask for more
-            text = str(error).splitlines()[0] if str(error) else ""
-            line = f"internal error: {type(error).__name__}{': ' + text if text else ''}"
-            if os.environ.get("ADVISOR_LOG") == "debug":
-                traceback.print_exc()
-                code = _fail(line, ExitCode.OWN_FAULT)
-            else:
-                code = _fail(f"{line}. Set ADVISOR_LOG=debug to see the traceback.", ExitCode.OWN_FAULT)
+            code = _own_fault(error)
         sys.exit(int(code))
+
+
+def _own_fault(error: Exception) -> int:
+    text = str(error).splitlines()[0] if str(error) else ""
+    line = f"internal error: {type(error).__name__}{': ' + text if text else ''}"
+    if os.environ.get("ADVISOR_LOG") != "debug":
+        return _fail(f"{line}. Set ADVISOR_LOG=debug to see the traceback.", ExitCode.OWN_FAULT)
+    traceback.print_exc()
+    return _fail(line, ExitCode.OWN_FAULT)
+
+
+def _shown(name: object) -> str:
+    """A file's name, which may be long, or not of text."""
+    text = os.fsdecode(name) if isinstance(name, (str, bytes)) else str(name)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _fail(line: str, code: int) -> int:

@@ -37,13 +37,13 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
       advisor report advisor-runs/train-20261120-1 --html out.html
       advisor report last --format md >> "$GITHUB_STEP_SUMMARY"
     """
-    from advisor import pipeline
+    from advisor import runs
 
     if str(html_file) == "-":
         html_file, form = None, "html"
     elif (html_file or open_it) and form not in ("text", "html"):
         raise click.UsageError(f"a page and {form} at once; ask for one of them", click.get_current_context())
-    proof = pipeline.load_proof(run)
+    proof = runs.load_proof(run)
     if proof is not None:
         if html_file or open_it or form == "html":
             raise AdvisorError(
@@ -52,7 +52,7 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
             )
         output.say(output.proof_text(form, proof, run_dir=Path(run), stream=sys.stdout), sys.stdout)
         return
-    loaded = pipeline.load_run(run)
+    loaded = runs.load_run(run)
     if html_file or open_it:
         path = output.writable(html_file or loaded.run_dir / "report.html")
         write_text(path, output.run_text("html", loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout))

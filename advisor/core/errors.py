@@ -39,6 +39,11 @@ class AdvisorError(Exception):
         return text
 
 
+def cause(error: Exception) -> str:
+    """Why a file cannot be read or written, in the system's words, without the file's name, which stands beside it."""
+    return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """An error's kind and what it says, in a line: `ValueError: no such name`."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -10,12 +10,14 @@ import os
 import tempfile
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, cause
 
 SCHEMA_VERSION = 1
+_WRITTEN = "what advisor wrote"
 T = TypeVar("T")
 
 
@@ -84,7 +86,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
             if key in data:
                 values[field.name] = _convert(hints[field.name], data[key], f"{where}.{key}")
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise AdvisorError(f"{where}.{key} is missing", expected="a file written by advisor")
+                raise AdvisorError(f"{where}.{key} is missing", expected=_WRITTEN)
         return typing.cast(Any, kind)(**values)
     if isinstance(data, int) and abs(data) >= 1 << 63:
         raise AdvisorError(f"{where} is an integer of {data.bit_length()} bits", expected="at most 64 bits")
@@ -102,8 +104,18 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
             return math.nan
         if isinstance(data, kind) and not (kind is int and isinstance(data, bool)):
             return data
-    name = getattr(kind, "__name__", str(kind))
-    raise AdvisorError(f"{where} is {type(data).__name__} {str(data)[:60]!r}", expected=name)
+    shown = "" if data is None else f" {str(data)[:60]!r}"
+    raise AdvisorError(f"{where} is {_word(data)}{shown}", expected=_expected(kind))
+
+
+def _expected(kind: Any) -> str:
+    """What stands for a value of this type in JSON."""
+    if dataclasses.is_dataclass(kind):
+        return f"an object ({getattr(kind, '__name__', kind)})"
+    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(kind) or {tuple: "a list", list: "a list", dict: "an object"}.get(
+        typing.get_origin(kind), str(kind)
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -118,7 +130,7 @@ def write_text(path: Path, text: str) -> None:
         _write_text(path, text)
     except OSError as error:
         raise AdvisorError(
-            f"cannot write {path} ({error.strerror or error})", fix="Make room there, or see that you may write there."
+            f"cannot write {path} ({cause(error)})", fix="Make room there, or see that you may write there."
         ) from None
 
 
@@ -157,15 +169,34 @@ def load(path: Path, cls: type[T]) -> T:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise AdvisorError(f"no {path.name} in {path.parent}", fix="Run `advisor profile` first.") from None
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise AdvisorError(f"{path} cannot be read ({error})", expected="JSON written by advisor") from None
+    except OSError as error:
+        raise AdvisorError(f"{path} cannot be read ({cause(error)})", expected=_WRITTEN) from None
+    except json.JSONDecodeError as error:
+        found = f"{path}:{error.lineno}:{error.colno}: cut off, or no JSON ({error.msg})"
+        raise AdvisorError(found, expected=_WRITTEN, fix="Record the run again.") from None
+    except (ValueError, RecursionError):  # bytes that are no UTF-8, numbers without end, brackets in thousands
+        raise AdvisorError(f"{path} is no JSON", expected=_WRITTEN) from None
     if not isinstance(document, dict):
-        raise AdvisorError(f"{path} holds {type(document).__name__}", expected="a JSON object written by advisor")
+        raise AdvisorError(f"{path} holds {_word(document)}", expected=_WRITTEN)
+    _check_head(path, document, cls)
+    return from_plain(cls, document, f"{path}: $")
+
+
+def _check_head(path: Path, document: Mapping[str, Any], cls: type) -> None:
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
         raise AdvisorError(
-            f"{path} has schema_version {version!r}",
+            f"{path} has schema_version {version!r}" + (", of a newer advisor" if newer else ""),
             expected=str(SCHEMA_VERSION),
-            fix="Record the run again with this version of advisor.",
+            fix=("Update advisor, or record" if newer else "Record") + " the run again with this version of advisor.",
         )
-    return from_plain(cls, document, path.name)
+    kind = document.get("type", cls.__name__)
+    if kind != cls.__name__:
+        raise AdvisorError(f"{path} holds a {kind}", expected=f"a {cls.__name__}")
+
+
+def _word(value: Any) -> str:
+    """What JSON calls a value."""
+    words = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return words.get(type(value), "a number")

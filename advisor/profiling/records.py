@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.core import storage
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, cause
 from advisor.core.profile import InputStats, MemoryStats, ModelFacts, Spread
 from advisor.core.trace import DeviceTable, DramSamples, OpTable, RuntimeTable, Trace
 
@@ -105,7 +105,7 @@ def load_trace(path: Path) -> Trace:
     except FileNotFoundError:
         raise AdvisorError(f"no {path.name} in {path.parent}", fix="Run `advisor profile` first.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise AdvisorError(f"{path} cannot be read ({error})", expected="a trace written by advisor") from None
+        raise AdvisorError(f"{path} cannot be read ({cause(error)})", expected="a trace written by advisor") from None
     if not isinstance(document, dict) or document.get("schema_version") != storage.SCHEMA_VERSION:
         raise AdvisorError(f"{path} is of another version", expected=f"schema_version {storage.SCHEMA_VERSION}")
     values: dict[str, Any] = {}

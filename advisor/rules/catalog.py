@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, cause
 from advisor.resources import rules_dir
 from advisor.rules.rule import AREAS, Rule
 from advisor.rules.schema import read_rule
@@ -30,7 +30,7 @@ def rule_files(folder: Path) -> tuple[Path, ...]:
                 f"no rules at {folder}", expected="a folder with rules/<area>/<defect>.yaml, or one such file"
             )
     except (OSError, RuntimeError) as error:
-        raise AdvisorError(f"{folder} cannot be read ({error})", expected="a folder of rules") from None
+        raise AdvisorError(f"{folder} cannot be read ({cause(error)})", expected="a folder of rules") from None
 
     def refuse(error: OSError) -> None:
         raise AdvisorError(f"{error.filename} cannot be read ({error.strerror})", expected="a readable folder of rules")

@@ -14,7 +14,7 @@ import yaml
 
 from advisor.core import storage
 from advisor.core.environment import Environment
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, cause
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
@@ -73,7 +73,9 @@ def read(path: Path) -> Plan:
             f"no plan {path}", fix="`advisor apply` writes one into the folder of its run; `last` is the newest here."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise AdvisorError(f"{path} cannot be read ({error})", expected="a plan written by `advisor apply`") from None
+        raise AdvisorError(
+            f"{path} cannot be read ({cause(error)})", expected="a plan written by `advisor apply`"
+        ) from None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor import pipeline
+from advisor import runs
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.verdict import TrialLog
@@ -221,7 +221,7 @@ torch.save(model.state_dict(), "model.pt")
 def test_two_runs_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made: list[Path] = []
-    threads = [threading.Thread(target=lambda: made.append(pipeline.new_run_dir("train.py"))) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: made.append(runs.new_run_dir("train.py"))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:

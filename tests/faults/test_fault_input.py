@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,9 +63,28 @@ CASES = {
     "no such rule": (("rules", "show", "nope"), 2, "no rule 'nope'"),
     # run folders
     "no such run": (("report", "nowhere"), 2, "no folder nowhere; expected a run folder, or `last`"),
+    "no such run to judge": (("recommend", "nowhere"), 2, "no folder nowhere; expected a run folder, or `last`"),
+    "no such run to compare": (("compare", "sound", "nowhere"), 2, "no folder nowhere"),
+    "a run by its name alone": (("report", "train-1"), 2, "no folder train-1; expected a run folder, or `last`. Did you mean advisor-runs/train-1?"),
+    "a run by half its name": (("recommend", "trai"), 2, "Did you mean advisor-runs/train-1?"),
+    "a run without a name": (("report", ""), 2, "an empty name for a run"),
+    "a name that is too long": (("report", "x" * 300), 2, "cannot be read (File name too long)"),
+    "a plan's name that is too long": (("run", "--plan", "x" * 300, "train.py"), 2, "(File name too long)"),
+    "a script's name that is too long": (("profile", "x" * 300), 2, "cannot be used (File name too long)"),
+    "a file as run": (("report", "train.py"), 2, "train.py is a file; expected a run folder, or `last`"),
+    "a file of a run": (("compare", "sound", "sound/profile.json"), 2, "profile.json is a file; expected a run folder, or `last`. Name its folder: sound"),
     "a run without results": (("report", "empty"), 2, "no profile.json in empty"),
-    "a run of another version": (("report", "newer"), 2, "schema_version 99; expected 1"),
-    "half a run": (("report", "torn"), 2, "profile.json cannot be read"),
+    "a run of another version": (("report", "newer"), 2, "schema_version 99, of a newer advisor; expected 1. Update advisor"),
+    "half a run": (("report", "torn"), 2, "torn/profile.json:1:23: cut off, or no JSON"),
+    "half a run to judge": (("recommend", "torn"), 2, "cut off, or no JSON"),
+    "half a run to compare": (("compare", "sound", "torn"), 2, "cut off, or no JSON"),
+    "a newer run to compare": (("compare", "newer", "sound"), 2, "of a newer advisor"),
+    "half of what was found": (("report", "half-found"), 2, "findings.json:1:1: cut off, or no JSON"),
+    "a list as run": (("report", "listed"), 2, "profile.json holds a list; expected what advisor wrote"),
+    "bytes as run": (("report", "bytes"), 2, "bytes/profile.json is no JSON"),
+    "findings as profile": (("report", "swapped"), 2, "profile.json holds a Findings; expected a StepProfile"),
+    "text for a time": (("report", "texts"), 2, "texts/profile.json: $.step_us is text 'long'; expected an object (Spread)"),
+    "a folder as profile": (("report", "folders"), 2, "profile.json cannot be read (Is a directory)"),
     "one run to compare": (("compare", "sound"), 2, "Missing argument 'B'"),
     "a regression of 3": (("compare", "sound", "sound", "--fail-on-regression", "3"), 2, "write 3% or a fraction below 1"),
     "no search to recover": (("doctor", "--recover", "empty"), 2, "no search was interrupted in empty"),
@@ -87,6 +109,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"sound": sound, "newer": '{"schema_version": 99}', "torn": '{"schema_version": 1, "da'}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "profile.json").write_text(text)
+    spoiled = {
+        "half-found": sound, "listed": "[]", "swapped": '{"schema_version": 1, "type": "Findings"}',
+        "texts": sound.replace('"step_us": null', '"step_us": "long"'),
+    }  # fmt: skip
+    for name, text in spoiled.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "profile.json").write_text(text)
+    (tmp_path / "half-found" / "findings.json").touch()
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "profile.json").write_bytes(b"\x00\xff\xfe")
+    (tmp_path / "folders" / "profile.json").mkdir(parents=True)
+    (tmp_path / "advisor-runs" / "train-1").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -113,6 +147,64 @@ def test_input_that_cannot_be_used_is_one_line(folder: Path, capsys: pytest.Capt
     assert tree(folder) == before
 
 
+OTHERS = {
+    "report": ("report", "closed"),
+    "report of a file": ("report", "shut"),
+    "page": ("report", "sound", "--html", "closed/x.html"),
+    "recommend": ("recommend", "closed"),
+    "compare": ("compare", "sound", "closed"),
+    "recover": ("doctor", "--recover", "closed"),
+    "plan": ("run", "--plan", "closed", "train.py"),
+    "a plan's file": ("run", "--plan", "closed/plan.yaml", "train.py"),
+    "rules": ("recommend", "sound", "--rules", "closed"),
+    "lint": ("rules", "lint", "closed"),
+    "script": ("profile", "closed/train.py"),
+    "a folder as script": ("profile", "closed"),
+    "run folder": ("profile", "-o", "closed/run", "train.py"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_belongs_to_another_user_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    for name in ("closed", "shut"):
+        (folder / name).mkdir()
+        (folder / name / "profile.json").write_text("{}")
+    (folder / "shut" / "profile.json").chmod(0)
+    (folder / "closed").chmod(0)
+    try:
+        with without_privileges(), pytest.raises(SystemExit) as ended:
+            cli.main(list(OTHERS[case]))
+    finally:
+        (folder / "closed").chmod(0o700)
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (2, "")
+    assert told.err.startswith("advisor: ")
+    assert len(told.err.strip().splitlines()) == 1
+    assert "closed" in told.err or "shut" in told.err
+    assert "Permission denied" in told.err or "is not readable" in told.err
+
+
+@contextlib.contextmanager
+def without_privileges() -> Iterator[None]:
+    """Inside, root is refused what other users are (Linux): files are opened without the capabilities to override their mode."""
+    if os.geteuid():
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    held = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of the first 32, then of the rest
+    assert libc.capget(head, held) == 0
+    less = (ctypes.c_uint32 * 6)(*held)
+    less[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(head, less) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(head, held) == 0
+
+
 @pytest.mark.parametrize("words", [(), ("rules",), ("kernels",)])
 def test_a_command_without_its_subcommand_shows_its_help(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -135,7 +227,7 @@ def test_a_search_while_advisor_is_switched_off_is_one_line(
     assert capsys.readouterr().err == (
         "advisor: ADVISOR_DISABLE is set, so nothing can be tried. Unset it for this command.\n"
     )
-    assert not (folder / "advisor-runs").exists()
+    assert not list((folder / "advisor-runs" / "train-1").iterdir())
 
 
 def test_the_report_of_a_sound_run_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from advisor import pipeline, rules
+from advisor import pipeline, rules, runs
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, ExitCode
@@ -103,7 +103,7 @@ def test_a_search_that_was_left_open_takes_no_earlier_plans_place(
 
 
 def named(plan: Path) -> Path:
-    return pipeline._plan(plan, lambda known: not planfile.left_open(known))[0]
+    return runs.find_plan(plan, lambda known: not planfile.left_open(known))[0]
 
 
 def _plan_in(run: Path, status: str, age: int, script: str = "train.py") -> None:
@@ -122,13 +122,13 @@ def test_modules_of_one_package_have_folders_of_their_own(tmp_path: Path, monkey
 
 def test_the_last_plan_is_of_the_script_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runs = tmp_path / "advisor-runs"
-    _plan_in(runs / "other", "kept", age=0, script="other.py")
-    _plan_in(runs / "own", "kept", age=1)
-    _plan_in(runs / "open", "inconclusive", age=0, script="open.py")
+    folder = tmp_path / "advisor-runs"
+    _plan_in(folder / "other", "kept", age=0, script="other.py")
+    _plan_in(folder / "own", "kept", age=1)
+    _plan_in(folder / "open", "inconclusive", age=0, script="open.py")
 
     def last(script: str) -> str:
-        return pipeline._plan(Path("last"), lambda known: not planfile.left_open(known), script)[0].parent.name
+        return runs.find_plan(Path("last"), lambda known: not planfile.left_open(known), script)[0].parent.name
 
     assert [last(script) for script in ("", "train.py", "open.py", "third.py")] == ["other", "own", "open", "other"]
 

@@ -21,6 +21,7 @@ from advisor.core.plan import Plan
 from advisor.core.profile import ConvFact, ModelFacts, Spread, StepProfile
 from advisor.core.verdict import Round, StackVerdict, TrialLog, Verdict
 from advisor.profiling.launcher import Exit
+from advisor.runs import PROFILE_FILE
 from advisor.trials import planfile, records
 
 CONV = ConvFact(
@@ -54,7 +55,7 @@ def bench(
 ) -> dict[str, Any]:
     """The row of a training whose search kept these, and whose last profile had those on."""
     run_dir = tmp_path / "run"
-    storage.save(run_dir / "round-2" / pipeline.PROFILE_FILE, profile(1500.0))
+    storage.save(run_dir / "round-2" / PROFILE_FILE, profile(1500.0))
     stack = StackVerdict(
         passed=True, detail="losses alike", plain_us=(8000.0, 8200.0), stack_us=(1990.0, 2000.0, 2030.0), speedup=4.0,
         speedup_low=3.9, speedup_high=4.1, losses_plain=(LOSSES["plain"],) * 12, losses_stack=(LOSSES["advisor"],) * 10,

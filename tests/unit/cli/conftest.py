@@ -72,9 +72,13 @@ class FakePipeline(types.ModuleType):
         self._record("run", words, **kwargs)
         return self.exit_code
 
+    def load_profile(self, run):
+        self._record("load_profile", run)
+        return self.run_dir, self.runs.get(str(run), samples.resnet50())
+
     def load_run(self, run):
         self._record("load_run", run)
-        profile = self.runs.get(str(run), samples.resnet50())
+        profile = self.load_profile(run)[1]
         return SimpleNamespace(
             run_dir=self.run_dir, profile=profile, findings=samples.findings(), trials=samples.trials()
         )
@@ -93,6 +97,8 @@ def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
     fake = FakePipeline(tmp_path)
     monkeypatch.setitem(sys.modules, "advisor.pipeline", fake)
     monkeypatch.setattr(advisor, "pipeline", fake, raising=False)
+    for name in ("load_profile", "load_proof", "load_run"):
+        monkeypatch.setattr(f"advisor.runs.{name}", getattr(fake, name))
     return fake
 
 
