@@ -1,6 +1,6 @@
 """Stored baselines: JSON files, one a run, with what each test measured and on which machine.
 
-A baseline of another machine is used for counts and bytes and never for times: between two machines of one kind times
+A baseline is used for counts and bytes and never for times: between two machines of one kind, and between two days of one, times
 differ by more than any regression worth catching.
 """
 
@@ -22,13 +22,16 @@ from advisor.core.errors import AdvisorError
 from advisor.testing.quantities import BY_KEY, Quantity, Step
 
 DEFAULT_STORAGE = "perf-baselines"
+NEVER_TIMES = (
+    "times of two days differ by more than a regression; compare the two in one test, by perf.compare(old, new)"
+)
 MAX_ROWS = 400  # kernels kept with a test, the longest first: enough to name what has grown
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The fingerprint: what has to agree for times to be comparable, and what else explains another count."""
+    """The fingerprint: what tells machines apart, and what else explains another count."""
 
     device: str
     host: str  # hashed: the files are committed
@@ -62,7 +65,7 @@ class Machine:
         )
 
     def same(self, other: Machine) -> bool:
-        """Whether times measured on the two may be compared."""
+        """Whether the two are one machine."""
         return (self.device, self.host, self.gpu_uuid, self.cpu_name, self.cpu_count) == (
             other.device,
             other.host,

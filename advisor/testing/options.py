@@ -65,7 +65,7 @@ def add(parser: pytest.Parser) -> None:
         "--perf-compare-fail",
         metavar="LIMITS",
         default="",
-        help="what may be worse than the baseline by how much, as step:5%%,memory:2%%,kernels:0",
+        help="what may be worse than the baseline by how much, as dram:5%%,memory:2%%,kernels:0",
     )
     flag("--perf-update", action="store_true", help="store this run's values in the baseline it is compared with")
     flag(
@@ -119,21 +119,25 @@ def read(config: pytest.Config) -> Options:
 
 
 def limits_of(text: str) -> dict[str, Threshold]:
-    """`step:5%,memory:10 MiB,kernels:0` by quantity.
+    """`dram:5%,memory:10 MiB,kernels:0` by quantity.
 
     Raises:
-        AdvisorError: for an unknown quantity or an amount that cannot be read.
+        AdvisorError: for an unknown quantity, a time, or an amount that cannot be read.
     """
     from advisor.testing import amounts
+    from advisor.testing.baselines import NEVER_TIMES
     from advisor.testing.quantities import BY_KEY
 
     found: dict[str, Threshold] = {}
+    known = [key for key, quantity in BY_KEY.items() if not quantity.timed]
     for part in text.split(","):
         key, colon, amount = (piece.strip() for piece in part.partition(":"))
         if not colon or key not in BY_KEY:
             raise AdvisorError(
-                f"--perf-compare-fail {part.strip()!r}", expected="quantity:limit with one of " + ", ".join(BY_KEY)
+                f"--perf-compare-fail {part.strip()!r}", expected="quantity:limit with one of " + ", ".join(known)
             )
+        if BY_KEY[key].timed:
+            raise AdvisorError(f"--perf-compare-fail {part.strip()!r}: no baseline holds it", fix=f"{NEVER_TIMES}.")
         relative = amount.endswith("%")
         if not relative and amount.replace(".", "", 1).isdigit() and BY_KEY[key].unit != "count":
             if float(amount):

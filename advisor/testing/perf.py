@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
+from advisor.core.provenance import Provenance
 from advisor.profiling.compiles import Compilations
 from advisor.testing import amounts, baselines
 from advisor.testing.baselines import Stored
@@ -252,11 +253,10 @@ class Perf:
         if other := found.other_device(stored):
             lines.append(other)
             return [other] if options.compare_fail else []
-        same = found.machine.same(stored.machine)
         problems = []
         for key, quantity in BY_KEY.items():
             reading = found.reading(key)
-            if key not in entry.values or (quantity.timed and not same):
+            if key not in entry.values or quantity.timed:
                 continue
             limit = (options.compare_fail or {}).get(key)
             if reading.value is None:
@@ -270,13 +270,12 @@ class Perf:
             old, unit = entry.values[key], quantity.unit
             if abs(reading.value - old) > SHOWN_CHANGE * abs(old):
                 change = f" ({reading.value / old - 1:+.1%})" if old else ""
+                modelled = "" if reading.provenance is Provenance.MEASURED else f" ({reading.provenance.value})"
                 lines.append(
-                    f"{quantity.title}: {amounts.text(reading.value, unit)}, {amounts.text(old, unit)} in {stored.name!r}{change}"
+                    f"{quantity.title}{modelled}: {amounts.text(reading.value, unit)}, {amounts.text(old, unit)} in {stored.name!r}{change}"
                 )
             if limit is None:
                 continue
             if baselines.compared(quantity, reading.value, old, limit.amount, absolute=limit.absolute) > 0:
                 problems += found.worse_than(entry, stored.name, key)
-        if not same:
-            lines.append(f"baseline {stored.name!r} is of another machine ({stored.machine}): times were not compared")
         return problems

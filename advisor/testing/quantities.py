@@ -90,7 +90,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """`timed`: depends on this very machine, so that another machine's baseline says nothing. `more_is_better`: a lower
+    """`timed`: depends on this very machine and hour, so that a stored baseline says nothing. `more_is_better`: a lower
     bound is what people set, and a fall is a regression."""
 
     key: str
@@ -108,9 +108,9 @@ class Quantity:
 
     @property
     def tolerance(self) -> float:
-        """The share by which it may be worse than a baseline unless told otherwise: times vary by per cents between two
-        runs on one machine, allocators round, counts do not move."""
-        return {"us": 0.05, "bytes": 0.02, "frac": 0.05}.get(self.unit, 0.0)
+        """The share by which it may be worse than a baseline unless told otherwise: shares follow times, allocators round, counts do
+        not move."""
+        return {"bytes": 0.02, "frac": 0.05}.get(self.unit, 0.0)
 
 
 def _missing(reason: str) -> Reading:

@@ -53,8 +53,12 @@ def _headline(test: str, record: Record) -> str:
 
 def _budget(budget: Budget) -> str:
     if budget.bound == "check":
-        return f"    {budget.title}: " + ("kept" if budget.passed else "FAILED")
+        return f"    {_titled(budget)}: " + ("kept" if budget.passed else "FAILED")
     wanted = "at most" if budget.bound == "max" else "at least"
-    text = f"    {budget.title}: {amounts.text(budget.value, budget.unit)} of {wanted} {amounts.text(budget.limit, budget.unit)}"
+    text = f"    {_titled(budget)}: {amounts.text(budget.value, budget.unit)} of {wanted} {amounts.text(budget.limit, budget.unit)}"
     used = f", {percent_text(budget.used)} used" if budget.used is not None else ""
     return text + used + ("" if budget.passed else "  FAILED")
+
+
+def _titled(budget: Budget) -> str:
+    return f"{budget.title} ({budget.note})" if budget.note else budget.title

@@ -12,9 +12,11 @@ from gpu_profile import ADD, CONV, H200, PROFILE, changed
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import InputStats, ProfilerCost, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
+from advisor.testing import section
 from advisor.testing.baselines import Entry, Machine, Stored
 from advisor.testing.measured import Budget, CannotJudge, Measured
 from advisor.testing.quantities import BY_KEY, QUANTITIES, Beyond, Held
+from advisor.testing.records import Record, Tested
 
 BEYOND = Beyond(
     growing=(Held(source="train.py:9", what="aten::empty", bytes=2**20),),
@@ -255,7 +257,6 @@ def test_a_step_time_where_batches_come_in_bursts_is_the_mean() -> None:
 def test_a_step_is_within_its_own_baseline() -> None:
     found = measured()
     found.assert_kernel_count(baseline=stored())
-    found.assert_step_time(baseline=stored(), tolerance="0%")
     assert found.hold_to_baseline(stored()) == []
 
 
@@ -278,21 +279,36 @@ def test_tolerance_is_a_share_of_the_baseline() -> None:
 
 def test_where_more_is_better_a_fall_is_worse() -> None:
     found = measured()
-    found.assert_gpu_busy(baseline=stored(busy=0.5))
-    with pytest.raises(AssertionError, match="GPU busy share"):
-        found.assert_gpu_busy(baseline=stored(busy=0.97))
+    half = found.reading("half").value
+    found.assert_half_precision(baseline=stored(half=0.5 * half))
+    with pytest.raises(AssertionError, match="half-precision share"):
+        found.assert_half_precision(baseline=stored(half=1.1 * half))
 
 
-def test_another_machines_baseline_is_for_counts_and_bytes_only() -> None:
+@pytest.mark.parametrize("host", ["this one", "elsewhere"])
+def test_a_baseline_is_for_counts_and_bytes_only(host: str) -> None:
+    """Times of another day are no better than those of another machine: 2 of 6 runs of one step failed by them."""
     found = measured()
-    other = replace(found.machine, host="elsewhere")
-    foreign = stored(machine=other, step=1.0, busy=1.0, limit=1.0)
-    assert found.hold_to_baseline(foreign) == []
-    (problem,) = found.hold_to_baseline(stored(machine=other, kernels=30.0, step=1.0))
+    there = replace(found.machine, host=host) if host == "elsewhere" else found.machine
+    faster = stored(machine=there, step=1.0, busy=1.0, limit=1.0)
+    assert found.hold_to_baseline(faster) == []
+    assert not [budget for budget in found.budgets if budget.title == "step time"]
+    (problem,) = found.hold_to_baseline(stored(machine=there, kernels=30.0, step=1.0))
     assert problem.startswith("kernel count: 40 a step, 30 in baseline")
-    with pytest.raises(CannotJudge, match="another machine"):
-        found.assert_step_time(baseline=foreign)
+    for judged in (found.assert_step_time, found.assert_gpu_busy, found.assert_speed_of_light):
+        with pytest.raises(CannotJudge, match=r"held to no baseline: .* perf.compare\(old, new\)"):
+            judged(baseline=faster)
     assert [q.key for q in QUANTITIES if q.timed] == ["step", "busy", "limit"]
+
+
+def test_a_bound_that_is_asked_about_twice_is_told_once() -> None:
+    found = measured()
+    for _ in range(3):
+        found.assert_kernel_count(max=100)
+    found.assert_kernel_count(max=200)
+    found.hold_to_baseline(stored())
+    limits = [(b.limit, b.note) for b in found.budgets if b.title == "kernel count"]
+    assert limits == [(100, ""), (200, ""), (40, "baseline 'main'")]
 
 
 def test_operators_of_a_cpu_are_not_held_to_kernels_of_a_gpu() -> None:
@@ -315,6 +331,10 @@ def test_traffic_that_is_modelled_is_passed_over_where_everything_is_held_to_a_b
         for row in PROFILE.kernels
     )
     modelled = measured(changed(kernels=rows))
+    modelled.assert_dram_bytes(max="900 GiB", allow_modelled=True)
+    record = Record(label="", entry=modelled.entry, budgets=tuple(modelled.budgets))
+    _, told = (line for line, _ in section.lines([Tested(test="test", outcome="passed", records=(record,))], {}))
+    assert told.strip().startswith("DRAM traffic (modelled): ")
     assert modelled.hold_to_baseline(stored()) == []  # measured there
     less = replace(modelled.entry, values={**modelled.entry.values, "dram": 1.0})
     assert modelled.hold_to_baseline(replace(stored(), entries=(less,))) == []
