@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from advisor.analysis.time import NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
+from advisor.core.provenance import Provenance
 from advisor.core.units import time_text
 
+UNTRACED = "no step was traced"
 CAUSES = ("data", "launch", "copy", "sync", "other")
 # Kernel times vary by a few per cent between traced and untraced steps; beyond this the two contradict each other.
 CONTRADICTION = 1.05
@@ -86,11 +88,28 @@ def host_waiting_us(view: View) -> float:
     return min(view.step_us, stats.next_us or traced_us)
 
 
+def _waiting(view: View, table: MetricTable, found: Idle | None) -> None:
+    """The share of the step that waits for data: of steps that were timed, whether any was traced or not."""
+    if view.step_us <= 0:
+        table.miss("data_wait_frac", NO_STEP)
+    elif found is not None:
+        table.set("data_wait_frac", found.by_cause["data"] / view.step_us, reason=found.note)
+    elif view.on_gpu:
+        waiting = min(1.0, view.profile.input.next_us / view.step_us)
+        if view.profile.input.loader:
+            table.set("data_wait_frac", waiting, Provenance.MODELLED, f"{UNTRACED}: all of the time in next(), at most")
+        else:
+            table.miss("data_wait_frac", "no device activity was traced, and no DataLoader used")
+    else:
+        table.set("data_wait_frac", host_waiting_us(view) / view.step_us)
+
+
 def fill(view: View, table: MetricTable) -> None:
     """Set busy and idle shares of the untraced step; they add up to 1."""
     found = idle(view)
     if not view.on_gpu and view.step_us > 0:
         table.set("work_frac", 1.0 - host_waiting_us(view) / view.step_us)
+    _waiting(view, table, found)
     names = ["work_frac", "busy_frac", "idle_frac", *(f"idle_{cause}_frac" for cause in CAUSES)]
     if found is None:
         if view.on_gpu:

@@ -6,6 +6,11 @@ from advisor.analysis.time import NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 
+EACH_STEP = 0.5  # iterators a step, from here on
+EPOCHS = (
+    *("iterators_per_step", "workers_restarted_by", "epoch_start_us", "epoch_batches", "epoch_start_frac"),
+    "epoch_make_frac",
+)
 NO_LOADER = "no DataLoader was used"
 
 
@@ -32,6 +37,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss("prefetch_factor", "the loader has no workers")
         table.set("moved_unchanged", stats.moved_unchanged)
         _normalising(view, table)
+        _epochs(view, table)
     else:
         for name in (
             "loader_us",
@@ -46,6 +52,7 @@ def fill(view: View, table: MetricTable) -> None:
             "normalise",
             "normalise_us",
             "normalise_frac",
+            *EPOCHS,
         ):
             table.miss(name, NO_LOADER)
     if stats.batch_dtype:
@@ -54,6 +61,42 @@ def fill(view: View, table: MetricTable) -> None:
         table.miss("input_fp32_bytes", "the batch's dtype was not seen")
     if view.on_gpu:
         _copies(view, table)
+
+
+def _epochs(view: View, table: MetricTable) -> None:
+    """What beginning an epoch costs: in all, and a share of the training, which is its steps and these."""
+    stats = view.profile.input
+    table.set("iterators_per_step", stats.iterators_per_step)
+    again = stats.workers > 0 and stats.iterators > 1 and stats.iterators_per_step < EACH_STEP
+    remade, lasting = stats.loaders > 1, stats.persistent_workers
+    table.set(
+        "workers_restarted_by",
+        ""
+        if not again or (lasting and not remade)
+        else "a new DataLoader each epoch"
+        if remade
+        else "persistent_workers=False",
+    )
+    start_us = stats.epoch_make_us + stats.epoch_first_us
+    if not stats.iterators:
+        for name in ("epoch_start_us", "epoch_batches", "epoch_start_frac", "epoch_make_frac"):
+            table.miss(name, "no iterator was seen to be made")
+        return
+    table.set("epoch_start_us", start_us)
+    for name, value in (("epoch_start_frac", start_us), ("epoch_make_frac", stats.epoch_make_us)):
+        if view.step_us <= 0:
+            table.miss(name, NO_STEP)
+        elif stats.iterators_per_step >= EACH_STEP:  # the steps hold them
+            table.set(name, min(1.0, value * stats.iterators_per_step / view.step_us))
+        elif stats.epoch_batches:
+            steps = stats.epoch_batches / max(1, view.profile.model.accumulation)
+            table.set(name, value / (steps * view.step_us + start_us))
+        else:
+            table.miss(name, "no epoch was seen to its end, and the loader does not tell its length")
+    if stats.epoch_batches:
+        table.set("epoch_batches", stats.epoch_batches)
+    else:
+        table.miss("epoch_batches", "no epoch was seen to its end, and the loader does not tell its length")
 
 
 def _normalising(view: View, table: MetricTable) -> None:

@@ -28,7 +28,7 @@ def predict(profile: StepProfile, transform_id: str, parameters: Mapping[str, st
     if predictor is None:
         return None
     view = View.of(profile)
-    step = Step.of(view)
+    step = Step.of(view) or (Step.untraced(view) if transform_id in _BY_TIMED_STEPS else None)
     if step is None:
         return None
     if not view.on_gpu and transform_id in _NEEDS_GPU:
@@ -63,6 +63,8 @@ _PREDICTORS: dict[str, Predictor] = {
 }
 # What reaches models that run without gradients: flags of the process, and what is for them.
 _EVERYWHERE = frozenset(("tf32", "cudnn_benchmark", "guides_bf16"))
+# What the timed steps tell by themselves, where the run ended before any was traced.
+_BY_TIMED_STEPS = frozenset(("loader_workers",))
 _NEEDS_GPU = frozenset(
     (
         *(

@@ -82,6 +82,17 @@ class Step:
         return cls._on_gpu(view) if view.on_gpu else cls._on_cpu(view)
 
     @classmethod
+    def untraced(cls, view: View) -> Step | None:
+        """The step of a profile that holds no traced window: what waits for the loader, and the rest; None without a timed step."""
+        if view.step_us <= 0:
+            return None
+        data = min(view.step_us, view.profile.input.next_us)
+        return cls(
+            step_us=view.step_us, busy_us=view.step_us - data, gaps_us=0.0, sync_us=0.0, data_us=data, copy_us=0.0,
+            host_low_us=0.0, host_high_us=view.step_us - data, scale=1.0, starved=view.profile.starved,
+        )  # fmt: skip
+
+    @classmethod
     def _on_cpu(cls, view: View) -> Step:
         data = host_waiting_us(view)
         busy = view.step_us - data

@@ -295,6 +295,21 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("loader_frac", "frac", "time in the loader's next() over the step"),
     _n("loader_us", "us", "time in the loader's next() per step"),
     _n("loader_late_frac", "frac", "time in the loader's next() for batches that were not there yet, over the step"),
+    _n(
+        "data_wait_frac",
+        "frac",
+        "share of the step that waits for data: the GPU idle in the loader's next(); of a CPU, or untraced, the time in next()",
+    ),
+    _n(
+        "epoch_start_us",
+        "us",
+        "time of an epoch's start beyond an ordinary batch: making the iterator, its first batch, its end",
+    ),
+    _n("epoch_batches", "count", "batches that the training draws from an iterator of its loader"),
+    _n("epoch_start_frac", "frac", "these starts, over the steps together with them"),
+    _n("epoch_make_frac", "frac", "of that, making the iterator and ending it: workers that start and end"),
+    _t("workers_restarted_by", "why the loader's workers start anew each epoch, empty if they do not"),
+    _n("iterators_per_step", "count", "iterators of the loader that are made, a step"),
     _n("workers", "count", "DataLoader workers"),
     _n("workers_per_core", "count", "DataLoader workers for each core available"),
     _f("pin_memory", "batches are pinned"),
@@ -381,7 +396,7 @@ _MODELLED = frozenset(
     )
 )
 # Modelled where this machine does not let them be measured.
-_MODELLED_ELSE = frozenset(("copy_gbps", "bf16_supported", "dram_gb_per_step", "dram_frac"))
+_MODELLED_ELSE = frozenset(("data_wait_frac", "copy_gbps", "bf16_supported", "dram_gb_per_step", "dram_frac"))
 
 
 def _specs() -> Iterator[MetricSpec]:

@@ -128,6 +128,14 @@ class InputStats:
     burst_us: float = 0.0
     late_us: float = 0.0
     workers: int = 0
+    # A start of an epoch beyond a batch as any other: `epoch_make_us` in making the iterator and at its end, which start and end workers,
+    # `epoch_first_us` in its first `next()`; so many batches later comes the next one. 0.0: not known.
+    epoch_make_us: float = 0.0
+    epoch_first_us: float = 0.0
+    epoch_batches: float = 0.0
+    iterators_per_step: float = 0.0  # made in the timed steps
+    loaders: int = 0  # DataLoader objects that iterators were made of so far
+    iterators: int = 0  # made so far
     batch_size: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.profiling.compiles import is_compiled
+from advisor.profiling.epochs import Epochs
 from advisor.profiling.forwards import ForwardWatch
 from advisor.profiling.patches import Patch
 from advisor.profiling.sources import user_line
@@ -133,6 +134,7 @@ class Discovery:
         self._samples: Counter[int] = Counter()
         self._iterators: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
         self._drawn: list[DataLoader[Any]] = []
+        self.epochs = Epochs()
         self._forwards = ForwardWatch(self.patches, self._observe_forward)
         self.patches.undo(self._let_go)
 
@@ -224,8 +226,19 @@ class Discovery:
         drawn, self._drawn = self._drawn, []
         # The batch that led to this boundary was drawn last; other loaders count in intervals without evaluation.
         for loader in drawn if clean else drawn[-1:]:
-            if not any(loader is known for known in self.training.loaders):
-                self.training.loaders.append(loader)
+            self._adopt(loader, drawn)
+
+    def _adopt(self, loader: DataLoader[Any], drawn: list[DataLoader[Any]]) -> None:
+        """Add a loader, or put it in the place of one over the same data that the script has made anew: its workers must not live on."""
+        known = self.training.loaders
+        if any(loader is other for other in known):
+            return
+        for place, other in enumerate(known):
+            done = self.epochs.left(other) and not any(other is used for used in drawn)
+            if done and other.dataset is loader.dataset:
+                known[place] = loader
+                return
+        known.append(loader)
 
     def _count_samples(self) -> None:
         interval = self.watcher.interval
@@ -549,11 +562,13 @@ class Discovery:
         """Observe new DataLoader iterators and the time spent in their `next()`, from now to the end."""
         plain_iter, plain_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
         iterating, drawn = self.patches.guard(self._observe_iter), self.patches.guard(self._observe_batch)
+        ended = self.patches.guard(self.epochs.ended)
 
         @wraps(plain_iter)
         def loader_iter(loader: Any) -> Any:
+            start = time.perf_counter_ns()
             iterator = plain_iter(loader)
-            iterating(loader, iterator)
+            iterating(loader, iterator, time.perf_counter_ns() - start)
             return iterator
 
         @wraps(plain_next)
@@ -561,16 +576,21 @@ class Discovery:
             if not self.patches.active:
                 return plain_next(iterator)
             late, start = _late(iterator), time.perf_counter_ns()
-            batch = plain_next(iterator)
+            try:
+                batch = plain_next(iterator)
+            except StopIteration:
+                ended(iterator, time.perf_counter_ns() - start)
+                raise
             drawn(iterator, batch, start, time.perf_counter_ns() - start, late)
             return batch
 
         self.patches.replace(DataLoader, "__iter__", loader_iter)
         self.patches.replace(_BaseDataLoaderIter, "__next__", loader_next)
 
-    def _observe_iter(self, loader: DataLoader[Any], iterator: Any) -> None:
+    def _observe_iter(self, loader: DataLoader[Any], iterator: Any, nanoseconds: int) -> None:
         self._iterators[iterator] = loader
         if self._in_training_thread():
+            self.epochs.made(iterator, loader, nanoseconds)
             self.watcher.note(EPOCH)
 
     def _observe_batch(self, iterator: Any, batch: Any, start: int, nanoseconds: int, late: bool) -> None:
@@ -583,7 +603,10 @@ class Discovery:
         loader = self._iterators.get(iterator)
         if loader is not None and not (self._drawn and self._drawn[-1] is loader):
             self._drawn = [*(known for known in self._drawn if known is not loader), loader]  # the latest last
-        self.watcher.batch_loaded(_first_shape(batch), nanoseconds, late=late)
+        begun = self.epochs.begun
+        making = self.epochs.drawn(iterator, loader, nanoseconds)
+        first = self.epochs.begun > begun
+        self.watcher.batch_loaded(_first_shape(batch), nanoseconds + making, late=late, first=first)
         if self._looking or not self.finished:
             self._look_at_batch(batch)
             self.seen.batch.iterator = IteratorSeen.of(iterator) if loader is None else None

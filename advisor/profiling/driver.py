@@ -70,6 +70,7 @@ class ProfileDriver:
         self._timed_boundaries: list[StepEvent] = []
         self._loader_us: list[float] = []
         self._late_us: list[float] = []
+        self._iterators = 0  # in the timed steps
         self._backwards: list[int] = []
         self._timed: Window | None = None
         self._times: StepTimes | None = None
@@ -159,6 +160,7 @@ class ProfileDriver:
     def _time(self, step: StepEvent) -> None:
         interval = self.watcher.interval
         self._timed_boundaries.append(step)
+        self._iterators += interval.iterators
         if step.clean:
             self._loader_us.append(interval.loader_ns / 1e3)
             self._late_us.append(interval.late_ns / 1e3)
@@ -369,7 +371,13 @@ class ProfileDriver:
                 self._recompiles,
                 together(self._compiled, self._timed_steps),
             ),
-            input=input_stats(self.training, self.discovery, self._loader_us, self._late_us),
+            input=input_stats(
+                self.training,
+                self.discovery,
+                self._loader_us,
+                self._late_us,
+                self._iterators / max(self._timed_steps, 1),
+            ),
             memory=self._memory,
         )
         storage.save(self.session.folder / FACTS_FILE, self._facts)

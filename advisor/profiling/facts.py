@@ -144,18 +144,38 @@ def input_stats(
     discovery: Discovery | None = None,
     waits_us: Sequence[float] = (),
     late_us: Sequence[float] = (),
+    iterators_per_step: float = 0.0,
 ) -> InputStats:
     """The first training loader's settings and what its batches are.
 
     Args:
         waits_us: time in its `next()`, a value for each clean timed step.
         late_us: of that, for batches that were not there yet.
+        iterators_per_step: iterators that the training has begun to draw from in the timed steps.
     """
     found = _loader_of(training, (discovery.seen if discovery is not None else Observations()).batch)
     if not found.loader:
         return found
     next_us, burst_us = _waits(waits_us)
-    return replace(found, next_us=next_us, burst_us=burst_us, late_us=min(next_us, _waits(late_us)[0]))
+    found = replace(
+        found,
+        next_us=next_us,
+        burst_us=burst_us,
+        late_us=min(next_us, _waits(late_us)[0]),
+        iterators_per_step=iterators_per_step,
+    )
+    if discovery is None:
+        return found
+    usual_us = statistics.median(waits_us) if waits_us and iterators_per_step < 0.5 else 0.0
+    cost = discovery.epochs.cost(usual_us)
+    return replace(
+        found,
+        epoch_make_us=cost.make_us,
+        epoch_first_us=cost.first_us,
+        epoch_batches=cost.batches,
+        loaders=cost.loaders,
+        iterators=cost.starts,
+    )
 
 
 def _loader_of(training: Training, batch: BatchSeen) -> InputStats:

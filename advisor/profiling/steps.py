@@ -74,6 +74,7 @@ class Interval:
     loader_ns: int = 0  # time of the training thread in the loader's next()
     late_ns: int = 0  # of that, for batches that were not there yet
     batches: int = 0
+    iterators: int = 0  # of loaders, that the training drew its first batch from
     samples: int = 0  # from the loaders' batches; 0 when no loader was used
     marks: set[str] = field(default_factory=set)
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the inputs of the roots' training calls
@@ -278,12 +279,15 @@ class StepWatcher:
         if isinstance(plain, torch.Tensor) and isinstance(scaled, torch.Tensor):
             self._scaled = (scaled, plain.detach())
 
-    def batch_loaded(self, shape: tuple[int, ...], nanoseconds: int, *, late: bool) -> None:
-        """A DataLoader has handed out a batch whose first tensor has `shape` (empty: none found); `late`: it had to be waited for."""
+    def batch_loaded(self, shape: tuple[int, ...], nanoseconds: int, *, late: bool, first: bool = False) -> None:
+        """A DataLoader has handed out a batch whose first tensor has `shape` (empty: none found); `late`: it had to be waited for;
+        `first` of an iterator.
+        """
         interval = self.current
         interval.loader_ns += nanoseconds
         interval.late_ns += nanoseconds if late else 0
         interval.batches += 1
+        interval.iterators += first
         if shape:
             interval.samples += shape[0]
             interval.loader_shapes.append(shape)

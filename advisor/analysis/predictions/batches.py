@@ -12,9 +12,14 @@ from advisor.analysis.view import (
     View,
 )
 from advisor.analysis.whatif import Change, Saving, Step
+from advisor.core.profile import InputStats
 from advisor.core.units import bytes_text, time_text
 
 PREFETCH_WORST = 0.5  # of the copies' time: as rules/transfer/copies-stall-compute.yaml
+# Handing a batch from a worker to the training thread: a fixed part, and two copies through shared memory (1 GB/s on one x86 server of
+# two cores; faster elsewhere). Where making one is dearer by so much, workers save at least this share of what they could.
+CROSSING_US, CROSSING_BYTES_PER_US = 1_000.0, 1_000.0
+DEARER, WORKERS_WORST = 5.0, 0.25
 # Of a batch's bytes, those that it has in uint8.
 UINT8_BYTES = 1 / BYTES["fp32"]
 
@@ -46,12 +51,7 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     if not view.on_gpu:
         quantity = view.profile.utilization.get("cpu_util_frac")
         used = quantity.value if quantity is not None and quantity.value is not None else 0.0
-        spare = min(1.0, max(0.0, cores * (1 - used)))
-        return Change(
-            worst=Saving(),
-            best=Saving(data_us=step.data_us * spare if stats.workers < cores else 0.0),
-            basis=f"{time_text(step.data_us)} a step wait for the loader; {spare:.1f} of {cores} cores are free for it",
-        )
+        return _beside_training(step, stats, parameters, cores, used)
     wanted = parameters.get("workers", "")
     most = (
         int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, cores // max(1, view.profile.model.world_size))
@@ -71,6 +71,27 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
         basis=(
             f"the device waits {time_text(waited)} a step for batches that are not there; one takes {time_text(batch)} of one worker, "
             f"shared by {max(1, most // 2)} to {most} of {cores} cores"
+        ),
+    )
+
+
+def _beside_training(step: Step, stats: InputStats, parameters: Mapping[str, str], cores: int, used: float) -> Change:
+    """Workers on the cores of the training itself, which are at work for `used` of the time."""
+    wanted = parameters.get("workers", "")
+    workers = max(1, min(int(wanted) if wanted.isdigit() else cores, cores))
+    # All cores share all work evenly at best; one batch is one worker's, and the training's own part is not shortened.
+    work = max(used, 1 / cores) * step.step_us
+    ideal = max(work, step.data_us / workers, step.step_us - step.data_us)
+    best = max(0.0, step.step_us - ideal) if stats.workers < cores else 0.0
+    crossing = 2 * stats.batch_bytes / CROSSING_BYTES_PER_US + CROSSING_US
+    # A batch that takes hardly longer to make than to hand over from process to process may lose.
+    worst = WORKERS_WORST * best if step.data_us > DEARER * crossing else 0.0
+    return Change(
+        worst=Saving(data_us=worst),
+        best=Saving(data_us=best),
+        basis=(
+            f"{time_text(step.data_us)} a step wait for the loader; {cores * max(0.0, 1 - used):.1f} of {cores} cores are free for "
+            f"it, and handing a batch over takes {time_text(crossing)}"
         ),
     )
 

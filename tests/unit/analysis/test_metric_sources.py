@@ -42,6 +42,10 @@ def detailed() -> StepProfile:
     base = replace(base, window_step_us=120_000.0, environment=replace(base.environment, core_count=16))
     model = replace(model, cpu_threads=16, flags={**model.flags, "cudnn_enabled": False})
     model = replace(model, optimizer_own=True)
+    epochs = replace(
+        base.input, loader="DataLoader", workers=4, iterators=3, loaders=3, epoch_make_us=9e4, epoch_batches=50.0
+    )
+    base = replace(base, input=epochs)
     memory = replace(base.memory, empty_cache_calls=0.0)
     return replace(base, kernels=rows, model=model, memory=memory, utilization={}, optimizer_host_us=500.0)
 

@@ -1,0 +1,125 @@
+"""What a loader costs, by the timed steps: epochs' starts, waits on a CPU and in runs that ended before any step was traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import profiles
+import pytest
+
+from advisor import rules
+from advisor.analysis import metrics
+from advisor.analysis.predict import predict
+from advisor.core.findings import Finding, Outcome
+from advisor.core.profile import InputStats, ProfilerCost, Quantity, StepProfile
+from advisor.core.provenance import Provenance
+
+RULES = rules.load()
+
+
+def fired(profile: StepProfile) -> dict[str, Finding]:
+    table = metrics(profile)
+    found = rules.evaluate(RULES, table, profile, lambda transform, given: predict(profile, transform, given))
+    return {finding.rule: finding for finding in found if finding.outcome is Outcome.FIRED}
+
+
+def loading(base: StepProfile, **stats: object) -> StepProfile:
+    """With this loader, at `step_us` of 10 ms."""
+    known = {"loader": "DataLoader", "workers": 4, "batch_bytes": 4_000_000, "source": "train.py:51", **stats}
+    return replace(
+        base, step_us=profiles.spread(10_000.0), wall_us=profiles.spread(10_000.0), input=InputStats(**known)
+    )
+
+
+# Making the iterator and ending its workers 60 ms, the first batch 100 ms beyond another, 16 batches an epoch of 10 ms each.
+STARTS = {"epoch_make_us": 60_000.0, "epoch_first_us": 100_000.0, "epoch_batches": 16.0, "iterators": 3}
+
+
+@pytest.mark.parametrize(
+    ("stats", "because"),
+    [
+        ({"loaders": 3}, "a new DataLoader each epoch"),
+        ({"loaders": 3, "persistent_workers": True}, "a new DataLoader each epoch"),
+        ({"loaders": 1, "workers": 1}, "persistent_workers=False"),
+    ],
+)
+@pytest.mark.parametrize("base", [profiles.resnet50, profiles.laptop])
+def test_workers_that_start_anew_are_told_with_what_a_start_costs(base, stats, because) -> None:
+    profile = loading(base(), **STARTS, **stats)
+    finding = fired(profile)["workers-restart"]
+    assert because in finding.message
+    assert finding.sites[0].startswith("train.py:51")
+    assert finding.gain is not None
+    # With workers that stay an epoch takes 160 ms and the wait for at most one batch, not 320.
+    assert finding.gain.high == pytest.approx(160 / 320)
+    assert 0 < finding.gain.low < 60 / 320
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"loaders": 1, "persistent_workers": True},  # they stay
+        {"loaders": 3, "workers": 0},  # there are none
+        {"loaders": 1, "iterators": 1},  # an epoch has not come to its end yet
+        {"loaders": 1, "epoch_batches": 5_000.0},  # seldom enough
+    ],
+)
+def test_workers_that_stay_or_start_seldom_are_not_told(stats) -> None:
+    assert "workers-restart" not in fired(loading(profiles.resnet50(), **{**STARTS, **stats}))
+
+
+def test_an_iterator_for_every_step_is_part_of_the_step() -> None:
+    stats = {**STARTS, "epoch_make_us": 6_000.0, "epoch_first_us": 3_000.0, "epoch_batches": 1.0, "loaders": 1}
+    found = fired(loading(profiles.resnet50(), **stats, iterators_per_step=1.0))
+    gain = found["iterator-each-step"].gain
+    assert gain is not None
+    assert (gain.low, gain.high) == (pytest.approx(0.8 * 0.6), pytest.approx(0.9))
+    assert "workers-restart" not in found
+
+
+def test_accumulation_draws_several_batches_a_step() -> None:
+    base = profiles.resnet50()
+    stacked = replace(base, model=replace(base.model, accumulation=4))
+    table = metrics(loading(stacked, **STARTS, loaders=3))
+    assert table["epoch_start_frac"].value == pytest.approx(160 / (4 * 10 + 160))
+
+
+@pytest.mark.parametrize(("workers", "rule"), [(0, "input-starved"), (2, "few-loader-workers")])
+def test_a_run_that_ended_before_any_step_was_traced_is_told_by_its_timed_steps(workers: int, rule: str) -> None:
+    """20 timed steps that spent 97 % of their time in next(), and nothing fired."""
+    base = profiles.starved()
+    cut = replace(base, kernels=(), busy_us=0.0, idle=(), syncs=(), copies=(), launches=0.0, cost=ProfilerCost())
+    used = {"cpu_util_frac": Quantity(value=0.1, provenance=Provenance.MEASURED)}
+    cut = replace(loading(cut, workers=workers, next_us=9_700.0, late_us=9_700.0), utilization=used, complete=False)
+    table = metrics(cut)
+    assert table["data_wait_frac"].value == pytest.approx(0.97)
+    assert table["data_wait_frac"].provenance is Provenance.MODELLED
+    finding = fired(cut)[rule]
+    assert finding.gain is not None
+    assert 0.4 < finding.gain.high <= 0.97
+
+
+@pytest.mark.parametrize("cores", [2, 4, 16])
+def test_a_loader_in_the_training_thread_is_told_on_any_machine_with_a_second_core(cores: int) -> None:
+    base = profiles.laptop()
+    used = {"cpu_util_frac": Quantity(value=1 / cores, provenance=Provenance.MEASURED)}
+    profile = replace(
+        loading(base, workers=0, next_us=9_700.0, late_us=9_700.0, batch_bytes=100_000),
+        utilization=used,
+        environment=replace(base.environment, cpu_count=cores),
+    )
+    finding = fired(profile)["loader-blocks-cpu-training"]
+    assert finding.gain is not None
+    assert finding.gain.low > 0
+    # Two workers share 9.7 ms of loading; the cores share all of it, 10 ms of one.
+    assert finding.gain.high == pytest.approx(1 - max(9.7 / 2, 10 / cores) / 10)
+
+
+def test_a_batch_that_is_cheaper_made_than_handed_over_may_lose_by_workers() -> None:
+    used = {"cpu_util_frac": Quantity(value=0.5, provenance=Provenance.MEASURED)}
+    profile = replace(
+        loading(profiles.laptop(), workers=0, next_us=2_000.0, late_us=2_000.0, batch_bytes=4_000_000), utilization=used
+    )
+    gain = predict(profile, "loader_workers", {"workers": "2"})
+    assert gain is not None
+    assert gain.low == 0.0
