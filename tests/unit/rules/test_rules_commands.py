@@ -132,7 +132,7 @@ def test_metrics_are_listed_with_unit_meaning_and_where_they_come_from(capsys, m
     _, one, _ = call(capsys, "metrics", "IDLE_data")
     assert re.search(r"idle_data_frac +15 % +measured +needs a CUDA GPU +idle while", one)
     assert "Asked by" in one
-    assert "input-starved" in one
+    assert "starved-without-loader" in one
     monkeypatch.setenv("COLUMNS", "80")
     _, narrow, _ = call(capsys, "metrics")
     assert max(map(len, narrow.splitlines())) <= 80
