@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.core import storage
+from advisor.core import storage, use
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
 from advisor.core.plan import Plan
@@ -675,6 +675,7 @@ def attach(session: Session) -> None:
     Raises:
         AdvisorError: for a mode that does not exist.
     """
+    use.hold(session.folder)
     if session.protect_files:
         from advisor.userfiles.protect import protect
 
@@ -719,6 +720,7 @@ def enable(plan: str | Path) -> None:
     from advisor.trials import kept, planfile
 
     loaded, script = planfile.read(Path(plan)), sys.argv[0]
+    use.hold(Path(plan).parent)
     if script.endswith(".py") and (other := planfile.another_script(loaded, script)):
         stderr.say(f"plan: {other}")
     kept.enable(loaded)

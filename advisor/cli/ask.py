@@ -14,7 +14,9 @@ from advisor.trials.choosing import Answer
 MEANS = "y tries it, n leaves it out, a tries it and all that follow, q leaves it and all that follow out"
 
 
-def terminal() -> tuple[TextIO, TextIO]:
+def terminal(
+    asker: str = "`apply`", fix: str = "Use --auto to try them all, or --dry-run to see them."
+) -> tuple[TextIO, TextIO]:
     """Streams to read answers from and write questions to: the controlling terminal if there is one.
 
     stdin may be meant for the script, so it is read only where it is a terminal itself.
@@ -27,10 +29,7 @@ def terminal() -> tuple[TextIO, TextIO]:
     try:
         return open("/dev/tty", encoding="utf-8"), open("/dev/tty", "w", encoding="utf-8")
     except OSError:
-        raise AdvisorError(
-            "`apply` asks before each change, and nobody is there to answer",
-            fix="Use --auto to try them all, or --dry-run to see them.",
-        ) from None
+        raise AdvisorError(f"{asker} asks first, and nobody is there to answer", fix=fix) from None
 
 
 def ask(recommendation: Recommendation) -> Answer:
@@ -49,6 +48,18 @@ def ask(recommendation: Recommendation) -> Answer:
         if found is not None:
             return found
         questions.write(f"{line.strip()!r} is no answer: {MEANS}.\n" if line.strip() else f"{MEANS}.\n")
+
+
+def confirm(question: str) -> bool:
+    """Put a question to the person that has no for an answer unless they say yes.
+
+    Raises:
+        AdvisorError: when nobody is there to answer.
+    """
+    answers, questions = terminal("`runs clean`", "Use --yes to remove them, or --dry-run to see them.")
+    questions.write(f"{question} [y]es, [N]o: ")
+    questions.flush()
+    return answers.readline().strip().lower() in ("y", "yes")
 
 
 def _read(line: str) -> Answer | None:

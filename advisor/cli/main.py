@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
+    "runs": ("runs", "runs", "List the runs in advisor-runs/ here, or clear them away."),
     "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list what they may ask."),
     "kernels": ("kernels", "kernels", "List the bundled CUDA kernels, or check them on this GPU."),
     "bench": ("bench", "bench", "Measure the bundled kernels, or whole models, on this machine."),

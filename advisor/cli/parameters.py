@@ -79,6 +79,21 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click
         return float(seconds)
 
 
+class Age(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """How long ago: `12h`, `30d`, `8w`."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return seconds, 0 or more."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*([hdw])", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is no age; write 12h, 30d or 8w", param, ctx)
+        return float(match[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[match[2]]
+
+
 class Override(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
     """`RULE.METRIC=VALUE`: another threshold for one condition of one rule."""
 

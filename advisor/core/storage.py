@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
 import math
 import os
-import tempfile
+import secrets
+import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -119,7 +121,8 @@ def _expected(kind: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file in the same folder, flushed to disk, then renamed over it.
+    """Write `text` to `path` through a temporary file in the same folder, flushed to disk, then renamed over it. The umask says who
+    may read it; a file that is written again keeps its mode.
 
     What stands for the bytes of a file's name that is no UTF-8 is written as `\\udce9`, which JSON reads back as it was.
 
@@ -136,15 +139,19 @@ def write_text(path: Path, text: str) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    # Not by mkstemp, which lets nobody else read what it makes: as any file of the user's, by the umask, or as the one replaced.
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

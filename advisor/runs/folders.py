@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.core import storage
+from advisor.core import storage, use
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Findings
 from advisor.core.plan import Plan
@@ -58,6 +58,7 @@ def new_run_dir(script: str, out: Path | None = None) -> Path:
         elif out.exists() and any(out.iterdir()):
             raise AdvisorError(f"{out} is not empty", expected="a new folder", fix="Name another with -o.")
         out.mkdir(parents=True, exist_ok=True)
+        use.hold(out)
     except OSError as error:
         raise AdvisorError(f"cannot make {out} ({error.strerror})", fix="Name another folder with -o.") from None
     return out.resolve()
@@ -85,12 +86,14 @@ def find_plan(name: Path, serves: Callable[[Plan], bool], script: str = "") -> t
     """
     if str(name) != LAST:
         path = name / PLAN_FILE if os.path.isdir(name) else name
+        use.hold(path.parent)
         return path, planfile.read(path)
     newest = plans.last(here(PLAN_FILE), script, serves)
     if newest is None:
         raise AdvisorError(
             f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
         )
+    use.hold(newest[0].parent)
     return newest
 
 

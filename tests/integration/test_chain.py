@@ -158,6 +158,8 @@ def test_profile_finds_what_is_slow_and_report_and_recommend_say_so_again(proved
     assert profile["complete"], profile["notes"]
     assert profile["step_us"]["n"] == 20
     assert profile["argv"] == ["500"]
+    modes = {path.name: path.stat().st_mode for path in (folder / "advisor-runs/first").iterdir() if path.is_file()}
+    assert len(set(modes.values())) == 1, modes
     recommended = advisor(folder, "recommend", "advisor-runs/first")
     assert recommended.returncode == 0, recommended.stderr
     assert "fused_optimizer" in recommended.stdout

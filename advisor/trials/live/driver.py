@@ -60,7 +60,7 @@ def name_native_faults(session: Session) -> None:
         path = session.folder / records.TRIALS_DIR / records.FAULT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         # A plain descriptor, open for as long as the process lives: a file object would close it when it is collected.
-        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), all_threads=False)
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), all_threads=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,136 @@
+"""`advisor runs`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from advisor.cli import ask, layout, output
+from advisor.cli.help import Group
+from advisor.cli.parameters import Age, format_option
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.units import bytes_text, counted
+from advisor.reporting.terminal import printable
+
+if TYPE_CHECKING:
+    from advisor.runs.listing import Run
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@format_option("text", "json")
+@click.pass_context
+def runs(context: click.Context, *, form: str) -> None:
+    """List the runs in advisor-runs/ here, or clear them away: script, when, what each holds, size, what came of it.
+
+    \b
+    Examples:
+      advisor runs
+      advisor runs --format json
+      advisor runs clean --keep 5 --dry-run
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from advisor.runs.listing import listed
+
+    found = listed()
+    if form == "json":
+        output.say(output.json_text([_facts(run) for run in found]), sys.stdout)
+    else:
+        _show(found)
+        output.say(f"\n{counted(len(found), 'run')}, {_size(found)}.", sys.stdout)
+
+
+@runs.command()
+@click.option("--older-than", type=Age(), metavar="AGE", help="Only runs that ended longer ago: 12h, 30d, 8w.")
+@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Leave the newest N runs.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def clean(*, older_than: float | None, keep: int | None, dry_run: bool, yes: bool) -> int:
+    """Remove runs: those older than AGE, all but the newest N, or, with both, what is both. You are asked first.
+
+    What is needed stays: a run that a process uses, the plan that `last` names for each script, a run that a file in this
+    directory names, and one that still holds files of yours after a search was killed. Exits with 0 also where you say no.
+
+    \b
+    Examples:
+      advisor runs clean --older-than 30d
+      advisor runs clean --keep 10 --dry-run
+      advisor runs clean --keep 0 --yes
+    """
+    if older_than is None and keep is None:
+        raise click.UsageError("nothing says which runs: --older-than AGE, --keep N", click.get_current_context())
+    from advisor.runs import cleaning
+    from advisor.runs.listing import listed
+
+    found = listed()
+    going = cleaning.chosen(found, older_than_s=older_than, keep=keep)
+    if not going:
+        output.say(f"Nothing to remove of {counted(len(found), 'run')}.", sys.stdout)
+        return ExitCode.OK
+    _show(going)
+    what = f"{counted(len(going), 'run')}, {_size(going)}"
+    if dry_run:
+        output.say(f"\nWould remove {what}.", sys.stdout)
+        return ExitCode.OK
+    if not yes and not ask.confirm(f"Remove {what}?"):
+        output.say("Nothing was removed.", sys.stdout)
+        return ExitCode.OK
+    return _remove(going)
+
+
+def _remove(going: Sequence[Run]) -> int:
+    from advisor.runs import cleaning
+
+    problems = []
+    removed = 0
+    for run in going:
+        try:
+            if cleaning.remove(run):
+                removed += 1
+            else:
+                output.say(f"{run.folder} stays: a process has begun to use it", sys.stdout)
+        except AdvisorError as error:
+            problems.append(str(error))
+    output.say(f"Removed {counted(removed, 'run')}.", sys.stdout)
+    if problems:
+        raise AdvisorError("; ".join(problems))
+    return ExitCode.OK
+
+
+def _show(found: Sequence[Run]) -> None:
+    """A table of runs; nothing where there are none."""
+    rows = [
+        (
+            run.folder.name,
+            printable(run.script) or "–",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(run.ended)),
+            bytes_text(run.size),
+            ", ".join(run.holds) or "–",
+            run.verdict + (f"; stays: {run.needed}" if run.needed else ""),
+        )
+        for run in found
+    ]
+    if rows:
+        head = ("run", "script", "ended", "size", "holds", "what came of it")
+        output.say("\n".join(layout.table([head, *rows], output.width())), sys.stdout)
+
+
+def _size(found: Sequence[Run]) -> str:
+    return bytes_text(sum(run.size for run in found))
+
+
+def _facts(run: Run) -> dict[str, object]:
+    ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.ended))
+    return {
+        "run": str(run.folder),
+        "script": run.script,
+        "ended": ended,
+        "bytes": run.size,
+        "holds": list(run.holds),
+        "verdict": run.verdict,
+        "needed": run.needed,
+    }
