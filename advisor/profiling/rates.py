@@ -33,6 +33,7 @@ LEAST_S = 0.02  # per rate: short runs are repeated for this long, so that clock
 BUDGET_S = 0.4  # per rate; a slow device gets fewer repeats
 ATTEMPTS = 3  # as load comes and goes
 PAUSE_S = 0.5  # before the next attempt
+PATIENCE_S = 4.0  # none is begun after that
 # Of the cores, taken by others: what is left is not the machine. An idle Linux desktop takes 1 to 5 %.
 OTHERS_FRAC = 0.15
 # By how much the middle half of a rate's runs may differ. Where others compute on the same cores they differ by their time slices.
@@ -102,11 +103,12 @@ def _busy_before(reader: nvml.GpuReader | None) -> float:
 
 def _undisturbed(measure: Callable[[], Rates]) -> Rates:
     """The first attempt that nothing disturbed, or the last one."""
+    began = time.monotonic()
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE_S)
         found = measure()
-        if not found.doubt:
+        if not found.doubt or time.monotonic() - began > PATIENCE_S:
             break
     return found
 

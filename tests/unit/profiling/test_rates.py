@@ -54,7 +54,7 @@ def cores(monkeypatch: pytest.MonkeyPatch, *others_s: float) -> None:
     for seconds in others_s:  # before and after each attempt
         busy_s += [busy, busy := busy + 2 + seconds]
     monkeypatch.setattr(rates, "time", SimpleNamespace(
-        perf_counter=lambda: float(next(clock)), process_time=lambda: float(next(own)), sleep=lambda seconds: None,
+        perf_counter=lambda: float(next(clock)), process_time=lambda: float(next(own)), sleep=lambda seconds: None, monotonic=lambda: 0.0,
     ))  # fmt: skip
     monkeypatch.setattr(hostload, "cpu_count", lambda: 4)
     monkeypatch.setattr(hostload, "busy_seconds", lambda: busy_s.pop(0))
