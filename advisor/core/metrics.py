@@ -26,6 +26,11 @@ class MetricSpec:
     gathered: str = ""  # by what means, in words
     provenance: tuple[Provenance, ...] = (Provenance.MEASURED,)  # those that a value of it can have
 
+    @property
+    def of_device_time(self) -> bool:
+        """It is a share of the time in which the device works, not of the step."""
+        return self.doc.startswith("share of device time")
+
 
 @dataclass(frozen=True, slots=True)
 class _Section:

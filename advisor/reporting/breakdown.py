@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from advisor.analysis.idle import idle
 from advisor.analysis.view import View
+from advisor.core import layers
 from advisor.core.findings import Findings
 from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance
@@ -73,11 +74,12 @@ class Cause:
 class Gap:
     """Time that a group of rows takes beyond what this machine needs for it.
 
-    `module` has `*` for the index of repeated blocks (`layer1.*.bn3`); `modules` counts what it stands for.
+    `layer` is what the module is (`Conv2d 64→128, 3×3`). `module` has `*` for the index of repeated blocks (`layer1.*.bn3`); `modules` counts what it stands for.
     """
 
     kind: str
     module: str
+    layer: str
     modules: int
     op: str
     source: str
@@ -249,7 +251,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
     The same module of repeated blocks is one group, since one change serves them all.
     Rows without a known limit are left out: their gap is not zero, it is unknown.
     """
-    total = division(profile).total_us
+    total, convs = division(profile).total_us, layers.convolutions(profile)
     found = []
     for rows in _groups(
         (r for r in profile.kernels if r.limit_us > 0), lambda r: (_repeated(r.module) or r.op, r.kind)
@@ -261,6 +263,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
             Gap(
                 kind=first.kind,
                 module=next(iter(paths)) if len(paths) == 1 else _repeated(first.module),
+                layer=layers.layers(rows, convs),
                 modules=len(paths),
                 op=first.op or first.name,
                 source=source,

@@ -193,7 +193,11 @@ def _gaps(page: _Page, profile: StepProfile) -> list[str]:
         head = (
             f"  {name:<{name_width}}  {kind:<{kind_width}}  {time_text(g.time_us):>8}, limit {time_text(g.limit_us):>8}"
         )
-        lines.append(head + "  " + page.paint(clip_path(g.source, max(0, page.width - len(head) - 2)), "dim"))
+        about = " · ".join(part for part in (g.layer, g.source) if part)
+        if len(head) + 2 + len(about) <= page.width:
+            lines.append(head + "  " + page.paint(about, "dim"))
+        else:
+            lines += [head, "    " + page.paint(clip_path(about, page.width - 4), "dim")]
     return [line.rstrip() for line in lines]
 
 

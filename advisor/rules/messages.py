@@ -43,13 +43,19 @@ def metrics_in(template: str) -> tuple[str, ...]:
 
 
 def fill(template: str, table: MetricTable) -> str:
-    """The template with values from the table; a missing one reads "(not measured)"."""
+    """The template with values from the table; a missing one reads "(not measured)".
+
+    Shares of device time are told as shares of the step, as all else in a report is: of a step that waits half of its time, half.
+    """
+    work = table.number("work_frac")
 
     def value_of(match: re.Match[str]) -> str:
         name, form = match.groups()
         value = table[name].value
         if value is None:
             return "(not measured)"
+        if work is not None and isinstance(value, float) and BY_NAME[name].of_device_time:
+            value *= work
         if form is not None and isinstance(value, float):
             return FORMS[form][1](value)
         return text_of(value, BY_NAME[name])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+from advisor.core import layers
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
-from advisor.core.units import bytes_text, count_text, shape_text, time_text
+from advisor.core.units import bytes_text, count_text, percent_text, shape_text, time_text
 
 LIMIT = 5  # places a finding names; the report has the full tables
 _SHORT_US = 10.0  # the `short_kernel_frac` metric's boundary
@@ -16,8 +17,11 @@ def _calls(calls: float) -> str:
     return "" if calls == 1 else f", {count_text(round(calls, 1))}×"
 
 
-def _where(row: KernelRow) -> str:
-    place = " ".join(part for part in (row.source, row.module) if part)
+def _where(row: KernelRow, convs: Mapping[str, ConvFact]) -> str:
+    """The user's line, the module with what it is, and the operator."""
+    about = layers.layer(row, convs)
+    module = f"{row.module} ({about})" if row.module and about else row.module
+    place = " ".join(part for part in (row.source, module) if part)
     what = row.op or row.name
     return f"{place}: {what}" if place else what
 
@@ -25,9 +29,10 @@ def _where(row: KernelRow) -> str:
 def _rows(profile: StepProfile, wanted: Callable[[KernelRow], bool], cost: Callable[[KernelRow], float]) -> list[Place]:
     """Rows of one place (source line, module, operator and phase) together, by cost."""
     places: dict[tuple[str, str], tuple[float, float, float]] = {}
+    convs = layers.convolutions(profile)
     for row in profile.kernels:
         if wanted(row):
-            key = (_where(row), row.phase)
+            key = (_where(row, convs), row.phase)
             total, calls, within = places.get(key, (0.0, 0.0, 0.0))
             if _is_part(row):
                 within = max(within, row.calls)
@@ -62,14 +67,16 @@ def _matrix(dtypes: tuple[str, ...]) -> Callable[[StepProfile], list[Place]]:
 
 
 def _idle(*causes: str) -> Callable[[StepProfile], list[Place]]:
+    """Lines with their share of that idle time: traced gaps are longer than the step's own, and may be longer than the step."""
+
     def places(profile: StepProfile) -> list[Place]:
         return [
             (
                 site.time_us,
-                f"{site.source or 'unknown line'}: {site.what} ({time_text(site.time_us)}{_calls(site.calls)})",
+                f"{site.source or 'unknown line'}: {site.what} ({percent_text(site.time_us / cause.time_us)} of it{_calls(site.calls)})",
             )
             for cause in profile.idle
-            if cause.cause in causes
+            if cause.cause in causes and cause.time_us > 0
             for site in cause.sites
         ]
 
@@ -110,9 +117,12 @@ def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[P
 
     def places(profile: StepProfile) -> list[Place]:
         time: dict[str, float] = {}
+        lines: dict[str, str] = {}
         for row in profile.kernels:
             if row.kind == "conv":
                 time[row.module] = time.get(row.module, 0.0) + row.time_us
+                if row.source and row.phase == "forward":
+                    lines.setdefault(row.module, f"{row.source} ")
         found = []
         for conv in profile.model.convs:
             if wanted(conv):
@@ -120,7 +130,7 @@ def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[P
                 kernel = shape_text(conv.kernel)
                 groups = f", {conv.groups} groups" if conv.groups > 1 else ""
                 cost = f" ({time_text(spent)})" if spent else ""
-                text = f"{conv.module}: {kernel} {conv.in_channels}→{conv.out_channels}{groups}{cost}"
+                text = f"{lines.get(conv.module, '')}{conv.module}: {kernel} {conv.in_channels}→{conv.out_channels}{groups}{cost}"
                 found.append((spent, text))
         return found
 

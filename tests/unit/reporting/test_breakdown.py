@@ -73,6 +73,13 @@ def test_a_row_without_a_limit_has_no_gap():
     assert breakdown.gaps(replace(samples.resnet50(), kernels=rows), 5) == ()
 
 
+def test_a_gaps_module_is_told_with_its_layers_kind_and_channels():
+    found = {gap.module: gap.layer for gap in breakdown.gaps(samples.resnet50(), 50)}
+    assert found["conv1"] == "Conv2d 3→64, 7×7"
+    assert found["layer1.*.bn3"] == "BatchNorm2d 256"
+    assert found["layer3.*.conv2"] == "Conv2d 256→256, 3×3"
+
+
 def test_modules_hold_their_children():
     modules = {m.path: m for m in breakdown.modules(samples.resnet50())}
     children = [m for p, m in modules.items() if p.startswith("layer1.") and p.count(".") == 1]

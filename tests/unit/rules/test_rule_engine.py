@@ -121,6 +121,15 @@ def test_a_fired_gate_marks_all_and_a_quiet_one_none():
         assert item.gated_by == ()
 
 
+def test_a_message_tells_shares_of_the_step(tmp_path):
+    text = RULE.replace("{idle_data_frac:pct}", "{idle_data_frac:pct}, convolutions take {conv_frac:pct} of the step")
+    rules = load([write(tmp_path, text, cases=None)], shipped=False)
+    (told,) = evaluate(rules, waiting(conv_frac=0.8, work_frac=0.5))
+    assert told.message == "The GPU waits 30 %, convolutions take 40 % of the step."
+    (told,) = evaluate(rules, waiting(conv_frac=0.8))
+    assert "take 80 %" in told.message, "all of a traced step's work, where no step was timed"
+
+
 def test_kernels_of_a_starved_gpu_come_with_a_warning():
     table = MetricTable()
     table.set("idle_data_frac", 0.5)

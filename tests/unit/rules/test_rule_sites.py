@@ -20,9 +20,9 @@ from advisor.core.profile import (
 from advisor.rules.sites import LIMIT, SELECTORS, select
 
 ROWS = (
-    KernelRow(name="k1", kind="conv", op="aten::convolution", module="net.conv", phase="forward", source="train.py:9", calls=2, time_us=300, limit_us=100, dtype="fp32"),
-    KernelRow(name="k2", kind="conv", op="aten::convolution", module="net.conv", phase="forward", source="train.py:9", calls=1, time_us=100, limit_us=90, dtype="fp32"),
-    KernelRow(name="k3", kind="norm", op="aten::batch_norm", module="net.bn", phase="backward", calls=1, time_us=900, limit_us=890),
+    KernelRow(name="k1", kind="conv", op="aten::convolution", module="net.conv", module_type="Conv2d", phase="forward", source="train.py:9", calls=2, time_us=300, limit_us=100, dtype="fp32"),
+    KernelRow(name="k2", kind="conv", op="aten::convolution", module="net.conv", module_type="Conv2d", phase="forward", source="train.py:9", calls=1, time_us=100, limit_us=90, dtype="fp32"),
+    KernelRow(name="k3", kind="norm", op="aten::batch_norm", module="net.bn", module_type="BatchNorm2d", shapes="[[2, 8, 4, 4], []]", phase="backward", calls=1, time_us=900, limit_us=890),
     KernelRow(name="my_raw_kernel", kind="other", calls=3, time_us=6),
     KernelRow(name="k4", kind="elementwise", op="aten::div", module="net.out.norm", module_type="RMSNorm", phase="forward", source="rms.py:4", calls=1, time_us=5),
 )  # fmt: skip
@@ -48,24 +48,24 @@ PROFILE = StepProfile(
 @pytest.mark.parametrize(
     ("selector", "expected"),
     [
-        ("convolutions", ("train.py:9 net.conv: aten::convolution (forward, 400 µs, 3×)",)),
+        ("convolutions", ("train.py:9 net.conv (Conv2d 3→30, 3×3): aten::convolution (forward, 400 µs, 3×)",)),
         (
             "largest_gaps",
             (
-                "train.py:9 net.conv: aten::convolution (forward, 210 µs, 3×)",
-                "net.bn: aten::batch_norm (backward, 10 µs)",
+                "train.py:9 net.conv (Conv2d 3→30, 3×3): aten::convolution (forward, 210 µs, 3×)",
+                "net.bn (BatchNorm2d 8): aten::batch_norm (backward, 10 µs)",
             ),
         ),
         ("unattributed_kernels", ("my_raw_kernel (other, 6 µs, 3×)",)),
-        ("written_norms", ("rms.py:4 net.out.norm: aten::div (forward, 5 µs)",)),
-        ("launch_gaps", ("train.py:12: aten::add (40 µs, 4×)",)),
+        ("written_norms", ("rms.py:4 net.out.norm (RMSNorm): aten::div (forward, 5 µs)",)),
+        ("launch_gaps", ("train.py:12: aten::add (80 % of it, 4×)",)),
         ("item_syncs", ("train.py:20: cudaStreamSynchronize from aten::item (70 µs)",)),
         ("explicit_syncs", ("train.py:21: cudaDeviceSynchronize (80 µs)",)),
         ("h2d_copies", ("train.py:5: 1.00 MiB pageable (30 µs, 2×)",)),
         ("loader", ("train.py:3: DataLoader, 0 workers (4.00 ms)",)),
-        ("biased_convolutions", ("net.conv: 3×3 3→30 (400 µs)",)),
+        ("biased_convolutions", ("train.py:9 net.conv: 3×3 3→30 (400 µs)",)),
         ("depthwise_convolutions", ("net.dw: 7×7 32→32, 32 groups",)),
-        ("unaligned_convolutions", ("net.conv: 3×3 3→30 (400 µs)",)),
+        ("unaligned_convolutions", ("train.py:9 net.conv: 3×3 3→30 (400 µs)",)),
         ("environment_variables", ("CUDA_LAUNCH_BLOCKING=1",)),
         ("optimizers", ("SGD",)),
     ],
