@@ -23,6 +23,8 @@ BUILTINS = "builtins.cuh"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-w", f"-I{INCLUDE}", "-U_FORTIFY_SOURCE")
+# A quarter of a small kernel's time would go into looking for libraries to link: what it calls is the runtime's, which brings those along.
+_UNLINKED = "-nostdlib"
 # Kernels pun types through pointers, and may not be contracted where nvcc would not. An index past a local or shared
 # array and a misaligned vector access trap; a register that nobody set holds a huge number.
 _KERNEL_FLAGS = (
@@ -124,7 +126,7 @@ class Module:
         exports = "".join(f"EMULATED({entry})\n" for entry in self.entries)
         # On lines of their own: line n of `text` is what a fault names.
         self.text = f'#include "{BUILTINS}"\nnamespace {{\n{body}\n}}\n{exports}EMULATED_SHARED()\n'
-        self._flags = (*_KERNEL_FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+        self._flags = (*_KERNEL_FLAGS, _UNLINKED, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
         self.path = _build(self.text, self._flags)
         self.library = ctypes.PyDLL(str(self.path))
         for edge in (self.library.emulated_shared_begin, self.library.emulated_shared_end):

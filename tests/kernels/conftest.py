@@ -10,7 +10,7 @@ import torch
 from emulation.device import emulated
 
 from advisor.ops import catalog, dispatch
-from advisor.ops.sites import install
+from advisor.ops.sites import install, native
 
 __all__ = ["emulated"]
 
@@ -26,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[item.path] += 1
             if seen[item.path] > PLANTED:
                 item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(scope="session")
+def sites() -> None:
+    """Calls are replayed (ops/sites). Where there is no cache they are compiled for this, for half a minute, and not when tests are collected."""
+    if reason := native.unavailable():
+        pytest.skip(reason)
 
 
 @pytest.fixture

@@ -39,13 +39,11 @@ from advisor.ops.pooling import api as pooling
 from advisor.ops.sites import install, native, recording
 from advisor.ops.upsample import api as upsample
 
-pytestmark = pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
-
 Step = Callable[..., list[torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(sites: None) -> Iterator[None]:
     torch._dynamo.reset()
     install.recorded.clear()
     install.refused.clear()

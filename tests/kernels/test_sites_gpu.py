@@ -11,7 +11,7 @@ from test_sites import Net, captured, step
 from advisor.ops import dispatch
 from advisor.ops.sites import install, native
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sites")]
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -17,6 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from advisor.core import locks
 from advisor.core.cache import cache_dir
 from advisor.core.errors import first_line
 from advisor.ops import tensor_map
@@ -83,10 +84,16 @@ def _compiler() -> list[str]:
 
 
 def _built(compiler: list[str]) -> Path:
-    """The shared library: from the cache folder, or made there. Two processes at it make it twice, and each sees a whole one."""
+    """The shared library: from the cache folder, or made there, by one process while others wait for it."""
     made = _library()
-    if made.is_file():
-        return made
+    if not made.is_file():
+        with locks.exclusive(locks.of_user("native")):
+            if not made.is_file():
+                _make(compiler, made)
+    return made
+
+
+def _make(compiler: list[str], made: Path) -> None:
     import torch
 
     root = Path(torch.__file__).parent
@@ -112,7 +119,6 @@ def _built(compiler: list[str]) -> Path:
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
-    return made
 
 
 def _library() -> Path:
