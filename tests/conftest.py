@@ -6,7 +6,8 @@ import gc
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
@@ -34,6 +35,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.collect()
         gc.freeze()
         _frozen = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `each_value` those cases run always that have, between them, each value of each parameter; the others are long."""
+    cases: dict[tuple[object, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("each_value"):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for alike in cases.values():
+        kept = covering([{name: id(value) for name, value in item.callspec.params.items()} for item in alike])
+        for number, item in enumerate(alike):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
+
+
+def covering(cases: Sequence[Mapping[str, int]]) -> set[int]:
+    """Numbers of cases, each {parameter: what tells its value}, in which all values come: few, and values as evenly as may be."""
+    kept: set[int] = set()
+    left = {value for case in cases for value in case.items()}
+    used: Counter[tuple[str, int]] = Counter()
+    while left:
+        gains = [(len(left & set(case.items())), -sum(used[v] for v in case.items())) for case in cases]
+        best = gains.index(max(gains))
+        kept.add(best)
+        used.update(cases[best].items())
+        left -= set(cases[best].items())
+    return kept
 
 
 @pytest.fixture(autouse=True)

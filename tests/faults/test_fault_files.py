@@ -25,7 +25,7 @@ from advisor.profiling.sampler import Sampler
 from advisor.userfiles.restore import restore_pending
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 50  # of each kind: a hundred in all
+KILLS = 15  # of each kind
 
 # Writes what a profile leaves, over and over, as the training's process and the supervisor do.
 RECORDING = """

@@ -237,6 +237,7 @@ def test_run_trains_to_the_end_and_the_checkpoint_is_the_plain_scripts(proved) -
     assert (plain.returncode, plain.stdout.split()) == (0, ["resumed", "trained", "1"]), plain.stderr
 
 
+@pytest.mark.long
 def test_a_plan_of_another_machine_is_proved_here_without_a_search(proved, tmp_path: Path) -> None:
     folder, _, (before, _) = proved
     text = (search_of(folder) / "plan.yaml").read_text()
@@ -286,7 +287,11 @@ def test_a_plan_is_proved_in_all_processes_that_train_together(tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
-    "words", [("run", "--plan", "plan.yaml"), ("profile", "-q", "--keep-running", "-o", "run")], ids=["run", "profile"]
+    "words",
+    [
+        pytest.param(("run", "--plan", "plan.yaml"), id="run"),
+        pytest.param(("profile", "-q", "--keep-running", "-o", "run"), id="profile", marks=pytest.mark.long),
+    ],
 )
 def test_what_the_script_has_let_go_of_is_gone_before_the_interpreter_ends(
     tmp_path: Path, words: tuple[str, ...]

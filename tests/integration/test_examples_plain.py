@@ -71,8 +71,8 @@ def run(script: str, arguments: str, folder: Path, launcher: tuple[str, ...] = (
     return done.stdout
 
 
-# Advisor's other tests train on these; of the rest each is plain PyTorch as these are.
-SHORT = {"mnist.py", "cifar.py", "imagenet.py"}
+# The one whose packages need most; `make demo` trains cifar.py, and each is plain PyTorch as this one is.
+SHORT = {"imagenet.py"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,7 @@ def test_trains_a_few_steps(script: str, tmp_path: Path) -> None:
     assert all((tmp_path / name).is_file() for name in files)
 
 
+@pytest.mark.long
 def test_imagenet_trains_in_two_processes_and_one_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
     small = "-a resnet18 -b 4 --image-size 32 --num-classes 10 --train-size 24 --val-size 9 -j 0 --dummy -p 1"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

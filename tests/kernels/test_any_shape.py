@@ -260,18 +260,20 @@ def test_every_family_is_drawn_for() -> None:
     assert set(DRAWN) == {family.id for family in catalog.FAMILIES}
 
 
-@pytest.mark.parametrize(
-    ("images", "examples"),
-    [
-        pytest.param(None, FEW, id="any"),
-        pytest.param(1, FEW, id="one image"),
-        pytest.param(None, MANY, id="many", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.each_value
+@pytest.mark.parametrize("images", [pytest.param(None, id="any"), pytest.param(1, id="one image")])
 @pytest.mark.parametrize("identifier", DRAWN)
-def test_errors_are_no_worse_than_pytorchs_own(
-    emulated: Any, identifier: str, images: int | None, examples: int
-) -> None:
+def test_errors_are_no_worse_than_pytorchs_own(emulated: Any, identifier: str, images: int | None) -> None:
+    hold_for(identifier, images, FEW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("identifier", DRAWN)
+def test_nor_are_those_of_many(emulated: Any, identifier: str) -> None:
+    hold_for(identifier, None, MANY)
+
+
+def hold_for(identifier: str, images: int | None, examples: int) -> None:
     drawn = DRAWN[identifier]()
 
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -219,6 +219,7 @@ def test_a_fault_planted_where_rows_are_read_twice_is_found(
     assert not passes_with(monkeypatch, FAMILY, grid, *STREAM_FAULTS[fault])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])
 @pytest.mark.parametrize("slots", [0, 1, 2, 3])
@@ -499,6 +500,7 @@ def test_the_operations_of_the_library(emulated, activation: str, residual: bool
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])
 @pytest.mark.parametrize(("blocks", "slots"), [(5, 9), (7, 1), (7, 9), (16, 1)])
@@ -522,6 +524,7 @@ def test_blocks_that_have_whole_rows_exchange_their_sums_twice(
     assert shape.whole
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True)])
 @pytest.mark.parametrize(

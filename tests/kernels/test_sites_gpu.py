@@ -9,7 +9,7 @@ import torch
 from test_sites import Net, captured, step
 
 from advisor.ops import dispatch
-from advisor.ops.sites import install, native
+from advisor.ops.sites import install
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sites")]
 

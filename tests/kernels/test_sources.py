@@ -92,8 +92,16 @@ def test_a_kernel_that_is_launched_early_waits_before_all_else(name: str) -> Non
         assert "overlap_launches" not in text
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", SOURCES)
+def is_launched(name: str, arch: str) -> bool:
+    """Not where the architecture lacks what it uses, nor on others than the one that it is compiled for alone."""
+    least = getattr(SOURCES[name].spec, "NEEDS_ARCH", {}).get(name, 0)
+    return int(arch) >= least and (arch == "90" or not sources.target(name))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("name", "arch"), [(name, arch) for name in SOURCES for arch in ARCHITECTURES if is_launched(name, arch)]
+)
 def test_compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str) -> None:
     """The last variant, which has most of what a source may have."""
     compiles_without_spills(nvrtc, name, arch, 1)
@@ -107,10 +115,6 @@ def test_other_variants_compile_without_spills(nvrtc: Nvrtc, name: str) -> None:
 
 def compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str, count: int) -> None:
     family = SOURCES[name]
-    if int(arch) < getattr(family.spec, "NEEDS_ARCH", {}).get(name, 0):
-        pytest.skip("its launch is refused on this architecture, which lacks what it uses")
-    if sources.target(name) and arch != "90":
-        pytest.skip("its launch is refused on this architecture: it is compiled for one alone")
     variants = family.variants_of(name, int(arch))
     step = -(-len(variants) // count)
     for defines in variants[::-step]:

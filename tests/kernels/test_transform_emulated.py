@@ -175,6 +175,7 @@ def test_with_inductor_an_empty_batch_is_pytorchs_own(emulated, monkeypatch) -> 
     assert emulated.launches["layer_norm_forward"] == 1
 
 
+@pytest.mark.long
 def test_in_code_that_inductor_generates(emulated, nets, tmp_path) -> None:
     """As above with Inductor's own: C++ around the operation, compiled here and not found in a cache."""
     from torch._inductor import config as inductor

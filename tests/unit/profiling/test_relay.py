@@ -77,7 +77,12 @@ def test_the_next_process_waits_for_its_orders(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "before", ["open('log.txt', 'w').write('x')", "os.mkdir('logs')", "import subprocess; subprocess.run(['true'])"]
+    "before",
+    [
+        pytest.param("open('log.txt', 'w').write('x')", marks=pytest.mark.long),
+        pytest.param("os.mkdir('logs')", marks=pytest.mark.long),
+        "import subprocess; subprocess.run(['true'])",
+    ],
 )
 def test_what_changes_something_before_its_turn_does_not_come_to_it(here: Path, before: str) -> None:
     relay, train, run_dir, output = Relay(cores=8), command(before), here / "run", here / "output.log"

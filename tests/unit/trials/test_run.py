@@ -102,6 +102,7 @@ def test_a_plan_that_was_never_applied_is_told(machine, tmp_path, strict, monkey
     assert said == ["ADVISOR_DISABLE is set: the script has trained without the plan"]
 
 
+@pytest.mark.long
 def test_folds_that_train_in_processes_of_their_own_are_told(tmp_path):
     script = tmp_path / "folds.py"
     script.write_text(FOLDS)

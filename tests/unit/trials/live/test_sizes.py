@@ -90,6 +90,7 @@ def test_a_gain_is_found_beneath_what_sizes_hide(monkeypatch, run):
     assert kept(0.05, monkeypatch, 40, run=run, told=False) <= 24
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", [1, 10])
 @pytest.mark.parametrize("odd", [{}, {"uneven": 0.06, "floor": 0.8}, {"uneven": 0.06, "bursts": 0.05}])
 def test_nothing_is_kept_for_sizes_alone(monkeypatch, run, odd):
