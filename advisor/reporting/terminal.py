@@ -203,10 +203,13 @@ def _gaps(page: _Page, profile: StepProfile) -> list[str]:
 
 def _findings(page: _Page, findings: Findings, explain: bool) -> list[str]:
     told = wording.cards(findings)
-    lines = [page.heading("What would help" if told else "Findings", wording.counts(findings))]
+    helpful = [card for card in told if card.matters]
+    lines = [page.heading("What would help" if helpful else "Findings", wording.counts(findings))]
     if not told:
         lines.append("  No rule fired.")
-    shown = told if explain else told[:TOP_CARDS]
+    elif not helpful:
+        lines += page.wrap(f"No change is known that would save {wording.share(wording.LEAST_GAIN)} of the step.", 2)
+    shown = told if explain else helpful[:TOP_CARDS]
     for card in shown:
         lines += _card(page, card, explain)
     if len(told) > len(shown):

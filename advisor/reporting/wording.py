@@ -20,6 +20,7 @@ SEMANTICS = {
 }
 LEAST = "<0.1"  # what would else read as nothing, in per cent
 NAMES = frozenset({"advisor", "torch"})  # stay small where a sentence begins with them
+LEAST_GAIN = 0.01  # of the step: less is kept by no search (--min-gain)
 ENOUGH_FRAC = 0.8  # at this share of the limit a step without findings is called done
 
 
@@ -144,6 +145,14 @@ class Told:
     lead: Finding
     reasons: tuple[Finding, ...]
 
+    @property
+    def matters(self) -> bool:
+        """Something is to be gained by it, or may be where that is not known."""
+        predicted = self.card.predicted
+        if self.lead.role == "description":
+            return False
+        return predicted.high >= LEAST_GAIN if predicted is not None else self.lead.severity in ("high", "medium")
+
 
 def cards(findings: Findings | None) -> tuple[Told, ...]:
     """The cards of a run, by rank."""
@@ -218,7 +227,7 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     if unexplained:
         told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in unexplained)
         sentence += f" Of the step no finding explains: {told}."
-    first = next((t for t in cards(findings) if _matters(t)), None)
+    first = next((t for t in cards(findings) if t.matters), None)
     if first is not None and first.card.predicted is not None:
         return f"{sentence} Most to gain: {_clause(first.lead.title)} ({saves(first.card.predicted)})."
     if first is not None:
@@ -229,12 +238,6 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     if frac is not None and ENOUGH_FRAC <= frac <= 1:
         return f"{sentence} There is nothing to do."
     return f"{sentence} No rule found a change that would help."
-
-
-def _matters(told: Told) -> bool:
-    """It says what there is to gain, or where that is not known, that it costs."""
-    predicted = told.card.predicted
-    return predicted.high > 0 if predicted is not None else told.lead.severity in ("high", "medium")
 
 
 def _clause(title: str) -> str:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.findings import Interval, Outcome
+from advisor.core.findings import Finding, Findings, Interval, Outcome
 from advisor.core.profile import StepProfile
 from advisor.reporting import machine, terminal
 from advisor.reporting.compare import compare_profiles
 from advisor.reporting.html import report_html
+from advisor.rules import cards
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")
 
@@ -69,6 +70,41 @@ def test_profile_says_what_people_came_for():
         "each 2.1 % slower than untraced; 99.8 % of launches",
     ):
         assert part in text
+
+
+def told(*fired, explain=False):
+    found = Findings(run="", findings=fired, cards=cards(fired), recommendations=())
+    text = terminal.profile_text(samples.resnet50(), found, 100, explain=explain)
+    return text[text.index("Largest gaps") :]
+
+
+def fired(rule, high=None, **more):
+    gain = None if high is None else Interval(low=0.0, high=high)
+    fields = {"severity": "medium", "area": "launch", "message": f"{rule} is so."} | more
+    return Finding(rule=rule, title=f"Title of {rule}", outcome=Outcome.FIRED, gain=gain, **fields)
+
+
+def test_a_card_is_numbered_and_names_its_other_reasons():
+    host = [fired(name, high, cause="host-bound") for name, high in (("busy", 0.2), ("bound", 0.5), ("short", 0.1))]
+    text = told(*host, fired("other", 0.05))
+    assert "● 1. Title of bound  [bound]" in text
+    assert "also: Title of busy; Title of short" in text
+    assert "● 2. Title of other  [other]" in text
+    assert "[busy]" not in text
+    assert "[busy]" in told(*host, explain=True)
+
+
+def test_what_saves_nothing_is_not_offered_as_help():
+    idle = (fired("tiny", 0.004), fired("slow", 0.9, role="description"), fired("hint", severity="low"))
+    text = told(*idle)
+    assert "What would help" not in text
+    assert "No change is known that would save 1 % of the step." in text
+    assert "3 more in the report." in text
+    assert "[slow]" in told(*idle, explain=True)
+    with_help = told(fired("leak", severity="high"), *idle)
+    assert "What would help" in with_help
+    assert "● 1. Title of leak" in with_help
+    assert "[slow]" not in with_help
 
 
 def test_trials_show_predicted_beside_measured_and_the_stack():
