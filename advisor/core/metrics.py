@@ -230,6 +230,11 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("tf32_conv", "cuDNN may use TF32"),
     _f("tf32_matmul", "cuBLAS may use TF32"),
     _f("channels_last", "convolution inputs are channels_last"),
+    _f("weights_channels_last", "convolution weights are channels_last"),
+    _n("layout_breaks", "count", "modules that are given NHWC and return NCHW, or in whose forward an operator does"),
+    _t("layout_broken_by", "what these are, by class or operator, with how many of each"),
+    _n("layout_kept_saved_low", "frac", "share of the step that one layout all through saves at least"),
+    _n("layout_kept_saved_high", "frac", "share of the step that one layout all through saves at most"),
     _f("amp_capable_loss", "no operation was seen that autocast refuses"),
     _Section("convolutions", "convolution modules and calls of the live model; times from the traced window"),
     _n("conv_count", "count", "convolutions in a step"),
@@ -397,7 +402,13 @@ _MODELLED = frozenset(
         *("unnormed_elementwise_frac", "written_norm_frac", "bn_act_count", "state_bytes", "activation_bytes"),
         *(f"{kind}_efficiency" for kind in ("memory_bound", "conv", "conv_worst", "norm", "depthwise", "grouped")),
         *("pool_efficiency", "upsample_efficiency"),
-        *("half_speed", "cudnn_off_saved_low", "cudnn_off_saved_high"),
+        *(
+            "layout_kept_saved_low",
+            "layout_kept_saved_high",
+            "half_speed",
+            "cudnn_off_saved_low",
+            "cudnn_off_saved_high",
+        ),
     )
 )
 # Modelled where this machine does not let them be measured.

@@ -172,6 +172,18 @@ class ConvFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutBreak:
+    """A module that is given NHWC and returns NCHW, or in whose forward an operator does.
+
+    `what` is the module's class, or the operator as autograd names it ("ReflectionPad2D").
+    """
+
+    module: str
+    module_type: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the script trains and how, read from live objects without changing them."""
 
@@ -189,7 +201,9 @@ class ModelFacts:
     autocast: str = ""  # dtype the script's own autocast uses, "" if none
     grad_scaler: bool = False
     parameter_dtype: str = "fp32"
-    channels_last: bool = False
+    channels_last: bool = False  # most convolutions' inputs are NHWC
+    weights_channels_last: bool = False  # most convolutions' weights are
+    layout_breaks: tuple[LayoutBreak, ...] = ()
     fixed_shapes: bool = True
     batch_size: int = 0
     accumulation: int = 1  # backward passes per step

@@ -26,6 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from advisor.profiling.compiles import is_compiled
 from advisor.profiling.epochs import Epochs
 from advisor.profiling.forwards import ForwardWatch
+from advisor.profiling.layouts import LayoutWatch, is_channels_last
 from advisor.profiling.patches import Patch
 from advisor.profiling.sources import user_line
 from advisor.profiling.steps import EPOCH, EVALUATION, FORWARD, StepWatcher
@@ -93,6 +94,7 @@ class Observations:
     clipping: bool = False
     no_sync: bool = False  # DDP was called inside its `no_sync()`
     batch: BatchSeen = field(default_factory=BatchSeen)
+    layouts: LayoutWatch = field(default_factory=LayoutWatch)
     first_ns: int = 0  # perf_counter at the first batch or module call
 
 
@@ -355,6 +357,7 @@ class Discovery:
         plain = torch.nn.Module.__call__
         depth = self._depth
         observe = self.patches.guard(self._observe_call)
+        entering, leaving = self.patches.guard(self._enter), self.patches.guard(self._leave)
 
         @wraps(plain)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -364,15 +367,25 @@ class Discovery:
             if level == 0 and not self.seen.first_ns:
                 self.seen.first_ns = time.perf_counter_ns()
             depth.level = level + 1
+            entering(module, args)
             try:
                 with self.out_of_sight() if is_compiled(module) else contextlib.nullcontext():
                     output = plain(module, *args, **kwargs)
             finally:
                 depth.level = level
+            leaving(module, args, output)
             observe(module, args, kwargs, output, level == 0)
             return output
 
         return call
+
+    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not self.watcher.in_backward and torch.is_grad_enabled():
+            self.seen.layouts.enter(module, args)
+
+    def _leave(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.watcher.in_backward and torch.is_grad_enabled():
+            self.seen.layouts.leave(module, args, output)
 
     @contextlib.contextmanager
     def out_of_sight(self) -> Iterator[None]:
@@ -399,9 +412,7 @@ class Discovery:
         seen = self.seen
         if isinstance(module, torch.nn.modules.conv._ConvNd) and args and isinstance(args[0], torch.Tensor):
             value = args[0]
-            seen.convs[id(module)] = ConvCall(
-                tuple(value.shape), _weight_dtype(module, value), _is_channels_last(value)
-            )
+            seen.convs[id(module)] = ConvCall(tuple(value.shape), _weight_dtype(module, value), is_channels_last(value))
             if isinstance(output, torch.Tensor):
                 self._last_conv = (id(module), output)
         elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and self._last_conv is not None:
@@ -678,17 +689,6 @@ def _autocast(kind: str) -> torch.dtype | None:
     """What autocast computes in on this kind of device; None where it is off, or not known at all (`meta`)."""
     known = torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
-
-
-def _is_channels_last(value: torch.Tensor) -> bool:
-    if value.dim() == 4:
-        strided = value.is_contiguous(memory_format=torch.channels_last)
-    elif value.dim() == 5:
-        strided = value.is_contiguous(memory_format=torch.channels_last_3d)
-    else:
-        return False
-    # One channel or one pixel is contiguous both ways: that says nothing.
-    return strided and not value.is_contiguous()
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from advisor.core.profile import ConvFact, InputStats, ModelFacts, Site
-from advisor.profiling import heap, ranks, settings
+from advisor.core.profile import ConvFact, InputStats, LayoutBreak, ModelFacts, Site
+from advisor.profiling import heap, layouts, ranks, settings
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import compiled_code_in_use, graph_breaks, is_compiled
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
@@ -111,6 +111,8 @@ def model_facts(
         grad_scaler=any(scaler.is_enabled() for scaler in training.scalers),
         parameter_dtype=sizes.most_common(1)[0][0] if sizes else "fp32",
         channels_last=_mostly_channels_last(convs, everything),
+        weights_channels_last=_weights_channels_last(everything),
+        layout_breaks=_layout_breaks(training, seen),
         fixed_shapes=training.fixed_shapes,
         batch_size=training.batch_size,
         accumulation=backwards if called_once and _batches_drawn(watcher) != 1 else 1,
@@ -306,12 +308,27 @@ def _mostly_channels_last(convs: tuple[ConvFact, ...], everything: list[nn.Modul
     layouts = [conv.layout for conv in convs if conv.layout and len(conv.input_shape) > 3]
     if layouts:
         return 2 * layouts.count("nhwc") > len(layouts)
-    # One channel (a depthwise convolution's) or one pixel is contiguous both ways: that says nothing.
+    return _weights_channels_last(everything)
+
+
+def _weights_channels_last(everything: list[nn.Module]) -> bool:
+    """Most of those whose layout can be told: one channel (a depthwise convolution's) or one pixel is contiguous both ways."""
     weights = [
-        m.weight for m in everything if isinstance(m, nn.Conv2d) and max(m.kernel_size) > 1 and m.weight.shape[1] > 1
+        m.weight for m in everything if isinstance(m, nn.modules.conv._ConvNd) and isinstance(m.weight, torch.Tensor)
     ]
-    strided = [w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights]
-    return 2 * sum(strided) > len(strided)
+    told = [layouts.is_channels_last(w) for w in weights if layouts.is_channels_last(w) or layouts.is_nchw(w)]
+    return 2 * sum(told) > len(told)
+
+
+def _layout_breaks(training: Training, seen: Observations) -> tuple[LayoutBreak, ...]:
+    """What was seen to return NCHW of NHWC, under the roots, the most often first."""
+    names = module_names(training.roots)
+    found = []
+    for (module, what), times in seen.layouts.breaks.items():
+        path, _, kind = names.get(module, "").partition("|")
+        if path:
+            found.append((times, LayoutBreak(module=path, module_type=kind, what=what)))
+    return tuple(entry for _, entry in sorted(found, key=lambda pair: -pair[0]))
 
 
 def _batches_drawn(watcher: StepWatcher | None) -> int:

@@ -150,6 +150,25 @@ def _optimizers(profile: StepProfile) -> list[Place]:
     return [(1.0, name) for name in profile.model.optimizers]
 
 
+def _layout_breaks(profile: StepProfile) -> list[Place]:
+    """Modules that return NCHW of NHWC with what converting in them takes, then the other conversions."""
+    breaks = {entry.module: entry for entry in profile.model.layout_breaks}
+    time: dict[str, float] = {}
+    source: dict[str, str] = {}
+    for row in profile.kernels:
+        if row.module in breaks:
+            time[row.module] = time.get(row.module, 0.0) + (row.time_us if row.kind == "layout" else 0.0)
+            source.setdefault(row.module, row.source)
+    found = []
+    for module, entry in breaks.items():
+        place = " ".join(part for part in (source.get(module, ""), module) if part)
+        by = entry.what if entry.what == entry.module_type else f"{entry.what} in {entry.module_type}"
+        spent = time.get(module, 0.0)
+        # Ahead of every other conversion: those follow from these.
+        found.append((1e12 + spent, f"{place}: {by} returns NCHW" + (f" ({time_text(spent)})" if spent else "")))
+    return found or _rows(profile, lambda row: row.kind == "layout", lambda row: row.time_us)
+
+
 def _set_at(*names: str) -> Callable[[StepProfile], list[Place]]:
     """Lines of the script that set these, and the variables that do."""
 
@@ -188,6 +207,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "elementwise": _kinds("elementwise", "activation"),
     "pools": _kinds("pool"),
     "reductions": _kinds("reduce"),
+    "layout_breaks": _layout_breaks,
     "layout_changes": _kinds("layout"),
     "device_copies": _kinds("copy", "layout"),
     "fills": _kinds("memset"),

@@ -131,7 +131,7 @@ def test_an_empty_table_evaluates_nothing():
 CPU = {
     "on_gpu": False, "cpu_count": 8.0, "gpu_count": 0.0, "bf16_supported": True, "fixed_shapes": True,
     "cupy_available": False, "step_us": 2e5, "step_spread_frac": 0.05, "steps_measured": 20.0, "conv_frac": 0.6,
-    "grouped_conv_frac": 0.0, "max_conv_kernel": 3.0, "channels_last": False, "tensor_eligible_frac": 0.65,
+    "grouped_conv_frac": 0.0, "max_conv_kernel": 3.0, "channels_last": False, "weights_channels_last": False, "tensor_eligible_frac": 0.65,
     "half_frac": 0.0, "autocast": "", "amp_capable_loss": True, "elementwise_frac": 0.15, "norm_frac": 0.15,
     "pool_frac": 0.02, "layout_frac": 0.0, "compiled": False, "optimizer": "SGD", "optimizer_fused": False,
     "optimizer_frac": 0.05, "zero_grad_to_none": False, "memset_frac": 0.01, "conv_bias_bn_count": 3.0,

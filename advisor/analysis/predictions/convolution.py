@@ -59,6 +59,8 @@ def channels_last(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
     convs = [row for row in view.rows if row.kind == "conv"]
     if view.on_gpu and not view.profile.model.flags.get("cudnn_enabled", True):
         return nothing(NO_CUDNN)
+    if view.profile.model.weights_channels_last:
+        return nothing("the script has put its convolutions in channels_last")
     if view.profile.model.channels_last or (convs and all(row.layout == "nhwc" for row in convs)):
         return nothing("convolutions already run in channels_last")
     if not convs:

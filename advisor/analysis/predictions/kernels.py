@@ -251,6 +251,11 @@ def pointwise_conv(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     return Change(worst=Saving(), best=best, basis=f"{first.basis}; {second.basis}")
 
 
+def _is_flat_groupnorm(row: KernelRow) -> bool:
+    """Of images: the bundled kernels have no third dimension."""
+    return is_groupnorm(row) and not row.module_type.endswith(("1d", "3d"))
+
+
 def _bias_and_activation(view: View) -> list[KernelRow]:
     return list(filter(view.unnormed(), view.rows))
 
@@ -261,7 +266,7 @@ FAMILIES: dict[str, Predictor] = {
     "fused_pooling": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling"),
     "fused_upsample": _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat"),
     "fused_layer_norm": _kernel_family(_of(is_layernorm), "layer normalisation"),
-    "fused_group_norm": _kernel_family(_of(is_groupnorm), "group normalisation"),
+    "fused_group_norm": _kernel_family(_of(_is_flat_groupnorm), "group normalisation of images"),
     "fused_squeeze_excite": _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED),
     "fused_bias_act": _kernel_family(
         _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED

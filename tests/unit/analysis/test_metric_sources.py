@@ -9,7 +9,7 @@ import pytest
 
 from advisor.analysis import metrics
 from advisor.core.metrics import BY_NAME, SPECS
-from advisor.core.profile import Environment, MemoryStats, ModelFacts, Spread, StepProfile
+from advisor.core.profile import Environment, LayoutBreak, MemoryStats, ModelFacts, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.profiling import facts
 from advisor.profiling.aggregate import Aggregate
@@ -40,7 +40,8 @@ def detailed() -> StepProfile:
     names = ("cudnn_benchmark", "cudnn_deterministic", "deterministic_algorithms", "anomaly", "uses_cupy")
     model = replace(base.model, convs=convs, flags=dict.fromkeys(names, False), graph_breaks=0.5, recompiles=0)
     base = replace(base, window_step_us=120_000.0, environment=replace(base.environment, core_count=16))
-    model = replace(model, cpu_threads=16, flags={**model.flags, "cudnn_enabled": False})
+    breaks = (LayoutBreak(module="ResNet.layer1.0.bn1", module_type="BatchNorm2d", what="BatchNorm2d"),)
+    model = replace(model, layout_breaks=breaks, cpu_threads=16, flags={**model.flags, "cudnn_enabled": False})
     model = replace(model, optimizer_own=True)
     epochs = replace(
         base.input, loader="DataLoader", workers=4, iterators=3, loaders=3, epoch_make_us=9e4, epoch_batches=50.0
