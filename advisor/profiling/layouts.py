@@ -42,7 +42,7 @@ class LayoutWatch:
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """`module` is about to run on `args`."""
         stack = self._stack()
-        given = args[0] if args else None
+        given: Any = args[0] if args else None
         if stack and is_nchw(given) and getattr(self._local, "nhwc", False):
             name = _operator(given)
             if name:
@@ -58,7 +58,7 @@ class LayoutWatch:
             return
         frame = stack.pop()
         leaf = next(module.children(), None) is None
-        given = args[0] if args else None
+        given: Any = args[0] if args else None
         if self._found == frame.breaks and is_channels_last(given) and is_nchw(output) and given.dim() == output.dim():
             self._note(module, type(module).__name__ if leaf else _operator(output) or type(module).__name__)
         elif leaf and isinstance(output, torch.Tensor) and output.dim() in (4, 5):
