@@ -12,8 +12,8 @@ from advisor.rules.rule import AREAS, SEVERITIES
 UNKNOWN_GAIN = {"high": 0.3, "medium": 0.05, "low": 0.01, "info": 0.0}
 # Of the step: what a gain that may be nothing is taken for at least, as `apply` keeps nothing for less (--min-gain).
 LEAST = 0.01
-# What surely costs this much of the step is told before every search that may give nothing: sqrt(LEAST * 1) is what such a search is
-# worth at most. The reader cures it in a line or two, and the training stays bit-equal.
+# What surely costs this much of the step, and is cured by the reader in a line or two, is told before every search that may give
+# nothing: sqrt(LEAST * 1) is what such a search is worth at most. So is what a rule holds for a fault of high severity.
 NOTICEABLE = 0.003
 KNOWN_COST = math.sqrt(LEAST)
 # A larger batch or another model is more to ask than a change of how the same training runs.
@@ -64,10 +64,10 @@ def worth(finding: Finding) -> float:
     """What following this finding is expected to save, a share of the step by which cards are ranked."""
     gain = finding.gain
     expected = UNKNOWN_GAIN.get(finding.severity, 0.0) if gain is None else middle(gain)
-    known = gain is not None and gain.low > 0 and gain.high >= NOTICEABLE
-    if known and not finding.transform and finding.semantics is Semantics.EXACT:
-        expected = max(expected, KNOWN_COST)
-    return expected * RECIPE if finding.semantics is Semantics.TRAINING else expected
+    if finding.semantics is Semantics.TRAINING:
+        return expected * RECIPE
+    costs = gain is not None and gain.high >= NOTICEABLE and (gain.low > 0 or finding.severity == "high")
+    return max(expected, KNOWN_COST) if costs and not finding.transform else expected
 
 
 def middle(gain: Interval) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from advisor.core.findings import Finding, Interval, Outcome, Semantics
 from advisor.rules import cards
 
@@ -70,10 +72,12 @@ def test_a_line_to_change_for_a_known_cost_goes_above_every_search_that_may_give
         finding("search", -0.05, 0.9, transform="amp_bf16", semantics=Semantics.PRECISION),
         finding("cure", 0.004, 0.006),
     )
-    assert list(led(search, cure)) == ["cure", "search"]
+    fault = finding("fault", 0.0, 0.006, severity="high")
+    for known in (cure, fault, replace(cure, semantics=Semantics.PRECISION)):
+        assert list(led(search, known)) == [known.rule, "search"]
     for other in (
-        finding("uncertain", 0.0, 0.006), finding("unseen", 0.001, 0.002),
-        finding("of-other-numbers", 0.004, 0.006, semantics=Semantics.REASSOCIATED), finding("tried", 0.004, 0.006, transform="x"),
+        finding("uncertain", 0.0, 0.006), finding("unseen", 0.001, 0.002), finding("unseen-fault", 0.0, 0.002, severity="high"),
+        finding("recipe", 0.004, 0.006, semantics=Semantics.TRAINING), finding("tried", 0.004, 0.006, transform="x"),
     ):  # fmt: skip
         assert list(led(search, other)) == ["search", other.rule]
 
