@@ -35,6 +35,7 @@ from advisor.runs import (
 from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
+    from advisor.core.environment import Environment
     from advisor.profiling.launcher import Exit
     from advisor.profiling.session import Session
     from advisor.trials.choosing import Ask
@@ -132,11 +133,13 @@ def _profile(
     protect_files: bool,
     pace: float = 1.0,
     first_step_s: float = 0.0,
+    on_machine: Callable[[Environment], object] = lambda machine: None,
 ) -> ProfileResult:
     """Measure the script, for its own sake or (`protect_files`) as a search begins.
 
     Args:
         first_step_s: no step is waited for beyond this; 0 for as long as the script runs.
+        on_machine: called as soon as it is known what machine this is, before the script starts.
 
     Raises:
         AdvisorError: also where advisor has switched itself off, with exit code 3, or was sure that no step would come, with 4.
@@ -152,6 +155,7 @@ def _profile(
 
     say("measuring this machine (once)")
     machine = environment.probe()
+    on_machine(machine)
     refused = ""
     if counters and machine.device == "cuda":
         counters, refused = hardware.preflight()
@@ -402,6 +406,7 @@ def apply(
     from advisor.profiling.launcher import ScriptCommand
     from advisor.reporting import wording
     from advisor.trials import ledger
+    from advisor.trials.beforehand import compile_ahead
     from advisor.trials.script import last_line
     from advisor.trials.search import apply_search
 
@@ -429,6 +434,7 @@ def apply(
             protect_files=True,
             pace=min(1.0, max_time_s / USUAL_TIME_S),
             first_step_s=max_time_s,
+            on_machine=compile_ahead,
         )
         if result.profile is None or result.findings is None or result.exit_code:
             if result.exit_code:
@@ -467,14 +473,16 @@ def apply(
         storage.save(folder / FINDINGS_FILE, found)
         return _chosen(found.recommendations, only, skip)
 
+    profiled_s = time.monotonic() - started
     log, plan, exit_code = apply_search(
         command,
         candidates,
         measured,
         ask=None if auto else ask,
         min_gain=min_gain,
-        max_time_s=max(0.0, max_time_s - (time.monotonic() - started)),
-        profiled_s=time.monotonic() - started,
+        # What the script itself takes to its first step is its own time, not the search's.
+        max_time_s=max(0.0, max_time_s - profiled_s + (measured.start_s or 0.0)),
+        profiled_s=profiled_s,
         max_pairs=max_pairs,
         recommend=anew,
         run_dir=run_dir,

@@ -34,6 +34,10 @@ class Blocks:
     parts: int = 1  # of a block: they alternate with the other arm's, and the block is the mean of their medians
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks taken again, for what the machine did meanwhile
+    device_off_us: tuple[
+        float, ...
+    ] = ()  # the device's own time in each, where a part of the step is a wait for the loader
+    device_on_us: tuple[float, ...] = ()
     exponent: float = 0.0  # inputs differ in size, and times are those at one size: they grow as its elements to this
 
 
@@ -41,7 +45,8 @@ class Blocks:
 class Verdict:
     """`status` is one of STATUSES; failed: the change raised.
 
-    `gain` is the share of the step's time saved, as an interval at `confidence`, from the paired blocks.
+    `gain` is the share of the step's time saved, as an interval at `confidence`, from the paired blocks; or of the device's time in
+    it (`gain_of` is "device"), where the step waits for its loader.
     """
 
     transform: str
@@ -53,6 +58,7 @@ class Verdict:
     semantics: Semantics = Semantics.EXACT
     predicted: Interval | None = None
     gain: Interval | None = None
+    gain_of: str = "step"
     confidence: float = 0.99
     together: tuple[
         str, ...
@@ -82,6 +88,10 @@ class StackVerdict:
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
+    # The device's own time, where the plain script's step waits for its loader: None elsewhere.
+    device_speedup: float | None = None
+    device_speedup_low: float | None = None
+    device_speedup_high: float | None = None
     samples_per_s_plain: float | None = None
     samples_per_s_stack: float | None = None
     losses_plain: tuple[float, ...] = ()

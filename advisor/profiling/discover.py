@@ -30,7 +30,8 @@ from advisor.profiling.layouts import LayoutWatch, is_channels_last
 from advisor.profiling.patches import Patch
 from advisor.profiling.sources import user_line
 from advisor.profiling.steps import EPOCH, EVALUATION, FORWARD, StepWatcher
-from advisor.profiling.training import RootModule, StepEvent, Training
+from advisor.profiling.timing import clocks
+from advisor.profiling.training import Draw, RootModule, StepEvent, Training
 
 # Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
 LOOK_STEPS = 3
@@ -573,7 +574,7 @@ class Discovery:
         """Observe new DataLoader iterators and the time spent in their `next()`, from now to the end."""
         plain_iter, plain_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
         iterating, drawn = self.patches.guard(self._observe_iter), self.patches.guard(self._observe_batch)
-        ended = self.patches.guard(self.epochs.ended)
+        ended, timed = self.patches.guard(self.epochs.ended), self.patches.guard(self._time_draw)
 
         @wraps(plain_iter)
         def loader_iter(loader: Any) -> Any:
@@ -586,13 +587,17 @@ class Discovery:
         def loader_next(iterator: Any) -> Any:
             if not self.patches.active:
                 return plain_next(iterator)
-            late, start = _late(iterator), time.perf_counter_ns()
+            late, wanted = _late(iterator), self.training.draws
+            before = clocks(self.training.device) if wanted is not None else None
+            start = time.perf_counter_ns()
             try:
                 batch = plain_next(iterator)
             except StopIteration:
                 ended(iterator, time.perf_counter_ns() - start)
                 raise
             drawn(iterator, batch, start, time.perf_counter_ns() - start, late)
+            if before is not None:
+                timed(before)
             return batch
 
         self.patches.replace(DataLoader, "__iter__", loader_iter)
@@ -603,6 +608,10 @@ class Discovery:
         if self._in_training_thread():
             self.epochs.made(iterator, loader, nanoseconds)
             self.watcher.note(EPOCH)
+
+    def _time_draw(self, before: tuple[torch.cuda.Event | None, int]) -> None:
+        if self.training.draws is not None and self._in_training_thread():
+            self.training.draws.append(Draw(before, clocks(self.training.device)))
 
     def _observe_batch(self, iterator: Any, batch: Any, start: int, nanoseconds: int, late: bool) -> None:
         if not self._in_training_thread():

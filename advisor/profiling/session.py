@@ -50,6 +50,7 @@ class Session:
     infers: bool = False  # the script is known to train nothing: rounds of its model calls are its steps
     counters: bool = True  # hardware counters wanted
     candidates: tuple[Recommendation, ...] = ()
+    whole_first: bool = False  # search: what fits together of the candidates is tried as one before any by itself
     kept: tuple[PlanItem, ...] = ()
     min_gain: float = 0.01
     max_pairs: int = 20

@@ -448,7 +448,10 @@ class StepWatcher:
             reason=reason,
             loss=loss,
             elements=interval.elements,
+            draws=tuple(training.draws or ()),
         )
+        if training.draws is not None:
+            training.draws.clear()
         self.seen += 1
         for listener in tuple(training.on_step):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from advisor.core.profile import Spread
-from advisor.profiling.training import StepEvent
+from advisor.profiling.training import Draw, StepEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class StepTimes:
 
     wall_us: tuple[float, ...] = ()
     event_us: tuple[float, ...] = ()  # by CUDA events; empty on a CPU
+    waited_us: tuple[float, ...] = ()  # of each, what the device (a CPU: the thread) waited in loaders' `next()`
     positions: tuple[int, ...] = ()  # index of the interval's closing boundary in the sequence given
     excluded: dict[str, int] = field(default_factory=dict)
 
@@ -27,13 +29,18 @@ class StepTimes:
         """The times that stand for the step: by CUDA events where there are any."""
         return self.event_us or self.wall_us
 
+    @property
+    def device_us(self) -> tuple[float, ...]:
+        """What the device itself took of each step."""
+        return tuple(step - waited for step, waited in zip(self.step_us, self.waited_us, strict=True))
+
 
 def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
     """Intervals between neighbours of `boundaries`; the first one only opens the first interval.
 
     Waits for the device when there are CUDA events: call it outside the timed stretch.
     """
-    wall, events, positions, excluded = [], [], [], Counter[str]()
+    wall, events, waited, positions, excluded = [], [], [], [], Counter[str]()
     if boundaries and boundaries[-1].event is not None:
         boundaries[-1].event.synchronize()
     for position in range(1, len(boundaries)):
@@ -44,10 +51,26 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
         if after.event is not None and before.event is not None:
             events.append(before.event.elapsed_time(after.event) * 1e3)
         wall.append((after.host_ns - before.host_ns) / 1e3)
+        waited.append(math.fsum(map(_waited_us, after.draws)))
         positions.append(position)
     if len(events) != len(wall):
         events = []  # the device became known in between: two kinds of time do not mix
-    return StepTimes(wall_us=tuple(wall), event_us=tuple(events), positions=tuple(positions), excluded=dict(excluded))
+    return StepTimes(
+        wall_us=tuple(wall),
+        event_us=tuple(events),
+        waited_us=tuple(waited),
+        positions=tuple(positions),
+        excluded=dict(excluded),
+    )
+
+
+def _waited_us(draw: Draw) -> float:
+    """For how long the device had nothing to do in this `next()`: on its own clock between two events, of which the first is
+    reached when all work before it is done, and the second at once."""
+    (first, began_ns), (last, ended_ns) = draw.before, draw.after
+    if first is None or last is None:
+        return (ended_ns - began_ns) / 1e3
+    return float(first.elapsed_time(last)) * 1e3
 
 
 def clocks(device: torch.device) -> tuple[torch.cuda.Event | None, int]:

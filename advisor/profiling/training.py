@@ -29,13 +29,24 @@ class RootModule:
 
 
 @dataclass(slots=True, eq=False)
+class Draw:
+    """A batch drawn from a loader: before its `next()` and after, each as a CUDA timing event (None on a CPU) and the host's
+    `perf_counter_ns`.
+    """
+
+    before: tuple[torch.cuda.Event | None, int]
+    after: tuple[torch.cuda.Event | None, int]
+
+
+@dataclass(slots=True, eq=False)
 class StepEvent:
     """One finished training step (see profiling.steps for what a step is).
 
     `event` is a CUDA timing event recorded at the boundary (None on a CPU). `clean` is False when the interval since the
     last boundary holds anything but one training step: an epoch boundary, evaluation, another batch size, a compile;
     `reason` then says which. `loss` is the detached loss tensor of the step's last backward, or None. `elements` is how many
-    the tensors have together that the script gave its models in training mode; 0 where that was not seen.
+    the tensors have together that the script gave its models in training mode; 0 where that was not seen. `draws` are the batches
+    drawn since the last boundary, where somebody wants them (`Training.draws`).
     """
 
     index: int
@@ -45,6 +56,7 @@ class StepEvent:
     reason: str = ""
     loss: torch.Tensor | None = None
     elements: int = 0
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +74,7 @@ class Training:
     fixed_shapes: bool = True
     keep_gradients: bool = False
     updates_compiled: bool = False  # an `Optimizer.step` ran inside a call of what torch.compile was given
+    draws: list[Draw] | None = None  # of the step that runs; None: nobody wants them
     # The boundary handlers run inside the user's last `Optimizer.step()` of a step, in order of registration.
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
 

@@ -15,10 +15,15 @@ _BY_LICENCE = (Semantics.EXACT, Semantics.REASSOCIATED, Semantics.PRECISION, Sem
 
 
 class Bundle(Transform):
-    """All members together, in their order; they take no parameters."""
+    """All members together, in their order; they take no parameters.
+
+    Attributes:
+        blamed: the member that raised when it was last to be switched on; "" while none did.
+    """
 
     def __init__(self, identifier: str, members: Sequence[Transform]) -> None:
         self.members = tuple(members)
+        self.blamed = ""
         self.id = identifier  # type: ignore[misc]
         # It promises no more than the least strict of its members.
         self.semantics = max((m.semantics for m in members), key=_BY_LICENCE.index)  # type: ignore[misc]
@@ -40,7 +45,9 @@ class Bundle(Transform):
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         with all_or_nothing() as undo:
             for member in self.members:
+                self.blamed = member.id
                 undo.push(member.apply(training, parameters).run)
+        self.blamed = ""
         return undo
 
     def release(self, training: Training) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.core.profile import StepProfile
@@ -64,24 +65,26 @@ class Budget:
         before_the_stack = max(self.whole_s - self.stack_s(START_S), 1.0)
         return min(max(TRIAL_LEAST_S, TRIAL_SHARE * self.whole_s), before_the_stack)
 
-    def stack_s(self, start_s: float, left: float = 1.0) -> float:
+    def stack_s(self, start_s: float, left: float = 1.0, *, proved: bool = False) -> float:
         """What the comparison of the stack needs, up to half of the whole.
 
         Args:
             left: of the plain script's step, with what is kept.
+            proved: a part of the stack has been compared before; the plain script's runs are there.
         """
         if self.step_s is None:
             return max(STACK_LEAST_S, STACK_SHARE_UNTIMED * self.whole_s)
-        needed_s = min(self._runs_s(start_s, left), STACK_MOST_SHARE * self.whole_s)
-        return max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
+        kinds = (proof.STACK, proof.STACK) if proved else proof.ROUND
+        needed_s = min(self._runs_s(start_s, left, kinds), STACK_MOST_SHARE * self.whole_s)
+        return needed_s if proved else max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
 
-    def _runs_s(self, start_s: float, left: float) -> float:
-        """What the stack's fresh runs take, whatever the whole is."""
+    def _runs_s(self, start_s: float, left: float, kinds: Sequence[str] = proof.ROUND) -> float:
+        """What fresh runs of these kinds take, whatever the whole is."""
         step_s = self.step_s or 0.0
         steps_s = {proof.PLAIN: step_s, proof.STACK: step_s * left}
         runs_s = [
             start_s + max(fresh.WARMUP * s, self.settle_s) + max(fresh.STEPS * s, fresh.TIMED_S)
-            for s in (steps_s[kind] for kind in proof.ROUND)
+            for s in (steps_s[kind] for kind in kinds)
         ]
         return STACK_MARGIN * sum(runs_s)
 
@@ -89,18 +92,18 @@ class Budget:
         """Of a whole of this length, or a longer one, the comparison of the stack leaves half for trials."""
         return max(STACK_LEAST_S, self._runs_s(max(START_S, start_s), 1.0)) / STACK_MOST_SHARE
 
-    def candidates_until(self, start_s: float, left: float = 1.0) -> float:
+    def candidates_until(self, start_s: float, left: float = 1.0, *, proved: bool = False) -> float:
         """When no new candidate begins: then it is the turn of the stack's comparison.
 
         Args:
             start_s: what starts have taken.
-            left: of the plain script's step, with what is kept.
+            left, proved: as `stack_s` has them.
         """
-        return self.until - self.reserve_s(start_s, left)
+        return self.until - self.reserve_s(start_s, left, proved=proved)
 
-    def reserve_s(self, start_s: float = 0.0, left: float = 1.0) -> float:
+    def reserve_s(self, start_s: float = 0.0, left: float = 1.0, *, proved: bool = False) -> float:
         """What is kept for the comparison of the stack; arguments as of `candidates_until`."""
-        return min(self.whole_s, self.stack_s(max(START_S, start_s), left))
+        return min(self.whole_s, self.stack_s(max(START_S, start_s), left, proved=proved))
 
     def left_out_until(self) -> float:
         """When, beginning now, the stack is no longer run without one of its items."""

@@ -72,6 +72,7 @@ class MeasureDriver:
         self._rank, self._ranks = 0, 1
         self._timing = session.protecting / TIMING_FILE
         self._process = os.getpid()
+        training.draws = []
         if watcher is not None:
             watcher.patches.on_fault.append(lambda error: stop(session, "advisor switched itself off"))
         tell(session, "phase", phase="warm-up")
@@ -143,6 +144,7 @@ class MeasureDriver:
         record = records.Measurement(
             step_us=times.step_us,
             wall_us=times.wall_us,
+            device_us=times.device_us,
             every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
             held=tuple(b.reason if b.reason in SCHEDULED else "" for b in self._boundaries[1:]),
             losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),

@@ -52,10 +52,13 @@ def log(
     )
 
 
-def leave_unconfirmed(script: Script) -> None:
-    """What is kept so far has not come to be compared with the plain script: it is neither proved nor refuted."""
+def leave_unconfirmed(script: Script, proved: Proof | None) -> None:
+    """What is kept and was not compared with the plain script is neither proved nor refuted."""
     reason = f"not confirmed end to end: {script.why_over or 'it ended'} before the comparison with the plain script"
+    held = proved.items if proved is not None and proved.holds else ()
     for item in records.kept_items(script.run_dir):
+        if item.transform in held:
+            continue
         records.revise_kept(script.run_dir, item.transform, status=UNCONFIRMED, reason=reason)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from advisor.analysis.idle import idle
 from advisor.analysis.view import View
@@ -26,7 +26,7 @@ LAYOUT = "channels_last"
 GRAPHS = "cuda_graphs"
 # Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
 STAGES: tuple[frozenset[str], ...] = (
-    frozenset({"loader_workers", "uint8_batches", "prefetch"}),
+    frozenset({"prefetch"}),
     frozenset({"defer_sync", "set_to_none"}),
     frozenset({"tf32"}),
     # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
@@ -45,6 +45,8 @@ STAGES: tuple[frozenset[str], ...] = (
     frozenset({"fused_casts"}),
     frozenset({"fused_optimizer", "single_device"}),
     frozenset({"gradient_stream"}),  # of the kernels that the backward has by then
+    # Fresh processes, which take longest: behind all that the running loop can tell.
+    frozenset({"loader_workers", "uint8_batches"}),
     frozenset({"cudnn_benchmark"}),
     frozenset({"compile"}),
     frozenset({"compile_max_autotune"}),
@@ -53,11 +55,11 @@ STAGES: tuple[frozenset[str], ...] = (
 # tried on an H200 (20 to 40 s each). They wait until the step with what is kept has been profiled, and are tried if the
 # middle of their prediction for that step is a gain.
 DEAR = frozenset({"compile", "compile_max_autotune"})
-# What needs fresh processes and gains little is tried last, on top of the proven stack, whose fresh runs it is compared with: two
-# more then suffice, where pairs of its own take six or more.
-ON_TOP = frozenset({"cudnn_benchmark"})
 # Changes of how data loaders are made: only fresh processes can try them.
 RESTARTED = frozenset({"loader_workers", "uint8_batches"})
+# What needs fresh processes is tried on top of the proven stack, whose fresh runs it is compared with: two more then suffice,
+# where pairs of its own take six or more.
+ON_TOP = RESTARTED | {"cudnn_benchmark"}
 # Each with results on file that it wins wherever it is dispatched: neighbours of these are tried as one, with one capture, one gate
 # and one set of blocks, and one by one only where that fails or gains nothing. What gains less than a trial can tell by itself is
 # found so too: one cast of all weights and the fused optimizer gained ResNet-50 on an H200 0.7 and 0.8 %.
@@ -71,10 +73,7 @@ LONG_FIRST_STEP_US = 10e6
 # A kernel's trial under graphs holds the step's memory this many times: a graph without it, one with it, and the eager calls before
 # a capture. Where that does not fit graphs come behind the kernels, whose trials then need it once.
 GRAPHED_ROOM = 3
-# A step behind starving workers is as long as they take for a batch, whatever else waits in it: a ResNet-18 on CIFAR (H200) waited 34 % of its
-# step for launches and 21 for data behind two workers, and twelve pairs with CUDA graphs told −4 to 7 %.
-FEEDS = "loader_workers"
-_BOUND_BY = {"launch": GRAPHS, "data": FEEDS, "copy": "prefetch", "sync": "defer_sync"}
+_BOUND_BY = {"launch": GRAPHS, "copy": "prefetch", "sync": "defer_sync"}
 # An idle cause below this share of the step does not bound it: the change that removes it waits for its usual turn.
 BOUND_FRAC = 0.2
 # A change that was too small to be proved is worth a second trial where its share of the step has grown by half.
@@ -86,14 +85,10 @@ LARGE_GAIN = 0.1
 def order(recommendations: Sequence[Recommendation], profile: StepProfile | None = None) -> tuple[Recommendation, ...]:
     """The recommendations in the order of trial, each at most once per transform and parameters.
 
-    What the profile's largest idle cause asks for comes first, or, where a loader's workers are behind, what makes them more; then
-    the stages above, then predicted gain; whatever stands in `after` of another comes before it, and a circle there is broken at its
+    What the profile's largest idle cause asks for comes first; then the stages above, then predicted gain; whatever stands in `after` of another comes before it, and a circle there is broken at its
     earliest member. What is predicted to find nothing to do comes last, and nothing waits for it.
     """
-    first, graphs_last = (
-        _bounding(profile, {r.transform for r in recommendations}),
-        crowded(profile) or _kernels_promise_more(recommendations),
-    )
+    first, graphs_last = _bounding(profile), crowded(profile) or _kernels_promise_more(recommendations)
     unique: dict[tuple[str, tuple[tuple[str, str], ...]], Recommendation] = {}
     for item in recommendations:
         unique.setdefault((item.transform, tuple(sorted(item.parameters.items()))), item)
@@ -113,7 +108,7 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
     return tuple(ordered)
 
 
-def _bounding(profile: StepProfile | None, recommended: Collection[str]) -> str:
+def _bounding(profile: StepProfile | None) -> str:
     if profile is None or not profile.typical_us > 0:
         return ""
     # Of the untraced step: a trace makes the host slower. A distillation on an H200 waited 22 ms for launches in a traced step of 57;
@@ -123,8 +118,6 @@ def _bounding(profile: StepProfile | None, recommended: Collection[str]) -> str:
     causes = {cause: time for cause, time in times.items() if cause in _BOUND_BY}
     if not causes:
         return ""
-    if profile.starved and causes.get("data", 0.0) / profile.typical_us >= BOUND_FRAC and FEEDS in recommended:
-        return FEEDS
     worst = max(causes, key=lambda name: causes[name])
     return _BOUND_BY[worst] if causes[worst] / profile.typical_us >= BOUND_FRAC else ""
 

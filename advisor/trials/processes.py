@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from advisor.core.findings import Interval, Recommendation
@@ -45,6 +45,8 @@ class SearchProcesses:
     max_pairs: int
     late: bool = False  # candidates were left when their time was up
     ended_early: int = 0  # processes whose script came to its own end
+    on_whole: Callable[[], None] | None = None  # called once what was tried as one, first of all, is kept
+    proved: bool = False  # something kept has been compared with the plain script
     on_top: list[Recommendation] = field(default_factory=list)  # and candidates among them whose turn comes last
     _crashes: int = 0
     _faults: int = 0  # of advisor's own, in processes one after the other
@@ -59,7 +61,7 @@ class SearchProcesses:
     @property
     def deadline(self) -> float:
         """`time.time()` at which no new candidate begins."""
-        return self.budget.candidates_until(self.script.start_s, self.left)
+        return self.budget.candidates_until(self.script.start_s, self.left, proved=self.proved)
 
     @property
     def why_late(self) -> str:
@@ -112,6 +114,7 @@ class SearchProcesses:
         ended = self.script.start(
             "search",
             candidates=tuple(left),
+            whole_first=self.on_whole is not None,
             kept=records.kept_items(run_dir),
             min_gain=self.min_gain,
             max_pairs=self.max_pairs,
@@ -124,7 +127,9 @@ class SearchProcesses:
             self.script.model_hash = record.model_hash or self.script.model_hash
             self.script.notes += [note for note in record.notes if note not in self.script.notes]
             self.late = self.late or record.out_of_time
-            self.on_top += [c for c in left if c.transform in record.on_top]
+            self.on_top += [c for c in left if c.transform in record.on_top and c not in self.on_top]
+            if record.whole_kept and self.on_whole is not None:
+                self.on_whole()
         if self.script.over:
             return True
         # Another setting of the same transform may have had its verdict in this process already.

@@ -12,7 +12,7 @@ from advisor.core.verdict import Check, StackVerdict
 from advisor.trials import losses
 from advisor.trials.flow import every_us
 from advisor.trials.records import Measurement
-from advisor.trials.statistics import bursty, process_speedup
+from advisor.trials.statistics import WAITS_FRAC, bursty, process_speedup
 
 # One round of the comparison, in the order that cancels drift.
 PLAIN, STACK = "plain", "stack"
@@ -26,6 +26,7 @@ class Proof:
     verdict: StackVerdict
     plain: tuple[Measurement, ...] = ()
     stack: tuple[Measurement, ...] = ()
+    items: tuple[str, ...] = ()  # transforms that were on in the stack's runs
 
     @property
     def holds(self) -> bool:
@@ -48,14 +49,21 @@ class Ratio:
         return Interval(low=1.0 - 1.0 / self.bounds[0], high=1.0 - 1.0 / self.bounds[2], basis=basis)
 
 
-def ratio(slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: bool, alike: bool = False) -> Ratio:
-    """Compare step times; `flow`: by the whole flow of steps, as must be where the loader was changed.
+def ratio(
+    slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: bool, alike: bool = False, device: bool = False
+) -> Ratio:
+    """Compare step times; `flow`: by the whole flow of steps, as must be where the loader was changed; `device`: the device's own
+    time in them, without waits for the loader.
 
     Where batches come in bursts, too, only the flow tells the rate. `alike`: one change lies between the two, not all of them
     (`statistics.process_speedup`).
     """
-    flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
     arms = (slow, fast)
+    if device:
+        slow_own, fast_own = ([m.device_us for m in runs] for runs in arms)
+        bounds = process_speedup(slow_own, fast_own, alike=alike)
+        return Ratio(bounds, tuple(map(median, slow_own)), tuple(map(median, fast_own)))
+    flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
     slow_steps, fast_steps = every_us(arms) if flow else [[m.step_us for m in runs] for runs in arms]
     centre = fmean if flow else median
     bounds = process_speedup(slow_steps, fast_steps, means=flow, alike=alike)
@@ -70,6 +78,7 @@ def judge(
         return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
     found = ratio(plain, stack, flow=flow)
     low, point, high = found.bounds or (None, None, None)
+    own = ratio(plain, stack, flow=False, device=True).bounds if waits(plain, stack) and not flow else None
     check = _trained_alike(plain, stack, kept)
     # Steps whose loss cannot be seen (hand-written gradients) have the numeric gate of each change as their proof.
     passed: bool | None = True
@@ -78,6 +87,9 @@ def judge(
         passed, detail = None, "too few steps were timed in fresh runs"
     elif check.passed is False:
         passed = False
+    elif low <= 1.0 and own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0:
+        told = f"the device's time is {own[1]:.2f}× shorter ({own[0]:.2f} to {own[2]:.2f})"
+        detail = f"{told}; the step waits for its loader ({point:.2f}×, {low:.2f} to {high:.2f}); {check.detail}"
     elif low <= 1.0:
         # Above 1 but not beyond noise leaves it open; more runs may tell.
         passed = None if point > 1.0 else False
@@ -91,12 +103,21 @@ def judge(
         speedup=point,
         speedup_low=low,
         speedup_high=high,
+        device_speedup=own[1] if own is not None else None,
+        device_speedup_low=own[0] if own is not None else None,
+        device_speedup_high=own[2] if own is not None else None,
         samples_per_s_plain=_rate(batch, found.slow_us),
         samples_per_s_stack=_rate(batch, found.fast_us),
         losses_plain=plain[0].losses,
         losses_stack=stack[0].losses,
         kernels=tuple(sorted({name for run in stack for name in run.kernels})),
     )
+
+
+def waits(plain: Sequence[Measurement], stack: Sequence[Measurement]) -> bool:
+    """Whether the plain script's step waits for its loader for a good part, and both kinds of runs have seen for how long."""
+    seen = all(m.device_us and len(m.device_us) == len(m.step_us) and min(m.device_us) > 0 for m in (*plain, *stack))
+    return seen and all(median(m.device_us) < (1 - WAITS_FRAC) * median(m.step_us) for m in plain)
 
 
 def apart(plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]) -> bool:

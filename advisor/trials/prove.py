@@ -94,8 +94,7 @@ def prove_plan(
     finally:
         relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
-    if proved is None or not proved.holds:
-        outcome.leave_unconfirmed(script)
+    outcome.leave_unconfirmed(script, proved)
     script.notes += _notes(script, proved)
     log = outcome.log(script, proved, seconds=time.time() - started)
     storage.save(run_dir / records.TRIALS_FILE, log)

@@ -49,6 +49,8 @@ class InTrial:
     on_mean_us: tuple[float, ...] = ()
     off_wall_us: tuple[float, ...] = ()
     on_wall_us: tuple[float, ...] = ()
+    off_device_us: tuple[float, ...] = ()  # without waits for the loader
+    on_device_us: tuple[float, ...] = ()
     steps_per_block: int = 0
     parts: int = 1  # that make a block, of which the times above are
     traced: bool = True  # False once a process died while the effect was traced
@@ -75,12 +77,14 @@ class Spent:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """`search.json`: one search process came to its end. `restart`: the candidate that only fresh processes can try, now;
-    `on_top`: those that apply here, and are tried in fresh processes on top of what is kept in the end.
+    `on_top`: those that apply here, and are tried in fresh processes on top of what is kept in the end; `whole_kept`: what was tried as
+    one, first of all, is kept, and to be proved in fresh processes now.
     """
 
     complete: bool = False
     restart: str = ""
     on_top: tuple[str, ...] = ()
+    whole_kept: bool = False
     out_of_time: bool = False
     model_hash: str = ""
     steps: int = 0
@@ -94,6 +98,9 @@ class Measurement:
 
     step_us: tuple[float, ...] = ()
     wall_us: tuple[float, ...] = ()
+    device_us: tuple[
+        float, ...
+    ] = ()  # of `step_us`, without what the device waited for loaders; empty where nobody saw
     every_us: tuple[float, ...] = ()  # wall time of every step after the warm-up, epoch starts and evaluations included
     held: tuple[str, ...] = ()  # of each of them, what the script did beside a usual step; "" for nothing
     losses: tuple[float, ...] = ()
@@ -152,10 +159,11 @@ def left(verdicts: Iterable[Verdict]) -> float | None:
     for verdict in verdicts:
         if verdict.status != KEPT:
             continue
-        if verdict.gain is not None:
+        numbers = verdict.timing.numbers if verdict.timing is not None else {}
+        if verdict.gain is not None and verdict.gain_of == "step":
             gain = 0.5 * (verdict.gain.low + verdict.gain.high)
-        elif verdict.together and verdict.timing is not None and "gain" in verdict.timing.numbers:
-            gain = verdict.timing.numbers["gain"]
+        elif "gain" in numbers and (verdict.together or verdict.gain is not None):
+            gain = numbers["gain"]
         else:
             return None
         gains[frozenset((verdict.transform, *verdict.together))] = gain

@@ -62,9 +62,7 @@ class Rounds:
         """Try the candidates, then what the step with the kept changes asks for, while that keeps something and time is left."""
         script, run_dir = self.processes.script, self.processes.script.run_dir
         number, step_us, folder = 1, _step_us(profile), ""
-        asks = self.recommend is not None and profile is not None
-        later = small(first, profile) if asks else ()
-        waiting = tuple(c for c in first if c.transform in planner.DEAR or c in later)
+        waiting = tuple(c for c in first if c.transform in planner.DEAR)
         found = tuple(c for c in first if c not in waiting)
         self.known += tuple(first)
         on: tuple[PlanItem, ...] = ()
@@ -79,6 +77,7 @@ class Rounds:
             if ended or not self._step_has_changed(number, on, waiting):
                 return
             number, on = number + 1, records.kept_items(run_dir)
+            self.processes.on_whole = None  # what later rounds bring out comes on top of what is kept
             steps_s = (WARMUP + STEPS) * self.processes.left * _step_us(profile) / 1e6
             if self.processes.deadline - time.time() < LEAST_S + steps_s:
                 script.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
@@ -172,20 +171,6 @@ class Rounds:
             script.say(script.notes[-1])
             return None
         return found
-
-
-def small(first: Sequence[Recommendation], profile: StepProfile | None) -> tuple[Recommendation, ...]:
-    """Kernels whose turn comes in the second round: the first will shorten the step, and none of them is for a large share of it.
-
-    There they are tried as one with those that half precision brings out, under predictions for that step, of which an
-    earlier change may have taken theirs (the stem's pooling is its norm's by then). Where one of them is for a large share they
-    have their turn, as one, in the first.
-    """
-    kernels = tuple(c for c in first if c.transform in planner.CAPTURED - planner.NORMS)
-    rest = [c for c in first if c not in kernels and c.transform not in planner.DEAR]
-    if planner.crowded(profile) or any(c.predicted is None or c.predicted.high >= LEAST_MOVED for c in kernels):
-        return ()
-    return kernels if any(planner.expected(c) >= LEAST_MOVED for c in rest) else ()
 
 
 def moved(verdicts: Sequence[Verdict], number: int, least: float) -> bool:

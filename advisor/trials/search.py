@@ -11,6 +11,7 @@ import datetime
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.core import storage
@@ -64,7 +65,6 @@ def apply_search(
         The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time, the
         script or the user left it open.
     """
-    started = time.time()
     owners.hold(run_dir)
     budget = Budget.from_now(max_time_s, profile)
     relay = Relay()
@@ -73,22 +73,17 @@ def apply_search(
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
     choose = Chooser(budget, ask)
     say(_limits(budget))
-    rounds = Rounds(processes, choose, recommend)
-    proved: Proof | None = None
+    search = Search(
+        processes=processes,
+        choose=choose,
+        rounds=Rounds(processes, choose, recommend),
+        stack=StackTrial(script, runs, budget, min_gain),
+        profile=profile,
+        profiled_s=profiled_s,
+    )
     error: Exception | None = None
     try:
-        rounds.run(planner.order(recommendations, profile), profile)
-        if not records.kept_items(run_dir):
-            # There is no stack: what would be tried on top of it is tried by itself.
-            for candidate in processes.on_top:
-                if not (script.over or script.failed):
-                    processes.try_alone(candidate)
-        trial = StackTrial(script, runs, budget, min_gain)
-        proved = trial.prove()
-        if proved is not None:
-            proved = trial.add_on_top(proved, processes.on_top, share=CHEAP_SHARE)
-            proved = trial.leave_one_out(proved)
-            proved = trial.add_on_top(proved, processes.on_top)
+        search.run(recommendations)
     except KeyboardInterrupt:
         script.interrupted = True
     except Exception as raised:
@@ -97,32 +92,7 @@ def apply_search(
     finally:
         relay.close()
     script.put_back()  # where Ctrl-C came in the middle of that
-    if proved is None or not proved.holds:
-        outcome.leave_unconfirmed(script)
-    tried, waiting = records.verdicts(run_dir), records.untried(run_dir, rounds.known)
-    if not (tried or script.over or script.failed) and any(choose.outcome(c) is None for c in waiting):
-        script.notes.append(_too_short(budget, script.start_s, profiled_s))
-    for candidate in waiting:
-        status, reason = choose.outcome(candidate) or (SKIPPED, _why_open(script, processes))
-        records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
-    if processes.ended_early > 1:
-        script.notes.append(
-            f"the script ended {processes.ended_early} times before the search did; "
-            "with more steps in a run it takes less time"
-        )
-    if script.interrupted:
-        script.notes.append("interrupted: what had a verdict by then is here")
-    log = outcome.log(
-        script,
-        proved,
-        rounds=rounds.history,
-        seconds=time.time() - started + profiled_s,
-        profiled_s=profiled_s,
-        complete=not processes.ended,
-    )
-    storage.save(run_dir / records.TRIALS_FILE, log)
-    plan = _plan(script, log, profile)
-    planfile.write(run_dir / records.PLAN_FILE, plan)
+    log, plan = search.conclude()
     if error is not None:
         raise error
     return log, plan, outcome.exit_code(log)
@@ -134,6 +104,100 @@ def _limits(budget: Budget) -> str:
         f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s():.0f} s are kept for the final check; "
         "Ctrl-C ends it: what is faster by then is written to its plan, unconfirmed"
     )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Search:
+    """One search. As soon as something is proved the plan says so; what follows makes it better, or leaves it as it is."""
+
+    processes: SearchProcesses
+    choose: Chooser
+    rounds: Rounds
+    stack: StackTrial
+    profile: StepProfile | None
+    profiled_s: float
+    proved: Proof | None = None
+    _started: float = field(default_factory=time.time)
+
+    @property
+    def script(self) -> Script:
+        """The script that is searched."""
+        return self.processes.script
+
+    def run(self, recommendations: Sequence[Recommendation]) -> None:
+        """Try what is recommended, and prove what is kept."""
+        processes, script = self.processes, self.script
+        processes.on_whole = self._prove_at_once  # in the first round
+        self.rounds.run(planner.order(recommendations, self.profile), self.profile)
+        if not records.kept_items(script.run_dir):
+            # There is no stack: what would be tried on top of it is tried by itself.
+            for candidate in processes.on_top:
+                if not (script.over or script.failed):
+                    processes.try_alone(candidate)
+        self.proved = self.stack.prove(self.proved)
+        if self.proved is not None:
+            self.proved = self.stack.add_on_top(self.proved, processes.on_top, share=CHEAP_SHARE)
+            self.proved = self.stack.leave_one_out(self.proved)
+            self.proved = self.stack.add_on_top(self.proved, processes.on_top)
+
+    def _prove_at_once(self) -> None:
+        """What was tried as one is compared with the plain script before anything else is tried, and so is what feeds it."""
+        self.processes.on_whole = None
+        self.proved = self.stack.prove()
+        if self.proved is None or not self.proved.holds:
+            return
+        self._save_proved()
+        feeding = [c for c in self.processes.on_top if c.transform in planner.RESTARTED]
+        if feeding and not self.script.over:
+            before, self.proved = self.proved, self.stack.add_on_top(self.proved, feeding)
+            if self.proved is not before:
+                self._save_proved()
+
+    def _save_proved(self) -> None:
+        """The plan on disk has what is proved by now."""
+        self.processes.proved = True
+        log = self._log()
+        self._write(log)
+        took = f"{time.time() - self._started + self.profiled_s:.0f} s"
+        self.script.say(
+            f"proved after {took}: {outcome.speedup(log)}; {records.PLAN_FILE} has it, the rest is looked for"
+        )
+
+    def conclude(self) -> tuple[TrialLog, Plan]:
+        """Every candidate has a verdict, whatever ended the search, and the files have the last word."""
+        script, run_dir = self.script, self.script.run_dir
+        outcome.leave_unconfirmed(script, self.proved)
+        tried, waiting = records.verdicts(run_dir), records.untried(run_dir, self.rounds.known)
+        if not (tried or script.over or script.failed) and any(self.choose.outcome(c) is None for c in waiting):
+            script.notes.append(_too_short(self.processes.budget, script.start_s, self.profiled_s))
+        for candidate in waiting:
+            status, reason = self.choose.outcome(candidate) or (SKIPPED, _why_open(script, self.processes))
+            records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
+        if self.processes.ended_early > 1:
+            script.notes.append(
+                f"the script ended {self.processes.ended_early} times before the search did; "
+                "with more steps in a run it takes less time"
+            )
+        if script.interrupted:
+            script.notes.append("interrupted: what had a verdict by then is here")
+        log = self._log()
+        return log, self._write(log)
+
+    def _log(self) -> TrialLog:
+        return outcome.log(
+            self.script,
+            self.proved,
+            rounds=self.rounds.history,
+            seconds=time.time() - self._started + self.profiled_s,
+            profiled_s=self.profiled_s,
+            complete=not self.processes.ended,
+        )
+
+    def _write(self, log: TrialLog) -> Plan:
+        storage.save(self.script.run_dir / records.TRIALS_FILE, log)
+        plan = _plan(self.script, log, self.profile)
+        planfile.write(self.script.run_dir / records.PLAN_FILE, plan)
+        return plan
 
 
 def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:

@@ -24,6 +24,7 @@ from advisor.trials.fresh import FreshRuns
 from advisor.trials.proof import PLAIN, STACK, Proof, Ratio
 from advisor.trials.records import Measurement
 from advisor.trials.script import Script
+from advisor.trials.whole import LEFT_OUT, kind_of
 
 ROUNDS = 3  # while noise hides the answer and time is left
 # Seeds of the runs without an item, or with one more: those of the stack's own. One run may do: its blocks tell a clear answer, and
@@ -57,20 +58,29 @@ class StackTrial:
     budget: Budget
     min_gain: float
 
-    def prove(self) -> Proof | None:
-        """The kept changes together against the plain script; drops the last ones until the rest holds. None: nothing kept."""
+    def prove(self, before: Proof | None = None) -> Proof | None:
+        """The kept changes together against the plain script; drops some until the rest holds. None: nothing kept.
+
+        Args:
+            before: an earlier proof, of a part of them. Its plain runs serve again, and where the rest does not hold on top of that
+                part, that part stays proved.
+        """
         kept = list(records.kept_items(self.script.run_dir))
+        before = before if before is not None and before.holds and set(before.items) <= _names(kept) else None
+        if before is not None and set(before.items) == _names(kept):
+            return before
         if not kept or self.script.over:
-            return None
-        runs = _Runs()
+            return before
+        runs = _Runs(plain=list(before.plain), begun=Counter({PLAIN: len(before.plain)})) if before else _Runs()
         verdict = StackVerdict(passed=None, detail="no time was left to compare the kept changes together")
         for number in range(1, ROUNDS + 1):
             # The first round has no deadline: without it nothing is proved.
             if number > 1 and (verdict.passed is not None or time.time() > self.budget.until):
                 break
-            self._gather(runs, proof.ROUND, kept, f"comparing in fresh processes, round {number}")
+            kinds = (STACK, STACK) if before is not None and number == 1 else proof.ROUND
+            self._gather(runs, kinds, kept, f"comparing in fresh processes, round {number}")
             if self.script.over:
-                return self._cut_short()
+                return before or self._cut_short()
             if not kept:
                 return Proof(verdict=StackVerdict(passed=None, detail="no kept change could be applied in a fresh run"))
             if not runs.plain:
@@ -80,22 +90,53 @@ class StackTrial:
                 # Two plain runs say little of how far chance takes a training whose losses still swing.
                 self._gather(runs, (PLAIN, PLAIN), kept, "the losses differ; how far the plain script's go apart")
                 if self.script.over:
-                    return self._cut_short()
+                    return before or self._cut_short()
                 verdict = self._judge(runs.plain, runs.stack, kept)
         if verdict.passed is None:
-            return self._unproved(kept, verdict.detail, verdict)
+            return self._back_to(before, kept, verdict) or self._unproved(kept, verdict.detail, verdict)
         while verdict.passed is not True:
-            dropped = kept.pop()
-            self._revert(dropped, f"on top of the changes before it, it did not hold in fresh runs: {verdict.detail}")
+            dropped = self._least_trusted(kept)
+            kept = [item for item in kept if item not in dropped]
+            for item in dropped:
+                self._revert(item, f"beside the other changes, it did not hold in fresh runs: {verdict.detail}")
+            if before is not None and _names(kept) == set(before.items):
+                return before
             if kept:
                 runs = _Runs(plain=runs.plain)
-                self._gather(runs, (STACK, STACK), kept, f"without {planner.title(dropped.transform)}")
+                without = ", ".join(planner.title(item.transform) for item in dropped)
+                self._gather(runs, (STACK, STACK), kept, f"without {without}")
                 if self.script.over:
-                    return self._cut_short()
+                    return before or self._cut_short()
             if not kept:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
             verdict = self._judge(runs.plain, runs.stack, kept)
-        return Proof(verdict=verdict, plain=tuple(runs.plain), stack=tuple(runs.stack))
+        return self._proof(verdict, runs.plain, runs.stack, kept)
+
+    def _least_trusted(self, kept: Sequence[PlanItem]) -> list[PlanItem]:
+        """What is dropped first of what does not hold together: the latest change, or of those that were tried as one, a class."""
+        verdicts = records.verdicts(self.script.run_dir)
+        as_one = {v.transform for v in verdicts if v.status == KEPT and v.together}
+        alone = [item for item in kept if item.transform not in as_one]
+        classes = [kind for kind in LEFT_OUT if any(kind_of(item.transform) == kind for item in kept)]
+        if alone or not classes:
+            return [(alone or list(kept))[-1]]
+        return [item for item in kept if kind_of(item.transform) == classes[0]]
+
+    def _back_to(self, before: Proof | None, kept: Sequence[PlanItem], verdict: StackVerdict) -> Proof | None:
+        """What was proved before stays; what came since is not confirmed. None where nothing was proved before."""
+        if before is not None:
+            for item in kept:
+                if item.transform not in before.items:
+                    self._revert(item, f"not confirmed on top of what is proved: {verdict.detail}", status=UNCONFIRMED)
+        return before
+
+    @staticmethod
+    def _proof(
+        verdict: StackVerdict, plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]
+    ) -> Proof:
+        return Proof(
+            verdict=verdict, plain=tuple(plain), stack=tuple(stack), items=tuple(item.transform for item in kept)
+        )
 
     def add_on_top(self, proved: Proof, candidates: Sequence[Recommendation], *, share: float = 1.0) -> Proof:
         """Try what waits for the stack on top of it: runs with it beside the stack's own, with the same seeds.
@@ -134,7 +175,7 @@ class StackTrial:
             records.save_verdict(script.run_dir, verdict)
             script.say(f"{title}: {verdict.status}, {verdict.reason}")
             if verdict.status == KEPT:
-                proved = dataclasses.replace(proved, verdict=whole, stack=tuple(runs))
+                proved = self._proof(whole, proved.plain, runs, (*kept, item))
         return proved
 
     def leave_one_out(self, proved: Proof) -> Proof:
@@ -146,7 +187,7 @@ class StackTrial:
         """
         script = self.script
         kept = list(records.kept_items(script.run_dir))
-        if not proved.holds:
+        if not proved.holds or script.over:
             return proved
         until = self.budget.left_out_until()
         verdicts = records.verdicts(script.run_dir)
@@ -180,7 +221,7 @@ class StackTrial:
             if whole.passed is True:
                 self._revert(item, "the whole stack is as fast without it")
                 script.say(f"{title}: dropped, the whole stack is as fast without it")
-                kept, proved = rest, dataclasses.replace(proved, verdict=whole, stack=tuple(runs))
+                kept, proved = rest, self._proof(whole, proved.plain, runs, rest)
         if unasked:
             script.notes.append(f"no time was left to run the stack without {', '.join(unasked)}")
         return proved
@@ -358,3 +399,7 @@ class StackTrial:
 
     def _revert(self, item: PlanItem, reason: str, status: str = REVERTED) -> None:
         records.revise_kept(self.script.run_dir, item.transform, status=status, reason=reason)
+
+
+def _names(items: Sequence[PlanItem]) -> set[str]:
+    return {item.transform for item in items}

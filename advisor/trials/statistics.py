@@ -32,6 +32,8 @@ HOPE_ERRORS = 1.5
 LEAST_DISTURBED, DISTURBED_FRAC = 8, 0.4
 # Six pairs find a 3 % gain at 1 % noise in most trials; twelve and twenty are for what is close to the threshold.
 STAGES = (6, 12, 20)
+# Three find what saves a tenth or more, at the price of a slightly wider interval for all looks: for steps so long that six take a while.
+EARLY_STAGES = (3, *STAGES)
 # A noisy machine's blocks come in up to so many parts, which alternate with the other arm's: 20 pairs of six parts of 0.08 s take 20 s, or
 # half a minute where a step takes 30 ms. A gain that must be told apart more finely than the default threshold does not ask for more.
 MOST_PARTS, LEAST_GAIN = 6, 0.01
@@ -46,15 +48,21 @@ BURSTY_BLOCKS = 0.25
 
 MORE = "more"  # no verdict yet
 
+# A device that waits for its loader for this share of a step or more: what a change saves of the device's own time decides then, which
+# is steady where the waits are not. Below it a wait is too short to hide much, and the step itself decides.
+WAITS_FRAC = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """status: kept, reverted, inconclusive, or more (pairs are needed). `gain` is the share of the step's time saved."""
+    """status: kept, reverted, inconclusive, or more (pairs are needed). `gain` is the share of the step's time saved, or of the
+    device's time in it where that decides; `step_point` is then what the step itself saves."""
 
     status: str
     gain: Interval | None
     point: float | None
     reason: str
+    step_point: float | None = None
 
 
 def log_ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
@@ -150,7 +158,8 @@ def decide(
     hidden = f"noise hides whether it gains {_share(min_gain)}: {told}"
     if last or len(pairs) >= usable[-1]:
         return Decision(INCONCLUSIVE, gain, point, hidden)
-    if _hopeless(pairs, min_gain, usable[-1], confidence):
+    early = stages is EARLY_STAGES and len(pairs) < STAGES[0]  # three pairs say little of their own spread
+    if not early and _hopeless(pairs, min_gain, usable[-1], confidence):
         return Decision(INCONCLUSIVE, gain, point, f"{hidden}; {usable[-1]} would not tell either")
     return Decision(MORE, gain, point, told)
 
@@ -218,18 +227,21 @@ def trial(
     *,
     patient: bool = True,
     anew: bool = False,
+    stages: Sequence[int] = STAGES,
+    hasty: bool = False,
 ) -> Generator[bool, str, Decision]:
     """One trial, block by block: yields whether the next block runs with the change on, and returns the decision.
 
     Blocks come in ABBA order, one switch a pair, beginning with the state that is on. It is sent, for each block, why the
     machine was no measure of it, or an empty text: then the caller has added it to what `pairs` gives. A disturbed block
     is taken again; too many of them end the trial without a decision. Without patience it ends at its first stage, whatever
-    that says. `anew` as `decide` has it.
+    that says: the first of `STAGES`, or in haste that of `stages`. `anew` and `stages` as `decide` has them.
     """
     taken, disturbed = 0, Counter[str]()
     while True:
-        decision = decide(pairs(), min_gain, max_pairs=max_pairs, anew=anew)
-        if decision.status != MORE or (decision.gain is not None and not patient):
+        decision = decide(pairs(), min_gain, max_pairs=max_pairs, anew=anew, stages=stages)
+        looked = len(pairs()) >= (stages[0] if hasty else STAGES[0])
+        if decision.status != MORE or (decision.gain is not None and looked and not patient):
             return decision
         for state in (on, not on):
             while reason := (yield state):

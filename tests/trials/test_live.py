@@ -196,10 +196,10 @@ def decided(monkeypatch, **decisions):
     """What the timed blocks of these say; other changes have theirs measured."""
     measured = TimedBlocks.run
 
-    def run(self, switch, current, *, patient=True):
+    def run(self, switch, current, *, patient=True, hasty=False):
         decision = decisions.get(switch.transform.id.replace(" ", ""))
         if decision is None:
-            return (yield from measured(self, switch, current, patient=patient))
+            return (yield from measured(self, switch, current, patient=patient, hasty=hasty))
         yield
         return decision
 

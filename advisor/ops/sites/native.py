@@ -144,3 +144,7 @@ def _load(path: Path) -> Any:
     spec.loader.exec_module(loaded)
     loaded.use(tensor_map.encoder())
     return loaded
+
+
+if __name__ == "__main__":  # beside something else that takes a while: trials/beforehand.py
+    module()

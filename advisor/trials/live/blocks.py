@@ -21,12 +21,14 @@ from advisor.trials.live.sizes import Part
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import MORE, STAGES, Decision, parts, trial
+from advisor.trials.statistics import EARLY_STAGES, MORE, STAGES, Decision, parts, trial
 
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15
 # ... but has steps enough for a median, and not more than a fast loop needs.
 MIN_STEPS, MAX_STEPS = 3, 30
+# Where the pairs that a first look asks for take longer than this, three are looked at before.
+EARLY_S = 15.0
 # All pairs of a trial in parts fit into this time: where steps are long, blocks have fewer parts. In a search of four minutes one
 # trial that took 40 s (CUDA graphs around ResNet-50, 20 pairs) cost the proof of another change its time.
 PARTS_S = 25.0
@@ -42,8 +44,10 @@ class TimedBlocks:
     limit: Limit
     times: Times
 
-    def run(self, switch: Switch, current: InTrial, *, patient: bool = True) -> Generator[None, StepEvent, Decision]:
-        """The decision; `patient` as `statistics.trial` has it. Afterwards the change is on or off, as the last block was.
+    def run(
+        self, switch: Switch, current: InTrial, *, patient: bool = True, hasty: bool = False
+    ) -> Generator[None, StepEvent, Decision]:
+        """The decision; `patient` and `hasty` as `statistics.trial` has them. Afterwards the change is on or off, as the last block was.
 
         Where noise leaves the first stage open, it is taken anew with blocks in parts that alternate.
         """
@@ -57,7 +61,7 @@ class TimedBlocks:
             times.steps = _steps(whole, times.parts)
         loop.machine.renew()
         try:
-            decision = yield from self._pairs(switch, current, patient=False)
+            decision = yield from self._pairs(switch, current, patient=False, hasty=hasty)
             if patient and decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
                 finer = min(most, parts(times.pairs, session.min_gain, times.parts))
                 if finer > times.parts and len(times.pairs) <= STAGES[0]:
@@ -72,11 +76,21 @@ class TimedBlocks:
         loop.host_bound = times.host_bound(decision)
         return decision
 
-    def _pairs(self, switch: Switch, current: InTrial, *, patient: bool) -> Generator[None, StepEvent, Decision]:
+    def _pairs(
+        self, switch: Switch, current: InTrial, *, patient: bool, hasty: bool = False
+    ) -> Generator[None, StepEvent, Decision]:
         """Pairs of blocks, to those there are, until they decide, or without patience until the next stage is full."""
         loop, times, session = self.loop, self.times, self.loop.session
+        first_look_s = 2 * STAGES[0] * times.parts * (times.steps + 1) * loop.step_us / 1e6
         course = trial(
-            lambda: times.pairs, switch.is_on, session.min_gain, session.max_pairs, patient=patient, anew=True
+            lambda: times.pairs,
+            switch.is_on,
+            session.min_gain,
+            session.max_pairs,
+            patient=patient,
+            anew=True,
+            stages=EARLY_STAGES if first_look_s > EARLY_S else STAGES,
+            hasty=hasty,
         )
         try:
             state = next(course)
@@ -132,7 +146,7 @@ class TimedBlocks:
             arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device) + cuda_graphs.hidden_bytes())
         # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
         wall_us = math.nan if unclean or not loop.on_gpu else wall / len(boundaries)
-        times.add(arm, Part(found.step_us, elements, wall_us))
+        times.add(arm, Part(found.step_us, elements, wall_us, found.device_us))
         return ""
 
 

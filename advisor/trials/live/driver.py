@@ -30,7 +30,8 @@ from advisor.profiling.timing import step_times
 from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
-from advisor.trials import planfile, planner, records
+from advisor.transforms.bundle import Bundle
+from advisor.trials import planfile, planner, records, whole
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
@@ -41,6 +42,10 @@ from advisor.trials.statistics import MORE
 # A script that goes on to another model (k-fold) this often before a trial is done leaves it open.
 MAX_MODELS = 4
 WARMUP_PATIENCE = 20  # steps after the warm-up in which none was clean, before unclean ones have to do
+# Long steps are warm sooner: caches and allocators settle within a few, and clocks within seconds.
+WARM_S, WARM_STEPS = 6.0, 3
+# Everything as one, with CUDA graphs, holds the step's memory this many times: in the graphs' pool, and for the eager calls before a capture.
+GRAPHED_ROOM = 2.2
 
 Steps = Generator[None, StepEvent, None]
 
@@ -85,9 +90,11 @@ class SearchDriver:
         self.training, self.session = training, session
         self.kept = KeptChanges(training, session.kept, find)
         self.kept.settle()
+        training.draws = []
         self.loop = Loop(training, session, watcher, find, self.kept)
         self._notes: list[str] = []
         self._on_top: list[str] = []
+        self._whole_kept = False  # what was tried as one, first of all, holds: it is to be proved at once
         self._postponed: dict[object, _Postponed] = {}
         self._moves: Counter[object] = Counter()  # to other models, by candidate
         self._steps = 0
@@ -136,7 +143,8 @@ class SearchDriver:
             if waiting and self._out_of_time():
                 late = True
                 break
-            members = self._pair() or (self._bundle(waiting) if waiting else left_open)
+            first = self._whole(waiting)
+            members = first or self._pair() or (self._bundle(waiting) if waiting else left_open)
             candidate = planner.as_one(members) if members else waiting.pop(0)
             if self.loop.host_bound and self._graphs_may_tell(candidate, waiting):
                 self._postpone(candidate, "the host's launches bound the step", 0.0, waiting)
@@ -149,7 +157,8 @@ class SearchDriver:
                 self.loop,
                 candidate,
                 current,
-                patient=not self._graphs_may_tell(candidate, waiting),
+                patient=not first and not self._graphs_may_tell(candidate, waiting),
+                provisional=bool(first),
                 begun_s=before.seconds if before is not None else 0.0,
             )
             self._models = [root.module for root in self.training.roots]
@@ -172,7 +181,7 @@ class SearchDriver:
                 break
             finally:
                 self._models = []
-            if verdict is None and candidate.transform in planner.ON_TOP:
+            if verdict is None and self._goes_on_top(candidate):
                 self._on_top.append(candidate.transform)
                 records.clear_current(session.folder)
                 continue
@@ -184,6 +193,14 @@ class SearchDriver:
             elif members and verdict.status == KEPT:
                 waiting = [c for c in waiting if c not in members]
                 self._conclude_members(members, verdict, trial.effects)
+                if first:
+                    self._whole_kept = True
+                    self._on_top += [c.transform for c in waiting if c.transform in planner.ON_TOP and self._applies(c)]
+                    break
+            elif blamed := self._blamed(trial, members):
+                # The others are tried as one again, without what does not go on at all.
+                waiting.remove(blamed)
+                self._conclude(self._own(verdict, blamed, members))
             else:
                 self._conclude(verdict)
                 hidden = [m for m in planner.hidden_alone(members, verdict, session.min_gain) if m in waiting]
@@ -198,11 +215,11 @@ class SearchDriver:
         recent: list[StepEvent] = [(yield)]
         while not self.kept.settle():
             yield
-        settled = self._steps
+        settled, since = self._steps, time.monotonic()
         while True:
             recent = [*recent[-9:], (yield)]
             warm = self._steps - settled - max(2, self.session.warmup)
-            if warm >= 0:
+            if warm >= 0 or (self._steps - settled >= WARM_STEPS and time.monotonic() - since > WARM_S):
                 times = step_times(recent).step_us
                 if times or warm > WARMUP_PATIENCE:
                     wall = [(b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(recent)]
@@ -250,6 +267,35 @@ class SearchDriver:
         tell(self.session, "postponed", transform=candidate.transform, title=title, reason=reason)
 
     # -- several as one ---------------------------------------------------------------------------------------------
+
+    def _whole(self, waiting: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+        """What is tried as one before anything else, while nothing is kept: everything that fits, then less of it."""
+        verdicts = self.loop.verdicts()
+        if not self.session.whole_first or self.kept.standing or any(v.status == KEPT for v in verdicts):
+            return ()
+        tried = {v.transform for v in verdicts}
+        live = [c for c in waiting if whole.kind(c) and self.loop.find(c.transform).live and self._applies(c)]
+        attempts = whole.attempts(live, graphs_fit=self._graphs_fit())
+        return next((found for found in attempts if planner.as_one(found).transform not in tried), ())
+
+    def _goes_on_top(self, candidate: Recommendation) -> bool:
+        """Whether its fresh processes come last: beside those of what is kept, if that is anything."""
+        if candidate.transform in planner.RESTARTED:
+            return bool(self.kept.standing)
+        return candidate.transform in planner.ON_TOP
+
+    def _graphs_fit(self) -> bool:
+        """Whether the device holds the step's memory once more, in graphs."""
+        device = self.training.device
+        if device.type != "cuda":
+            return True
+        _, total = torch.cuda.mem_get_info(device)
+        return total >= GRAPHED_ROOM * torch.cuda.max_memory_allocated(device)
+
+    def _blamed(self, trial: Trial, members: Sequence[Recommendation]) -> Recommendation | None:
+        """The one of these that could not be switched on with the others."""
+        name = trial.transform.blamed if isinstance(trial.transform, Bundle) else ""
+        return next((m for m in members if m.transform == name), None)
 
     def _bundle(self, waiting: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
         """Of the candidates whose turn it is, those to be tried as one: what applies now, unless that was tried before, or one of
@@ -364,6 +410,7 @@ class SearchDriver:
             complete=complete,
             restart=restart,
             on_top=tuple(self._on_top),
+            whole_kept=self._whole_kept,
             out_of_time=out_of_time,
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             steps=self._steps,

@@ -23,11 +23,12 @@ LEAST_KEPT = 3  # steps of a part, and half of them, whose size both arms have h
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block's part: clean steps, µs, and the elements of what each gave its models, 0 where nobody saw."""
+    """A block's part: clean steps, µs, the elements of what each gave its models, 0 where nobody saw, and the device's share of each step."""
 
     step_us: tuple[float, ...]
     elements: tuple[int, ...]
     wall_us: float = math.nan  # a step
+    device_us: tuple[float, ...] = ()  # of each step, without its waits in loaders' `next()`; empty where nobody saw
 
 
 def exponent(arms: Sequence[Sequence[Part]]) -> float:

@@ -13,7 +13,15 @@ from advisor.profiling.timing import spread
 from advisor.trials.live import sizes
 from advisor.trials.live.sizes import Part
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import Decision, bursty, decide, gain_interval, rate_by_means, whole_blocks
+from advisor.trials.statistics import (
+    WAITS_FRAC,
+    Decision,
+    bursty,
+    decide,
+    gain_interval,
+    rate_by_means,
+    whole_blocks,
+)
 
 # A device that is behind the host by less of a step than this at most boundaries waits for the host's launches. So it does, now and
 # then, where blocks wander by more than this between their tenth and their ninetieth percentile: a device's own do not.
@@ -22,11 +30,12 @@ HOST_BOUND_FRAC, WANDERING_FRAC = 0.1, 0.05
 
 @dataclass(slots=True)
 class Arm:
-    """Parts of blocks with the change off, or on: median and mean step, and on a GPU wall time a step, synchronised at both ends,
-    and by how much of a step the device was behind the host."""
+    """Parts of blocks with the change off, or on: median and mean step, its median without waits for the loader (0 where nobody
+    saw), and on a GPU wall time a step, synchronised at both ends, and by how much of a step the device was behind the host."""
 
     medians: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
+    devices: list[float] = field(default_factory=list)
     walls: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -66,8 +75,8 @@ class Times:
     @classmethod
     def resumed(cls, found: InTrial) -> Times:
         """As an earlier process noted them."""
-        off = Arm(list(found.off_us), list(found.off_mean_us), list(found.off_wall_us))
-        on = Arm(list(found.on_us), list(found.on_mean_us), list(found.on_wall_us))
+        off = Arm(list(found.off_us), list(found.off_mean_us), list(found.off_device_us), list(found.off_wall_us))
+        on = Arm(list(found.on_us), list(found.on_mean_us), list(found.on_device_us), list(found.on_wall_us))
         return cls(off, on, found.steps_per_block, found.parts, bursty=found.bursty)
 
     def begin_anew(self, parts: int, steps: int) -> None:
@@ -81,6 +90,7 @@ class Times:
         arm.seen.append(part)
         arm.medians.append(0.0)
         arm.means.append(0.0)
+        arm.devices.append(median(part.device_us) if part.device_us else 0.0)
         arm.walls.append(part.wall_us)
         arm.put(len(arm.seen) - 1, part.step_us)
         before = self.exponent
@@ -102,6 +112,8 @@ class Times:
             on_mean_us=tuple(self.on.means[:pairs]),
             off_wall_us=tuple(self.off.walls[:pairs]),
             on_wall_us=tuple(self.on.walls[:pairs]),
+            off_device_us=tuple(self.off.devices[:pairs]),
+            on_device_us=tuple(self.on.devices[:pairs]),
             steps_per_block=self.steps,
             parts=self.parts,
             bursty=self.bursty,
@@ -123,8 +135,30 @@ class Times:
         return whole_blocks(self.on.means if self.by_means else self.on.medians, self.parts)
 
     @property
+    def waits(self) -> bool:
+        """Whether the device has waited for the loader at all."""
+        arms = (self.off, self.on)
+        return any(own < step for arm in arms for own, step in zip(arm.devices, arm.medians, strict=False))
+
+    @property
+    def by_device(self) -> bool:
+        """Whether the device's own time decides: it waits for the loader for a good part of the step, with the change off."""
+        if self.exponent or not self.off.devices or not self.on.devices:
+            return False
+        seen = min(*self.off.devices, *self.on.devices) > 0
+        return seen and math.fsum(self.off.devices) < (1 - WAITS_FRAC) * math.fsum(self.off.medians)
+
+    @property
     def pairs(self) -> list[tuple[float, float]]:
-        """Whole pairs (off, on)."""
+        """Whole pairs (off, on) of what decides: the step, or the device's time in it."""
+        if not self.by_device:
+            return self.steps_in_pairs
+        off, on = (whole_blocks(arm.devices, self.parts) for arm in (self.off, self.on))
+        return list(zip(off, on, strict=False))
+
+    @property
+    def steps_in_pairs(self) -> list[tuple[float, float]]:
+        """Whole pairs (off, on) of the step."""
         return list(zip(self.off_us, self.on_us, strict=False))
 
     @property
@@ -135,6 +169,8 @@ class Times:
             on_us=tuple(self.on_us),
             steps_per_block=self.steps,
             parts=self.parts,
+            device_off_us=tuple(whole_blocks(self.off.devices, self.parts)) if self.waits else (),
+            device_on_us=tuple(whole_blocks(self.on.devices, self.parts)) if self.waits else (),
             dropped=self.dropped,
             disturbed=self.disturbed,
             exponent=self.exponent,
@@ -151,9 +187,13 @@ class Times:
         return dataclasses.replace(last, reason=f"{why}: {last.reason}")
 
     def against_the_wall(self, decision: Decision) -> Decision:
-        """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept."""
+        """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept; a gain of the
+        device's time is not, where the step is slower.
+        """
         if decision.status != KEPT or decision.gain is None:
             return decision
+        if self.by_device:
+            return self._beside_the_step(decision)
         off, on = whole_blocks(self.off.walls, self.parts), whole_blocks(self.on.walls, self.parts)
         walls = [p for p in zip(off, on, strict=False) if not any(map(math.isnan, p))]
         by_wall = gain_interval(walls) if len(walls) >= 4 else None
@@ -162,6 +202,24 @@ class Times:
             return decision
         reason = f"CUDA events and wall clock disagree: {decision.reason}, by wall clock at most {by_wall[0].high:+.1%}"
         return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
+
+    def _beside_the_step(self, decision: Decision) -> Decision:
+        """A decision by the device's time, with what the step itself says."""
+        found = gain_interval(self.steps_in_pairs) if len(self.steps_in_pairs) > 1 else None
+        if found is None:
+            return dataclasses.replace(
+                decision, status=INCONCLUSIVE, reason=f"{decision.reason}; the step itself was not timed"
+            )
+        step, point = found
+        if step.high < 0.0:
+            reason = (
+                f"it saves the device's time, and makes the step slower: {decision.reason}, of the step {point:+.1%}"
+            )
+            return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
+        told = (
+            f"of the device's time: {decision.reason}; this step waits for its loader, and is {point:.1%} shorter now"
+        )
+        return dataclasses.replace(decision, reason=told, step_point=point)
 
     def step_us(self, decision: Decision) -> float | None:
         """The loop's step after this decision; None where no block was timed."""

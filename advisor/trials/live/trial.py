@@ -39,6 +39,8 @@ from advisor.trials.statistics import MORE, Decision
 MIN_SETTLE, MAX_SETTLE = 3, 12
 SETTLED_SPREAD = 1.15  # longest over shortest of the last three
 CAPTURE_TRIES = 4
+# What is judged by fresh processes next is given to them where the running loop has it faster by so many times the least gain.
+LOOKS_FASTER = 2.0
 # Steps without the change in which a script shows that it makes other images of the loader's itself, now and then (mixing some): one
 # that does so in a tenth of its steps shows it in 92 of 100 such rows.
 OWN_IMAGES = 24
@@ -51,13 +53,21 @@ class Trial:
     """`run` once; it waits at `yield` for the next step boundary.
 
     current: the trial as an earlier process left it, or a new one. patient: False where noise shall not be waited out: the
-    verdict's status may be MORE then. begun_s: what it took before, where it was put off.
+    verdict's status may be MORE then. provisional: fresh processes are to judge it next, so that blocks need not: what is right, has its
+    effect and is rather faster than not is kept. begun_s: what it took before, where it was put off.
     """
 
     def __init__(
-        self, loop: Loop, candidate: Recommendation, current: InTrial, *, patient: bool = True, begun_s: float = 0.0
+        self,
+        loop: Loop,
+        candidate: Recommendation,
+        current: InTrial,
+        *,
+        patient: bool = True,
+        provisional: bool = False,
+        begun_s: float = 0.0,
     ) -> None:
-        self.loop, self.candidate, self.patient = loop, candidate, patient
+        self.loop, self.candidate, self.patient, self.provisional = loop, candidate, patient, provisional
         self.limit = Limit.of(loop.session)
         self.current = dataclasses.replace(current, limit_s=loop.session.trial_timeout_s, starts=current.starts + 1)
         self.transform: Transform | None = None
@@ -86,6 +96,9 @@ class Trial:
             return (yield from self._course())
         except OutOfTime as late:
             last = self.times.last_look(str(late), self.loop.session.min_gain, self.loop.session.max_pairs)
+            last = self._for_fresh_runs(last, anyway=True)
+            if last.status == KEPT and self.switch is not None:
+                return self._keep(self.switch, None, last)
             return self.verdict(last.status if last.status == REVERTED else INCONCLUSIVE, last.reason, last)
         except torch.cuda.OutOfMemoryError as error:
             return self.verdict("failed", f"out of memory: {first_line(error)}")
@@ -113,6 +126,7 @@ class Trial:
             status,
             reason,
             gain=decision.gain if decision is not None else None,
+            gain_of="device" if decision is not None and decision.step_point is not None else "step",
             effect=self._effect,
             numerics=self._numerics,
             timing=self._timing,
@@ -308,21 +322,38 @@ class Trial:
         self.loop.spent.enter(spent.BLOCKS)
         self.loop.note(self.times.noted(dataclasses.replace(self.current, phase="timing")))
         blocks = TimedBlocks(self.loop, self.limit, self.times)
-        decision = yield from blocks.run(switch, self.current, patient=self.patient)
+        decision = yield from blocks.run(switch, self.current, patient=self.patient, hasty=self.provisional)
         # What the host's launches have slowed may be faster once they do not bound the step.
         slowed = decision.status == REVERTED and self.times.on.host_bound
-        if not self.patient and (decision.status == INCONCLUSIVE or slowed):
+        if self.provisional:
+            decision = self._for_fresh_runs(decision)
+        elif not self.patient and (decision.status == INCONCLUSIVE or slowed):
             decision = dataclasses.replace(decision, status=MORE)
-        self._timing = Check(
-            passed=decision.status == KEPT,
-            detail=decision.reason,
-            numbers={} if decision.point is None else {"gain": decision.point},
-        )
+        numbers = {} if decision.point is None else {"gain": decision.point}
+        if decision.step_point is not None:
+            numbers = {"gain": decision.step_point, "device_gain": decision.point or 0.0}
+        self._timing = Check(passed=decision.status == KEPT, detail=decision.reason, numbers=numbers)
         if decision.status == KEPT:
-            switch.on()
-            self._stand(switch)
-            self.loop.traced = after
+            return self._keep(switch, after, decision)
         return self.verdict(decision.status, decision.reason, decision)
+
+    def _keep(self, switch: Switch, after: StepProfile | None, decision: Decision) -> Verdict:
+        switch.on()
+        self._stand(switch)
+        self.loop.traced = after
+        return self.verdict(KEPT, decision.reason, decision)
+
+    def _for_fresh_runs(self, decision: Decision, *, anyway: bool = False) -> Decision:
+        """What blocks have left open, as fresh processes are to take it up: kept where it looks faster, or, `anyway`, where nothing was
+        timed; as it was where the check or the effect is missing.
+        """
+        proved = self._numerics is not None and self._numerics.passed and self._effect is not None
+        if not (self.provisional and proved and decision.status in (MORE, INCONCLUSIVE)):
+            return decision
+        faster = decision.point is not None and decision.point > LOOKS_FASTER * self.loop.session.min_gain
+        if faster or (anyway and decision.point is None):
+            return dataclasses.replace(decision, status=KEPT, reason=f"{decision.reason}; fresh processes decide")
+        return decision
 
     def _stand(self, switch: Switch) -> None:
         """The candidate is part of the loop from now on; what it replaced is not."""

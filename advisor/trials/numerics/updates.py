@@ -104,7 +104,7 @@ def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], use
     The second starts from the state that the first has left.
     """
     before = {p: p.detach().clone() for p in parameters}
-    grads = [(p, p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
+    grads = [(p, p.grad, p.grad.clone(), _laid_as(p, p.grad)) for p in parameters if p.grad is not None]
     states = {
         p: {k: (v, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in optimizer.state[p].items()}
         for p in list(optimizer.state)
@@ -112,13 +112,15 @@ def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], use
     held = optimizer._optimizer_step_post_hooks
     removed = {key: held.pop(key) for key in list(held) if key in user_hooks}
 
-    def give_gradients() -> None:
-        for parameter, gradient, values in grads:
-            gradient.copy_(values)
-            parameter.grad = gradient
+    def give_gradients(*, users: bool = False) -> None:
+        for parameter, gradient, values, fitting in grads:
+            chosen = gradient if users else fitting
+            chosen.copy_(values)
+            parameter.grad = chosen
 
     try:
         with torch.no_grad():
+            give_gradients()
             optimizer.step()
             give_gradients()
             optimizer.step()
@@ -135,7 +137,7 @@ def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], use
         with torch.no_grad():
             for parameter, old in before.items():
                 parameter.copy_(old)
-            give_gradients()
+            give_gradients(users=True)
             for key in list(optimizer.state):
                 if key not in states:
                     del optimizer.state[key]
@@ -147,3 +149,11 @@ def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], use
                     if isinstance(value, torch.Tensor):
                         value.copy_(copy)
                     kept[name] = value
+
+
+def _laid_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, or one with the parameter's strides, as the backward makes them: a change may have laid the weights out anew since this
+    one was made, and a fused optimizer takes no other.
+    """
+    same = gradient.layout is not torch.strided or gradient.stride() == parameter.stride()
+    return gradient if same else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

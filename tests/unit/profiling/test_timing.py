@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from advisor.profiling.timing import lags_us, mark, spread, step_times
-from advisor.profiling.training import StepEvent
+from advisor.profiling.training import Draw, StepEvent
 
 
 class FakeEvent:
@@ -81,3 +81,22 @@ def test_lags_are_the_device_behind_the_host_at_clean_boundaries() -> None:
     here = mark(torch.device("cpu"))
     assert here.event is None
     assert not here.clean
+
+
+def draw(before_ms: float, after_ms: float, events: tuple[FakeEvent, FakeEvent] | None = None) -> Draw:
+    first, last = events or (None, None)
+    return Draw((first, int(before_ms * 1e6)), (last, int(after_ms * 1e6)))  # type: ignore[arg-type]
+
+
+def test_the_devices_time_is_the_step_without_its_waits_for_the_loader() -> None:
+    boundaries = [boundary(i, 10.0 * i) for i in range(3)]
+    boundaries[1].draws = (draw(1.0, 4.0), draw(5.0, 6.0))  # two batches in a step
+    assert step_times(boundaries).device_us == (6_000.0, 10_000.0)
+
+
+def test_a_batch_that_comes_while_the_device_is_busy_is_no_wait_of_the_device() -> None:
+    boundaries = [boundary(i, 10.0 * i, event=FakeEvent(10.0 * i)) for i in range(3)]
+    # The host waits for 8 ms; the device reaches both events when it is done with what came before.
+    boundaries[1].draws = (draw(0.0, 8.0, (FakeEvent(8.0), FakeEvent(8.0))),)
+    boundaries[2].draws = (draw(10.0, 18.0, (FakeEvent(12.0), FakeEvent(18.0))),)
+    assert step_times(boundaries).device_us == (10_000.0, 4_000.0)

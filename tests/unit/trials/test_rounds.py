@@ -14,7 +14,7 @@ from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval, Recommendation
-from advisor.core.profile import IdleCause, KernelRow, MemoryStats, ModelFacts, Spread, StepProfile
+from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Spread, StepProfile
 from advisor.core.verdict import Blocks, Check, Round, TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.rules import evaluate, load, recommend
@@ -447,55 +447,3 @@ def test_in_a_later_round_too_compile_waits_for_the_step_that_the_rest_leaves(
     assert script.modes()[: len(modes)] == modes
     (found,) = [v for v in verdicts.values() if v.transform == "compile"]
     assert (found.status, found.round) == compiled
-
-
-def test_kernels_for_a_small_share_wait_for_the_shortened_step_and_its_prediction(script, monkeypatch) -> None:
-    script.status = {"amp_bf16": "kept", "fused_pooling": "kept", "first_conv": "kept"}
-    pooling = candidate("fused_pooling", 0.02)
-    # The rules ask for it again, beside what half precision has brought out: one process tries both.
-    script.anew = [[candidate("first_conv", 0.2), candidate("fused_pooling", 0.05)], []]
-    log, verdicts = apply(script, pooling, candidate("amp_bf16"))
-    assert [r.tried for r in log.rounds] == [("amp_bf16",), ("first_conv", "fused_pooling")]
-    assert script.modes() == ["search", "profile", "search"]
-    assert verdicts["fused_pooling", 2].predicted.high == 0.05
-    # No rule does, and nothing is predicted for that step: another change has taken what there was.
-    monkeypatch.setattr(rounds, "predict", lambda *a: Interval(low=0.0, high=0.001))
-    forget(script)
-    script.profiled, script.anew = [profile(250.0), profile(200.0)], [[candidate("first_conv", 0.2)], []]
-    log, verdicts = apply(script, pooling, candidate("amp_bf16"))
-    assert [r.tried for r in log.rounds] == [("amp_bf16",), ("first_conv",)]
-    assert [v.status for v in log.verdicts if v.transform == "fused_pooling"] == ["skipped"]
-
-
-def test_kernels_that_wait_are_tried_where_no_second_round_comes(script) -> None:
-    script.status = {"amp_bf16": "reverted", "fused_pooling": "kept"}
-    script.anew = [[]]
-    log, _ = apply(script, candidate("fused_pooling", 0.02), candidate("amp_bf16"))
-    assert log.rounds[0].tried == ("amp_bf16", "fused_pooling")
-    forget(script)
-    script.status["amp_bf16"], script.launches = "kept", []
-    log, _ = apply(
-        script, candidate("fused_pooling", 0.02), candidate("amp_bf16"), candidate("compile"), max_time_s=40.0
-    )
-    assert log.rounds[0].tried == ("amp_bf16", "fused_pooling")
-    assert script.modes() == ["search", "search"]
-    assert any("no time was left for round 2" in note for note in log.notes)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "rest", "memory", "wait"),
-    [
-        ({"fused_pooling": 0.02, "first_conv": 0.09}, {"amp_bf16": 0.5}, 10, True),
-        ({"fused_pooling": 0.02, "first_conv": 0.3}, {"amp_bf16": 0.5}, 10, False),  # tried in the first round, as one
-        ({"fused_pooling": 0.02}, {"set_to_none": 0.01}, 10, False),  # no change to wait for
-        ({"fused_pooling": 0.02}, {"compile": 0.5}, 10, False),  # which waits itself
-        ({"fused_pooling": 0.02}, {"amp_bf16": 0.5}, 2, False),  # no room for them beside graphs
-        ({"fused_pooling": 0.02}, {}, 10, False),
-    ],
-)
-def test_which_kernels_wait(kernels, rest, memory, wait) -> None:
-    first = [candidate(name, high) for name, high in {**rest, **kernels}.items()]
-    step = dataclasses.replace(profile(), memory=MemoryStats(peak_allocated_bytes=1, total_bytes=memory))
-    assert [c.transform for c in rounds.small(first, step)] == (list(kernels) if wait else [])
-    unknown = dataclasses.replace(candidate("fused_pooling"), predicted=None)
-    assert rounds.small([candidate("amp_bf16"), unknown], step) == ()

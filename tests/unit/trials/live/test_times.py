@@ -184,3 +184,46 @@ def test_the_host_bounds_a_step_whose_device_has_nothing_to_do_or_that_wanders(
     times = Times(on=arm)
     assert times.host_bound(KEPT) is bound
     assert times.host_bound(Decision("reverted", None, None, "")) is False
+
+
+def waiting(*, step_on: float, device_on: float) -> Times:
+    """Steps of 100 ms, 60 of them waits for the loader."""
+    wander = [1.0, 1.2, 0.9, 1.1, 0.85, 1.05]
+
+    def arm(step_us: float, device_us: float) -> Arm:
+        steps = [step_us * w for w in wander]
+        return Arm(medians=steps, means=steps, devices=[device_us * (1 + 0.001 * i) for i in range(PAIRS)])
+
+    return Times(off=arm(100_000.0, 40_000.0), on=arm(step_on, device_on))
+
+
+def test_where_the_step_waits_for_its_loader_the_devices_time_decides() -> None:
+    times = waiting(step_on=99_000.0, device_on=20_000.0)
+    assert times.by_device
+    assert [round(on / off, 3) for off, on in times.pairs] == [0.5] * PAIRS
+    found = times.against_the_wall(KEPT)
+    assert found.status == "kept"
+    assert "of the device's time" in found.reason
+    assert found.step_point == pytest.approx(0.01, abs=1e-6)
+
+
+def test_what_saves_the_devices_time_and_makes_the_step_slower_is_not_kept() -> None:
+    found = waiting(step_on=150_000.0, device_on=20_000.0).against_the_wall(KEPT)
+    assert found.status == "inconclusive"
+    assert "makes the step slower" in found.reason
+
+
+def test_the_step_decides_where_it_hardly_waits_or_nobody_saw_for_how_long() -> None:
+    times = waiting(step_on=99_000.0, device_on=20_000.0)
+    times.off.devices = [95_000.0] * PAIRS
+    assert not times.by_device
+    times.off.devices = [0.0] * PAIRS
+    assert not times.by_device
+    assert times.pairs == times.steps_in_pairs
+
+
+def test_the_devices_time_outlives_the_process() -> None:
+    times = waiting(step_on=99_000.0, device_on=20_000.0)
+    again = Times.resumed(times.noted(InTrial(transform="t")))
+    assert again.by_device
+    assert again.pairs == times.pairs

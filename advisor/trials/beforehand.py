@@ -1,0 +1,44 @@
+"""What a search will need and can be made while the script is profiled: the C++ that launches the bundled kernels, half a minute's work once
+a machine. Else the first trial waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+from advisor.core.environment import Environment
+
+# Fewer cores than this are the script's: a compiler beside it would be in the profile.
+LEAST_CORES = 4
+MODULE = "advisor.ops.sites.native"
+
+
+def compile_ahead(machine: Environment) -> subprocess.Popen[bytes] | None:
+    """Another process compiles what is not in the cache yet, until this one ends; None where there is no use or no room for it."""
+    if machine.device != "cuda" or (os.cpu_count() or 1) < LEAST_CORES:
+        return None
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that its compiler ends with it
+        )
+    except OSError:  # it is made later then, where it is needed
+        return None
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

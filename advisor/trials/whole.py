@@ -1,0 +1,72 @@
+"""Which changes are put on together, first of all, and what is tried next where they do not hold together. Pure.
+
+Tried one by one, each change pays for its own capture, check, warm-up and blocks, and a search of some minutes ends after three. What
+is recommended and fits together is therefore tried as one. Where that is wrong, has no effect or is not faster, one class of
+changes at a time is left out: first what is most often to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from advisor.core.findings import Recommendation
+from advisor.trials import planner
+
+# In the order in which they are left out.
+PRECISION, KERNELS, GRAPHS, LAYOUT, HOST = "precision", "kernels", "graphs", "layout", "host"
+_CLASSES: dict[str, frozenset[str]] = {
+    PRECISION: planner.HALF | {"tf32"},
+    KERNELS: planner.BUNDLED | planner.NORMS | {"conv_bias", "gradient_stream"},
+    GRAPHS: frozenset({planner.GRAPHS}),
+    LAYOUT: frozenset({planner.LAYOUT}),
+    # What the host does between the steps is never left out: it is right by itself, and seldom in the way.
+    HOST: frozenset({"prefetch", "defer_sync", "set_to_none"}),
+}
+LEFT_OUT = (PRECISION, KERNELS, GRAPHS, LAYOUT)
+
+
+def members(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) -> tuple[Recommendation, ...]:
+    """Of these, in order, what is put on together. The surest of rivals is the one with the larger prediction.
+
+    Left for later: what has parameters, what only fresh processes can try, what takes minutes to make (a compiler), changes for
+    models that run without gradients, and CUDA graphs where memory does not hold them beside the step (`graphs_fit`).
+    """
+    wanted = [c for c in candidates if kind(c) and not c.parameters and _promises(c)]
+    if not graphs_fit:
+        wanted = [c for c in wanted if kind(c) != GRAPHS]
+    names = {c.transform for c in wanted}
+    if "amp_bf16" in names:  # the same rate, with more range
+        wanted = [c for c in wanted if c.transform != "amp_fp16"]
+    if names & planner.HALF:  # what half precision leaves in fp32 are small sums
+        wanted = [c for c in wanted if c.transform != "tf32"]
+    chosen: list[Recommendation] = []
+    for candidate in sorted(wanted, key=lambda c: -planner.expected(c)):
+        others = [(c.transform, c.conflicts) for c in chosen]
+        if not planner.conflicting(candidate.transform, candidate.conflicts, others):
+            chosen.append(candidate)
+    return tuple(c for c in candidates if c in chosen)
+
+
+def attempts(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) -> Iterator[tuple[Recommendation, ...]]:
+    """What is tried as one, in order, until one of these is kept: everything, then everything without one class."""
+    whole = members(candidates, graphs_fit=graphs_fit)
+    if len(whole) > 1:
+        yield whole
+    for left_out in LEFT_OUT:
+        rest = tuple(c for c in whole if kind(c) != left_out)
+        if 1 < len(rest) < len(whole):
+            yield rest
+
+
+def kind(candidate: Recommendation) -> str:
+    """The class it is left out with; "" for what is never tried with others of other classes."""
+    return kind_of(candidate.transform)
+
+
+def kind_of(transform: str) -> str:
+    """As `kind`, of a transform's id."""
+    return next((name for name, transforms in _CLASSES.items() if transform in transforms), "")
+
+
+def _promises(candidate: Recommendation) -> bool:
+    return candidate.predicted is None or candidate.predicted.high > 0.0

@@ -1,0 +1,102 @@
+"""In the running loop everything that fits is put on as one, before anything is tried by itself."""
+
+from dataclasses import replace
+
+import pytest
+from searched_loop import (
+    CHANGES,
+    Graphs,
+    Half,
+    HalfInLayout,
+    Layout,
+    Raises,
+    Slower,
+    Waits,
+    Wrong,
+    candidates,
+    find,
+    train,
+)
+
+from advisor.core import storage
+from advisor.core.findings import Interval
+from advisor.profiling.session import Session
+from advisor.trials import records
+from advisor.trials.live.blocks import TimedBlocks
+from advisor.trials.live.driver import SearchDriver
+from advisor.trials.statistics import Decision
+
+
+def search(tmp_path, *names, **options):
+    promised = tuple(replace(c, predicted=Interval(low=0.0, high=0.5)) for c in candidates(*names))
+    orders = Session(
+        mode="search",
+        run_dir=str(tmp_path),
+        script="train.py",
+        warmup=3,
+        candidates=promised,
+        max_pairs=12,
+        whole_first=True,
+    )
+    _, reason = train(orders, SearchDriver, find, **options)
+    record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
+    return {v.transform: v for v in records.verdicts(tmp_path)}, record, reason
+
+
+def planted(monkeypatch, **changes):
+    for name, change in changes.items():
+        made = type(change.__name__, (change,), {"id": name})
+        monkeypatch.setitem(CHANGES, name, made)
+
+
+def test_what_fits_is_kept_as_one_and_the_process_ends_for_its_proof(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Layout, amp_bf16=HalfInLayout)  # of which each alone would lose
+    verdicts, record, reason = search(tmp_path, "faster", "channels_last", "amp_bf16")
+    assert reason == "search done"
+    assert record.whole_kept
+    assert {name: v.status for name, v in verdicts.items()} == {"channels_last": "kept", "amp_bf16": "kept"}
+    assert verdicts["amp_bf16"].together == ("channels_last",)
+    assert not record.complete  # what is no part of it comes later
+
+
+def test_one_that_cannot_be_switched_on_costs_the_others_nothing(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Waits, fused_optimizer=Raises, amp_bf16=Half, cuda_graphs=Graphs)
+    verdicts, record, _ = search(tmp_path, "channels_last", "fused_optimizer", "amp_bf16", "cuda_graphs")
+    assert record.whole_kept
+    assert verdicts["fused_optimizer"].status == "failed"
+    assert "no such kernel" in verdicts["fused_optimizer"].reason
+    assert all(verdicts[name].status == "kept" for name in ("channels_last", "amp_bf16", "cuda_graphs"))
+
+
+@pytest.mark.parametrize("wrong", ["amp_bf16", "cuda_graphs"])
+def test_of_what_is_wrong_as_one_a_class_is_left_out(tmp_path, monkeypatch, wrong):
+    planted(monkeypatch, channels_last=Waits, amp_bf16=Half, cuda_graphs=Graphs)
+    planted(monkeypatch, **{wrong: Wrong})
+    verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16", "cuda_graphs")
+    assert record.whole_kept
+    kept = {name for name, v in verdicts.items() if v.status == "kept"}
+    assert kept == {"channels_last", "amp_bf16", "cuda_graphs"} - {wrong}
+    assert "changes the training" in verdicts["channels_last + amp_bf16 + cuda_graphs"].reason
+    assert wrong not in verdicts  # its own turn comes
+
+
+def test_a_whole_that_is_slower_is_not_kept(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Slower, amp_bf16=Slower)
+    verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16")
+    assert not record.whole_kept
+    assert {v.status for v in verdicts.values()} == {"reverted"}
+
+
+@pytest.mark.parametrize(("point", "kept"), [(0.05, True), (0.01, False)])
+def test_what_noise_hides_is_left_to_fresh_processes_where_it_looks_faster(tmp_path, monkeypatch, point, kept):
+    def run(self, switch, current, *, patient=True, hasty=False):
+        yield
+        assert hasty == (switch.transform.id == "channels_last + amp_bf16")
+        return Decision("inconclusive", Interval(low=-0.1, high=0.2), point, "noise hides it")
+
+    planted(monkeypatch, channels_last=Waits, amp_bf16=Half)
+    monkeypatch.setattr(TimedBlocks, "run", run)
+    verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16")
+    assert record.whole_kept is kept
+    if kept:
+        assert "fresh processes decide" in verdicts["amp_bf16"].reason

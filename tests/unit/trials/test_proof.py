@@ -1,0 +1,56 @@
+"""What fresh runs say of the whole, where the plain script waits for its loader and where not."""
+
+import random
+
+from advisor.trials import proof
+from advisor.trials.records import Measurement
+
+LOSSES = tuple(1.0 / (1 + i) for i in range(30))
+
+
+def run(step_us, device_us, *, noise, seed):
+    chance = random.Random(seed)
+    steps = [step_us * (1 + chance.uniform(-noise, noise)) for _ in range(60)]
+    return Measurement(
+        step_us=tuple(steps),
+        every_us=tuple(steps),
+        device_us=tuple(device_us * (1 + chance.uniform(-0.002, 0.002)) for _ in steps),
+        losses=LOSSES,
+        batch_size=8,
+    )
+
+
+def judged(plain, stack, *, noise=0.3, flow=False):
+    """(step, device) of both kinds, µs."""
+    arms = [
+        [run(*times, noise=noise, seed=10 * kind + i) for i in range(2)] for kind, times in enumerate((plain, stack))
+    ]
+    return proof.judge(*arms, (), flow=flow)
+
+
+def test_a_gain_of_the_devices_time_holds_where_the_loader_hides_it():
+    found = judged((100_000.0, 40_000.0), (99_000.0, 20_000.0))
+    assert found.passed is True
+    assert 1.9 < found.device_speedup_low < found.device_speedup < found.device_speedup_high < 2.1
+    assert "waits for its loader" in found.detail
+    assert found.speedup < 1.2  # what the step itself gains is told as well
+
+
+def test_it_does_not_where_the_step_is_certainly_slower():
+    found = judged((100_000.0, 40_000.0), (180_000.0, 20_000.0), noise=0.02)
+    assert found.passed is False
+
+
+def test_a_step_that_hardly_waits_is_judged_by_itself():
+    found = judged((100_000.0, 95_000.0), (99_900.0, 50_000.0))
+    assert found.passed is not True
+    assert found.device_speedup is None
+
+
+def test_a_change_of_the_loader_is_judged_by_the_step():
+    assert judged((100_000.0, 40_000.0), (99_000.0, 20_000.0), flow=True).device_speedup is None
+
+
+def test_no_devices_time_that_nobody_saw():
+    blind = [Measurement(step_us=(1.0,) * 30, every_us=(1.0,) * 30) for _ in range(2)]
+    assert not proof.waits(blind, blind)

@@ -1,0 +1,60 @@
+"""What is put on together first of all, and what is left out of it where that does not hold."""
+
+import pytest
+
+from advisor.core.findings import Interval, Recommendation
+from advisor.trials import whole
+
+
+def item(name, gain=0.1, *, conflicts=(), **parameters):
+    return Recommendation(
+        transform=name, parameters=parameters, predicted=Interval(low=0.0, high=gain), conflicts=conflicts
+    )
+
+
+def names(items):
+    return [i.transform for i in items]
+
+
+NET = [item(n) for n in ("prefetch", "channels_last", "fused_bn_act", "amp_bf16", "cuda_graphs", "fused_optimizer")]
+
+
+def test_all_that_fits_is_put_on_together_and_a_class_at_a_time_is_left_out_of_it():
+    tried = [names(attempt) for attempt in whole.attempts(NET)]
+    assert tried[0] == names(NET)
+    assert tried[1:] == [
+        ["prefetch", "channels_last", "fused_bn_act", "cuda_graphs", "fused_optimizer"],
+        ["prefetch", "channels_last", "amp_bf16", "cuda_graphs"],
+        ["prefetch", "channels_last", "fused_bn_act", "amp_bf16", "fused_optimizer"],
+        ["prefetch", "fused_bn_act", "amp_bf16", "cuda_graphs", "fused_optimizer"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "left", ["loader_workers", "cudnn_benchmark", "compile", "guides_bf16", "a_change_of_somebody"]
+)
+def test_what_takes_fresh_processes_a_compiler_or_is_not_known_comes_later(left):
+    assert names(whole.members([item(left), *NET])) == names(NET)
+
+
+def test_what_is_predicted_to_find_nothing_and_what_has_parameters_comes_later():
+    assert names(whole.members([item("fused_casts", 0.0), item("tf32", mode="high"), *NET])) == names(NET)
+
+
+def test_of_half_precisions_bf16_goes_and_tf32_is_not_needed_beside_it():
+    assert names(whole.members([item("tf32"), item("amp_fp16", 0.9), item("amp_bf16")])) == ["amp_bf16"]
+    assert names(whole.members([item("tf32"), item("amp_fp16")])) == ["amp_fp16"]
+    assert names(whole.members([item("tf32"), item("channels_last")])) == ["tf32", "channels_last"]
+
+
+def test_of_rivals_the_one_that_promises_more_is_put_on():
+    rivals = [item("cuda_graphs", 0.1, conflicts=("defer_sync",)), item("defer_sync", 0.3), item("channels_last")]
+    assert names(whole.members(rivals)) == ["defer_sync", "channels_last"]
+
+
+def test_graphs_wait_where_memory_does_not_hold_them():
+    assert "cuda_graphs" not in names(whole.members(NET, graphs_fit=False))
+
+
+def test_one_change_is_no_whole():
+    assert list(whole.attempts([item("amp_bf16")])) == []
