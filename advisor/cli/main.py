@@ -130,11 +130,12 @@ def _fail(line: str, code: int) -> int:
     epilog="""\b
 Exit codes; `profile`, `run` and a failing script's `apply` end with its own:
   0  done
-  1  findings at --fail-on, or a regression
+  1  findings at --fail-on, a regression, a faulty rule, a wrong kernel
   2  wrong usage or bad input
   3  a fault of advisor's own
   4  inconclusive, or left open by a no at a prompt
-  5  a GPU is required""",
+  5  a GPU is required
+  130  interrupted""",
 )
 @click.version_option(__version__, "-V", "--version", message="advisor %(version)s")
 def cli() -> None:

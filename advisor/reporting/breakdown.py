@@ -70,6 +70,9 @@ class Cause:
     sites: tuple[Site, ...] = ()
 
 
+PLACES = 2  # that are named of a kind of work
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """Time that a group of rows takes beyond what this machine needs for it.
@@ -178,7 +181,14 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
         times["other"] = times.get("other", 0.0) + times.pop(kind)
         limits["other"] = limits.get("other", 0.0) + limits.pop(kind)
     work = [
-        Cause(key=kind, label=KIND_LABELS.get(kind, kind), time_us=time, frac=time / total, limit_us=limits[kind])
+        Cause(
+            key=kind,
+            label=KIND_LABELS.get(kind, kind),
+            time_us=time,
+            frac=time / total,
+            limit_us=limits[kind],
+            sites=_places((r for r in profile.kernels if (r.kind if r.kind in times else "other") == kind), scale),
+        )
         for kind, time in times.items()
     ]
     work.sort(key=lambda c: (-c.time_us, c.key))
@@ -197,6 +207,19 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
     ]
     waits.sort(key=lambda c: (-c.time_us, c.key))
     return (*work, *waits)
+
+
+def _places(rows: Iterable[KernelRow], scale: float) -> tuple[Site, ...]:
+    """Where these rows' work comes from, by line and module (or operator), what takes longest first."""
+    found: dict[tuple[str, str], list[KernelRow]] = {}
+    for row in rows:
+        found.setdefault((row.source, row.module or row.op), []).append(row)
+    sites = [
+        Site(source=source, what=what, calls=sum(r.calls for r in of), time_us=scale * sum(r.time_us for r in of))
+        for (source, what), of in found.items()
+    ]
+    sites.sort(key=lambda site: (-site.time_us, site.source, site.what))
+    return tuple(site for site in sites[:PLACES] if site.time_us > 0)
 
 
 def unexplained(profile: StepProfile, findings: Findings) -> tuple[Cause, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from advisor.core.profile import Spread, StepProfile
+from advisor.core.provenance import Provenance
 from advisor.core.student import block_logs, t_quantile
 from advisor.core.units import percent_text
 from advisor.reporting import breakdown, wording
@@ -166,8 +167,6 @@ def _differences(a: StepProfile, b: StepProfile) -> tuple[bool, list[str]]:
     ]
     other = [f"Different {what}: {p} and {q}." for what, p, q in hardware if p != q and (p and q)]
     texts = other + [f"Different {what}: {p} and {q}." for what, p, q in conditions if p != q and (p and q)]
-    if other:
-        texts.insert(0, "The machines differ, so times are shown but not comparable.")
     for name, profile in (("A", a), ("B", b)):
         if profile.environment.shared_gpu:
             texts.append(f"Another process used the GPU during run {name}.")
@@ -184,7 +183,7 @@ def _sentence(ratio: float | None, bounds: tuple[float, float] | None, comparabl
     if ratio is None:
         return "Step times cannot be compared: one run has none."
     if not comparable:
-        return "Step times are from different machines and are not compared."
+        return "The machines differ: times are shown, and not compared."
     if bounds is None:
         return f"B takes {100 * ratio:.1f} % of A's step time; too few steps were recorded for an interval."
     measured = f"B takes {_ratio_text(ratio, *bounds)} of A's step time"
@@ -244,13 +243,18 @@ def _step_us(profile: StepProfile, means: bool) -> float | None:
 def _totals(
     a: StepProfile, b: StepProfile, comparable: bool, steps: tuple[float | None, float | None]
 ) -> tuple[Delta, ...]:
-    def pair(label: str, unit: str, values: tuple[float | None, float | None], *, time: bool = False) -> Delta:
+    def pair(
+        label: str, unit: str, values: tuple[float | None, float | None], *, time: bool = False, alike: bool = True
+    ) -> Delta:
         rate = unit == "count" and time
-        comparing = comparable or not time
+        comparing = alike and (comparable or not time)
         return Delta(label=label, unit=unit, a=values[0], b=values[1], comparable=comparing, more_is_better=rate)
 
+    told: set[Provenance] = set()  # how the runs' traffic is known: counted and modelled bytes are two quantities
+
     def per_step(profile: StepProfile) -> dict[str, float | None]:
-        nbytes, _ = breakdown.dram_bytes(profile)
+        nbytes, how = breakdown.dram_bytes(profile)
+        told.add(how)
         return {
             "kernels": sum(r.calls for r in profile.kernels) if profile.kernels else None,
             "launches": profile.launches or None,
@@ -269,7 +273,7 @@ def _totals(
         pair("samples per second", "count", rates, time=True),
         pair(f"{counted} per step", "count", (x["kernels"], y["kernels"])),
         pair("launches per step", "count", (x["launches"], y["launches"])),
-        pair("memory traffic per step", "bytes", (x["bytes"], y["bytes"])),
+        pair("memory traffic per step", "bytes", (x["bytes"], y["bytes"]), alike=len(told) < 2),
         pair("host waits per step", "count", (x["syncs"], y["syncs"])),
         pair("copied host/device per step", "bytes", (x["copied"], y["copied"])),
         pair("peak memory allocated", "bytes", (x["allocated"], y["allocated"])),

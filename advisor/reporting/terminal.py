@@ -175,7 +175,7 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
         if with_limit and cause.limit_us > 0 and cause.time_us > 0:
             line += f"  {percent_text(min(1.0, cause.limit_us / cause.time_us)):>6} of limit"
         lines.append(line)
-        for site in cause.sites[:2]:
+        for site in cause.sites[:2] if cause.idle else ():  # those of work are among the gaps
             lines += page.wrap(f"{site.source} {site.what}".strip(), 4, "dim")
     return lines
 
@@ -243,7 +243,7 @@ def _finding(page: _Page, finding: Finding, lead: str, explain: bool) -> list[st
     unnamed = [s for s in finding.sites if s not in finding.message]
     shown = unnamed if explain else unnamed[:2]
     for site in shown:
-        lines.append("    " + page.paint(clip(f"at {site}", page.width - 4), "dim"))
+        lines += page.wrap(clip(f"at {site}", 2 * page.width - 16), 7, "dim", first=4)
     if len(unnamed) > len(shown):
         lines.append("    " + page.paint(f"and {len(unnamed) - len(shown)} more", "dim"))
     if explain:
@@ -464,8 +464,8 @@ def comparison_text(comparison: Comparison, width: int = 100, color: bool = Fals
     """A finished comparison as text."""
     page = _Page(max(width, MIN_WIDTH), color)
     lines = [
-        *page.wrap(f"A  {comparison.a}", 3, "dim"),
-        *page.wrap(f"B  {comparison.b}", 3, "dim"),
+        *page.wrap(f"A  {comparison.a}", 5, "dim", first=2),
+        *page.wrap(f"B  {comparison.b}", 5, "dim", first=2),
         "",
         *page.wrap(comparison.sentence, 2, "bold"),
     ]

@@ -160,10 +160,15 @@ def load_run(run: str | Path) -> LoadedRun:
         AdvisorError: when there is none, or a file in it cannot be read.
     """
     folder, profile = load_profile(run)
+    try:
+        findings = storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None
+    except AdvisorError as error:
+        fix = f"`advisor recommend {run}` applies the rules to its profile anew."
+        raise AdvisorError(error.found, expected=error.expected, fix=fix) from None
     return LoadedRun(
         run_dir=folder.resolve(),
         profile=profile,
-        findings=storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None,
+        findings=findings,
         trials=storage.load(folder / TRIALS_FILE, TrialLog) if (folder / TRIALS_FILE).exists() else None,
     )
 

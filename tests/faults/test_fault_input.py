@@ -79,7 +79,7 @@ CASES = {
     "half a run to judge": (("recommend", "torn"), 2, "cut off, or no JSON"),
     "half a run to compare": (("compare", "sound", "torn"), 2, "cut off, or no JSON"),
     "a newer run to compare": (("compare", "newer", "sound"), 2, "of a newer advisor"),
-    "half of what was found": (("report", "half-found"), 2, "findings.json:1:1: cut off, or no JSON"),
+    "half of what was found": (("report", "half-found"), 2, "findings.json:1:1: cut off, or no JSON (Expecting value); expected what advisor wrote. `advisor recommend half-found` applies the rules"),
     "a list as run": (("report", "listed"), 2, "profile.json holds a list; expected what advisor wrote"),
     "bytes as run": (("report", "bytes"), 2, "bytes/profile.json is no JSON"),
     "findings as profile": (("report", "swapped"), 2, "profile.json holds a Findings; expected a StepProfile"),

@@ -104,3 +104,13 @@ def test_an_empty_run_has_no_views():
     assert breakdown.causes(empty) == breakdown.gaps(empty, 5) == breakdown.modules(empty) == ()
     assert breakdown.limit_frac(empty) is None
     assert breakdown.samples_per_s(empty) is None
+
+
+def test_every_kind_of_work_says_where_most_of_it_comes_from():
+    profile = samples.resnet50()
+    for cause in breakdown.causes(profile):
+        if not cause.idle:
+            assert cause.sites, cause.label
+            assert all(site.what for site in cause.sites)
+            assert sum(site.time_us for site in cause.sites) <= cause.time_us * 1.0001
+            assert list(cause.sites) == sorted(cause.sites, key=lambda site: -site.time_us)

@@ -8,6 +8,7 @@ import pytest
 import samples
 
 from advisor.core.profile import Spread, StepProfile
+from advisor.core.provenance import Provenance
 from advisor.reporting.compare import (
     Delta,
     Regression,
@@ -164,3 +165,19 @@ def test_where_batches_come_in_bursts_the_means_are_compared():
     assert times.ratio == pytest.approx(1 / rates.ratio)
     alike = compare_profiles(_starved(120e3, 3), _starved(120e3, 4))
     assert alike.low < 1 < alike.high
+
+
+def test_that_machines_differ_is_said_once():
+    found = compare_profiles(samples.resnet50(), samples.resnet50(environment=samples.LAPTOP))
+    assert found.sentence == "The machines differ: times are shown, and not compared."
+    assert not [text for text in found.differences if "compar" in text]
+
+
+def test_counted_bytes_are_not_compared_with_modelled_ones():
+    base = samples.resnet50()
+    counted = replace(base.kernels[0], dram_bytes=1e9, dram_provenance=Provenance.MEASURED)
+    measured = replace(base, kernels=(counted,))
+    modelled = replace(base, kernels=(replace(counted, dram_bytes=None, dram_provenance=Provenance.UNAVAILABLE),))
+    for a, b, alike in ((measured, modelled, False), (measured, measured, True), (modelled, modelled, True)):
+        (traffic,) = (d for d in compare_profiles(a, b).totals if d.label == "memory traffic per step")
+        assert traffic.comparable is alike

@@ -288,3 +288,12 @@ def test_without_places_nothing_is_said_of_them():
 def test_a_proof_has_no_page_to_look_places_up_in():
     text = terminal.trials_text(samples.many_places(), 80, listed_in="trials.json")
     assert _where(text)[0] == "by path in trials.json or --format json"
+
+
+def test_a_long_place_is_wrapped_and_keeps_its_end():
+    place = "src/project/with/long/names/training_loop.py:1234 Sequential.23.b: aten::convolution_backward (backward, 1.01 ms, 5×)"
+    found = samples.findings()
+    found = replace(found, findings=tuple(replace(finding, sites=(place,)) for finding in found.findings))
+    page = terminal.profile_text(samples.resnet50(), found, 80)
+    assert place in " ".join(page.split())
+    assert max(map(len, page.splitlines())) <= 80
