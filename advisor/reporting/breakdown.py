@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from advisor.analysis.idle import idle
+from advisor.analysis.idle import host_waiting_us, idle
 from advisor.analysis.view import View
 from advisor.core import layers
 from advisor.core.findings import Findings
@@ -130,25 +130,39 @@ class RooflinePoint:
 class Division:
     """The step that all shares here are of: some device work ran for `busy_us` of its `total_us`, and for the rest it stood idle.
 
-    On a GPU the untraced step: tracing makes gaps longer, kernels not, and the traced gaps are scaled to it as for the findings. On a
-    CPU, and where no step was timed, the traced one.
+    It is the untraced step. On a GPU tracing makes gaps longer, kernels not, and the traced gaps are scaled to it as for the findings; on
+    a CPU all that is traced takes longer, and `stretch` turns a row's time into its part of this step. Where no step was timed it is the
+    traced one.
     """
 
     total_us: float
     busy_us: float
     idle: tuple[IdleCause, ...]
     untraced: bool
+    stretch: float = 1.0
 
 
 def division(profile: StepProfile) -> Division:
     """The step, divided into work and idle causes."""
-    found = idle(View.of(profile))
-    if found is None:
-        rows_us = sum(r.time_us for r in profile.kernels)
-        total = profile.busy_us + sum(i.time_us for i in profile.idle) or rows_us
+    view = View.of(profile)
+    found = idle(view)
+    if found is not None:
+        return Division(found.busy_us + found.total_us, found.busy_us, _scaled(profile, found.by_cause), untraced=True)
+    traced = {row.cause: row.time_us for row in profile.idle}
+    work = profile.busy_us + sum(time for cause, time in traced.items() if cause != "data")
+    if view.on_gpu or view.step_us <= 0 or work <= 0:
+        total = profile.busy_us + sum(traced.values()) or sum(r.time_us for r in profile.kernels)
         return Division(total, profile.busy_us, profile.idle, untraced=False)
+    waits = host_waiting_us(view)
+    stretch = (view.step_us - waits) / work
+    times = {**{cause: time * stretch for cause, time in traced.items()}, "data": waits}
+    return Division(view.step_us, profile.busy_us * stretch, _scaled(profile, times), untraced=True, stretch=stretch)
+
+
+def _scaled(profile: StepProfile, times: Mapping[str, float]) -> tuple[IdleCause, ...]:
+    """Idle causes with these times, their sites' scaled as they are."""
     traced = {row.cause: row for row in profile.idle if row.time_us > 0}
-    causes = [
+    return tuple(
         IdleCause(
             cause=cause,
             time_us=time,
@@ -156,9 +170,8 @@ def division(profile: StepProfile) -> Division:
             if (row := traced.get(cause))
             else (),
         )
-        for cause, time in found.by_cause.items()
-    ]
-    return Division(found.busy_us + found.total_us, found.busy_us, tuple(causes), untraced=True)
+        for cause, time in times.items()
+    )
 
 
 def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause, ...]:
@@ -167,11 +180,11 @@ def causes(profile: StepProfile, small_frac: float = SMALL_FRAC) -> tuple[Cause,
     Kinds below `small_frac` of the step are counted with "other work".
     """
     step = division(profile)
-    total, rows_us = step.total_us, sum(r.time_us for r in profile.kernels)
+    total, rows_us = step.total_us, step.stretch * sum(r.time_us for r in profile.kernels)
     if total <= 0:
         return ()
     # Below 1 where kernels of several streams run side by side.
-    scale = min(1.0, step.busy_us / rows_us) if rows_us > 0 and step.busy_us > 0 else 1.0
+    scale = step.stretch * (min(1.0, step.busy_us / rows_us) if rows_us > 0 and step.busy_us > 0 else 1.0)
     times: dict[str, float] = {}
     limits: dict[str, float] = {}
     for row in profile.kernels:
@@ -232,9 +245,7 @@ def unexplained(profile: StepProfile, findings: Findings) -> tuple[Cause, ...]:
         for rule in (card.rule, *card.reasons)
         for evidence in findings.of(rule).evidence
     }
-    slices = causes(profile)
-    if profile.environment.device != "cuda" or not slices:
-        slices = (*(c for c in slices if c.key != "idle_data"), *_waiting(profile))
+    slices = causes(profile) or _waiting(profile)
     large = (c for c in slices if c.key not in _MEANT and _above_limit(c) >= LARGE_FRAC)
     return tuple(c for c in large if not read & {f"{c.key}_frac", *_ALSO_TOLD_BY.get(c.key, ())})
 
@@ -244,7 +255,7 @@ def _above_limit(cause: Cause) -> float:
 
 
 def _waiting(profile: StepProfile) -> tuple[Cause, ...]:
-    """What an untraced step waits in its loader's `next()`: tracing lets workers catch up, and may not have come to it."""
+    """What an untraced step waits in its loader's `next()`, where nothing was traced to divide the rest."""
     step, waits = profile.typical_us, profile.input.next_us
     if not step > 0 or not waits > 0:
         return ()
@@ -274,12 +285,12 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
     The same module of repeated blocks is one group, since one change serves them all.
     Rows without a known limit are left out: their gap is not zero, it is unknown.
     """
-    total, convs = division(profile).total_us, layers.convolutions(profile)
+    step, convs = division(profile), layers.convolutions(profile)
     found = []
     for rows in _groups(
         (r for r in profile.kernels if r.limit_us > 0), lambda r: (_repeated(r.module) or r.op, r.kind)
     ):
-        time, limit, first = sum(r.time_us for r in rows), sum(r.limit_us for r in rows), _dominant(rows)
+        time, limit, first = step.stretch * sum(r.time_us for r in rows), sum(r.limit_us for r in rows), _dominant(rows)
         gap, paths = max(0.0, time - limit), {r.module for r in rows}
         source = next((r.source for r in rows if r.source and r.phase == "forward"), first.source)
         found.append(
@@ -293,7 +304,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
                 time_us=time,
                 limit_us=limit,
                 gap_us=gap,
-                frac=gap / total if total else 0.0,
+                frac=gap / step.total_us if step.total_us else 0.0,
             )
         )
     found.sort(key=lambda g: (-g.gap_us, g.module, g.kind))
@@ -302,7 +313,8 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
 
 def modules(profile: StepProfile) -> tuple[ModuleTime, ...]:
     """Device time by module path, every ancestor included, in tree order with larger siblings first."""
-    total = division(profile).total_us
+    step = division(profile)
+    total, stretch = step.total_us, step.stretch
     rows_below: dict[tuple[str, ...], list[KernelRow]] = {}
     types: dict[tuple[str, ...], str] = {}
     for row in profile.kernels:
@@ -312,7 +324,7 @@ def modules(profile: StepProfile) -> tuple[ModuleTime, ...]:
         types[path] = row.module_type
         for depth in range(1, len(path) + 1):
             rows_below.setdefault(path[:depth], []).append(row)
-    times = {path: sum(r.time_us for r in rows) for path, rows in rows_below.items()}
+    times = {path: stretch * sum(r.time_us for r in rows) for path, rows in rows_below.items()}
 
     def order(path: tuple[str, ...]) -> tuple[tuple[float, str], ...]:
         return tuple((-times[path[:depth]], path[depth - 1]) for depth in range(1, len(path) + 1))
@@ -322,8 +334,8 @@ def modules(profile: StepProfile) -> tuple[ModuleTime, ...]:
     for path in sorted(rows_below, key=order):
         rows = rows_below[path]
         known = [r.dram_bytes for r in rows if r.dram_bytes is not None]
-        forward = sum(r.time_us for r in rows if r.phase == "forward")
-        backward = sum(r.time_us for r in rows if r.phase == "backward")
+        forward = stretch * sum(r.time_us for r in rows if r.phase == "forward")
+        backward = stretch * sum(r.time_us for r in rows if r.phase == "backward")
         result.append(
             ModuleTime(
                 path=".".join(path),
@@ -352,10 +364,11 @@ def row_bytes(row: KernelRow) -> tuple[float, Provenance]:
 
 def roofline_points(profile: StepProfile, count: int) -> tuple[RooflinePoint, ...]:
     """The `count` longest operators (module × operator × phase) whose bytes are known, longest first."""
-    total = division(profile).total_us
+    step = division(profile)
+    total = step.total_us
     points = []
     for rows in _groups(profile.kernels, lambda r: (r.module, r.op or r.name, r.phase)):
-        time = sum(r.time_us for r in rows)
+        time = step.stretch * sum(r.time_us for r in rows)
         parts = [row_bytes(r) for r in rows]
         nbytes = sum(b for b, _ in parts)
         if time <= 0 or nbytes <= 0:

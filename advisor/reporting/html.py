@@ -118,7 +118,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "sites": [(c, site) for c in causes for site in c.sites],
         "gaps": breakdown.gaps(profile, 12),
         "roofline": charts.roofline(profile),
-        "kernels": [_kernel(r, division.total_us) for r in rows[:MAX_KERNELS]],
+        "kernels": [_kernel(r, division) for r in rows[:MAX_KERNELS]],
         "kernels_left": len(rows) - len(rows[:MAX_KERNELS]),
         "modules": _longest(modules),
         "modules_left": max(0, len(modules) - MAX_MODULES),
@@ -219,13 +219,15 @@ def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | No
     return None
 
 
-def _kernel(row: KernelRow, total: float) -> dict[str, Any]:
+def _kernel(row: KernelRow, step: breakdown.Division) -> dict[str, Any]:
     nbytes, provenance = breakdown.row_bytes(row)
+    time = step.stretch * row.time_us
     return {
         "row": row,
         "kind": breakdown.KIND_LABELS.get(row.kind, row.kind),
-        "frac": row.time_us / total if total else 0.0,
-        "efficiency": min(1.0, row.limit_us / row.time_us) if row.limit_us > 0 and row.time_us > 0 else None,
+        "time_us": time,
+        "frac": time / step.total_us if step.total_us else 0.0,
+        "efficiency": min(1.0, row.limit_us / time) if row.limit_us > 0 and time > 0 else None,
         "bytes": nbytes,
         "provenance": provenance,
     }
