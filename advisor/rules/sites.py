@@ -169,6 +169,22 @@ def _layout_breaks(profile: StepProfile) -> list[Place]:
     return found or _rows(profile, lambda row: row.kind == "layout", lambda row: row.time_us)
 
 
+def _fetches(profile: StepProfile) -> list[Place]:
+    """Lines that fetch results, by how long the device stands idle behind them; then the other copies back."""
+    lines = {copy.source for copy in profile.copies if copy.kind == "d2h"} - {""}
+    idle = [
+        (
+            1e12 + site.time_us,
+            f"{site.source}: the GPU stands idle behind the copy to the host ({time_text(site.time_us)})",
+        )
+        for cause in profile.idle
+        if cause.cause == "sync"
+        for site in cause.sites
+        if site.source in lines
+    ]
+    return idle + _copies("d2h")(profile)
+
+
 def _set_at(*names: str) -> Callable[[StepProfile], list[Place]]:
     """Lines of the script that set these, and the variables that do."""
 
@@ -195,6 +211,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "nonzero_syncs": _syncs("nonzero", "index", "masked", "unique"),
     "h2d_copies": _copies("h2d"),
     "d2h_copies": _copies("d2h"),
+    "result_fetches": _fetches,
     "d2d_copies": _copies("d2d"),
     "convolutions": _kinds("conv"),
     "matrix_products": _kinds("conv", "gemm"),
