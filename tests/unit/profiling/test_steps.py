@@ -132,8 +132,7 @@ def test_a_stop_ends_all_threads_that_train(loop: Loop, tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
+        thread.join()  # for ever, where one goes on
 
 
 def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from clocks import Clock
 
 from advisor.core import storage
 from advisor.core.environment import Environment
@@ -33,8 +34,8 @@ OFF = Exit(code=0, stopped_by_advisor=True, fault="KeyError: 1")
 class Script:
     """Stands for the launcher and the script: `search` and `measure` decide what each child does."""
 
-    def __init__(self, run_dir):
-        self.run_dir, self.launches = run_dir, []
+    def __init__(self, run_dir, clock=None):
+        self.run_dir, self.launches, self.clock = run_dir, [], clock or Clock()
         self.verdicts = {}  # transform → status, or a callable(session) → Exit
         self.step_us = {(): 1000.0}  # kept transforms → step time
         self.restart_only = set()
@@ -47,6 +48,7 @@ class Script:
 
     def __call__(self, command, session, *, on_progress=None, timeout_s=None, environment=None, output=None):
         self.launches.append(session)
+        self.clock.sleep(0.01)
         assert session.protect_files
         assert environment["WANDB_MODE"] == "offline"
         return self.search(session) if session.mode == "search" else self.measure(session)
@@ -110,8 +112,8 @@ class Script:
 
 
 @pytest.fixture
-def script(tmp_path):
-    return Script(tmp_path)
+def script(tmp_path, clock):
+    return Script(tmp_path, clock)
 
 
 COMMAND = ScriptCommand(argv=("python", "train.py"), name="train.py", arguments=("--lr", "0.1"))
@@ -324,7 +326,7 @@ def test_a_script_that_ends_too_early_is_started_again_with_what_is_left(script)
     assert [i.transform for i in searches[1].kept] == ["tf32"]
 
 
-def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, monkeypatch):
+def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, clock):
     def half_way(session):
         storage.save(
             script.run_dir / "trials" / "current.json",
@@ -335,8 +337,7 @@ def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, monkeypatch):
                 on_us=(150.0, 151.0, 149.0, 150.0),
             ),
         )
-        later = time.time() + 1e6
-        monkeypatch.setattr(time, "time", lambda: later)  # then time is up
+        clock.sleep(1e6)  # then time is up
         return Exit(code=0)
 
     script.verdicts = {"tf32": half_way, "compile": "kept"}
