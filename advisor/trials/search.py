@@ -117,7 +117,7 @@ class Search:
     profile: StepProfile | None
     profiled_s: float
     proved: Proof | None = None
-    _started: float = field(default_factory=time.time)
+    _started: float = field(default_factory=lambda: time.time())
 
     @property
     def script(self) -> Script:
