@@ -1,4 +1,4 @@
-"""channels_last: convolution weights and the model's image inputs in NHWC, the layout tensor cores work in.
+"""channels_last: convolution weights and the model's image inputs in NHWC, the layout tensor cores work in; those of 3-D convolutions in NDHWC.
 
 The values, parameter objects and optimizer stay the same; only strides change. Loses where convolutions are grouped and on
 networks of few channels, and in fp32 without TF32; so it is measured like everything else.
@@ -35,7 +35,9 @@ from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of,
 from advisor.transforms.replay import replay
 from advisor.transforms.targets import replicated, targets
 
-_CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
+_FLAT, _SOLID = (torch.nn.Conv2d, torch.nn.ConvTranspose2d), (torch.nn.Conv3d, torch.nn.ConvTranspose3d)
+_CONVOLUTIONS = (*_FLAT, *_SOLID)
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FLATTENING = ("reshape", "flatten", "ravel")
 
 _Weights = list[tuple[torch.nn.Parameter, tuple[int, ...]]]
@@ -43,7 +45,7 @@ _Weights = list[tuple[torch.nn.Parameter, tuple[int, ...]]]
 
 
 class ChannelsLast(Transform):
-    """Put convolution weights, what belongs to them, and 4-D inputs in NHWC."""
+    """Put convolution weights, what belongs to them, and inputs of their dimensions in NHWC, or NDHWC."""
 
     id = "channels_last"
     semantics = Semantics.REASSOCIATED
@@ -61,13 +63,15 @@ class ChannelsLast(Transform):
                     else:
                         sites.append(path)
         if not sites:
-            reason = "; ".join(unmatched[:3]) or "no 2-D convolution modules"
+            reason = "; ".join(unmatched[:3]) or "no 2-D or 3-D convolution modules"
             return Match(applies=False, reason=reason, unmatched=tuple(unmatched))
-        # Of three dimensions: images of a detector, which stacks them itself; NHWC weights then make its first convolution's output so.
+        # Of one dimension less: images of a detector, which stacks them itself; NHWC weights then make its first convolution's output so.
+        wanted = {dim - less for root in training.roots for dim in _dims(root.module) for less in (0, 1)}
         seen = (tensor for root in training.roots for tensor in tensors_in((root.args, root.kwargs)))
-        if not any(tensor.dim() in (3, 4) and tensor.is_floating_point() for tensor in seen):
+        if not any(tensor.dim() in wanted and tensor.is_floating_point() for tensor in seen):
+            named = " or ".join(map(str, sorted(wanted)))
             return Match(
-                applies=False, reason="no floating input of 3 or 4 dimensions was seen", unmatched=tuple(unmatched)
+                applies=False, reason=f"no floating input of {named} dimensions was seen", unmatched=tuple(unmatched)
             )
         return Match(applies=True, sites=tuple(sites), unmatched=tuple(unmatched))
 
@@ -78,7 +82,7 @@ class ChannelsLast(Transform):
             for weight in _weights(training):
                 plain = weight.stride()
                 converted.append((weight, plain))
-                nhwc = weight.data.contiguous(memory_format=torch.channels_last).stride()
+                nhwc = weight.data.contiguous(memory_format=_FORMATS[weight.dim()]).stride()
                 undo.push(functools.partial(_relayout, training, weight, None, plain))
                 _relayout(training, weight, plain, nhwc)
             lay_back = functools.partial(_lay_back, training, converted)
@@ -123,11 +127,14 @@ class ChannelsLast(Transform):
 
 
 def _is_nhwc(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.dim() in _FORMATS and tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()])
 
 
-def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_floating_point()
+def _dims(module: torch.nn.Module) -> frozenset[int]:
+    """How many dimensions the inputs of its convolutions have: frames of a video that 2-D convolutions see one by one stay as they are."""
+    modules = tuple(module.modules())
+    by_dim = {4: _FLAT, 5: _SOLID}
+    return frozenset(dim for dim, kinds in by_dim.items() if any(isinstance(m, kinds) for m in modules))
 
 
 def _why_not(module: torch.nn.Module) -> str:
@@ -191,14 +198,16 @@ def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tenso
 
 
 def _nhwc_inputs(inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    dims = _dims(module)
+
     def to_nhwc(tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_image(tensor):
+        if tensor.dim() not in dims or not tensor.is_floating_point():
             return tensor
-        tensor = tensor.contiguous(memory_format=torch.channels_last)
+        tensor = tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
         if tensor.shape[1] == 1 and tensor.stride(1) != 1:
             # One channel is contiguous in both layouts, and convolutions then take it for NCHW: say which by its strides.
-            _, _, height, width = tensor.shape
-            tensor = tensor.as_strided(tensor.shape, (height * width, 1, width, 1))
+            batch, _, *inner_strides = tensor.contiguous().stride()
+            tensor = tensor.as_strided(tensor.shape, (batch, 1, *inner_strides))
         return tensor
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +226,7 @@ def _tolerant_view(
         except (RuntimeError, ValueError):  # ValueError from the fake tensors of a compiler
             if lay_back(self):
                 return plain_view(self, *args, **kwargs)
-            if self.dim() == 4 and _is_nhwc(self) and not self.is_contiguous():
+            if _is_nhwc(self) and not self.is_contiguous():
                 return plain_view(self.contiguous(), *args, **kwargs)
             raise
 
@@ -245,12 +254,12 @@ def _may_be_written(tensor: torch.Tensor, flattened: torch.Tensor) -> bool:
 def _is_written_nhwc(tensor: torch.Tensor) -> bool:
     """Whether it is NHWC, and a script may write into a view of it: not while it is a leaf with a gradient to come, which torch forbids."""
     return (
-        tensor.dim() in (3, 4)
+        tensor.dim() in (3, 4, 5)
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.grad_fn is None
         and not (tensor.requires_grad and torch.is_grad_enabled())
         and not tensor.is_contiguous()
-        and _is_nhwc(tensor if tensor.dim() == 4 else tensor.unsqueeze(0))
+        and (_is_nhwc(tensor) or _is_nhwc(tensor.unsqueeze(0)))
         and not torch._C._are_functorch_transforms_active()
     )
 
@@ -262,7 +271,8 @@ def _lay_back(training: Training, converted: _Weights, tensor: torch.Tensor) -> 
     if not _is_written_nhwc(tensor):
         return False
     for weight, plain in converted:
-        if weight.shape[1:] != tensor.shape[tensor.dim() - 3 :]:
+        filters = weight.dim() - 1  # of dimensions each
+        if tensor.dim() not in (filters, weight.dim()) or weight.shape[1:] != tensor.shape[tensor.dim() - filters :]:
             continue
         belongings = (weight, weight.grad, *_state(training, weight))
         owner = next((o for o in belongings if o is not None and _lies_in(tensor, o)), None)
@@ -273,7 +283,7 @@ def _lay_back(training: Training, converted: _Weights, tensor: torch.Tensor) -> 
             owner.data = _with_strides(owner, plain)
         _relayout(training, weight, None, plain)
         if tensor is not owner:
-            tensor.data = owner.detach().as_strided(tensor.shape, plain[4 - tensor.dim() :], place)
+            tensor.data = owner.detach().as_strided(tensor.shape, plain[weight.dim() - tensor.dim() :], place)
         return True
     return False
 
@@ -293,7 +303,9 @@ def _nhwc_inputs_seen(root: RootModule) -> list[bool]:
 
     def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         seen.extend(
-            tensor.stride(1) == 1 for tensor in args[:1] if isinstance(tensor, torch.Tensor) and tensor.dim() == 4
+            tensor.stride(1) == 1
+            for tensor in args[:1]
+            if isinstance(tensor, torch.Tensor) and tensor.dim() in _FORMATS
         )
 
     hooks = [m.register_forward_pre_hook(note) for m in root.module.modules() if isinstance(m, _CONVOLUTIONS)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from loops import (
     Around,
     ConvNet,
@@ -23,6 +24,7 @@ from torch import nn
 
 from advisor.core.profile import KernelRow
 from advisor.profiling import ranks
+from advisor.profiling.training import RootModule, Training
 from advisor.transforms import cuda_graphs
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
@@ -191,7 +193,7 @@ def test_a_weight_that_nobody_writes_into_through_a_copy_stays_nhwc() -> None:
 
 def test_it_says_where_it_does_not_apply() -> None:
     loop = make_loop(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 5)))
-    assert "no 2-D convolution" in ChannelsLast().match(loop.training, {}).reason
+    assert "no 2-D or 3-D convolution" in ChannelsLast().match(loop.training, {}).reason
     loop = make_loop()
     loop.model.conv1.weight.data = loop.model.conv1.weight.data.contiguous(memory_format=torch.channels_last)
     buffer = torch.zeros(loop.model.conv2.weight.numel() + 1)
@@ -281,3 +283,86 @@ def test_behind_captured_graphs_the_inputs_are_seen_in_an_eager_forward() -> Non
     check = transform.effect(loop.training, None, None)
     assert check.passed, check.detail
     assert paused == [True]  # a replay would have run no hook
+
+
+class VolumeNet(nn.Module):
+    """3-D convolutions, one transposed, with a norm between; flattened by `view`."""
+
+    def __init__(self, channels: int = 2) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv3d(channels, 4, 3, padding=1)
+        self.norm = nn.BatchNorm3d(4)
+        self.up = nn.ConvTranspose3d(4, 3, 2, 2)
+        self.head = nn.Linear(3 * 8 * 8 * 8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool3d(F.relu(self.norm(self.conv1(x))), 2)
+        return self.head(self.up(x).view(-1, 3 * 8 * 8 * 8))
+
+
+def volumes(channels: int = 2) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        x = torch.randn(2, channels, 8, 8, 8, generator=generator)
+        yield x, torch.randint(5, (2,), generator=generator)
+
+
+def solid_twins(channels: int = 2) -> tuple[Loop, Loop]:
+    loops = tuple(make_loop(model=lambda: VolumeNet(channels), steps=0) for _ in range(2))
+    for loop in loops:
+        loop.batches = volumes(channels)
+        loop.run(2)
+    return loops
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_volumes_are_ndhwc_with_the_same_values(channels: int) -> None:
+    loop, plain = solid_twins(channels)
+    transform = ChannelsLast()
+    assert set(transform.match(loop.training, {}).sites) == {"VolumeNet.conv1", "VolumeNet.up"}
+    undo = transform.apply(loop.training, {})
+    torch.testing.assert_close(loop.run(3), plain.run(3), rtol=1e-4, atol=1e-5)
+    assert loop.model.up.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert not loop.model.up.weight.is_contiguous()
+    check = transform.effect(loop.training, None, None)
+    assert check.passed, check.detail
+    assert check.numbers == {"nhwc_inputs": 2.0, "convolutions": 2.0}
+    undo.run()
+    assert loop.model.up.weight.is_contiguous()
+    torch.testing.assert_close(loop.run(2), plain.run(2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("write", [_cut, _bound, _mask, _scale_one_filter, _add_within])
+def test_what_a_script_writes_through_a_flat_view_of_a_solid_weight_is_there(
+    write: Callable[[torch.Tensor], None],
+) -> None:
+    loop, plain = solid_twins()
+    undo = ChannelsLast().apply(loop.training, {})
+    for _ in range(2):
+        for one in (loop, plain):
+            one.step()
+            write(one.model.conv1.weight)
+            one.optimizer.step()
+        assert_close(values(loop), values(plain))
+    undo.run()
+    torch.testing.assert_close(loop.run(2), plain.run(2), rtol=1e-4, atol=1e-5)
+
+
+def test_frames_that_a_flat_model_sees_one_by_one_stay_as_they_are() -> None:
+    """[batch, time, C, H, W]: the second dimension is no channel."""
+    seen = []
+
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.is_contiguous())
+            return self.conv(x.flatten(0, 1))
+
+    net = Frames()
+    training = Training(device=torch.device("cpu"), roots=[RootModule(net, "Frames", args=(torch.rand(1, 3, 8, 8),))])
+    ChannelsLast().apply(training, {})
+    net(torch.rand(2, 5, 3, 8, 8))
+    assert seen == [True]
