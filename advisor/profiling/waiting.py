@@ -25,7 +25,7 @@ FAULT_S = 10.0  # for a process in which advisor has switched itself off to end 
 # A script imports what it trains with in its first seconds. Some read their data first, so a long time is left for torch; CuPy without
 # torch is rarely there for anything but a loop of its own.
 CUPY_TOLD_S, CUPY_S, TORCH_S = 3.0, 30.0, 600.0
-STARTS, START_MARGIN_S = 3.0, 15.0
+STARTS, START_MARGIN_S = 4.0, 20.0
 
 
 def patience_s(first_step_s: float | None) -> float:

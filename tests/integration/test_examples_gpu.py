@@ -21,6 +21,7 @@ MAX_SEARCH = os.environ.get("ADVISOR_TEST_SEARCH", "100s")
 RUNS = {
     "mnist.py": ("--save-model", "--epochs 1 --train-size 6400 --test-size 1000 --save-model", "mnist_cnn.pt"),
     "small_amp.py": ("", "--epochs 1 --train-size 5120", ""),
+    "alexnet.py": ("", "--epochs 1 --train-size 5120 --test-size 1000", ""),
     "cifar.py": ("", "--epochs 1 --train-size 2560 --test-size 512", "checkpoint/ckpt.pth"),
     "imagenet.py": (
         "-b 128 -j 12 --dummy",

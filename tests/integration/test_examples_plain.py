@@ -29,6 +29,11 @@ RUNS = {
         r"Loss ([\d.e+-]+)",
         ("checkpoint.pth.tar",),
     ),
+    "alexnet.py": (
+        "--width 4 --hidden 32 --batch-size 32 --epochs 1 --train-size 128 --test-size 64",
+        r"loss ([\d.]+)",
+        (),
+    ),
     "small_amp.py": ("--epochs 1 --train-size 128 --batch-size 32", r"loss ([\d.]+)", ()),
     "unet.py": (
         "--epochs 1 --train-size 8 --val-size 4 --batch-size 4 --image-size 32 --width 4 --workers 0",
