@@ -234,7 +234,7 @@ def _finding(page: _Page, finding: Finding, lead: str, explain: bool) -> list[st
         f"predicted to save {wording.saves(finding.gain)}" if finding.gain else "",
         wording.SEMANTICS[finding.semantics] if finding.transform or finding.gain else "",
     ]
-    about.append(f"apply: {finding.transform}" if finding.transform else "for you to decide")
+    about.append(f"apply:\N{NO-BREAK SPACE}{finding.transform}" if finding.transform else "for you to decide")
     lines = page.wrap(f"{lead}{finding.title}  [{finding.rule}]", 4)
     lines[0] = f"  {mark} {page.paint(lines[0].strip(), 'bold')}"
     lines += page.wrap(" · ".join(a for a in about if a), 4, "green" if finding.gain else "dim")
