@@ -54,6 +54,10 @@ _NHWC_FASTER = ("norm", "upsample", "pool")
 NO_CUDNN = "cuDNN is switched off: convolutions are products of single samples, in any layout"
 
 
+# Of the conversions that cuDNN puts around a convolution in NCHW: none is left in NHWC but those of weights, which are small.
+CONVERSION_WORST = 0.8
+
+
 def channels_last(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
     """No conversions between layouts, and what runs faster in NHWC, or slower."""
     convs = [row for row in view.rows if row.kind == "conv"]
@@ -71,7 +75,13 @@ def channels_last(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
         if row.kind == "layout":
             # Its share of the convolution's limit stays: the work is then the convolution's alone.
             best += max(0.0, row.time_us - limit / MATRIX_BEST)
-            worst += max(0.0, row.time_us - limit / MATRIX_WORST) if view.on_gpu else 0.0
+            if view.on_gpu and "convolution" in row.op:
+                worst += CONVERSION_WORST * row.time_us  # at worst the kernel between them is as slow as it was
+            elif view.on_gpu:
+                worst += max(0.0, row.time_us - limit / MATRIX_WORST)
+        elif view.on_gpu and row.kind in ("elementwise", "reduce") and bias_row(view, row):
+            # In NCHW each channel's bias is added, and its gradient summed, over planes of its own; in NHWC over whole rows.
+            best += gain_to(row.time_us, limit / POINTWISE_BEST)
         elif row.kind in _NHWC_FASTER and view.on_gpu:
             best += gain_to(row.time_us, limit / POINTWISE_BEST)
         elif row.kind == "conv":
