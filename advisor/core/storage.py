@@ -88,7 +88,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
             if key in data:
                 values[field.name] = _convert(hints[field.name], data[key], f"{where}.{key}")
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise AdvisorError(f"{where}.{key} is missing", expected=_WRITTEN)
+                raise AdvisorError(f"{where}.{key} is missing", expected=_WRITTEN, fix="Record the run again.")
         return typing.cast(Any, kind)(**values)
     if isinstance(data, int) and abs(data) >= 1 << 63:
         raise AdvisorError(f"{where} is an integer of {data.bit_length()} bits", expected="at most 64 bits")

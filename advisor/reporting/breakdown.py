@@ -44,7 +44,7 @@ LARGE_FRAC = 0.25  # of the step: a slice that somebody must explain
 _MEANT = frozenset({"conv", "gemm", "other"})
 # Metrics that tell how large a slice is, beside the one that has its name.
 _ALSO_TOLD_BY = {
-    "idle_data": ("loader_frac", "loader_late_frac", "epoch_frac", "normalise_frac"),
+    "idle_data": ("data_wait_frac", "loader_frac", "loader_late_frac", "normalise_frac", "epoch_start_frac", "epoch_make_frac"),
     "idle_launch": ("host_frac", "optimizer_host_frac", "idle_frac"),
     "idle_sync": ("idle_frac",),
     "idle_copy": ("h2d_frac", "idle_frac"),

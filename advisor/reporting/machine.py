@@ -44,6 +44,7 @@ def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLo
             for c in breakdown.causes(profile)
         ],
         "gaps": [to_plain(g) for g in breakdown.gaps(profile, 20)],
+        "fired": [rule for card in (findings.cards if findings else ()) for rule in (card.rule, *card.reasons)],
         "cards": [{**to_plain(told.card), "title": told.lead.title} for told in wording.cards(findings)],
         "kept": [v.transform for v in wording.kept(trials)] if trials is not None else [],
         "speedup": stack.speedup if stack is not None else None,
