@@ -1,6 +1,7 @@
 # make demo        install into .venv, profile an example training, apply what helps, print where the report is and what was gained
 # make test        install into .venv, run the tests that need no GPU, but for those marked long: others go the same ways
-# make test-long   those
+# make test-long   those, of parameters' products all cases, and what measures this machine
+# make test-load   make test's ten times over, in random order, beside two busy processes
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make reliability run the fault suite and write docs/reliability.md
 # make sanitize    memcheck, racecheck and initcheck of every kernel, with the CUDA toolkit's compute-sanitizer
@@ -36,7 +37,7 @@ DEMO := docs/examples/cifar.py --epochs 200
 DEMO_TIME := 3m
 endif
 
-.PHONY: demo test test-long lint reliability reliability-gpu sanitize test-gpu clean
+.PHONY: demo test test-long test-load lint reliability reliability-gpu sanitize test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +62,9 @@ test: $(VENV)/.installed-test
 
 test-long: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long" --durations 10
+
+test-load: $(VENV)/.installed-test
+	$(BIN)/python tests/under_load.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
