@@ -24,16 +24,50 @@ STATES = {
 }
 
 
+def _growth(view: View, table: MetricTable) -> None:
+    """What grows by the step, and after how long what there is of memory is taken."""
+    stats = view.profile.memory
+    free = stats.total_bytes - stats.peak_allocated_bytes if view.on_gpu else stats.host_free_bytes
+    few = "memory was read too seldom to tell a trend"
+    if stats.growth_bytes is not None:
+        table.set("memory_growth_bytes", stats.growth_bytes)
+        table.set("memory_growth_steady", stats.growth_steady)
+    else:
+        for name in ("memory_growth_bytes", "memory_growth_steady"):
+            table.miss(name, few)
+    steady = stats.growth_bytes if stats.growth_steady else None
+    _until_full(view, table, "memory_full_us", steady, free)
+    if stats.host_growth_bytes is not None:
+        table.set("host_growth_bytes", stats.host_growth_bytes)
+    else:
+        table.miss("host_growth_bytes", few)
+    _until_full(view, table, "host_full_us", stats.host_growth_bytes, stats.host_free_bytes)
+
+
+def _until_full(view: View, table: MetricTable, name: str, growth: float | None, free: int) -> None:
+    if growth is None or growth <= 0:
+        table.miss(name, "nothing grows steadily")
+    elif free <= 0 or view.step_us <= 0:
+        table.miss(name, "what is free of memory is not known, or no step was timed")
+    else:
+        table.set(name, free / growth * view.step_us, Provenance.MODELLED, "at this rate")
+
+
 def fill(view: View, table: MetricTable) -> None:
     """Set memory peaks, churn and the split into state and activations."""
     stats, facts = view.profile.memory, view.profile.model
     allocated, reserved = stats.peak_allocated_bytes, stats.peak_reserved_bytes
     if allocated:
         table.set("peak_allocated_bytes", allocated)
-        table.set("memory_growth_bytes", stats.growth_bytes)
     else:
-        for name in ("peak_allocated_bytes", "memory_growth_bytes"):
-            table.miss(name, "memory was not sampled")
+        table.miss("peak_allocated_bytes", "memory was not sampled")
+    _growth(view, table)
+    if stats.gc_calls is not None:
+        table.set("gc_calls", stats.gc_calls)
+        table.set("gc_us", stats.gc_us)
+    else:
+        for name in ("gc_calls", "gc_us"):
+            table.miss(name, "collections of Python's garbage were not counted")
     if stats.allocations:
         table.set("allocs_per_step", stats.allocations)
     else:

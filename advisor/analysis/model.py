@@ -35,6 +35,8 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("dropout", facts.dropout)
     table.set("compiled", facts.compiled)
     table.set("graphed", facts.graphed)
+    table.set("create_graph", facts.create_graph)
+    table.set("clips_scaled", facts.clips_scaled)
     for name, flag in (
         ("anomaly_mode", "anomaly"),
         ("deterministic_algorithms", "deterministic_algorithms"),

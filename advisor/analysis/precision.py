@@ -42,8 +42,12 @@ def fill(view: View, table: MetricTable) -> None:
     else:
         for name in ("fp32_conv_frac", "guides_fp32_frac"):
             table.miss(name, "the trace holds no dtypes")
-    if view.on_gpu and known:
+    if known:
         table.set("fp64_frac", view.share(lambda row: row.dtype == "fp64"))
+        table.set("fp64_promotions", sum(site.calls for site in view.profile.promotions))
+    else:
+        for name in ("fp64_frac", "fp64_promotions"):
+            table.miss(name, "the trace holds no dtypes")
     if matrix <= 0:
         for name in (
             "half_frac",

@@ -109,9 +109,20 @@ class MemoryStats:
     total_bytes: int = 0
     allocations: float = 0.0  # allocator requests per step
     device_allocations: float = 0.0  # cudaMalloc calls per step after warm-up
-    growth_bytes: float = 0.0  # change of allocated bytes per step after warm-up
+    # Change of allocated bytes per step after warm-up; on a CPU of the process's own memory. None: too few readings.
+    growth_bytes: float | None = None
+    growth_steady: bool = False  # it grows all through the window, at about one rate
+    host_growth_bytes: float | None = None  # of the process's host memory per step, where that grows steadily; else 0
+    host_free_bytes: int = 0  # what the process may still take of the host's memory; 0: not known
     retries: int = 0  # in all steps measured, after warm-up
-    empty_cache_calls: float | None = None  # torch.cuda.empty_cache calls per step; None: not counted
+    # torch.cuda.empty_cache per step: calls (None: not counted), host time in them, the script's line.
+    empty_cache_calls: float | None = None
+    empty_cache_us: float = 0.0
+    empty_cache_at: str = ""
+    # Full collections of Python's garbage per step, asked for or not, likewise.
+    gc_calls: float | None = None
+    gc_us: float = 0.0
+    gc_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +220,11 @@ class ModelFacts:
     accumulation: int = 1  # backward passes per step
     backwards: int = 1
     grad_clipping: bool = False
+    clips_scaled: bool = False  # gradients are clipped that a GradScaler has scaled, before it has unscaled them
+    stack_us: float = (
+        0.0  # that anomaly detection takes to note where a node of the graph was made; timed where modules run
+    )
+    create_graph: bool = False  # `backward(create_graph=True)`: gradients in `.grad` hold the graph they were made by
     data_parallel: bool = False
     data_parallel_us: float | None = (
         None  # host time in which nn.DataParallel over one device looks where its tensors lie
@@ -228,7 +244,7 @@ class ModelFacts:
     flags: dict[str, bool] = field(
         default_factory=dict
     )  # cudnn_enabled, cudnn_benchmark, cudnn_deterministic, tf32_conv, tf32_matmul, anomaly, uses_cupy, find_unused_parameters (DDP)
-    set_at: dict[str, str] = field(default_factory=dict)  # flag, or cpu_threads → the script's line that sets it
+    set_at: dict[str, str] = field(default_factory=dict)  # flag, or what a setting is about → the script's line
     cpu_threads: int = 0  # of torch's operators on a CPU; 0: not asked
     env: dict[str, str] = field(default_factory=dict)  # performance-relevant variables that are set
 
@@ -268,6 +284,9 @@ class StepProfile:
     busy_us: float = 0.0
     idle: tuple[IdleCause, ...] = ()
     syncs: tuple[Site, ...] = ()
+    promotions: tuple[
+        Site, ...
+    ] = ()  # operators that compute in fp64 because one of their tensors is, in the order of the step
     copies: tuple[CopyRow, ...] = ()
     launches: float = 0.0  # kernel launches per step
     launch_us: float = 0.0  # host time in launch calls per step
@@ -277,6 +296,10 @@ class StepProfile:
     # inside the calls alone.
     average_host_us: float = 0.0
     average_calls_us: float = 0.0
+    backward_nodes: float = 0.0  # that autograd's engine runs in a step
+    # Host time per traced step in calls that take device memory from the driver or give it back; and of it, with the device idle.
+    allocating_us: float = 0.0
+    allocating_idle_us: float = 0.0
     limit_us: float = 0.0  # speed of light of the whole step
     phase_us: dict[str, float] = field(default_factory=dict)
     memory: MemoryStats = field(default_factory=MemoryStats)

@@ -33,6 +33,15 @@ def time_text(value_us: float) -> str:
     return _scaled(value_us, 1000.0, ("µs", "ms", "s"))
 
 
+def duration_text(value_us: float) -> str:
+    """Microseconds that may be long → `40 s`, `12 min`, `5.2 h`, `3.1 days`."""
+    for unit, seconds in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if value_us >= seconds * 1.5e6:
+            value = value_us / 1e6 / seconds
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return time_text(value_us)
+
+
 def flops_text(value: float) -> str:
     """Floating-point operations → `3.1 TFLOP`."""
     return _scaled(value, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))

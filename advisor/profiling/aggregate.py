@@ -14,9 +14,9 @@ from advisor.core.environment import Environment
 from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
 from advisor.core.trace import DeviceTable, Trace
 from advisor.core.units import percent_text
-from advisor.profiling import bylines, dram, kinds, rows, transfers
-from advisor.profiling.hostcalls import copy_kind, is_launch, is_wait
-from advisor.profiling.hosttree import AVERAGE, CLOSURE, OPTIMIZER, OPTIMIZER_STEP, HostTree, build, is_activity
+from advisor.profiling import bylines, dram, kinds, promotions, rows, transfers
+from advisor.profiling.hostcalls import copy_kind, is_allocation, is_launch, is_wait
+from advisor.profiling.hosttree import AVERAGE, CLOSURE, ENGINE, OPTIMIZER, OPTIMIZER_STEP, HostTree, build, is_activity
 from advisor.profiling.idle import HostActivity, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
 from advisor.profiling.rows import Precision, Work
@@ -38,6 +38,7 @@ class Aggregate:
     busy_us: float = 0.0
     idle: tuple[IdleCause, ...] = ()
     syncs: tuple[Site, ...] = ()
+    promotions: tuple[Site, ...] = ()  # operators that compute in fp64 because one of their tensors is
     copies: tuple[CopyRow, ...] = ()
     launches: float = 0.0
     launch_us: float = 0.0
@@ -52,6 +53,9 @@ class Aggregate:
         0.0  # the training thread at lines that average weights, with the Python between their calls
     )
     average_calls_us: float = 0.0  # of these, inside the calls
+    backward_nodes: float = 0.0  # that autograd's engine has run
+    allocating_us: float = 0.0  # the host in calls that take memory from the driver or give it back
+    allocating_idle_us: float = 0.0  # of these, with the device idle
     comm_exposed_us: float = 0.0
     dram_bytes: float | None = None  # all of it, kernels' and copies'
     coverage_frac: float | None = None  # launches with a device record; None when no launch was seen
@@ -150,6 +154,14 @@ def _device_steps(
     by_hand, _ = bylines.spans(trace, tree, OPTIMIZER, thread)
     stepping = clip(union([*_stepping(trace, thread), *by_hand]), first, last)
     averaging, calls = bylines.spans(trace, tree, AVERAGE, thread)
+    nodes = sum(
+        name.startswith(ENGINE) and first <= trace.ops.start_ns[i] < last for i, name in enumerate(trace.ops.name)
+    )
+    allocating = union(
+        (runtime.start_ns[i], runtime.end_ns[i])
+        for i, name in enumerate(runtime.name)
+        if inside[i] and is_allocation(name)
+    )
     gpus = len({device.device[r.index] for r in compute})
     if gpus > 1:
         notes.append(
@@ -177,6 +189,10 @@ def _device_steps(
         optimizer_host_us=total(subtract(stepping, waited)) / 1e3 / steps,
         average_host_us=total(clip(averaging, first, last)) / 1e3 / steps,
         average_calls_us=total(clip(union(calls), first, last)) / 1e3 / steps,
+        backward_nodes=nodes / steps,
+        promotions=promotions.sites(trace, tree, first, last, steps),
+        allocating_us=total(allocating) / 1e3 / steps,
+        allocating_idle_us=total(subtract(allocating, busy)) / 1e3 / steps,
         comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
         dram_bytes=dram.within(trace.dram, start, end) / steps if moved is not None else None,
         coverage_frac=coverage,
@@ -236,6 +252,7 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
     table, limit = rows.rows(work, trace, tree, environment, precision, steps)
     merged = clip(union(busy), start, end)
     loading = _loading(trace, tree, training)
+    nodes = sum(name.startswith(ENGINE) and start <= ops.start_ns[i] < end for i, name in enumerate(ops.name))
     by_hand, _ = bylines.spans(trace, tree, OPTIMIZER, training)
     stepping = clip(union([*_stepping(trace, training), *by_hand]), start, end)
     averaging, calls = bylines.spans(trace, tree, AVERAGE, training)
@@ -249,6 +266,8 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
         limit_us=limit,
         host_us=(end - start - total(clip(loading, start, end))) / 1e3 / steps,
         next_us=total(clip(loading, start, end)) / 1e3 / steps,
+        backward_nodes=nodes / steps,
+        promotions=promotions.sites(trace, tree, start, end, steps),
         optimizer_host_us=total(stepping) / 1e3 / steps,
         average_host_us=total(clip(averaging, start, end)) / 1e3 / steps,
         average_calls_us=total(clip(union(calls), start, end)) / 1e3 / steps,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ LOOK_STEPS = 3
 # One that trains a model for a while and goes on to the next (k-fold) is followed for as long as it runs.
 MAX_LOOKS = 8
 CALM_STEPS = 32
+STACKS = 200  # timed under anomaly detection: modules of a step or two
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +95,10 @@ class Observations:
     autocast: torch.dtype | None = None
     zero_grad_to_none: bool | None = None
     clipping: bool = False
+    clipped_scaled: str = ""  # the line that has clipped gradients which a GradScaler had scaled and not unscaled
+    stack_us: list[float] = field(
+        default_factory=list
+    )  # what it takes to note where a call comes from, under anomaly detection
     no_sync: bool = False  # DDP was called inside its `no_sync()`
     batch: BatchSeen = field(default_factory=BatchSeen)
     layouts: LayoutWatch = field(default_factory=LayoutWatch)
@@ -411,6 +417,10 @@ class Discovery:
         if self.watcher.in_backward:
             return  # activation checkpointing runs forward again
         seen = self.seen
+        if len(seen.stack_us) < STACKS and torch.is_anomaly_enabled():
+            begin = time.perf_counter_ns()
+            traceback.format_stack()  # as torch does for each node of the graph
+            seen.stack_us.append((time.perf_counter_ns() - begin) / 1e3)
         if isinstance(module, torch.nn.modules.conv._ConvNd) and args and isinstance(args[0], torch.Tensor):
             value = args[0]
             seen.convs[id(module)] = ConvCall(tuple(value.shape), _weight_dtype(module, value), is_channels_last(value))
@@ -452,7 +462,10 @@ class Discovery:
     def _zero_grad(self, plain: Any) -> Any:
         def observe(held: list[torch.Tensor]) -> None:
             if held:
-                self.seen.zero_grad_to_none = held[0].grad is None
+                zeroed = held[0].grad is not None
+                # Of several networks one may zero its own.
+                self.training.zeroes_gradients |= zeroed
+                self.seen.zero_grad_to_none = not (zeroed or self.seen.zero_grad_to_none is False)
 
         record = self.patches.guard(observe)
 
@@ -466,12 +479,24 @@ class Discovery:
         return zero_grad
 
     def _clip(self, plain: Any) -> Any:
+        observe = self.patches.guard(self._observe_clip)
+
         @wraps(plain)
         def clip(*args: Any, **kwargs: Any) -> Any:
-            self.seen.clipping = True
+            if args and isinstance(args[0], Iterator):  # `model.parameters()` can be gone through once
+                args = (list(args[0]), *args[1:])
+            observe(args[0] if args else kwargs.get("parameters"))
             return plain(*args, **kwargs)
 
         return clip
+
+    def _observe_clip(self, given: Any) -> None:
+        self.seen.clipping = True
+        if self.seen.clipped_scaled or isinstance(given, (Iterator, type(None))):
+            return
+        first = given if isinstance(given, torch.Tensor) else next(iter(given), None)
+        if first is not None and any(_scaled(scaler, first, self.training) for scaler in self.training.scalers):
+            self.seen.clipped_scaled = user_line()
 
     def _move(self, plain: Any) -> Any:
         observe = self.patches.guard(self._observe_move)
@@ -682,6 +707,19 @@ def inner(module: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(wrapped, torch.nn.Module):
             return module
         module = wrapped
+
+
+def _scaled(scaler: Any, parameter: torch.Tensor, training: Training) -> bool:
+    """Whether the parameter's gradient is still multiplied by this scaler's scale: `unscale_` has not been called for its optimizer."""
+    if not scaler.is_enabled() or scaler._scale is None:
+        return False
+    owners = [
+        o for o in training.optimizers for group in o.param_groups if any(p is parameter for p in group["params"])
+    ]
+    if not owners:
+        return False
+    state = scaler._per_optimizer_states.get(id(owners[0]))
+    return state is None or state["stage"].name == "READY"
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:

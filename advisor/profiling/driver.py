@@ -46,6 +46,8 @@ MIN_WARMUP, MIN_TIMED = LOOK_STEPS + 1, 3
 # Of this many times the wanted steps none need be clean before the search for clean ones is given up.
 PATIENCE = 4
 MAX_RESTARTS = 3  # of the traced window, when an epoch ends inside it
+MEMORY_READINGS = 6
+BLOCK_BYTES = 512  # the least that the caching allocator gives a tensor
 SAVE_EVERY_S = 5.0
 TELL_EVERY_S = 0.25
 KEPT_WARMUP = 256  # warm-up boundaries remembered, for scripts that end before the timed window
@@ -166,6 +168,7 @@ class ProfileDriver:
             self._late_us.append(interval.late_ns / 1e3)
             self._backwards.append(interval.backwards)
         self._leave_out_evaluation(not step.clean and bool(interval.marks & {EPOCH, EVALUATION}))
+        self._read_memory()
         clean, total = len(self._backwards), len(self._timed_boundaries) - 1
         wanted = max(self.session.steps, 1)
         if self.in_step or self.session.brief:
@@ -195,6 +198,17 @@ class ProfileDriver:
             if self._probe is not None:
                 self._probe.begin_anew(len(self._timed_boundaries) - 1)
         self._graphs_seen = graphs
+
+    def _read_memory(self) -> None:
+        """A few times in the window: what grows is told by several readings, and each may disturb the step behind it."""
+        steps = len(self._timed_boundaries) - 1
+        if self._probe is not None and steps % max(1, self.session.steps // MEMORY_READINGS) == 0:
+            self._probe.note(steps, held_bytes=self._held_bytes())
+
+    def _held_bytes(self) -> float:
+        """Of the device's memory, what the losses of the timed steps take that are kept here."""
+        losses = (step.loss for step in self._timed_boundaries)
+        return sum(BLOCK_BYTES for loss in losses if loss is not None and loss.device.type == "cuda")
 
     def _begin_trace(self, step: StepEvent) -> None:
         self._timed = _window(step, self._timed)

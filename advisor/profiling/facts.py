@@ -135,7 +135,10 @@ def model_facts(
         compilations=compilations,
         updates_compiled=training.updates_compiled,
         flags=_flags(everything, seen),
-        set_at=settings.lines(),
+        create_graph=bool(watcher is not None and watcher.graph_line),
+        clips_scaled=bool(seen.clipped_scaled),
+        stack_us=statistics.median(seen.stack_us) if seen.stack_us else 0.0,
+        set_at={**settings.lines(), **_seen_at(seen, watcher)},
         cpu_threads=torch.get_num_threads(),
         env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )
@@ -291,6 +294,12 @@ def _padding(module: Any) -> tuple[int, ...]:
 def _values(optimizer: torch.optim.Optimizer) -> int:
     """How many values it updates."""
     return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _seen_at(seen: Observations, watcher: StepWatcher | None) -> dict[str, str]:
+    """Lines of the script's that were seen to do what they do, as they ran."""
+    found = {"clips_scaled": seen.clipped_scaled, "create_graph": watcher.graph_line if watcher is not None else ""}
+    return {name: line for name, line in found.items() if line}
 
 
 def _of_torch(step: Any) -> bool:

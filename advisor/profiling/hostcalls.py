@@ -31,6 +31,12 @@ _WAITS = frozenset(
         "hipDeviceSynchronize",
     ]
 )
+_ALLOCATIONS = frozenset(
+    [
+        *("cudaMalloc", "cudaFree", "cudaMallocAsync", "cudaFreeAsync", "cuMemAlloc", "cuMemFree"),
+        *("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "hipMalloc", "hipFree"),
+    ]
+)
 # The operators that people know a wait by, told before the outermost operator around it.
 _KNOWN_BY = (
     "aten::item",
@@ -47,6 +53,11 @@ _KNOWN_BY = (
 def is_launch(name: str) -> bool:
     """True for calls that start kernels."""
     return "LaunchKernel" in name or "LaunchCooperative" in name or "GraphLaunch" in name
+
+
+def is_allocation(name: str) -> bool:
+    """True for calls that take device memory from the driver, or give it back."""
+    return name.removesuffix("_ptsz").removesuffix("_v2") in _ALLOCATIONS
 
 
 def is_wait(name: str) -> bool:

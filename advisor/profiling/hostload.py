@@ -51,7 +51,24 @@ def resident_bytes(pids: Iterable[int]) -> int:
             pages += int((PROC / str(pid) / "statm").read_text().split()[1])
         except (OSError, IndexError, ValueError):
             continue  # ended meanwhile
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return pages * page_bytes()
+
+
+def page_bytes() -> int:
+    """The size of a page of memory."""
+    return os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes() -> int:
+    """The host's memory that can be had without swapping; 0 when it cannot be told."""
+    try:
+        for line in (PROC / "meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        pass
+    return 0
 
 
 def swap_frac() -> float | None:

@@ -33,7 +33,8 @@ _PART_OF: dict[str, frozenset[str]] = {
         "aten::clamp_min": "relu relu_",
         "aten::clamp_min_": "relu_",
         "aten::zero_": "zeros zeros_like new_zeros",
-        "aten::fill_": "zero_ ones ones_like full full_like new_ones new_full",
+        # Under deterministic algorithms what is allocated is filled, so that no result depends on what was there.
+        "aten::fill_": "zero_ ones ones_like full full_like new_ones new_full empty empty_strided empty_like resize_",
         "aten::mul": "mul_",
         "aten::div": "div_ mean",
         "aten::div_": "mean",

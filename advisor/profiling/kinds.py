@@ -95,6 +95,7 @@ _TENSOR_CORE = re.compile(
     r"|sm(70|75|80|86|89|90|100|103|120)_xmma|xmma_(fprop|dgrad|wgrad|gemm)|cudnn_generated\w*(f16|bf16)",
     re.IGNORECASE,
 )
+_FILL = re.compile(r"fill|memset", re.IGNORECASE)
 _LAYOUT_KERNEL = next(pattern for kind, pattern in _BY_KERNEL if kind == "layout")
 
 # Operators that start no work on a device or, on a CPU, only make a tensor that shows the same memory.
@@ -202,6 +203,8 @@ def kind(op: str, kernel: str, *, phase: str = "", inside_conv: bool = False) ->
         inside_conv: the operator runs inside a convolution, so that its copies are changes of layout.
     """
     found = kind_of_op(op) if op else ""
+    if op.startswith(("aten::empty", "aten::resize_")) and _FILL.search(kernel):
+        return "memset"
     if found == "conv" and _LAYOUT_KERNEL.search(kernel):
         return "layout"
     if inside_conv and found in ("copy", "layout"):

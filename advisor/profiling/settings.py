@@ -36,8 +36,10 @@ _CALLED = {
     "set_num_threads": "cpu_threads",
     "set_per_process_memory_fraction": "memory_fraction",
 }
+# Given to DistributedDataParallel, or to a library that gives it on.
+_ARGUMENTS = {"find_unused_parameters": "find_unused_parameters", "detect_anomaly": "anomaly"}
 _KEYWORDS = {"enabled", "benchmark", "deterministic"}  # of `torch.backends.cudnn.flags(enabled=False)`
-_WORDS = re.compile("|".join([*_CALLED, r"cudnn", r"allow_tf32", r"fp32_precision", r"environ"]))
+_WORDS = re.compile("|".join([*_CALLED, *_ARGUMENTS, r"cudnn", r"allow_tf32", r"fp32_precision", r"environ"]))
 _VARIABLES = {"OMP_NUM_THREADS": "cpu_threads", "MKL_NUM_THREADS": "cpu_threads"}
 
 
@@ -84,6 +86,7 @@ def _of_node(node: ast.AST) -> Iterator[tuple[str, int]]:
                     yield name, node.lineno
     elif isinstance(node, ast.Call):
         names = _dotted(node.func)
+        yield from ((_ARGUMENTS[word.arg], word.value.lineno) for word in node.keywords if word.arg in _ARGUMENTS)
         if names and names[-1] in _CALLED:
             yield _CALLED[names[-1]], node.lineno
         elif names[-2:] == ("cudnn", "flags"):

@@ -60,7 +60,8 @@ _SCALAR_TYPE_BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 9: 8, 10: 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`nbytes` and `flops` of one call; `dtype` is that of its first floating-point tensor ("bf16"), else of the first.
+    """`nbytes` and `flops` of one call; `dtype` is fp64 where a tensor is, else that of its first floating-point tensor ("bf16"), else of the
+    first.
 
     `exact` is False when the operator is unknown: then its output is assumed to be as large as its largest input.
     """
@@ -122,10 +123,22 @@ class _Call:
     def largest_elements(self) -> float:
         return max((self.elements(i) for i in range(len(self.sizes))), default=0.0)
 
+    @property
+    def double(self) -> bool:
+        """A tensor among them, no single number, is in fp64: then all is computed so."""
+        return any(t == "double" and shape for t, shape in zip(self.types, self.tensors, strict=False))
+
+    def promotes(self) -> bool:
+        """Tensors in fp64 meet others of fewer bits, so that those are computed in fp64 as well."""
+        floats = {_SHORT.get(t, "") for t, shape in zip(self.types, self.tensors, strict=False) if shape}
+        return self.double and bool(floats & {"fp32", "fp16", "bf16"})
+
     def argument(self, index: int) -> Any:
         return self.arguments[index] if index < len(self.arguments) else None
 
     def dtype(self) -> str:
+        if self.double:
+            return "fp64"
         shorts = [_SHORT[t] for t in self.types if t in _SHORT]
         return next((s for s in shorts if s.startswith(("fp", "bf"))), shorts[0] if shorts else "")
 
@@ -473,6 +486,15 @@ def modelled_bytes(op: str, shapes: str, dtypes: str, arguments: str = "") -> fl
 def flops(op: str, shapes: str, dtypes: str, arguments: str = "") -> float:
     """Floating-point operations of one call."""
     return cost(op, shapes, dtypes, arguments).flops
+
+
+@lru_cache(maxsize=65536)
+def promotes(shapes: str, dtypes: str) -> bool:
+    """Whether an operator is given tensors in fp64 and in fewer bits, so that it computes all of it in fp64."""
+    try:
+        return _Call(shapes, dtypes, "", "").promotes()
+    except (ValueError, TypeError):
+        return False
 
 
 @lru_cache(maxsize=65536)

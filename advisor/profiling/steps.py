@@ -39,6 +39,7 @@ from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
 from advisor.profiling.records import OWN_WORK
 from advisor.profiling.session import Session
+from advisor.profiling.sources import user_line
 from advisor.profiling.timing import clocks
 from advisor.profiling.training import StepEvent, Training
 
@@ -64,6 +65,7 @@ FIRST, PATTERN, EPOCH, EVALUATION = "first step", "step pattern changed", "new e
 SKIPPED, SHAPES, BACKWARDS = "skipped by GradScaler", "another batch shape", "another number of backward passes"
 COMPILE, OWN = "compilation", OWN_WORK
 FORWARD = "forward"
+CREATE_GRAPH = {"backward": 3, "grad": 4}  # where torch.autograd's functions take `create_graph` without its name
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +73,7 @@ class Interval:
     """What was seen between two boundaries."""
 
     backwards: int = 0
+    graph_backwards: int = 0  # beside these, `backward(create_graph=True)`
     loader_ns: int = 0  # time of the training thread in the loader's next()
     late_ns: int = 0  # of that, for batches that were not there yet
     batches: int = 0
@@ -107,6 +110,7 @@ class StepWatcher:
         self._others = 0  # calls of other threads since the last of that one
         self.closure_steps = False
         self.usual_backwards = 0  # backward passes of most steps
+        self.graph_line = ""  # the script's, of the first `backward(create_graph=True)`
         self._loss: torch.Tensor | None = None
         self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pattern: tuple[Hashable, ...] = ()
@@ -210,6 +214,22 @@ class StepWatcher:
         if self._scaled is not None and tensor is self._scaled[0]:
             tensor = self._scaled[1]
         self._loss = tensor.detach()
+
+    def graph_starts(self) -> None:
+        """A backward pass begins whose graph is kept, by the gradients that it leaves in `.grad`."""
+        self.in_backward = True
+        self.graph_line = self.graph_line or user_line()
+
+    def graph_done(self) -> None:
+        """It has returned."""
+        if _capturing():
+            return
+        self.current.graph_backwards += 1
+        self._backward_calls += 1
+        if self._thread is None:
+            self._thread = threading.current_thread()
+        if self._due:
+            self._boundary()
 
     def backward_done(self, tensors: Any) -> None:
         """A backward pass has returned."""
@@ -437,6 +457,7 @@ class StepWatcher:
             training.device = _device_of(training.optimizers[0])
         event, now = clocks(training.device)
         interval, self.current = self.current, Interval()
+        interval.backwards = interval.backwards or interval.graph_backwards
         self.interval = interval
         reason = self._judge(interval)
         loss, self._loss = self._loss, None
@@ -653,12 +674,23 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
 
 def _wrap_engine(watcher: StepWatcher, name: str, starts: Any, done: Any) -> None:
     plain = getattr(torch.autograd, name)
+    graph_starts, graph_done = watcher.patches.guard(watcher.graph_starts), watcher.patches.guard(watcher.graph_done)
 
     @wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # create_graph: a gradient penalty, part of a loss that comes later
-        if not watcher.patches.active or kwargs.get("create_graph") or watcher.elsewhere():
+        if not watcher.patches.active or watcher.elsewhere():
             return plain(*args, **kwargs)
+        if kwargs.get("create_graph", len(args) > CREATE_GRAPH[name] and args[CREATE_GRAPH[name]]):
+            # A gradient penalty, part of a loss that comes later.
+            if name != "backward":
+                return plain(*args, **kwargs)
+            graph_starts()
+            try:
+                result = plain(*args, **kwargs)
+            finally:
+                watcher.in_backward = False
+            graph_done()
+            return result
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         starts(tensors)
         try:

@@ -73,6 +73,7 @@ class Training:
     batch_size: int = 0
     fixed_shapes: bool = True
     keep_gradients: bool = False
+    zeroes_gradients: bool = False  # a `zero_grad` has left gradients in place
     updates_compiled: bool = False  # an `Optimizer.step` ran inside a call of what torch.compile was given
     draws: list[Draw] | None = None  # of the step that runs; None: nobody wants them
     # The boundary handlers run inside the user's last `Optimizer.step()` of a step, in order of registration.

@@ -266,7 +266,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("Device" if cuda else "Host", size(mem.total_bytes)),
                 ("Allocator requests a step", f"{mem.allocations:,.0f}" if mem.allocations else ""),
                 ("Device allocations a step", f"{mem.device_allocations:.3g}" if cuda else ""),
-                ("Growth a step", units.bytes_text(mem.growth_bytes)),
+                ("Growth a step", units.bytes_text(mem.growth_bytes) if mem.growth_bytes is not None else ""),
                 ("Allocator retries", str(mem.retries) if cuda else ""),
             ],
         ),

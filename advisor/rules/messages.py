@@ -13,6 +13,7 @@ from advisor.rules.units import text_of
 FORMS: dict[str, tuple[tuple[str, ...], Callable[[float], str]]] = {
     "pct": (("frac",), units.percent_text),
     "time": (("us",), units.time_text),
+    "long": (("us",), units.duration_text),
     "bytes": (("bytes",), units.bytes_text),
     "rate": (("gbps",), units.rate_text),
     "count": (("count", ""), units.count_text),

@@ -321,7 +321,9 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
     message = fields.text("message")
     for fault in list(messages.faults(message))[:1]:
         fields.fail(
-            fields.mark_of("message"), f"{fault} in the message", "{metric} or {metric:pct|time|bytes|rate|count|times}"
+            fields.mark_of("message"),
+            f"{fault} in the message",
+            "{metric} or {metric:pct|time|long|bytes|rate|count|times}",
         )
     transform = fields.matching("transform", _TRANSFORM, "a transform's id") if "transform" in fields.values else ""
     after, conflicts = fields.texts("after"), fields.texts("conflicts")

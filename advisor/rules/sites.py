@@ -185,6 +185,15 @@ def _fetches(profile: StepProfile) -> list[Place]:
     return idle + _copies("d2h")(profile)
 
 
+def _line(name: str, does: str) -> Callable[[StepProfile], list[Place]]:
+    """The line that was seen to do what this fact is about."""
+    return lambda profile: [(1.0, f"{profile.model.set_at[name]} {does}")] if name in profile.model.set_at else []
+
+
+def _memory_line(line: str, calls: float | None, us: float) -> list[Place]:
+    return [(us, f"{line} ({time_text(us)} a step{_calls(calls or 1)})")] if line else []
+
+
 def _set_at(*names: str) -> Callable[[StepProfile], list[Place]]:
     """Lines of the script that set these, and the variables that do."""
 
@@ -240,7 +249,10 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "indexing": lambda p: _rows(
         p, lambda row: any(word in row.op for word in ("index", "gather", "scatter")), lambda row: row.time_us
     ),
-    "fp64_kernels": lambda p: _rows(p, lambda row: row.dtype == "fp64", lambda row: row.time_us),
+    "fp64_kernels": lambda p: (
+        [(-float(i), f"{s.source}: {s.what}{_calls(s.calls)}") for i, s in enumerate(p.promotions)]
+        or _rows(p, lambda row: row.dtype == "fp64", lambda row: row.time_us)
+    ),
     "short_kernels": lambda p: _rows(p, lambda row: 0 < row.time_us < _SHORT_US * row.calls, lambda row: row.time_us),
     "kernels": lambda p: _rows(p, lambda row: True, lambda row: row.time_us),
     "unattributed_kernels": lambda p: _rows(p, lambda row: not row.op, lambda row: row.time_us),
@@ -286,6 +298,14 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     ],
     "models": lambda p: [(1.0, name) for name in p.model.roots],
     "cudnn_line": _set_at("cudnn_enabled"),
+    "anomaly_line": _set_at("anomaly"),
+    "unused_parameters_line": _set_at("find_unused_parameters"),
+    "create_graph_line": _line("create_graph", "keeps the graph of its gradients"),
+    "clips_scaled_line": _line("clips_scaled", "clips them"),
+    "gc_line": lambda p: _memory_line(p.memory.gc_at, p.memory.gc_calls, p.memory.gc_us),
+    "empty_cache_line": lambda p: _memory_line(
+        p.memory.empty_cache_at, p.memory.empty_cache_calls, p.memory.empty_cache_us
+    ),
     "threads_line": _set_at("cpu_threads"),
     "deterministic_line": _set_at("deterministic_algorithms", "cudnn_deterministic"),
     "environment_variables": _environment,

@@ -202,7 +202,7 @@ def _memory(step: Step) -> Reading:
 def _growth(step: Step) -> Reading:
     if not step.profile.memory.allocations:
         return _missing("allocator requests were not counted")
-    return Reading(value=max(0.0, step.profile.memory.growth_bytes))
+    return Reading(value=max(0.0, step.profile.memory.growth_bytes or 0.0))
 
 
 def _half(step: Step) -> Reading:

@@ -49,7 +49,8 @@ class SetToNone(Transform):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if not versions or max(versions) < _ZEROED_VERSION:
+        # `backward(create_graph=True)` makes new gradients instead of adding into those that were zeroed: their versions stay low.
+        if not versions or (max(versions) < _ZEROED_VERSION and not training.zeroes_gradients):
             return Match(applies=False, reason="gradients are not zeroed in place")
         if training.updates_compiled:
             return Match(applies=False, reason=UPDATES_COMPILED)

@@ -28,6 +28,7 @@ def detailed() -> StepProfile:
         *base.kernels,
         replace(ROW, module="ResNet.dw", dram_bytes=4e9, dram_provenance=Provenance.MEASURED),
         replace(ROW, module="ResNet.grouped", dtype="bf16"),
+        replace(ROW, kind="memset", op="aten::empty", dtype="fp64", flops=0.0),
         replace(ROW, kind="average", op="aten::mul_", phase="average", flops=0.0),
         replace(ROW, kind="optimizer", op="aten::mul_", phase="optimizer", flops=0.0),
         replace(ROW, kind="upsample", op="aten::upsample_bilinear2d", module="ResNet.up", flops=0.0),
@@ -47,7 +48,11 @@ def detailed() -> StepProfile:
         base.input, loader="DataLoader", workers=4, iterators=3, loaders=3, epoch_make_us=9e4, epoch_batches=50.0
     )
     base = replace(base, input=epochs)
-    memory = replace(base.memory, empty_cache_calls=0.0)
+    cured = {"anomaly": True, "deterministic_algorithms": True}
+    model = replace(model, flags={**model.flags, **cured}, stack_us=40.0)
+    base = replace(base, backward_nodes=200.0)
+    memory = replace(base.memory, empty_cache_calls=1.0, growth_bytes=1.0, growth_steady=True, host_growth_bytes=1.0)
+    memory = replace(memory, host_free_bytes=10**9, gc_calls=1.0, gc_us=900.0)
     return replace(base, kernels=rows, model=model, memory=memory, utilization={}, optimizer_host_us=500.0)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -73,3 +74,43 @@ def test_what_the_warm_up_has_asked_for_in_vain_is_not_counted(monkeypatch: pyte
     assert probe.stats(20).retries == 0
     stats["num_alloc_retries"] = 5
     assert probe.stats(20).retries == 2
+
+
+def test_calls_are_timed_with_the_line_that_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**9, 2_000_000))
+    monkeypatch.setattr(memory.time, "perf_counter_ns", lambda: next(clock) + 1)
+    calls = memory.Calls()
+    counted = calls.counting(lambda value: value + 1)
+    assert [counted(1), counted(2)] == [2, 3]
+    assert (calls.number, calls.us) == (2, 4000)
+    assert calls.line.startswith("tests/unit/profiling/test_memory.py:")
+
+    def fails() -> None:
+        raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        calls.counting(fails)()
+    assert (calls.number, calls.us) == (3, 6000)
+
+
+def test_full_collections_of_garbage_are_counted_and_others_are_not() -> None:
+    patches = Patches()
+    watching = len(gc.callbacks)
+    probe = MemoryProbe(torch.device("cpu"), patches)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        gc.collect(0)
+        assert probe.stats(4).gc_calls == 0
+        gc.collect()
+        gc.collect()
+        found = probe.stats(4)
+    finally:
+        if collecting:
+            gc.enable()
+    assert found.gc_calls == 0.5
+    assert found.gc_us > 0
+    assert "test_memory.py:" in found.gc_at
+    assert MemoryProbe(torch.device("cpu")).stats(4).gc_calls is None
+    patches.restore_all()
+    assert len(gc.callbacks) == watching
