@@ -275,7 +275,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("compiled", "the model, or a part of it, is compiled"),
     _f("graphed", "the script replays CUDA graphs"),
     _f("create_graph", "backward(create_graph=True): gradients in .grad hold the graph they were made by"),
-    _f("clips_scaled", "gradients are clipped that a GradScaler has scaled and not unscaled"),
+    _f("clips_scaled", "gradients are clipped while they are multiplied by a loss scale"),
     _f("anomaly_mode", "autograd anomaly detection is on"),
     _f("deterministic_algorithms", "torch.use_deterministic_algorithms is on"),
     _f("checkpointing", "activation checkpointing re-runs forward work in backward"),
