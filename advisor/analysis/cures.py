@@ -122,9 +122,8 @@ def anomaly(view: View, step: Step) -> Change | None:
     # Each search is some launches and a wait for its answer, behind which the device has nothing to do until the next launch.
     low = STACK_WORST * noted + searched * CHECK_LAUNCHES * OP_LOW_US / 2
     high = STACK_BEST * noted + searched * CHECK_LAUNCHES * OP_HIGH_US
-    idle = step.gaps_us + step.sync_us
     return Change(
-        worst=Saving(device_us=time, gaps_us=min(low, idle) / 2, sync_us=0.0),
+        worst=Saving(device_us=time, host_us=low),
         best=Saving(device_us=time, gaps_us=step.gaps_us, sync_us=step.sync_us, host_us=high),
         basis=basis,
     )

@@ -68,3 +68,90 @@ def test_torchs_own_optimizers_are_other_rules_matter() -> None:
     found = metrics(looping(profiles.cifar(), "optimizer", optimizer_host_us=6000.0))
     assert found.number("own_optimizer_calls") == 0
     assert found.number("own_optimizer_saved_high") is None
+
+
+def test_what_grows_is_told_with_the_time_until_memory_is_full() -> None:
+    base = profiles.resnet50()
+    grown = replace(base.memory, growth_bytes=10.0 * 2**20, growth_steady=True, host_growth_bytes=0.0)
+    found = metrics(replace(base, memory=grown))
+    assert found.number("memory_full_us") == pytest.approx((140 - 40) * 2**30 / (10 * 2**20) * 116_600)
+    assert found.number("host_full_us") is None
+    unsteady = metrics(replace(base, memory=replace(grown, growth_steady=False)))
+    assert unsteady.number("memory_full_us") is None
+    unknown = metrics(replace(base, memory=replace(grown, growth_bytes=None)))
+    assert unknown["memory_growth_bytes"].value is None
+
+
+def test_on_a_cpu_the_hosts_free_memory_is_what_fills() -> None:
+    base = profiles.laptop()
+    memory = replace(
+        base.memory, growth_bytes=2e6, growth_steady=True, host_growth_bytes=2e6, host_free_bytes=8 * 10**9
+    )
+    found = metrics(replace(base, memory=memory))
+    assert found.number("memory_full_us") == found.number("host_full_us") == pytest.approx(4000 * 150_000)
+
+
+def searching(base: StepProfile, **changes: object) -> StepProfile:
+    """Under anomaly detection: 100 nodes, 90 of them searched for NaN in 4 us each."""
+    rows = [
+        profiles.row(
+            name=name, kind="reduce", op=f"aten::{name}", phase="backward", calls=90, time_us=180, modelled_bytes=1e6
+        )
+        for name in ("isnan", "any")
+    ]
+    model = replace(base.model, flags={**base.model.flags, "anomaly": True}, stack_us=60.0)
+    profile = profiles.with_rows(base, *base.kernels, *rows)
+    return replace(profile, model=model, backward_nodes=100.0, **changes)  # type: ignore[arg-type]
+
+
+def test_anomaly_detection_costs_the_stacks_it_notes_and_the_searches() -> None:
+    low, high = saved(metrics(searching(profiles.laptop())), "anomaly")
+    assert low < (100 * 60 + 360) / 150_000 < high
+    low, high = saved(metrics(searching(profiles.cifar())), "anomaly")
+    assert 0.05 < low < (100 * 60 + 90 * 40) / 13_600 < high
+
+
+def test_determinism_costs_the_fills_at_least_and_slower_sums_at_most() -> None:
+    base = profiles.resnet50()
+    fill = profiles.row(
+        name="FillFunctor",
+        kind="memset",
+        op="aten::empty",
+        phase="forward",
+        calls=300,
+        time_us=6000,
+        modelled_bytes=1e9,
+    )
+    flags = {**base.model.flags, "deterministic_algorithms": True}
+    profile = replace(profiles.with_rows(base, *base.kernels, fill), model=replace(base.model, flags=flags))
+    found = metrics(profile)
+    low, high = saved(found, "deterministic")
+    assert found.number("fresh_fill_frac") == pytest.approx(6000 / sum(r.time_us for r in profile.kernels))
+    assert 0.01 < low < 6000 / 116_600 < high
+    assert metrics(replace(profile, model=base.model)).number("deterministic_saved_high") is None
+
+
+def test_an_emptied_cache_costs_the_idle_time_in_which_memory_is_taken_again() -> None:
+    base = profiles.cifar()
+    memory = replace(base.memory, empty_cache_calls=1.0, empty_cache_us=4000.0)
+    profile = replace(base, memory=memory, allocating_us=3000.0, allocating_idle_us=2500.0)
+    low, high = saved(metrics(profile), "empty_cache")
+    assert low < 2500 / 13_600 < high <= 7000 / 13_600
+    assert metrics(base).number("empty_cache_saved_high") is None
+
+
+def test_collected_garbage_costs_its_time() -> None:
+    base = profiles.laptop()
+    memory = replace(base.memory, gc_calls=1.0, gc_us=30_000.0)
+    low, high = saved(metrics(replace(base, memory=memory)), "gc")
+    assert low < 0.2 < high < 0.3
+    base = profiles.resnet50()  # whose host is ahead of the device
+    memory = replace(base.memory, gc_calls=1.0, gc_us=30_000.0)
+    assert saved(metrics(replace(base, memory=memory)), "gc")[0] < 0.02
+
+
+def test_fp64_costs_from_a_quarter_to_nearly_all_of_its_time() -> None:
+    base = profiles.resnet50()
+    one = profiles.row(name="mul", kind="elementwise", op="aten::mul", phase="forward", dtype="fp64", time_us=3000)
+    low, high = saved(metrics(profiles.with_rows(base, *base.kernels, one)), "fp64")
+    assert 0 < low < 1500 / 116_600 < high

@@ -519,3 +519,70 @@ def test_a_line_inside_a_module_or_an_optimizer_keeps_their_phase() -> None:
     found = aggregate(trace, MACHINE)
     assert row(found, "mul_kernel").phase == "forward"
     assert found.average_host_us == 0
+
+
+def drawn_into_fp64(*more: str) -> Builder:
+    """A loss on a CPU whose weights are in fp64: it is multiplied by them, and what follows is fp64 alone."""
+    b = Builder("cpu")
+    b.steps(0, 500)
+    two = "[[2, 8, 8], [2, 8, 8]]"
+    b.note("line:train.py:5", 10, 40)
+    b.op("aten::mul", 12, 38, sequence=1, shapes=two, dtypes="float,double")
+    b.note("line:train.py:6", 50, 90)
+    b.op("aten::mul", 52, 60, sequence=2, shapes=two, dtypes="double,double")
+    b.op("aten::add", 62, 70, sequence=3, shapes="[[2, 8, 8], [], []]", dtypes="float,double,Scalar")
+    b.op("aten::copy_", 72, 80, shapes=two, dtypes="float,double")
+    b.op("autograd::engine::evaluate_function: MulBackward0", 100, 140, sequence=1, forward_thread=1)
+    b.op("aten::mul", 102, 130, shapes=two, dtypes="float,double")
+    for name in more:
+        b.op(name, 200, 220)
+        b.op("aten::_to_copy", 202, 218, shapes="[[2, 8, 8], [], []]", dtypes="float,,", arguments="[null, 7, null]")
+    return b
+
+
+def test_fp64_is_told_where_it_enters_and_not_what_follows_from_it() -> None:
+    found = aggregate(drawn_into_fp64().trace(), MACHINE)
+    assert [(site.source, site.what, site.calls) for site in found.promotions] == [
+        ("train.py:5", "aten::mul of fp64 with fewer bits", 1.0)
+    ]
+    # All of the product is fp64 then, whichever operand stands first; a number of no dimension draws nothing in.
+    assert row(found, "aten::mul", source="train.py:5", phase="forward").dtype == "fp64"
+    assert row(found, "aten::add").dtype == "fp32"
+
+
+@pytest.mark.parametrize("name", ["aten::to", "aten::double"])
+def test_a_step_that_converts_to_fp64_itself_means_it(name: str) -> None:
+    assert aggregate(drawn_into_fp64(name).trace(), MACHINE).promotions == ()
+
+
+def test_a_promotion_inside_an_operator_is_no_conversion_of_the_scripts() -> None:
+    assert aggregate(drawn_into_fp64("aten::mul").trace(), MACHINE).promotions
+
+
+def test_fills_of_fresh_memory_are_told_as_fills_of_their_allocation() -> None:
+    b = Builder("cpu")
+    b.steps(0, 100)
+    b.note("module:Net|Net", 5, 60)
+    b.op("aten::empty", 10, 30)
+    b.op("aten::fill_", 12, 28, shapes="[[64, 64], []]", dtypes="float,Scalar")
+    b.op("aten::zeros", 40, 50)
+    b.op("aten::zero_", 41, 49)
+    b.op("aten::fill_", 42, 48, shapes="[[64, 64], []]", dtypes="float,Scalar")
+    found = aggregate(b.trace(), MACHINE)
+    filled = [r for r in found.kernels if r.kind == "memset" and r.op == "aten::empty"]
+    assert [(r.name, r.calls, r.time_us) for r in filled] == [("aten::fill_", 1.0, 16.0)]
+
+
+def test_time_in_the_drivers_allocations_is_told_with_the_part_in_which_the_device_is_idle() -> None:
+    b = Builder()
+    b.steps(0, 300)
+    b.op("aten::relu", 10, 30)
+    b.launch("relu_kernel", 20, 40, 100)
+    b.call("cudaFree", 60, 130)  # waits for the kernel, then frees
+    b.call("cudaMalloc", 140, 160)
+    b.op("aten::relu", 165, 180)
+    b.launch("relu_kernel", 170, 180, 200)
+    b.op("autograd::engine::evaluate_function: ReluBackward0", 210, 230, thread=2)
+    found = aggregate(b.trace(), MACHINE)
+    assert (found.allocating_us, found.allocating_idle_us) == (90, 50)
+    assert found.backward_nodes == 1

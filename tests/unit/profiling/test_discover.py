@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -615,3 +615,109 @@ def test_averaged_weights_are_told_by_name_and_content(held: object) -> None:
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))  # type: ignore[assignment]
     assert facts._has_average()
     del average
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: torch.nn.utils.clip_grad_value_(list(model.parameters()), 0.5),
+        lambda model: torch.nn.utils.clip_grad_norm_(next(model.parameters()), max_norm=1.0),
+    ],
+    ids=["by a generator", "by value", "of one tensor"],
+)
+def test_clipping_before_gradients_are_unscaled_is_told(
+    found: Found, clip: Callable[[nn.Module], object], by_hand: bool
+) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 3, 8, 8)).square().mean()).backward()
+        if by_hand:
+            scaler.unscale_(optimizer)
+        clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+    told = facts.model_facts(training, discovery, watcher)
+    assert watcher.patches.fault is None
+    assert told.grad_clipping
+    assert told.clips_scaled is not by_hand
+    assert ("test_discover.py:" in told.set_at.get("clips_scaled", "")) is not by_hand
+
+
+def test_clipping_beside_a_scaler_that_is_off_is_sound(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 3, 8, 8)).square().mean()).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+    assert not facts.model_facts(training, discovery, watcher).clips_scaled
+
+
+@pytest.mark.parametrize("method", [True, False], ids=["loss.backward", "autograd.backward"])
+def test_a_backward_that_keeps_its_graph_is_told_with_its_line_and_is_no_micro_batch(
+    found: Found, method: bool
+) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(4, 3, 8, 8, requires_grad=True)
+        loss = model(x).square().mean()
+        if method:
+            loss.backward(create_graph=True)
+        else:
+            torch.autograd.backward(loss, create_graph=True)
+        assert x.grad is not None
+        x.grad.square().sum().backward()
+        optimizer.step()
+        x.grad = None
+    told = facts.model_facts(training, discovery, watcher)
+    assert told.create_graph
+    assert "test_discover.py:" in told.set_at["create_graph"]
+    assert told.accumulation == 1
+
+
+def test_gradients_by_autograd_grad_keep_nothing(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(4, 3, 8, 8, requires_grad=True)
+        loss = model(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        optimizer.step()
+    assert not facts.model_facts(training, discovery, watcher).create_graph
+
+
+def test_one_of_two_networks_that_zeroes_its_gradients_is_told(found: Found) -> None:
+    training, watcher, discovery = found
+    first, second = Net(), Net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]
+    for _ in range(5):
+        for net, optimizer, to_none in zip((first, second), optimizers, (False, True), strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            net(torch.randn(4, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+    assert not facts.model_facts(training, discovery, watcher).zero_grad_to_none
+    assert training.zeroes_gradients
+
+
+def test_under_anomaly_detection_noting_a_stack_is_timed(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autograd.set_detect_anomaly(True):
+        train(model, optimizer, 4)
+    assert facts.model_facts(training, discovery, watcher).stack_us > 0

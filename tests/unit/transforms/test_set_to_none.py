@@ -110,3 +110,19 @@ def test_another_optimizer_keeps_its_zeros(by_module: bool) -> None:
 class Reader(Alternating):
     def norm(self):
         return sum(parameter.grad.norm() for parameter in self.parameters())
+
+
+def test_gradients_that_create_graph_makes_anew_are_zeroed_all_the_same() -> None:
+    """Their versions stay low: what zero_grad was seen to leave tells, and then who reads them is the reason."""
+    loop: Loop = make_loop(zero_to_none=True, steps=5)
+    assert "not zeroed" in SetToNone().match(loop.training, {}).reason
+    loop.training.zeroes_gradients = True
+    assert SetToNone().match(loop.training, {}).applies
+
+
+def test_a_reader_is_the_reason_where_create_graph_hides_the_zeros(monkeypatch) -> None:
+    monkeypatch.undo()
+    loop: Loop = make_loop(model=Reader, zero_to_none=True, steps=5)
+    loop.training.zeroes_gradients = True
+    match = SetToNone().match(loop.training, {})
+    assert "reads .grad itself" in match.reason
