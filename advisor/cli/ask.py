@@ -11,7 +11,12 @@ from advisor.core.findings import Recommendation
 from advisor.reporting.terminal import question_text
 from advisor.trials.choosing import Answer
 
-MEANS = "y tries it, n leaves it out, a tries it and all that follow, q leaves it and all that follow out"
+MEANS = """\
+  y  try it
+  n  leave it out
+  a  try it and all that follow
+  q  leave it out, and all that follow
+"""
 
 
 def terminal(
@@ -47,7 +52,7 @@ def ask(recommendation: Recommendation) -> Answer:
         found = _read(line)
         if found is not None:
             return found
-        questions.write(f"{line.strip()!r} is no answer: {MEANS}.\n" if line.strip() else f"{MEANS}.\n")
+        questions.write((f"{line.strip()!r} is no answer:\n" if line.strip() else "") + MEANS)
 
 
 def confirm(question: str) -> bool:

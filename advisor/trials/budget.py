@@ -39,9 +39,9 @@ CHEAP_SHARE = 0.35
 LATE = "no time is left but what is kept for the final check"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Budget:
-    """The time of one search. Instants are `time.time()`."""
+    """The time of one search. Instants are `time.time()`; `until` moves with the time that the user takes for an answer."""
 
     whole_s: float
     until: float  # no further round of the stack's comparison begins after this

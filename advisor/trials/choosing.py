@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +33,7 @@ class Chooser:
     budget: Budget
     ask: Ask | None  # before each candidate; None tries all
     over: bool = False  # the user wants no further questions, and nothing more than what was said yes to
+    asked_s: float = 0.0
     _passed: dict[object, tuple[str, str]] = field(default_factory=dict)  # status and reason, by attempt
 
     def __call__(self, found: Sequence[Recommendation]) -> list[Recommendation]:
@@ -60,7 +62,11 @@ class Chooser:
     def _declined(self, candidate: Recommendation) -> tuple[str, str] | None:
         if self.over:
             return _QUIT
+        began = time.time()
         answer = self.ask(candidate) if self.ask is not None else Answer.YES
+        asked_s = time.time() - began  # the user's time, not the search's
+        self.asked_s += asked_s
+        self.budget.until += asked_s
         if answer is Answer.ALL:
             self.ask = None
         self.over = answer is Answer.QUIT

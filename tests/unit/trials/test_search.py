@@ -883,6 +883,18 @@ def test_what_the_user_declines_is_left_open(script, answer):
     assert not log.notes
 
 
+def test_who_thinks_about_an_answer_loses_no_time_of_the_search(script, clock):
+    script.verdicts = {"tf32": "reverted", "compile": "reverted"}
+
+    def ask(candidate):
+        clock.sleep(3600.0)
+        return Answer.YES
+
+    log, *_ = apply(script, "tf32", "compile", ask=ask)
+    assert [v.status for v in log.verdicts] == ["reverted", "reverted"]
+    assert log.seconds < 3600.0
+
+
 def test_what_no_child_ever_saw_has_its_title_all_the_same(script):
     _, _, _, verdicts = apply(script, "channels_last", "fused_bn_act", ask=lambda r: Answer.NO)
     assert script.launches == []
@@ -902,6 +914,15 @@ def test_recipes_and_long_first_steps_are_not_tried(script):
     (script.run_dir / "long").mkdir()
     script.run_dir = script.run_dir / "long"
     assert apply(script, "compile_max_autotune", max_time_s=1200.0)[3]["compile_max_autotune"].status == "reverted"
+
+
+def test_what_time_is_kept_for_is_said_before_it_is_missed(script):
+    script.verdicts = {"tf32": "reverted"}
+    said = []
+    search.apply_search(
+        COMMAND, [candidate("tf32")], None, run_dir=script.run_dir, say=said.append, launch=script, max_time_s=200.0
+    )
+    assert said[0].startswith("searching for 200 s at most, of which 50 s are kept for the final check; Ctrl-C ends it")
 
 
 def test_out_of_time(script):
