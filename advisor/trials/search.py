@@ -102,7 +102,7 @@ def _limits(budget: Budget) -> str:
     """What the time is for, and what Ctrl-C does, said before the first trial."""
     return (
         f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s():.0f} s are kept for the final check; "
-        "Ctrl-C ends it: what is faster by then is written to its plan, unconfirmed"
+        "Ctrl-C ends it: its plan then has what is proved by then, and what else is faster as unconfirmed"
     )
 
 
@@ -158,9 +158,8 @@ class Search:
         self.processes.proved = True
         log = self._log()
         self._write(log)
-        took = f"{time.time() - self._started + self.profiled_s:.0f} s"
         self.script.say(
-            f"proved after {took}: {outcome.speedup(log)}; {records.PLAN_FILE} has it, the rest is looked for"
+            f"proved after {self._seconds():.0f} s: {outcome.speedup(log)}; {records.PLAN_FILE} has it, the rest is looked for"
         )
 
     def conclude(self) -> tuple[TrialLog, Plan]:
@@ -188,10 +187,14 @@ class Search:
             self.script,
             self.proved,
             rounds=self.rounds.history,
-            seconds=time.time() - self._started + self.profiled_s,
+            seconds=self._seconds(),
             profiled_s=self.profiled_s,
             complete=not self.processes.ended,
         )
+
+    def _seconds(self) -> float:
+        """What it has taken so far, the first profile included, and without the user's time for answers."""
+        return time.time() - self._started - self.choose.asked_s + self.profiled_s
 
     def _write(self, log: TrialLog) -> Plan:
         storage.save(self.script.run_dir / records.TRIALS_FILE, log)
