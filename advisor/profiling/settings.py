@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -39,8 +40,8 @@ _CALLED = {
 # Given to DistributedDataParallel, or to a library that gives it on.
 _ARGUMENTS = {"find_unused_parameters": "find_unused_parameters", "detect_anomaly": "anomaly"}
 _KEYWORDS = {"enabled", "benchmark", "deterministic"}  # of `torch.backends.cudnn.flags(enabled=False)`
-_WORDS = re.compile("|".join([*_CALLED, *_ARGUMENTS, r"cudnn", r"allow_tf32", r"fp32_precision", r"environ"]))
 _VARIABLES = {"OMP_NUM_THREADS": "cpu_threads", "MKL_NUM_THREADS": "cpu_threads"}
+_WORDS = re.compile("|".join([*_CALLED, *_ARGUMENTS, "cudnn", "allow_tf32", "fp32_precision", *_VARIABLES]))
 
 
 def lines(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -51,15 +52,21 @@ def lines(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in _own_files(sys.modules if modules is None else modules):
-        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-            if os.path.getsize(path) > MAX_BYTES:
-                continue
+        for name, line in _of_file(path):
+            found.setdefault(name, f"{sources.shown(path)}:{line}")
+    return found
+
+
+@functools.lru_cache(maxsize=MAX_FILES)
+def _of_file(path: str) -> tuple[tuple[str, int], ...]:
+    """Settings with their lines; read once a process."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+        if os.path.getsize(path) <= MAX_BYTES:
             with open(path, encoding="utf-8") as stream:
                 text = stream.read()
             if _WORDS.search(text):
-                for name, line in _settings(ast.parse(text)):
-                    found.setdefault(name, f"{sources.shown(path)}:{line}")
-    return found
+                return tuple(_settings(ast.parse(text)))
+    return ()
 
 
 def _own_files(modules: Mapping[str, Any]) -> list[str]:
