@@ -6,6 +6,7 @@ Where a version keeps no such list, what it would say is left out, never guessed
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 from advisor.core.profile import Site
 
 _UTILS = "torch._dynamo.utils"
+_WRAPPER = os.path.join("torch", "_dynamo", "external_utils.py")
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")  # of the code whose guard failed
 _SWITCHES = os.path.join("torch", "_dynamo", "eval_frame.py")  # where calls of compiled functions pass
 
 
@@ -106,9 +109,11 @@ class Compilations:
         for entry in _metrics():
             if id(entry) in old or not getattr(entry, "co_filename", None):
                 continue
-            why = _first_line(getattr(entry, "recompile_reason", None))
-            what = f"compilation of {entry.co_name}" + (f": {why}" if why else "")
-            place = f"{_shown(entry.co_filename)}:{entry.co_firstlineno}", what
+            why = _COMPILE_ID.sub("", _first_line(getattr(entry, "recompile_reason", None)))
+            name, source = entry.co_name, f"{_shown(entry.co_filename)}:{entry.co_firstlineno}"
+            if _WRAPPER in entry.co_filename:  # around a module of torch's own
+                name, source = "a module", ""
+            place = source, f"compilation of {name}" + (f": {why}" if why else "")
             sites[place] += 1
             spent[place] += round((getattr(entry, "entire_frame_compile_time_s", None) or 0.0) * 1e6)
         if not sites and self.any:

@@ -375,3 +375,44 @@ def test_a_window_ends_at_its_boundary_on_both_clocks(monkeypatch: pytest.Monkey
     window = module._window(boundary(9000), begun)
     assert (window.start_unix_ns - 10**18, window.end_unix_ns - 10**18) == (1000, 9000)
     assert (window.start_monotonic_ns - 10**12, window.end_monotonic_ns - 10**12) == (1000, 9000)
+
+
+def smooth_dice(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((prediction - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("what", ["loss", "update", "model"])
+def test_what_compiles_anew_is_told_whatever_part_of_the_script_it_is(start: Start, tmp_path: Path, what: str) -> None:
+    """Only a loss was compiled, with three recompilations in the timed steps, and the rule asked for a compiled model."""
+    torch._dynamo.reset()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates = iter(range(1, 1000))
+    loss = torch.compile(smooth_dice, backend="eager", dynamic=False) if what == "loss" else smooth_dice
+    scale = torch.compile(lambda p, by: p * by, backend="eager", dynamic=False)
+    net = torch.compile(model, backend="eager", dynamic=False) if what == "model" else model
+    start(warmup=5, steps=6)
+
+    def loop() -> None:
+        for step in range(60):
+            grown = 4 + step // 3  # as in training on images that grow
+            rows = grown if what == "model" else 4
+            value = loss(net(torch.randn(rows, 3)), torch.zeros(rows, 2))
+            if what == "loss":
+                value = value + loss(torch.zeros(grown, 2), torch.zeros(grown, 2))
+            optimizer.zero_grad()
+            value.backward()
+            if what == "update":
+                scale(model.weight.grad, next(rates) // 3)  # a Python number that changes
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        loop()
+    facts = storage.load(tmp_path / FACTS_FILE, FactsRecord).model
+    assert facts.recompiles
+    assert facts.compiled is (what == "model")
+    name = {"loss": "smooth_dice", "update": "<lambda>", "model": "a module"}[what]
+    told = [site for site in facts.compilations if name in site.what]
+    assert told
+    assert all(site.time_us > 0 for site in told)
+    assert told[0].source.startswith("tests/unit/profiling/test_driver.py:") is (what != "model")
