@@ -40,6 +40,12 @@ def layers(rows: Iterable[KernelRow], convs: Mapping[str, ConvFact]) -> str:
     return f"{classes.pop()} {min(channels)} to {max(channels)} channels".strip()
 
 
+def repeated(path: str) -> str:
+    """The path with `*` for every index but the last component: `layer1.0.bn3` → `layer1.*.bn3`."""
+    *parents, last = path.split(".")
+    return ".".join([*("*" if p.isdigit() else p for p in parents), last])
+
+
 def _size(row: KernelRow, convs: Mapping[str, ConvFact]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Channels (of a convolution in and out) and kernel, from its module, or from the shapes of the operator's inputs."""
     if (fact := convs.get(row.module)) is not None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from advisor.analysis.idle import host_waiting_us, idle
 from advisor.analysis.view import View
 from advisor.core import layers
-from advisor.core.findings import Findings
 from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance
 
@@ -40,20 +39,6 @@ IDLE_LABELS = {
     "other": "idle: no known cause",
 }
 HOST_LABELS = {"data": "waiting for data", "other": "outside operators"}  # a CPU is not idle between operators
-LARGE_FRAC = 0.25  # of the step: a slice that somebody must explain
-_MEANT = frozenset({"conv", "gemm", "other"})
-# Metrics that tell how large a slice is, beside the one that has its name.
-_ALSO_TOLD_BY = {
-    "idle_data": ("data_wait_frac", "loader_frac", "loader_late_frac", "normalise_frac", "epoch_start_frac", "epoch_make_frac"),
-    "idle_launch": ("host_frac", "optimizer_host_frac", "idle_frac"),
-    "idle_sync": ("idle_frac",),
-    "idle_copy": ("h2d_frac", "idle_frac"),
-    "idle_other": ("host_frac", "idle_frac"),
-    "norm": ("batchnorm_frac", "groupnorm_frac", "layernorm_frac", "bn_act_frac", "norm_efficiency"),
-    "elementwise": ("bias_act_frac", "bn_act_frac", "unnormed_elementwise_frac", "written_norm_frac", "cast_frac", "se_frac"),
-    "activation": ("elementwise_frac", "bias_act_frac", "bn_act_frac", "unnormed_elementwise_frac", "se_frac"),
-    "copy": ("device_copy_frac", "cast_frac", "weight_cast_frac"),
-}  # fmt: skip
 SMALL_FRAC = 0.005  # kinds below this share of the step are shown together
 
 
@@ -235,33 +220,6 @@ def _places(rows: Iterable[KernelRow], scale: float) -> tuple[Site, ...]:
     return tuple(site for site in sites[:PLACES] if site.time_us > 0)
 
 
-def unexplained(profile: StepProfile, findings: Findings) -> tuple[Cause, ...]:
-    """Slices of the step of which a quarter of it and more is above their limit, and no card is about them: none of its conditions
-    reads how large they are. Convolutions and matrix products are what a step is for.
-    """
-    read = {
-        evidence.metric
-        for card in findings.cards
-        for rule in (card.rule, *card.reasons)
-        for evidence in findings.of(rule).evidence
-    }
-    slices = causes(profile) or _waiting(profile)
-    large = (c for c in slices if c.key not in _MEANT and _above_limit(c) >= LARGE_FRAC)
-    return tuple(c for c in large if not read & {f"{c.key}_frac", *_ALSO_TOLD_BY.get(c.key, ())})
-
-
-def _above_limit(cause: Cause) -> float:
-    return cause.frac * max(0.0, 1.0 - cause.limit_us / cause.time_us) if cause.time_us > 0 else 0.0
-
-
-def _waiting(profile: StepProfile) -> tuple[Cause, ...]:
-    """What an untraced step waits in its loader's `next()`, where nothing was traced to divide the rest."""
-    step, waits = profile.typical_us, profile.input.next_us
-    if not step > 0 or not waits > 0:
-        return ()
-    return (Cause(key="idle_data", label=HOST_LABELS["data"], time_us=waits, frac=min(1.0, waits / step), idle=True),)
-
-
 def _groups(rows: Iterable[KernelRow], key: Callable[[KernelRow], Hashable]) -> list[list[KernelRow]]:
     groups: dict[Hashable, list[KernelRow]] = {}
     for row in rows:
@@ -273,12 +231,6 @@ def _dominant(rows: list[KernelRow]) -> KernelRow:
     return max(rows, key=lambda r: (r.time_us, r.name))
 
 
-def _repeated(path: str) -> str:
-    """The path with `*` for every index but the last component: `layer1.0.bn3` → `layer1.*.bn3`."""
-    *parents, last = path.split(".")
-    return ".".join([*("*" if p.isdigit() else p for p in parents), last])
-
-
 def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
     """The `count` groups of module and kind that hold most of the time above the limit, largest first.
 
@@ -288,7 +240,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
     step, convs = division(profile), layers.convolutions(profile)
     found = []
     for rows in _groups(
-        (r for r in profile.kernels if r.limit_us > 0), lambda r: (_repeated(r.module) or r.op, r.kind)
+        (r for r in profile.kernels if r.limit_us > 0), lambda r: (layers.repeated(r.module) or r.op, r.kind)
     ):
         time, limit, first = step.stretch * sum(r.time_us for r in rows), sum(r.limit_us for r in rows), _dominant(rows)
         gap, paths = max(0.0, time - limit), {r.module for r in rows}
@@ -296,7 +248,7 @@ def gaps(profile: StepProfile, count: int) -> tuple[Gap, ...]:
         found.append(
             Gap(
                 kind=first.kind,
-                module=next(iter(paths)) if len(paths) == 1 else _repeated(first.module),
+                module=next(iter(paths)) if len(paths) == 1 else layers.repeated(first.module),
                 layer=layers.layers(rows, convs),
                 modules=len(paths),
                 op=first.op or first.name,

@@ -10,7 +10,7 @@ from advisor.core.metrics import BY_NAME
 from advisor.core.profile import ProfilerCost, Spread, StepProfile
 from advisor.core.units import bytes_text, counted, percent_text, rate_text, time_text
 from advisor.core.verdict import DECLINED, INCONCLUSIVE, KEPT, UNCONFIRMED, UNTRIED, TrialLog, Verdict
-from advisor.reporting import breakdown
+from advisor.reporting import breakdown, unexplained
 
 SEMANTICS = {
     Semantics.EXACT: "bit-equal",
@@ -223,16 +223,16 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     sentence = sentence[0].upper() + sentence[1:] + "."
     if findings is None:
         return sentence
-    unexplained = breakdown.unexplained(profile, findings)
-    if unexplained:
-        told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in unexplained)
+    silent = unexplained.slices(profile, findings)
+    if silent:
+        told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in silent)
         sentence += f" Of the step no finding explains: {told}."
     first = next((t for t in cards(findings) if t.matters), None)
     if first is not None and first.card.predicted is not None:
         return f"{sentence} Most to gain: {_clause(first.lead.title)} ({saves(first.card.predicted)})."
     if first is not None:
         return f"{sentence} First to mend: {_clause(first.lead.title)}."
-    if unexplained:
+    if silent:
         return sentence
     frac = breakdown.limit_frac(profile)
     if frac is not None and ENOUGH_FRAC <= frac <= 1:

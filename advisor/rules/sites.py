@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from advisor.core import layers
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
@@ -17,32 +17,40 @@ def _calls(calls: float) -> str:
     return "" if calls == 1 else f", {count_text(round(calls, 1))}×"
 
 
-def _where(row: KernelRow, convs: Mapping[str, ConvFact]) -> str:
-    """The user's line, the module with what it is, and the operator."""
-    about = layers.layer(row, convs)
-    module = f"{row.module} ({about})" if row.module and about else row.module
-    place = " ".join(part for part in (row.source, module) if part)
-    what = row.op or row.name
+def _where(rows: Sequence[KernelRow], convs: Mapping[str, ConvFact]) -> str:
+    """The user's line, the module with what it is, and the operator, of rows that have them in common."""
+    first, modules = rows[0], {row.module for row in rows}
+    module = first.module if len(modules) == 1 else f"{layers.repeated(first.module)} ×{len(modules)}"
+    about = layers.layers(rows, convs)
+    place = " ".join(part for part in (first.source, f"{module} ({about})" if module and about else module) if part)
+    what = first.op or first.name
     return f"{place}: {what}" if place else what
 
 
 def _rows(profile: StepProfile, wanted: Callable[[KernelRow], bool], cost: Callable[[KernelRow], float]) -> list[Place]:
-    """Rows of one place (source line, module, operator and phase) together, by cost."""
-    places: dict[tuple[str, str], tuple[float, float, float]] = {}
-    convs = layers.convolutions(profile)
+    """Rows of one place together, by cost: of a source line, operator and phase, and of one module of repeated blocks."""
+    places: dict[tuple[str, ...], list[KernelRow]] = {}
     for row in profile.kernels:
         if wanted(row):
-            key = (_where(row, convs), row.phase)
-            total, calls, within = places.get(key, (0.0, 0.0, 0.0))
-            if _is_part(row):
-                within = max(within, row.calls)
-            else:
-                calls += row.calls
-            places[key] = (total + cost(row), calls, within)
-    return [
-        (total, f"{where} ({phase}, {time_text(total)}{_calls(calls or within)})")
-        for (where, phase), (total, calls, within) in places.items()
-    ]
+            key = (row.source, layers.repeated(row.module), row.op or row.name, row.phase)
+            places.setdefault(key, []).append(row)
+    convs, found = layers.convolutions(profile), []
+    for rows in places.values():
+        total = sum(map(cost, rows))
+        found.append((total, f"{_where(rows, convs)} ({rows[0].phase}, {time_text(total)}{_calls(_called(rows))})"))
+    return found
+
+
+def _called(rows: Iterable[KernelRow]) -> float:
+    """How often the operator of these rows is called, in each of their modules."""
+    whole: dict[str, float] = {}
+    within: dict[str, float] = {}
+    for row in rows:
+        if _is_part(row):
+            within[row.module] = max(within.get(row.module, 0.0), row.calls)
+        else:
+            whole[row.module] = whole.get(row.module, 0.0) + row.calls
+    return sum({**within, **whole}.values())
 
 
 def _is_part(row: KernelRow) -> bool:
@@ -113,7 +121,8 @@ def _copies(kind: str) -> Callable[[StepProfile], list[Place]]:
 
 
 def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[Place]]:
-    """Convolution modules with their shape, by the time their rows take; modules of no known time come last."""
+    """Convolution modules with their line and shape, those of repeated blocks together, by the time their rows take; modules of no known
+    time come last."""
 
     def places(profile: StepProfile) -> list[Place]:
         time: dict[str, float] = {}
@@ -123,15 +132,18 @@ def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[P
                 time[row.module] = time.get(row.module, 0.0) + row.time_us
                 if row.source and row.phase == "forward":
                     lines.setdefault(row.module, f"{row.source} ")
+        alike: dict[tuple[str, str], list[ConvFact]] = {}
+        for conv in filter(wanted, profile.model.convs):
+            groups = f", {conv.groups} groups" if conv.groups > 1 else ""
+            size = f"{shape_text(conv.kernel)} {conv.in_channels}→{conv.out_channels}{groups}"
+            name = f"{lines.get(conv.module, '')}{layers.repeated(conv.module)}"
+            alike.setdefault((name, size), []).append(conv)
         found = []
-        for conv in profile.model.convs:
-            if wanted(conv):
-                spent = time.get(conv.module, 0.0)
-                kernel = shape_text(conv.kernel)
-                groups = f", {conv.groups} groups" if conv.groups > 1 else ""
-                cost = f" ({time_text(spent)})" if spent else ""
-                text = f"{lines.get(conv.module, '')}{conv.module}: {kernel} {conv.in_channels}→{conv.out_channels}{groups}{cost}"
-                found.append((spent, text))
+        for (name, size), convs in alike.items():
+            spent = sum(time.get(conv.module, 0.0) for conv in convs)
+            one = f"{lines.get(convs[0].module, '')}{convs[0].module}"
+            where = one if len(convs) == 1 else f"{name} ×{len(convs)}"
+            found.append((spent, f"{where}: {size}" + (f" ({time_text(spent)})" if spent else "")))
         return found
 
     return places

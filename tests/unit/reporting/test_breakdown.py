@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.metrics import BY_NAME
 from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.reporting import breakdown
@@ -91,12 +90,6 @@ def test_gaps_join_the_same_module_of_repeated_blocks():
     assert (gap.modules, gap.kind) == (3, "norm")
     assert gap.source == "train_imagenet.py:57"  # the forward line, which is the one to look at
     assert gap.gap_us == pytest.approx(gap.time_us - gap.limit_us)
-
-
-def test_what_tells_of_a_slice_exists_as_a_metric():
-    told = {name for names in breakdown._ALSO_TOLD_BY.values() for name in names}
-    told |= {f"{key}_frac" for key in breakdown._ALSO_TOLD_BY} - {"copy_frac"}  # of copies device_copy_frac tells
-    assert told <= set(BY_NAME)
 
 
 def test_a_row_without_a_limit_has_no_gap():

@@ -6,9 +6,10 @@ import pytest
 import samples
 
 from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
+from advisor.core.metrics import BY_NAME
 from advisor.core.profile import Spread
 from advisor.core.verdict import Round, TrialLog
-from advisor.reporting import breakdown, html, machine, terminal, wording
+from advisor.reporting import breakdown, html, machine, terminal, unexplained, wording
 from advisor.rules import cards
 
 
@@ -82,6 +83,12 @@ def test_a_large_slice_that_no_card_explains_is_said_on_a_cpu_and_without_a_trac
     assert "nothing to do" not in wording.headline(near, none, None)
 
 
+def test_what_tells_of_a_slice_exists_as_a_metric():
+    told = {name for names in unexplained.ALSO_TOLD_BY.values() for name in names}
+    told |= {f"{key}_frac" for key in unexplained.ALSO_TOLD_BY} - {"copy_frac", "other_frac"}
+    assert told <= set(BY_NAME)
+
+
 def test_what_a_card_is_about_is_not_said_to_be_unexplained():
     fired = Finding(
         rule="slow-loader", title="The loader is slow", area="input", severity="medium", outcome=Outcome.FIRED,
@@ -94,6 +101,11 @@ def test_what_a_card_is_about_is_not_said_to_be_unexplained():
     quiet = replace(fired, outcome=Outcome.QUIET)
     said = wording.headline(starved(samples.cpu_run()), replace(found, findings=(quiet,), cards=()), None)
     assert "70 % waiting for data" in said, "a quiet rule explains nothing"
+    described = (replace(fired, role="description"),)
+    said = wording.headline(
+        starved(samples.cpu_run()), replace(found, findings=described, cards=cards(described)), None
+    )
+    assert "70 % waiting for data" in said, "nor does a description"
 
 
 def test_the_first_card_leads_the_headline_also_where_its_cost_is_not_known():

@@ -100,3 +100,25 @@ def test_operators_inside_one_are_no_more_calls_of_it():
     for kernels, told in ((rows, "330 µs, 4×"), ([*rows, again], "360 µs, 6×"), (rows[:1], "300 µs, 4×")):
         found = select("convolutions", dataclasses.replace(PROFILE, kernels=tuple(kernels)))
         assert found == (f"aten::convolution (forward, {told})",)
+
+
+def test_the_same_layer_of_repeated_blocks_is_one_place():
+    """Five places of one line would hide the other lines."""
+    conv = KernelRow(name="k", kind="conv", op="aten::convolution", module_type="Conv2d", phase="forward", source="net.py:7", shapes="[[2, 64, 8, 8], [64, 64, 3, 3]]")  # fmt: skip
+    blocks = tuple(dataclasses.replace(conv, module=f"net.blocks.{i}.conv", calls=2.0, time_us=100.0) for i in range(3))
+    other = dataclasses.replace(conv, module="net.stem", source="net.py:3", time_us=10.0)
+    places = select("convolutions", dataclasses.replace(PROFILE, kernels=(*blocks, other)))
+    assert places == (
+        "net.py:7 net.blocks.*.conv ×3 (Conv2d 64→64, 3×3): aten::convolution (forward, 300 µs, 6×)",
+        "net.py:3 net.stem (Conv2d 64→64, 3×3): aten::convolution (forward, 10 µs)",
+    )
+
+
+def test_like_convolutions_of_repeated_blocks_are_one_place():
+    fact = dataclasses.replace(PROFILE.model.convs[0], in_channels=64, out_channels=64)
+    facts = tuple(dataclasses.replace(fact, module=f"net.blocks.{i}.conv") for i in range(3))
+    wide = dataclasses.replace(fact, module="net.blocks.3.conv", out_channels=96)
+    model = dataclasses.replace(PROFILE.model, convs=(*facts, wide))
+    rows = [dataclasses.replace(ROWS[0], module=f.module, source="net.py:7", time_us=50.0) for f in facts]
+    places = select("biased_convolutions", dataclasses.replace(PROFILE, model=model, kernels=tuple(rows)))
+    assert places == ("net.py:7 net.blocks.*.conv ×3: 3×3 64→64 (150 µs)", "net.blocks.3.conv: 3×3 64→96")
