@@ -111,7 +111,7 @@ def anomaly(view: View, step: Step) -> Change | None:
     checks = [row for row in view.rows if row.phase == "backward" and row.op in _CHECKS]
     searched = sum(row.calls for row in checks if row.op == "aten::any")
     time, noted = sum(row.time_us for row in checks), nodes * facts.stack_us
-    basis = f"{nodes:.0f} nodes of the graph, {facts.stack_us:.0f} us each to note where they were made; {searched:.0f} searched for NaN"
+    basis = f"{nodes:.0f} nodes of the graph, {time_text(facts.stack_us)} each to note where they were made; {searched:.0f} searched for NaN"
     if not view.on_gpu:
         scale = max(step.scale, 1e-9)
         return Change(
@@ -169,8 +169,8 @@ def empty_cache(view: View, step: Step) -> Interval | None:
         low=ALLOCATING_WORST * least / step.step_us,
         high=most / step.step_us,
         basis=(
-            f"{stats.empty_cache_us / 1e3:.2g} ms a step in these calls, {taking / 1e3:.2g} ms taking memory from the driver or giving it back, "
-            f"{profile.allocating_idle_us / 1e3:.2g} ms of that with the device idle"
+            f"{time_text(stats.empty_cache_us)} a step in these calls, {time_text(taking)} taking memory from the driver or giving it back, "
+            f"{time_text(profile.allocating_idle_us)} of that with the device idle"
         ),
     )
 
@@ -180,7 +180,7 @@ def garbage(view: View, step: Step) -> Change | Interval | None:
     stats = view.profile.memory
     if not stats.gc_calls:
         return None
-    basis = f"{stats.gc_us / 1e3:.2g} ms of the host's time a step"
+    basis = f"{time_text(stats.gc_us)} of the host's time a step"
     if not view.on_gpu:
         return Interval(
             low=GC_WORST * stats.gc_us / step.step_us, high=stats.gc_us / GC_WORST / step.step_us, basis=basis
