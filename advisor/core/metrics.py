@@ -29,7 +29,7 @@ class MetricSpec:
     @property
     def of_device_time(self) -> bool:
         """It is a share of the time in which the device works, not of the step."""
-        return self.doc.startswith("share of device time")
+        return self.doc.startswith(("share of device time", "share of device (CPU: operator) time"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("short_kernel_frac", "frac", "share of kernels shorter than 10 us", _GPU),
     _n("short_kernel_time_frac", "frac", "share of device time in kernels shorter than 10 us", _GPU),
     _n("small_grid_frac", "frac", "share of device time in kernels with fewer blocks than SMs", _GPU),
-    _n("tail_wave_frac", "frac", "device time lost in last, partly filled waves (modelled)", _GPU),
+    _n("tail_wave_frac", "frac", "share of device time lost in last, partly filled waves (modelled)", _GPU),
     _n("odd_block_frac", "frac", "share of device time in kernels whose block is no multiple of 32", _GPU),
     _n("streams", "count", "streams with kernels", _GPU),
     _n("kernel_overlap_frac", "frac", "share of device time with two kernels at once", _GPU),

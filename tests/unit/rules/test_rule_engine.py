@@ -8,7 +8,7 @@ import pytest
 from rule_files import ADVICE, RULE, write
 
 from advisor.core.findings import Finding, Interval, Outcome, Semantics
-from advisor.core.metrics import MetricTable
+from advisor.core.metrics import SPECS, MetricTable
 from advisor.rules import cards, evaluate, load, recommend
 
 
@@ -128,6 +128,13 @@ def test_a_message_tells_shares_of_the_step(tmp_path):
     assert told.message == "The GPU waits 30 %, convolutions take 40 % of the step."
     (told,) = evaluate(rules, waiting(conv_frac=0.8))
     assert "take 80 %" in told.message, "all of a traced step's work, where no step was timed"
+
+
+def test_which_metrics_are_shares_of_device_time_is_what_they_say():
+    told = {spec.name for spec in SPECS if spec.of_device_time}
+    assert told >= {"conv_frac", "optimizer_frac", "memory_bound_frac", "fp64_frac", "average_frac", "tail_wave_frac"}
+    assert not told & {"busy_frac", "idle_data_frac", "h2d_frac", "half_frac", "conv_efficiency", "loader_frac"}
+    assert {spec.unit for spec in SPECS if spec.of_device_time} == {"frac"}
 
 
 def test_kernels_of_a_starved_gpu_come_with_a_warning():
