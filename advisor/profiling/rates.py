@@ -33,7 +33,7 @@ LEAST_S = 0.02  # per rate: short runs are repeated for this long, so that clock
 BUDGET_S = 0.4  # per rate; a slow device gets fewer repeats
 ATTEMPTS = 3  # as load comes and goes
 PAUSE_S = 0.5  # before the next attempt
-PATIENCE_S = 4.0  # none is begun after that
+PATIENCE_S = 2.0  # none is begun after that: on a machine that stays busy one is enough
 # Of the cores, taken by others: what is left is not the machine. An idle Linux desktop takes 1 to 5 %.
 OTHERS_FRAC = 0.15
 # By how much the middle half of a rate's runs may differ. Where others compute on the same cores they differ by their time slices.
