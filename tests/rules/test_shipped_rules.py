@@ -67,6 +67,15 @@ def test_every_transform_exists_and_every_one_is_asked_for():
     assert {rule.transform for rule in RULES} - {""} == set(TRANSFORMS)
 
 
+def test_rules_that_ask_for_one_change_are_of_one_cause_or_name_none():
+    """Then their findings are one card. `compile` is asked for by the causes of many: there a cause stays together."""
+    for transform in set(TRANSFORMS) - {"compile"}:
+        causes = [rule.cause for rule in RULES if rule.transform == transform]
+        named = {cause for cause in causes if sum(rule.cause == cause for rule in RULES) > 1}
+        assert not named or set(causes) == named, transform
+        assert len(named) <= 1, transform
+
+
 def test_machine_state_gates_the_rest():
     gating = {rule.id for rule in RULES if rule.gates}
     assert {"gpu-shared", "gpu-throttled", "trace-incomplete", "too-few-steps", "launch-blocking"} <= gating
