@@ -83,7 +83,10 @@ def _epochs(view: View, table: MetricTable) -> None:
             table.miss(name, "no iterator was seen to be made")
         return
     table.set("epoch_start_us", start_us)
-    for name, value in (("epoch_start_frac", start_us), ("epoch_make_frac", stats.epoch_make_us)):
+    # Workers that keep up make a batch each in as many steps as there are workers, others in just that: what the first batch takes beyond
+    # is their start (imports, where they are spawned).
+    sure_us = stats.epoch_make_us + max(0.0, stats.epoch_first_us - max(1, stats.workers) * view.step_us)
+    for name, value in (("epoch_start_frac", start_us), ("epoch_make_frac", sure_us)):
         if view.step_us <= 0:
             table.miss(name, NO_STEP)
         elif stats.iterators_per_step >= EACH_STEP:  # the steps hold them

@@ -324,7 +324,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     ),
     _n("epoch_batches", "count", "batches that the training draws from an iterator of its loader"),
     _n("epoch_start_frac", "frac", "these starts, over the steps together with them"),
-    _n("epoch_make_frac", "frac", "of that, making the iterator and ending it: workers that start and end"),
+    _n("epoch_make_frac", "frac", "of that, what is no batch: workers that start and end"),
     _t("workers_restarted_by", "why the loader's workers start anew each epoch, empty if they do not"),
     _n("iterators_per_step", "count", "iterators of the loader that are made, a step"),
     _n("workers", "count", "DataLoader workers"),
