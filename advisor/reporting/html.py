@@ -212,7 +212,7 @@ def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | No
     """What to do now, and the command for it."""
     if trials is not None:
         command = wording.next_of_trials(trials, "advisor")
-        label = "Settle what is unconfirmed:" if wording.unconfirmed(trials) else "Train with the plan:"
+        label = "Train with the plan:" if wording.usable(trials) else "Settle what is unconfirmed:"
         return (label, command) if command else None
     if findings is not None and findings.recommendations and (command := wording.next_apply(profile, "advisor")):
         return "Try what was found:", command

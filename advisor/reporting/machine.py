@@ -155,7 +155,7 @@ def _trials(trials: TrialLog) -> list[str]:
     if stack is not None:
         word = {True: "passed", False: "**failed**", None: "undecided"}[stack.passed]
         lines += ["", f"All kept changes together against the plain script: {word}. {cell(stack.detail)}"]
-    if wording.unconfirmed(trials):
+    if wording.unconfirmed(trials) and not wording.usable(trials):
         lines += ["", f"To settle what is unconfirmed: {cell(wording.next_of_trials(trials, 'advisor'))}"]
     return lines
 

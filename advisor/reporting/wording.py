@@ -259,7 +259,9 @@ def trials_headline(trials: TrialLog) -> str:
         found = counted(len(open_yet), "change")
         until_then = f" Until then: {found} faster in the running loop, not confirmed end to end." if open_yet else ""
         return f"The search was ended by a fault of advisor's own, not the script's: {trials.fault}.{until_then}"
-    if open_yet:
+    if open_yet and count:
+        changes += f", {len(open_yet)} more faster in the running loop and not confirmed end to end"
+    elif open_yet:
         why = f" Fresh processes: {stack.detail}." if stack is not None and stack.detail else ""
         return f"Faster in the running loop, not confirmed end to end: {counted(len(open_yet), 'change')}.{why}"
     if not count:
@@ -380,9 +382,9 @@ def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
 
 def next_of_trials(trials: TrialLog, command: str, plan: str = "") -> str:
     """The command that follows from the trials: it trains with what is kept, or settles what is unconfirmed; "" for neither."""
-    if unconfirmed(trials):
-        return _with_plan(trials, f"{command} apply", plan or "last")
-    return _with_plan(trials, f"{command} run", plan) if usable(trials) else ""
+    if usable(trials):
+        return _with_plan(trials, f"{command} run", plan)
+    return _with_plan(trials, f"{command} apply", plan or "last") if unconfirmed(trials) else ""
 
 
 def _with_plan(trials: TrialLog, command: str, plan: str) -> str:

@@ -147,6 +147,16 @@ def test_what_was_faster_in_the_loop_alone_has_a_verdict_and_a_command_of_its_ow
     assert "advisor apply --plan last" in html.report_html(samples.resnet50(), None, log)
 
 
+def test_what_is_proved_is_told_before_what_is_not():
+    log = samples.trials()
+    first, *others = log.verdicts
+    log = replace(log, verdicts=(replace(first, status="unconfirmed"), *others))
+    told = wording.trials_headline(log)
+    assert told.startswith("Proved: 3.10×")
+    assert "1 more faster in the running loop and not confirmed end to end" in told
+    assert wording.next_of_trials(log, "advisor").startswith("advisor run train_imagenet.py")
+
+
 def test_the_headline_tells_a_no_from_a_rejection():
     settled = replace(samples.trials(), stack=None)
     no = replace(settled.verdicts[0], status="declined", reason="you said no")
