@@ -117,11 +117,10 @@ def test_threads_are_held_against_physical_cores(threads: int, outcome: Outcome)
     ("env", "memory", "told"),
     [
         ({"CUDNN_CONV_WSCAP_DBG": "8"}, {}, "CUDNN_CONV_WSCAP_DBG=8"),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, {}, "CUBLAS_WORKSPACE_CONFIG=:16:8"),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {}, ""),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, {}, ""),  # products' affair
         ({}, {"retries": 3}, "had to give memory back"),
-        ({}, {"total_bytes": 100, "peak_reserved_bytes": 98}, "memory is full"),
-        ({}, {"total_bytes": 100, "peak_reserved_bytes": 90}, ""),
+        ({}, {"total_bytes": 100, "peak_allocated_bytes": 95}, "memory is full"),
+        ({}, {"total_bytes": 100, "peak_allocated_bytes": 80, "peak_reserved_bytes": 99}, ""),
     ],
 )
 def test_what_limits_workspaces_is_named(env: dict[str, str], memory: dict[str, int], told: str) -> None:
@@ -134,7 +133,7 @@ def test_what_limits_workspaces_is_named(env: dict[str, str], memory: dict[str, 
 
 def test_variables_that_slow_are_told_and_those_of_groups_only_in_one() -> None:
     base = profiles.resnet50()
-    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NCCL_P2P_DISABLE": "1", "CUDNN_LOGLEVEL_DBG": "0"}
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NCCL_P2P_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     alone = replace(base, model=replace(base.model, env=env))
     assert metrics(alone)["slowing_variables"].value == "PYTORCH_NO_CUDA_MEMORY_CACHING"
     group = replace(alone, model=replace(alone.model, world_size=2))

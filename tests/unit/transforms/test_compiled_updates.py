@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+
 import pytest
 import torch
 from loops import assert_close, make_loop, twins, values
@@ -44,3 +47,20 @@ def test_what_changes_the_optimizer_or_hangs_hooks_on_it_refuses_and_says_why(id
     found = registry.get(identifier).match(loop.training, {})
     assert not found.applies
     assert "compiles its optimizer's step" in found.reason
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
+def test_a_step_that_inductor_compiled_goes_on_through_every_switch() -> None:
+    """torch 2.13 asserts on strides in the code that it generated, and its hint behind that blames a custom operator."""
+    loop = make_loop(optimizer=torch.optim.SGD, steps=1)
+    plain = loop.optimizer.step
+    loop.optimizer.step = torch.compile(lambda: plain())  # type: ignore[method-assign, assignment]
+    loop.run(2)
+    loop.training.updates_compiled = True
+    transform = ChannelsLast()
+    for _ in range(2):
+        undo = transform.apply(loop.training, {})
+        assert all(map(math.isfinite, loop.run(2)))
+        undo.run()
+        assert all(map(math.isfinite, loop.run(2)))
