@@ -15,6 +15,7 @@ from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.ops import catalog
+from advisor.profiling.compiles import is_compiled
 from advisor.profiling.training import Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
@@ -33,7 +34,7 @@ class Compile(Transform):
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         modules = targets(training)
-        if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
+        if any(map(is_compiled, modules)):
             return Match(applies=False, reason="the script compiles the model itself")
         if not modules:
             return Match(applies=False, reason="no module was seen")

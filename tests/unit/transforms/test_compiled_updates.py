@@ -49,6 +49,20 @@ def test_what_changes_the_optimizer_or_hangs_hooks_on_it_refuses_and_says_why(id
     assert "compiles its optimizer's step" in found.reason
 
 
+@pytest.mark.parametrize("how", ["wrapped", "in place", "its forward", "nothing"])
+def test_a_model_that_the_script_compiles_is_left_to_it_however_it_does(how: str) -> None:
+    loop = make_loop(optimizer=torch.optim.SGD)
+    root = loop.training.roots[0]
+    if how == "wrapped":
+        root.module = torch.compile(loop.model, backend="eager")
+    elif how == "in place":
+        loop.model.compile(backend="eager")
+    elif how == "its forward":
+        loop.model.forward = torch.compile(loop.model.forward, backend="eager")
+    reason = registry.get("compile").match(loop.training, {}).reason
+    assert ("compiles the model itself" in reason) is (how != "nothing")
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 def test_a_step_that_inductor_compiled_goes_on_through_every_switch() -> None:
