@@ -59,13 +59,15 @@ def own_update(view: View) -> list[KernelRow]:
 
 def _average(view: View, table: MetricTable) -> None:
     rows = [row for row in view.rows if row.phase == "average"]
-    if view.rows:
-        table.set("ema", bool(rows) or view.profile.model.ema)
+    if any(row.source for row in view.rows):
+        table.set("ema", bool(rows))
         table.set("average_frac", view.share(lambda row: row.phase == "average"))
         table.set("average_calls", launches(filter(one_by_one, rows)))
     else:
         for name in ("ema", "average_frac", "average_calls"):
-            table.miss(name, NO_ROWS)
+            table.miss(
+                name, "found by the script's lines, which no row has: it runs compiled code, or nothing was traced"
+            )
 
 
 def _foreach(view: View, table: MetricTable) -> None:

@@ -236,7 +236,6 @@ class ModelFacts:
     compiled: bool = False
     graphed: bool = False
     dropout: bool = False
-    ema: bool = False
     graph_breaks: float | None = None  # per frame that Dynamo was given; None: nothing compiled
     recompiles: int | None = None  # graphs compiled during the timed steps; None: nothing compiled
     compilations: tuple[Site, ...] = ()  # of what, then, and why: calls and time as of each timed step

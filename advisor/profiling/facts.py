@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import sys
 import time
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from advisor.core.profile import ConvFact, InputStats, LayoutBreak, ModelFacts, Site
-from advisor.profiling import heap, layouts, ranks, settings
+from advisor.profiling import layouts, ranks, settings
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import compiled_code_in_use, graph_breaks, is_compiled
 from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
@@ -62,8 +61,6 @@ ENVIRONMENT = (
     "TORCH_CUDNN_V8_API_DISABLED",
     "TORCH_LOGS",
 )
-
-_AVERAGED = re.compile(r"(^|[a-z_])(EMA|Ema)|^AveragedModel$|^ExponentialMovingAverage$")
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -129,7 +126,6 @@ def model_facts(
         or (not modules and compiled_code_in_use()),
         graphed=bool(discovery is not None and discovery.watcher.interval.replays) or _graphed(modules),
         dropout=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in everything),
-        ema=_has_average(),
         graph_breaks=graph_breaks(),
         recompiles=recompiles,
         compilations=compilations,
@@ -382,28 +378,6 @@ def _world(device: torch.device) -> tuple[int, str]:
 def _graphed(modules: list[nn.Module]) -> bool:
     # `make_graphed_callables` puts a closure of its own in place of the module's forward.
     return any("make_graphed" in getattr(m.__dict__.get("forward"), "__qualname__", "") for m in modules)
-
-
-def _has_average() -> bool:
-    """Whether an averaged copy of the weights is kept; by class name, as most people write their own."""
-    named = [kind for kind in heap.classes() if _AVERAGED.search(kind.__name__)]
-    return any(_holds_tensors(found) for found in heap.living(named))
-
-
-def _holds_tensors(found: Any) -> bool:
-    """Not so where numbers alone are averaged, as every progress bar does with its speed (`tqdm.EMA`)."""
-    kinds = (torch.Tensor, nn.Module)
-    held = [found, *getattr(found, "__dict__", {}).values()]
-    held += [part for value in held for part in _parts(value)]
-    return any(
-        issubclass(type(value), kinds) for value in held
-    )  # an object's own __class__ may be code of the script's
-
-
-def _parts(value: Any) -> list[Any]:
-    if type(value) in (list, tuple):
-        return list(value)
-    return list(value.values()) if isinstance(value, dict) else []
 
 
 def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:

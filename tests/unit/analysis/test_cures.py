@@ -22,7 +22,14 @@ def saved(table: MetricTable, cure: str) -> tuple[float, float]:
 def looping(base: StepProfile, phase: str, **changes: object) -> StepProfile:
     """The profile with 480 operations of that phase, 2.4 ms of them on the device and 6 ms of the host's time."""
     one = profiles.row(
-        name="mul", kind=phase, op="aten::mul_", phase=phase, calls=480, time_us=1200, modelled_bytes=1e6
+        name="mul",
+        kind=phase,
+        op="aten::mul_",
+        phase=phase,
+        source="train.py:7",
+        calls=480,
+        time_us=1200,
+        modelled_bytes=1e6,
     )
     return replace(profiles.with_rows(base, *base.kernels, one), **changes)  # type: ignore[arg-type]
 
@@ -47,11 +54,26 @@ def test_on_a_cpu_it_costs_what_its_lines_take() -> None:
 
 
 def test_a_multi_tensor_average_is_nothing_to_cure() -> None:
-    one = profiles.row(name="lerp", kind="average", op="aten::_foreach_lerp_", phase="average", calls=4, time_us=90)
+    one = profiles.row(
+        name="lerp",
+        kind="average",
+        op="aten::_foreach_lerp_",
+        phase="average",
+        source="train.py:7",
+        calls=4,
+        time_us=90,
+    )
     base = profiles.cifar()
     found = metrics(profiles.with_rows(base, *base.kernels, one))
     assert found["ema"].value is True
     assert found.number("average_calls") == 0
+
+
+def test_without_the_scripts_lines_an_average_is_not_evaluated_rather_than_absent() -> None:
+    base = profiles.cifar()
+    found = metrics(replace(base, kernels=tuple(replace(row, source="") for row in base.kernels)))
+    assert found["ema"].value is None
+    assert "compiled" in found["ema"].reason
 
 
 @pytest.mark.parametrize("optimizers", [(), ("Lion",)], ids=["by hand", "an optimizer of its own"])

@@ -29,7 +29,7 @@ def detailed() -> StepProfile:
         replace(ROW, module="ResNet.dw", dram_bytes=4e9, dram_provenance=Provenance.MEASURED),
         replace(ROW, module="ResNet.grouped", dtype="bf16"),
         replace(ROW, kind="memset", op="aten::empty", dtype="fp64", flops=0.0),
-        replace(ROW, kind="average", op="aten::mul_", phase="average", flops=0.0),
+        replace(ROW, kind="average", op="aten::mul_", phase="average", source="train.py:7", flops=0.0),
         replace(ROW, kind="optimizer", op="aten::mul_", phase="optimizer", flops=0.0),
         replace(ROW, kind="upsample", op="aten::upsample_bilinear2d", module="ResNet.up", flops=0.0),
     )

@@ -596,27 +596,6 @@ def test_first_shape(batch: object, shape: tuple[int, ...]) -> None:
     assert discover._first_shape(batch) == shape
 
 
-class EMA:
-    """By its name and methods either a progress bar's speed (tqdm has one of this name) or somebody's averaged weights."""
-
-    def __init__(self, held: object) -> None:
-        self.decay, self.shadow = 0.9, held
-
-
-@pytest.mark.parametrize("held", [{"weight": torch.zeros(1)}, [torch.zeros(1)], nn.Linear(1, 1), torch.zeros(1)])
-def test_averaged_weights_are_told_by_name_and_content(held: object) -> None:
-    gc.collect()
-    average = EMA({"speed": 3.0})
-    assert not facts._has_average()
-    average = EMA(held)
-    assert facts._has_average()
-    del average
-    gc.collect()
-    average = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))  # type: ignore[assignment]
-    assert facts._has_average()
-    del average
-
-
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
     "clip",
