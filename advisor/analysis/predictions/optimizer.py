@@ -89,7 +89,9 @@ def set_to_none(view: View, step: Step, parameters: Mapping[str, str]) -> Change
         return nothing("no kernel zeroes gradients")
     # A first gradient is then kept as it is, not added to zeros: one read of the old one and one write less.
     added = bytes_us(view, facts.parameters * BYTES.get(facts.parameter_dtype, 4) * 2)
-    sums = sum(row.time_us for row in view.rows if row.phase == "backward" and row.op.startswith("aten::add_"))
+    # A graph that is to be kept takes sums that make new tensors.
+    adding = ("aten::add_", "aten::add") if facts.create_graph else ("aten::add_",)
+    sums = sum(row.time_us for row in view.rows if row.phase == "backward" and row.op in adding)
     time = sum(row.time_us for row in zeroed)
     return Change(
         worst=Saving(device_us=time),
