@@ -97,6 +97,8 @@ def profile(
 ) -> ProfileResult:
     """Run the script, measure it, and write profile.json, findings.json and report.html. Exit code: the script's own.
 
+    Its files are as they were afterwards, and one line says which were put back; not with `keep_running`, where the run is the user's.
+
     Raises:
         AdvisorError: for a script that cannot be started or a folder that cannot be written.
     """
@@ -105,6 +107,7 @@ def profile(
     command = ScriptCommand.parse(words, module=module)
     _check_rules(rules_dirs)
     run_dir = new_run_dir(command.name, out)
+    _recover(say)
     return _profile(
         command,
         run_dir,
@@ -115,7 +118,6 @@ def profile(
         counters=counters,
         rules_dirs=rules_dirs,
         say=say,
-        protect_files=False,
     )
 
 
@@ -130,12 +132,12 @@ def _profile(
     counters: bool,
     rules_dirs: Sequence[Path],
     say: Say,
-    protect_files: bool,
+    searched: bool = False,
     pace: float = 1.0,
     first_step_s: float = 0.0,
     on_machine: Callable[[Environment], object] = lambda machine: None,
 ) -> ProfileResult:
-    """Measure the script, for its own sake or (`protect_files`) as a search begins.
+    """Measure the script, for its own sake or (`searched`) as a search begins.
 
     Args:
         first_step_s: no step is waited for beyond this; 0 for as long as the script runs.
@@ -149,9 +151,9 @@ def _profile(
     from advisor.profiling.assemble import assemble
     from advisor.profiling.records import SAMPLES_FILE
     from advisor.profiling.sampler import Sampler
-    from advisor.profiling.session import Session
+    from advisor.profiling.session import Session, disabled
     from advisor.profiling.waiting import patience_s
-    from advisor.userfiles import owners
+    from advisor.userfiles import owners, restore
 
     say("measuring this machine (once)")
     machine = environment.probe()
@@ -159,6 +161,7 @@ def _profile(
     refused = ""
     if counters and machine.device == "cuda":
         counters, refused = hardware.preflight()
+    protects = not keep_running and not disabled()
     session = Session(
         mode="profile",
         run_dir=str(run_dir),
@@ -171,15 +174,15 @@ def _profile(
         keep_running=keep_running,
         first_step_s=first_step_s,
         counters=counters and machine.device == "cuda",
-        protect_files=protect_files,
+        protect_files=protects,
     )
     say(f"running {command.name}; results go to {_shown(run_dir)}")
     sampler = Sampler(gpu=machine.gpu_uuid or None, path=run_dir / SAMPLES_FILE)
     sampler.start()
     try:
-        # What a thrown-away run prints is in its folder, so that it does not run into what we say.
-        output = run_dir / OUTPUT_FILE if protect_files else None
-        if protect_files:
+        # What a search's run prints is in its folder, so that it does not run into what we say.
+        output = run_dir / OUTPUT_FILE if searched else None
+        if protects:
             owners.hold(run_dir)
         ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
         shorter = None if ended.interrupted or ended.fault or ended.gave_up else _shorter(session, ended.code)
@@ -187,18 +190,20 @@ def _profile(
             shorter = None
         if shorter is not None:
             owners.hold(run_dir)
-            say("the script ended before all was measured; once more with shorter windows, its files put aside")
+            say("the script ended before all was measured; once more with shorter windows")
             shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s))
             launcher.launch(command, shorter, on_progress=_teller(say), output=run_dir / OUTPUT_FILE)
     finally:
         restored = _restored(run_dir, say)
         sampler.stop()
-    if protect_files and not restored:
+        if line := restore.told(run_dir):
+            say(line)
+    if protects and not restored:
         raise AdvisorError(
             f"files that were set aside in {_shown(run_dir)} could not be put back",
             fix=f"Make room for them, and run `advisor doctor --recover {_shown(run_dir)}`.",
         )
-    if protect_files and ended.interrupted:
+    if searched and ended.interrupted:
         raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
     _check_measured(ended, thrown_away=not keep_running)
     say("reading the trace")
@@ -234,7 +239,7 @@ def _check_rules(rules_dirs: Sequence[Path]) -> None:
 
 def _shorter(session: Session, code: int) -> Session | None:
     """Orders for a second start whose windows fit into the steps that the first one made; None where there is no need or
-    no hope. The first has run to its own end, so what the second writes is put aside: the first's results stand.
+    no hope.
     """
     from advisor.profiling.records import OWN_WORK, STEPS_FILE, StepsRecord
 
@@ -254,7 +259,7 @@ def _shorter(session: Session, code: int) -> Session | None:
     detail = max(1, min(session.detail_steps, seen // 8))
     warmup = max(LEAST_WARMUP, min(session.warmup, seen // 4))
     steps = min(session.steps, seen - warmup - detail - 2 - passed_over)
-    again = replace(session, infers=infers, brief=True, protect_files=True)
+    again = replace(session, infers=infers, brief=True)
     if steps >= 1:
         return replace(again, warmup=warmup, steps=steps, detail_steps=detail)
     # Too few for a warm-up: the last is traced, the one before is disturbed by the profiler's start, the others are timed.
@@ -431,7 +436,7 @@ def apply(
             counters=True,
             rules_dirs=rules_dirs,
             say=say,
-            protect_files=True,
+            searched=True,
             pace=min(1.0, max_time_s / USUAL_TIME_S),
             first_step_s=max_time_s,
             on_machine=compile_ahead,
@@ -605,29 +610,30 @@ def _restored(run_dir: Path, say: Say) -> bool:
 
 
 def _recover(say: Say) -> None:
-    """Put back what a killed search had set aside."""
+    """Put back what a killed run had set aside."""
     from advisor.userfiles import restore
 
     found = restore.restore_pending(Path(RUNS_DIR))
     for path in found.restored:
-        say(f"put back after an interrupted search: {path}")
+        say(f"put back after an interrupted run: {path}")
     for problem in found.problems:
-        say(f"could not be put back after an interrupted search: {problem}")
+        say(f"could not be put back after an interrupted run: {problem}")
     for path in found.foreign:
         say(
-            f"{path} holds files that a search elsewhere set aside; if they are yours, `advisor doctor --recover {path}` "
+            f"{path} holds files that a run elsewhere set aside; if they are yours, `advisor doctor --recover {path}` "
             "puts them back"
         )
 
 
 def recover(run_dir: Path | None, say: Say) -> bool:
-    """Put back what an interrupted search had set aside: in this run folder, or in each below advisor-runs/ here.
+    """Put back what an interrupted run had set aside: in this run folder, or in each below advisor-runs/ here and each that this
+    user has started on this machine.
 
     Returns:
         Whether everything is back in its place. `say` has been told what was put back, and what was not and why.
 
     Raises:
-        AdvisorError: when nothing was set aside in `run_dir`, or its search still runs.
+        AdvisorError: when nothing was set aside in `run_dir`, or its run goes on.
     """
     from advisor.userfiles import restore
 
@@ -642,9 +648,9 @@ def recover(run_dir: Path | None, say: Say) -> bool:
     for problem in found.problems:
         say(f"could not be put back: {problem}")
     for path in found.foreign:
-        say(f"left alone: {path} was searched elsewhere; `advisor doctor --recover {path}` puts its files back")
+        say(f"left alone: {path} was run elsewhere; `advisor doctor --recover {path}` puts its files back")
     if not (restored or found.problems or found.foreign):
-        say(f"no interrupted search in {RUNS_DIR}/ here has anything set aside")
+        say("no interrupted run of yours has anything set aside")
     return not found.problems
 
 
@@ -670,6 +676,7 @@ def run(
     plan, loaded = find_plan(plan, lambda known: not planfile.left_open(known), named)
     if command is None:
         command = ScriptCommand.parse((loaded.script, *loaded.argv))
+    _recover(say)
     return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, say=say)
 
 

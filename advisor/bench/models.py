@@ -34,6 +34,7 @@ from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
 from advisor.transforms import registry
 from advisor.trials import planfile, records
+from advisor.userfiles import restore
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
@@ -359,7 +360,10 @@ def _fresh(
         protect_files=True,
     )
     folder.mkdir(parents=True)
-    ended = launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
+    try:
+        ended = launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
+    finally:
+        restore.restore(folder)
     if ended.interrupted:
         raise KeyboardInterrupt
     try:

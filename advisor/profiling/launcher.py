@@ -32,6 +32,7 @@ from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
 from advisor.profiling.session import LEAVING, SESSION_VARIABLE, Session, disabled
 from advisor.profiling.waiting import WAITING, Stage, Waiting
 from advisor.resources import BOOTSTRAP
+from advisor.userfiles import trackers
 from advisor.userfiles.protect import FILES_VARIABLE, SUPERVISOR_VARIABLE
 
 ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: what it starts is left alone
@@ -276,10 +277,10 @@ def child_environment(command: ScriptCommand, session: Session, extra: Mapping[s
     variables["PYTHONPATH"] = os.pathsep.join(part for part in (str(BOOTSTRAP), old) if part)
     variables[SESSION_VARIABLE] = str((session.folder / SESSION_FILE).resolve())
     variables[SUPERVISOR_VARIABLE] = "0" if command.literal else str(os.getpid())
-    for name in (ATTACHED_VARIABLE, FILES_VARIABLE):
-        variables.pop(name, None)
+    variables.pop(ATTACHED_VARIABLE, None)  # but not where an outer run, that is thrown away, sets files aside
     if session.protect_files:
         variables[FILES_VARIABLE] = str(session.protecting.resolve())
+        variables.update(trackers.offline(session.protecting))
     return variables
 
 

@@ -57,7 +57,7 @@ class Session:
     trial_timeout_s: float = 120.0
     deadline_unix_s: float = 0.0  # 0: none
     first_step_s: float = 0.0  # from its start a process has so long to its first step; 0: as long as it likes
-    protect_files: bool = False  # divert torch.save, keep what the script overwrites
+    protect_files: bool = False  # the run is thrown away: the user's files are put back, trackers stay offline
     files_dir: str = ""  # the run folder whose journal says what was set aside; "" for `run_dir`
     seed: int | None = None  # measure: seed every generator at import, so that two arms see the same data
     strict: bool = False  # run: a plan item that does not fit is an error

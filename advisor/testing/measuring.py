@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import Site, StepProfile
+from advisor.core.stderr import say
 from advisor.profiling import attach as attached
 from advisor.profiling import counters as hardware
 from advisor.profiling import discover, environment, steps
@@ -42,6 +44,7 @@ from advisor.testing.live import LiveStep
 from advisor.testing.measured import Measured
 from advisor.testing.quantities import Beyond
 from advisor.trials.kept import PATIENCE, RunDriver
+from advisor.userfiles import restore
 
 # In which `advisor.enable` has found what its plan is about, or has given up: while another optimizer is alive (the test
 # before's, the other model's) which calls make a step shows once they go on without it.
@@ -118,6 +121,8 @@ def measure_script(
 ) -> Measured:
     """Run a training script as `advisor profile` does, stop it once it is measured, and say what its step does.
 
+    Its files are as they were afterwards; a line on stderr says which were put back.
+
     Raises:
         AdvisorError: when it cannot be started, fails, or gives nothing to measure.
     """
@@ -125,21 +130,39 @@ def measure_script(
 
     began = time.perf_counter()
     said: list[str] = []
-    with alone(), tempfile.TemporaryDirectory(prefix="advisor-perf-") as folder:
+    with alone(), _run_folder() as folder:
         result = pipeline.profile(
             words,
-            out=Path(folder) / "run",
+            out=folder,
             warmup=warmup,
             steps=steps,
             detail_steps=detail_steps,
             counters=counters,
             say=said.append,
         )
+        if line := restore.told(folder, moved=False):
+            say(line)
     if result.profile is None or result.exit_code:
         # The last that was said is of the script's end where nothing was measured, else of the measuring.
         why = said[-1] if said and result.profile is None else f"it ended with exit code {result.exit_code}"
         raise AdvisorError(f"{words[0]} could not be measured: {why}")
     return Measured(result.profile, label=label, beyond=_told_by(result.profile), seconds=time.perf_counter() - began)
+
+
+@contextmanager
+def _run_folder() -> Iterator[Path]:
+    """A new folder, gone afterwards, in the working directory: what is set aside from there need not be copied, and is not lost with the
+    system's temporary files where this process is killed. It stays while something in it has still to be put back.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".advisor-perf-", dir="."))
+    except OSError:  # nothing can be made there
+        folder = Path(tempfile.mkdtemp(prefix="advisor-perf-"))
+    try:
+        yield folder
+    finally:
+        if not restore.pending(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _told_by(profile: StepProfile) -> Beyond:

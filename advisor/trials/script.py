@@ -18,7 +18,7 @@ from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
 from advisor.profiling.waiting import WAITING, Stage, missing, patience_s
 from advisor.trials import records, spent
-from advisor.userfiles import restore, trackers
+from advisor.userfiles import restore
 
 _HUNG = "a process of the script had done all it was to do, hung in native exit handlers, and was ended"
 # A rank's lines begin with its number where torchrun tells the error.
@@ -122,7 +122,7 @@ class Script:
                 session,
                 on_progress=self._told,
                 timeout_s=timeout_s,
-                environment={**trackers.offline(self.run_dir), **bytecode.variables()},
+                environment=bytecode.variables(),
                 output=self.run_dir / records.OUTPUT_FILE,
             )
         except KeyboardInterrupt:

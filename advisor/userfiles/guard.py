@@ -1,4 +1,4 @@
-"""Sets files aside in the child, before the script changes them."""
+"""Sets files aside in the script's process, before the script changes them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from advisor.core import locks
-from advisor.core.stderr import say
-from advisor.userfiles import journal, owners, programs
-from advisor.userfiles.journal import KEPT, SEEN
+from advisor.userfiles import events, journal, native_writers, owners
+from advisor.userfiles.journal import FIXED, KEPT, SEEN
 
 UNFIT = 75  # exit status of a process that would have changed something ahead of its orders (EX_TEMPFAIL of sysexits.h)
-# What programs name is set aside up to this much in all: beyond it they may be reading a data set.
-_PROGRAM_BYTES = 1 << 30
-# An open with one of these changes what is there, or makes it: without O_WRONLY too.
-_WRITE = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
-_ANEW = os.O_TRUNC | os.O_CREAT
 # Folders whose content is a cache: made again by whoever needs it, and worthless to put back.
 _CACHE_PARTS = frozenset({"__pycache__", ".cache", ".triton", ".nv", ".cupy", ".pytest_cache", ".git"})
 _CACHE_PREFIXES = ("torchinductor_", "triton_", "pymp-")
@@ -36,9 +29,6 @@ _CACHE_VARIABLES = (
     "XDG_CACHE_HOME",
 )
 
-# What starts a program, which may change anything.
-_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"})
-
 _inside = threading.local()  # .yes: this thread is doing advisor's own file work, for whichever guard
 
 
@@ -46,40 +36,55 @@ class Guard:
     """Sets files aside for one run folder, from construction until `stop`.
 
     Attributes:
-        waits: until `begin` this process waits for another of the search to end, and leaves everything as it is.
+        waits: until `begin` this process waits for another of the run to end, and leaves everything as it is.
+        program_bytes: what was set aside so far as other programs may change it.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, waits: bool = False) -> None:
         self.root = journal.root_of(run_dir)
-        self.begin()
+        self._run_dir = run_dir
         self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
         self._settled: set[str] = set()
-        self._program_bytes = 0
-        # Where other searches may have their run folders: beside this one, and where they lie unless told otherwise.
+        self._set: set[str] = set()  # those whose settings are noted
+        self.program_bytes = 0
+        # Where other runs may have their folders: beside this one, and where they lie unless told otherwise.
         self._runs = {self.root.parent.parent, Path("advisor-runs").resolve()}
         self.active = True
-        owners.join(run_dir)
-        sys.addaudithook(_hook_of(self))  # cannot be removed again; `stop` makes it idle
+        self.waits = waits
+        if not waits:
+            self.begin()
+        sys.addaudithook(events.hook_of(self))  # cannot be removed again; `stop` makes it idle
 
     @classmethod
-    def of(cls, run_dir: Path) -> Guard:
-        """This process's guard for the run folder, from now on: its audit hook, before anything of the script has run."""
+    def of(cls, run_dir: Path, *, waits: bool = False) -> Guard:
+        """This process's guard for the run folder, from now on: before anything of the script has run."""
         folder = run_dir.resolve()
         if folder not in _guards:
-            _guards[folder] = here = cls(folder)
+            _guards[folder] = here = cls(folder, waits=waits)
             os.open = here._told_of_folders(os.open)
             os.supports_dir_fd.add(os.open)
+            native_writers.announce(here.announced)
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=here._forked)
         return _guards[folder]
 
     def begin(self) -> None:
         """From now on the script may change files; what the process before this one has set aside is put back."""
+        with self.own_work():
+            for name in (KEPT, SEEN):
+                (self.root / name).mkdir(parents=True, exist_ok=True)
+            owners.join(self._run_dir)
         self.waits = False
-        for name in (KEPT, SEEN):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
 
     def stop(self) -> None:
         """Later writes are the script's own business."""
         self.active = False
+
+    def _forked(self) -> None:
+        """A worker is among those who work here: whoever puts the files back waits for its end."""
+        if self.active and not self.waits:
+            with self.own_work(), contextlib.suppress(OSError):
+                owners.add(self._run_dir)
 
     def touch(self, path: object, *, truncates: bool = False) -> None:
         """Set aside what is at `path`, if this is the first time in this run that anyone is about to change it.
@@ -103,11 +108,11 @@ class Guard:
         except FileNotFoundError:
             journal.note(self.root, action="created", path=target)
             return
-        if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
-            # Under the file's other names, which it had before the search, stays what it is. Put back it is one file with them
-            # again, but not where it lay on another file system than the run folder: there it is a copy.
-            self._keep_name(target)
-            _part(target, truncates)
+        if stat.S_ISREG(found.st_mode) and (not truncates or found.st_nlink > 1):
+            # The user's file lies aside and the script gets a copy: put back it is the same file, with its other names, for whoever
+            # has it open (`tail -f`, another training that logs to it). On another file system than the run folder the copy lies aside.
+            if (aside := self._keep_name(target)) is not None or found.st_nlink > 1:
+                self._part_from(target, aside, truncates)
             return
         if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             return
@@ -128,61 +133,83 @@ class Guard:
     def announced(self, path: str | bytes | os.PathLike[str], truncates: bool) -> None:
         """As `written_at`, from code that writes natively (native_writers.py)."""
         if self.active:
+            if self.waits and self.absolute(path) is not None:
+                os._exit(UNFIT)
             with self.own_work():
                 self.written_at(path, truncates=truncates)
 
-    def _keep_name(self, target: str) -> None:
+    def keep_settings(self, path: str, *, folder: bool = False) -> None:
+        """Mode, owner or times of what is at `path` are about to be set, or what is in the `folder` is about to change, which sets its
+        time. What the script has made is its own business.
+        """
+        target = self.absolute(path)
+        if (
+            target is None
+            or target in self._set
+            or (target in self._settled and not journal.lies_aside(self.root, target))
+        ):
+            return
+        self._set.add(target)
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(target)
+            if not folder or found.st_uid == os.geteuid():  # nobody else could set it back
+                journal.note(self.root, action="set", path=target, **journal.settings(found))
+
+    def _keep_name(self, target: str) -> Path | None:
+        """Where what is at `target` lies under a second name; None where nothing does, or a copy."""
         if not os.path.lexists(target):
             journal.note(self.root, action="created", path=target)
-            return
+            return None
         if os.path.isdir(target) and not os.path.islink(target):
-            return
+            return None
         aside = journal.aside(self.root, target)
         journal.note(self.root, action="kept", path=target, aside=aside.name)
         try:
             os.link(target, aside, follow_symlinks=False)
         except OSError:  # another file system, or one without links
             journal.copy(target, aside)
+            return None
+        return aside
+
+    def _part_from(self, target: str, aside: Path | None, truncates: bool) -> None:
+        try:
+            _part(target, truncates)
+        except OSError as error:
+            if aside is None or error.errno not in FIXED:
+                raise
+            journal.copy(target, aside)  # in place of its second name
 
     def _unshare(self, path: object, truncates: bool) -> None:
         """What was removed, renamed or linked lies aside as a second name of the same file. Where the script goes on to change it under
         a name that it still has, it gets a file of its own.
         """
-        target = self._absolute(path)
-        if target is None or not self._lies_aside(target):
+        target = self.absolute(path)
+        if target is None or not journal.lies_aside(self.root, target):
             return
         with self._alone():
-            if not self._lies_aside(target):
+            if not journal.lies_aside(self.root, target):
                 return  # another process was first
             _part(target, truncates)
 
-    def _lies_aside(self, target: str) -> bool:
-        try:
-            found = os.lstat(target)
-        except OSError:
-            return False
-        if found.st_nlink < 2 or not stat.S_ISREG(found.st_mode):
-            return False
-        with os.scandir(self.root / KEPT) as kept:
-            return any(
-                entry.inode() == found.st_ino and os.path.samestat(entry.stat(follow_symlinks=False), found)
-                for entry in kept
-            )
+    def about_to(self, event: str, args: tuple[Any, ...]) -> None:
+        """An audit event of this process: what it is about to change is set aside.
 
-    def _about_to(self, event: str, args: tuple[Any, ...]) -> None:
+        Raises:
+            OSError: when it cannot be.
+        """
         if not self.active or getattr(_inside, "yes", False):
             return
         _inside.yes = True
         try:
             if not self.waits:
-                _EVENTS[event](self, *args)
+                events.EVENTS[event](self, *args)
             elif "torch" not in sys.modules and self._changes(event, *args):
                 os._exit(UNFIT)
-            # Else reading; or a temporary file of torch's, which is imported, and of which another process's search knows nothing.
+            # Else reading; or a temporary file of torch's, which is imported, and of which another process's run knows nothing.
         except Exception as error:
             # Without a copy the script must not go on to destroy the file: its own open or remove fails instead. By the number, which makes it
             # the error that the script would have had of the system (PermissionError), and may be ready for.
-            told = f"advisor could not set a file aside before a write in a search ({event}: {error})"
+            told = f"advisor could not set a file aside before the script changes it ({event}: {error})"
             number = error.errno if isinstance(error, OSError) else None
             raise (OSError(told) if number is None else OSError(number, told)) from error
         finally:
@@ -195,7 +222,7 @@ class Guard:
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if dir_fd is None or not self.active:
                 return plain(path, flags, mode, dir_fd=dir_fd)
-            self._about_to("open", (_below(path, dir_fd), None, flags))
+            self.about_to("open", (events.below(path, dir_fd), None, flags))
             with self.own_work():  # the name alone would be taken for one in the working folder
                 return plain(path, flags, mode, dir_fd=dir_fd)
 
@@ -203,32 +230,11 @@ class Guard:
 
     def _changes(self, event: str, *args: Any) -> bool:
         """Whether this is more than reading, outside of caches."""
-        if event in _PROGRAMS:
+        if event in events.STARTS:
             return True
-        if event == "open" and not (isinstance(args[-1], int) and args[-1] & _WRITE):
+        if event == "open" and not (isinstance(args[-1], int) and args[-1] & events.WRITE):
             return False
-        return self._absolute(args[0]) is not None
-
-    def _program(self, executable: object, arguments: object, cwd: object = None, environment: object = None) -> None:
-        for path in programs.named(executable, arguments, cwd, environment):
-            if not os.path.isdir(path) or os.path.islink(path):
-                self._named(path)
-                continue
-            for folder, folders, names in os.walk(path, topdown=False):
-                for name in (*names, *(f for f in folders if os.path.islink(os.path.join(folder, f)))):
-                    self._named(os.path.join(folder, name))
-                if (target := self._absolute(folder)) is not None:
-                    journal.note(self.root, action="unmade", path=target)
-
-    def _named(self, path: str) -> None:
-        """As `touch`, of a link and of what it points to, while there is room."""
-        for place in dict.fromkeys((path, os.path.realpath(path))):
-            with contextlib.suppress(OSError):
-                self._program_bytes += os.path.getsize(place)
-            if self._program_bytes > _PROGRAM_BYTES:
-                say(f"not set aside before a program may change it, for want of room: {place}")
-            else:
-                self.touch(place)
+        return self.absolute(args[0]) is not None
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:
@@ -240,27 +246,25 @@ class Guard:
         finally:
             _inside.yes = before
 
-    def _absolute(self, path: object) -> str | None:
-        if isinstance(path, int) or path is None:
-            return None
-        try:
-            text = os.fsdecode(path)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-        text = os.path.join(
-            os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text.rstrip("/"))
-        )
-        if text.startswith(self._skipped):
+    def absolute(self, path: object) -> str | None:
+        """The path in full; None for what needs no guard: an open file, advisor's own, the system's, caches."""
+        text = _real(path)
+        if text is None or text.startswith(self._skipped):
             return None
         parts = Path(text).parts
         if not _CACHE_PARTS.isdisjoint(parts) or any(p.startswith(_CACHE_PREFIXES) for p in parts):
             return None
         return text
 
+    def holds(self, path: object) -> bool:
+        """Whether what was set aside lies at or below `path`, or `path` is in there."""
+        text, root = _real(path), str(self.root)
+        return text is not None and (f"{root}/".startswith(f"{text}/") or text.startswith(f"{root}/"))
+
     @contextlib.contextmanager
     def _first(self, path: object) -> Iterator[str | None]:
         """The path in full, for the first process that touches it in this run; others wait until it is set aside."""
-        target = self._absolute(path)
+        target = self.absolute(path)
         if target is None or target in self._settled:
             yield None
             return
@@ -269,10 +273,11 @@ class Guard:
             if marker.exists():
                 yield None
             else:
-                # First the mark, then the look: of two searches that come at once both see the other's, and neither goes on.
+                # First the mark, then the look: of two runs that come at once both see the other's, and neither goes on.
                 marker.touch()
                 try:
                     self._not_held_by_another(marker.name)
+                    self.keep_settings(os.path.dirname(target), folder=True)
                     yield target
                 except BaseException:
                     marker.unlink(missing_ok=True)
@@ -281,131 +286,35 @@ class Guard:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process of the search is inside such a block."""
+        """No other process of the run is inside such a block."""
         with locks.exclusive(self.root / "lock"):
             yield
 
     def _not_held_by_another(self, marker: str) -> None:
-        """Two searches that put the same file back would put back each other's.
+        """Two runs that put the same file back would put back each other's.
 
         Raises:
-            OSError: when another search that runs now has set this file aside.
+            OSError: when another run that goes on now has set this file aside.
         """
-        own = self.root.parent
-        for other in {found.parents[2] for runs in self._runs for found in runs.glob(f"*/files/{SEEN}/{marker}")} - {
-            own
-        }:
+        beside = {found.parents[2] for runs in self._runs for found in runs.glob(f"*/files/{SEEN}/{marker}")}
+        elsewhere = {folder for folder in owners.noted() if (folder / "files" / SEEN / marker).exists()}
+        for other in (beside | elsewhere) - {self.root.parent}:
             if (process := owners.running(other)) is not None:
-                raise OSError(
-                    f"the search in {other}, process {process}, has set it aside; try again when that has ended"
-                )
+                raise OSError(f"the run in {other}, process {process}, has set it aside; try again when that has ended")
 
-    # Audit events (docs.python.org/3/library/audit_events.html), with their arguments.
-
-    def _open(self, path: object, mode: object, flags: object = 0) -> None:
-        if not isinstance(flags, int) or not flags & _WRITE:
-            return
-        if isinstance(path, (str, bytes, os.PathLike)):
-            self.written_at(path, truncates=flags & _ANEW == _ANEW)
-
-    def _remove(self, path: object, dir_fd: int = -1) -> None:
-        self.losing(_below(path, dir_fd))
-
-    def _rename(self, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
-        source, target = _below(source, source_fd), _below(target, target_fd)
-        here = self._absolute(source)
-        if here is not None and os.path.isdir(here) and not os.path.islink(here):
-            there = self._absolute(target)
-            if there is not None:
-                if os.path.isdir(there):  # an empty one, which goes
-                    journal.note(self.root, action="unmade", path=there)
-                journal.note(self.root, action="moved", path=here, to=there)
-            return
-        self.losing(source)
-        self.losing(target)
-
-    def _made(self, path: object, _mode: object = None, dir_fd: int = -1) -> None:
-        target = self._absolute(_below(path, dir_fd))
-        if target is not None and not os.path.lexists(target):
-            journal.note(self.root, action="made", path=target)
-
-    def _unmade(self, path: object, dir_fd: int = -1) -> None:
-        target = self._absolute(_below(path, dir_fd))
-        if target is not None and os.path.isdir(target):
-            journal.note(self.root, action="unmade", path=target)
-
-    def _linked(self, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
-        source = _below(source, source_fd)
-        if isinstance(source, (str, bytes, os.PathLike)):  # what is written under the new name is in this file too
-            for place in dict.fromkeys((source, os.path.realpath(source))):
-                self.losing(place)
-        self.losing(_below(target, target_fd))
-
-    def _symlinked(self, _source: object, target: object, dir_fd: int = -1) -> None:
-        self.losing(_below(target, dir_fd))
-
-    def _truncated(self, path: object, *_rest: object) -> None:
-        if isinstance(path, (str, bytes, os.PathLike)):
-            self.written_at(path, truncates=False)
-
-    def _database(self, database: object) -> None:
-        # SQLite writes natively, and beside the file that a link or a URI names: part of the database is in its logs.
-        if not isinstance(database, (str, bytes, os.PathLike)):
-            return
-        name = os.fsdecode(database)
-        if name.startswith("file:"):
-            address = urlsplit(name)
-            name = unquote(address.path)
-            if {"mode=ro", "mode=memory", "immutable=1"} & set(address.query.split("&")):
-                return
-        if name and name != ":memory:":
-            for ending in ("", "-journal", "-wal", "-shm"):
-                self.touch(os.path.realpath(name) + ending)
-
-    def _rmtree(self, path: object, dir_fd: object = None) -> None:
-        # Its own removals carry names relative to open folders; walking first works on every platform.
-        top = self._absolute(_below(path, dir_fd if isinstance(dir_fd, int) else -1))
-        if top is None or os.path.islink(top):
-            return
-        for folder, _folders, names in os.walk(top, topdown=False):
-            for name in names:
-                self.losing(os.path.join(folder, name))
-            for name in _folders:
-                if os.path.islink(os.path.join(folder, name)):
-                    self.losing(os.path.join(folder, name))
-            journal.note(self.root, action="unmade", path=folder)
-
-
-_EVENTS: dict[str, Callable[..., None]] = {
-    "open": Guard._open,
-    "os.remove": Guard._remove,
-    "os.rename": Guard._rename,
-    "os.mkdir": Guard._made,
-    "os.rmdir": Guard._unmade,
-    "os.link": Guard._linked,
-    "os.symlink": Guard._symlinked,
-    "os.truncate": Guard._truncated,
-    "shutil.rmtree": Guard._rmtree,
-    "sqlite3.connect": Guard._database,
-    "subprocess.Popen": Guard._program,
-    "os.system": lambda guard, line: guard._program("sh", line),
-    "os.posix_spawn": lambda guard, path, words, environment: guard._program(path, words, None, environment),
-    "os.exec": lambda guard, path, words, environment: guard._program(path, words, None, environment),
-}
 
 _guards: dict[Path, Guard] = {}
 
 
-def _hook_of(guard: Guard) -> Callable[[str, tuple[Any, ...]], None]:
-    """What is called at every audit event of the process. A function: every `id()` is an event, an optimizer's step has two a
-    parameter, and Python looks for an attribute that a bound method takes 1.2 µs to say it lacks.
-    """
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in _EVENTS:
-            guard._about_to(event, args)
-
-    return hook
+def _real(path: object) -> str | None:
+    """The path in full, of the link itself where it is one; None for what is no path."""
+    if isinstance(path, int) or path is None:
+        return None
+    try:
+        text = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text.rstrip("/")))
 
 
 def _part(target: str, truncates: bool) -> None:
@@ -414,16 +323,6 @@ def _part(target: str, truncates: bool) -> None:
         os.unlink(target)
     else:
         journal.copy(target, target)
-
-
-def _below(path: object, dir_fd: int) -> object:
-    """A name relative to an open folder, made whole; None where the platform cannot say which folder that is."""
-    if not isinstance(dir_fd, int) or dir_fd < 0:
-        return path
-    try:
-        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return None
 
 
 def _cache_folders() -> tuple[str, ...]:

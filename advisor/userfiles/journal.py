@@ -8,15 +8,23 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from advisor.core import storage
+from advisor.core.stderr import say
 
 JOURNAL, RESTORED = "journal.jsonl", "restored-journal.jsonl"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
 
-Entry = dict[str, str]  # action: created, kept, made, unmade, moved; path; aside or to
+Entry = dict[str, str]  # action: created, kept, made, unmade, moved, set; path; aside, to, or settings
+
+# Of a folder in which no file can be made, or a file that is a mount: it cannot change places with a copy of it.
+FIXED = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY})
+_CLONE = 0x40049409  # FICLONE of linux/fs.h: a second file of the same blocks, which costs nothing
+_CLONED_FROM = 1 << 20  # bytes: smaller files are copied as fast
+_TOLD_FROM = 4 << 30  # bytes: copying these takes seconds or minutes
 
 
 def root_of(run_dir: Path) -> Path:
@@ -75,6 +83,21 @@ def aside(root: Path, target: str) -> Path:
     return root / KEPT / f"{_digest(target)}-{os.path.basename(target)[-80:]}"
 
 
+def lies_aside(root: Path, target: str) -> bool:
+    """Whether what is at `target` is a file that lies aside, under another name: one of the user's."""
+    try:
+        found = os.lstat(target)
+    except OSError:
+        return False
+    if found.st_nlink < 2 or not stat.S_ISREG(found.st_mode):
+        return False
+    with os.scandir(root / KEPT) as kept:
+        return any(
+            entry.inode() == found.st_ino and os.path.samestat(entry.stat(follow_symlinks=False), found)
+            for entry in kept
+        )
+
+
 def move(source: str, target: str) -> None:
     """Rename, or copy and remove where `target` is on another file system."""
     try:
@@ -85,15 +108,88 @@ def move(source: str, target: str) -> None:
 
 
 def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Copy with times and mode; `target` is whole or absent at every moment, so that a crash leaves no half copy."""
+    """Copy with owner, times and mode; `target` is whole or absent at every moment, so that a crash leaves no half copy.
+
+    Raises:
+        OSError: also before anything is copied, where the disk has no room for it: others need what there is.
+    """
     temporary = os.fspath(target) + ".advisor-part"
+    found = os.lstat(source)
     try:
-        shutil.copy2(source, temporary, follow_symlinks=False)
+        if not (stat.S_ISREG(found.st_mode) and found.st_size >= _CLONED_FROM and _cloned(source, temporary)):
+            _check_room(source, temporary, found)
+            shutil.copy2(source, temporary, follow_symlinks=False)
+        with contextlib.suppress(OSError, AttributeError):  # of another user's file, or not on Windows
+            os.lchown(temporary, found.st_uid, found.st_gid)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_back(aside: Path, path: str) -> None:
+    """The content, mode and times of `aside` into the file that is at `path`, which cannot change places with it."""
+    shutil.copyfile(aside, path)
+    shutil.copystat(aside, path)
+    os.unlink(aside)
+
+
+def _cloned(source: str | os.PathLike[str], target: str) -> bool:
+    try:
+        from fcntl import ioctl
+
+        with open(source, "rb") as original, open(target, "wb") as clone:
+            ioctl(clone.fileno(), _CLONE, original.fileno())
+        shutil.copystat(source, target)
+    except (OSError, ImportError):  # most file systems cannot
+        return False
+    return True
+
+
+def _check_room(source: str | os.PathLike[str], target: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_size < _CLONED_FROM:
+        return
+    with contextlib.suppress(AttributeError):  # Windows has none
+        disk = os.statvfs(os.path.dirname(target))
+        free = disk.f_bavail * disk.f_frsize
+        if free < found.st_size:
+            told = f"a copy needs {found.st_size:,} bytes, and {free:,} are free"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {told}", os.fspath(source))
+    if found.st_size >= _TOLD_FROM:
+        say(f"copying {os.fspath(source)} ({found.st_size / 2**30:.0f} GiB), so that it stays as it is")
+
+
+def settings(found: os.stat_result) -> Entry:
+    """Mode, owner and times, as an entry of action `set` has them."""
+    return {
+        "mode": str(stat.S_IMODE(found.st_mode)),
+        "owner": f"{found.st_uid} {found.st_gid}",
+        "times": f"{found.st_atime_ns} {found.st_mtime_ns}",
+    }
+
+
+def set_back(entry: Entry) -> None:
+    """What is at the entry's path has its settings again; nothing where it is gone.
+
+    Raises:
+        OSError: when this user may not.
+    """
+    path = entry["path"]
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return
+    before = settings(found)
+    with contextlib.suppress(KeyError, ValueError):  # a line of another version
+        if entry["owner"] != before["owner"]:
+            user, group = map(int, entry["owner"].split())
+            os.chown(path, user, group)
+        if entry["mode"] != before["mode"]:
+            os.chmod(path, int(entry["mode"]))
+        accessed, modified = map(int, entry["times"].split())
+        if found.st_mtime_ns != modified:
+            os.utime(path, ns=(accessed, modified))
 
 
 def _digest(target: str) -> str:

@@ -35,10 +35,14 @@ WRITERS = (
     Writer("torch", "serialization.save", 1, "f"),
     Writer("torch", "jit.save", 1, "f"),
     Writer("torch", "jit.RecursiveScriptModule.save", 1, "f"),
+    Writer("torch", "autograd.profiler.profile.export_chrome_trace", 1, "path"),
+    Writer("torch.export.pt2_archive._package", "PT2ArchiveWriter.__init__", 1, "archive_path_or_buffer"),
     Writer("safetensors", "serialize_file", 1, "filename"),
     Writer("torchvision.io.image", "write_file", 0, "filename"),
     Writer("cv2", "imwrite", 0, "filename"),
     Writer("h5py", "File.__init__", 1, "name", mode="mode"),
+    Writer("SimpleITK", "WriteImage", 1, "fileName"),
+    Writer("soundfile", "write", 0, "file"),
 )
 
 
@@ -80,7 +84,7 @@ def _given(keyword: str, position: int, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _AfterImport:
-    """Finds nothing itself: it lets the other finders find a module, and wraps its writers when its loader has run it."""
+    """Finds nothing itself: it lets the finders behind it find a module, and wraps its writers when its loader has run it."""
 
     def __init__(self, waiting: set[str], told: Told) -> None:
         self._waiting, self._told = waiting, told
@@ -88,8 +92,8 @@ class _AfterImport:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self._waiting:
             return None
-        self._waiting.discard(name)
-        found = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (f.find_spec(name, path, target) for f in behind if hasattr(f, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
         execute = getattr(getattr(spec, "loader", None), "exec_module", None)
         if spec is None or execute is None:
@@ -97,7 +101,9 @@ class _AfterImport:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            _wrap(name, self._told)
+            if name in self._waiting:  # who has asked whether there is such a module (`find_spec`) has not imported it
+                self._waiting.discard(name)
+                _wrap(name, self._told)
 
         spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         return spec

@@ -57,6 +57,12 @@ def named(executable: object, arguments: object, cwd: object = None, environment
                 yield path
 
 
+def takes_away(executable: object, arguments: object) -> bool:
+    """Whether the command removes what its words name, or moves it away."""
+    words = (_text(executable), *_words(arguments))
+    return not {"rm", "mv", "shred"}.isdisjoint(map(os.path.basename, words))
+
+
 def _words(arguments: object) -> list[str]:
     """The words of a command; the line that a shell is given (`sh -c "…"`) is taken apart too."""
     if isinstance(arguments, (str, bytes, os.PathLike)):

@@ -1,4 +1,4 @@
-"""A process of a search, from torch's import on: guarded files, saves and trackers, and no life after its supervisor's."""
+"""A process that trains in a run that is thrown away: guarded files, trackers offline, and no life after its supervisor's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from advisor.userfiles import native_writers, trackers
+from advisor.userfiles import trackers
 from advisor.userfiles.guard import Guard
 
 # In the environment of the script and of what it starts:
@@ -19,20 +19,19 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def protect(run_dir: Path) -> Guard:
-    """Guard this process: the audit hook, native writers, and trackers that stay offline or in the run folder.
+    """Guard this process, and keep its trackers offline or in the run folder, whatever the script has set until here.
 
     Call once a process, after torch's import.
     """
     # Files first: should anything behind this fail, the script goes on without advisor, and the guard stays.
     here = Guard.of(run_dir)
-    native_writers.announce(here.announced)
     _end_with_supervisor()
     os.environ.update(trackers.offline(run_dir))
     return here
 
 
 def _end_with_supervisor() -> None:
-    """On Linux this process gets SIGTERM when the advisor that started it dies: nobody else would end its search."""
+    """On Linux this process gets SIGTERM when the advisor that started it dies: nobody else would end its run."""
     supervisor = os.environ.get(SUPERVISOR_VARIABLE, "")
     if supervisor != str(os.getppid()):
         return

@@ -278,8 +278,7 @@ def _guard_files() -> None:
     from importlib import import_module
     from pathlib import Path
 
-    _guard = import_module("advisor.userfiles.guard").Guard.of(Path(folder))
-    _guard.waits = bool(_standby)
+    _guard = import_module("advisor.userfiles.guard").Guard.of(Path(folder), waits=bool(_standby))
 
 
 def _make_importable() -> None:

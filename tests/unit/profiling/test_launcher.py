@@ -161,13 +161,18 @@ def test_the_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_a_search_every_python_below_is_told_where_to_set_files_aside(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ADVISOR_FILES", "an outer search's")
-    assert "ADVISOR_FILES" not in environment()
+    monkeypatch.setenv("ADVISOR_FILES", "an outer run's")
+    assert environment()["ADVISOR_FILES"] == "an outer run's"  # whatever that starts is thrown away too
     session = Session(
         mode="search", run_dir=str(tmp_path / "round-2"), files_dir=str(tmp_path), script="x", protect_files=True
     )
     command = ScriptCommand(argv=("x",), name="x", literal=False)
-    assert child_environment(command, session, {})["ADVISOR_FILES"] == str(tmp_path)
+    monkeypatch.setenv("COMET_MODE", "disabled")
+    told = child_environment(command, session, {})
+    assert told["ADVISOR_FILES"] == str(tmp_path)
+    assert (told["WANDB_MODE"], told["WANDB_DIR"]) == ("offline", str(tmp_path / "trackers"))
+    assert told["COMET_MODE"] == "disabled"  # what is switched off stays off
+    assert "WANDB_MODE" not in environment()
 
 
 def test_disabled_the_environment_is_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 import signal
 import sqlite3
@@ -10,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from clocks import until
@@ -23,17 +26,23 @@ ROOT = Path(journal.__file__).parents[2]
 
 
 def tree(folder):
-    """Every path below `folder` with its kind and content."""
+    """Every path below `folder` with its kind, content, permissions, time of change and number of names."""
     found = {}
     for base, folders, names in os.walk(folder):
         for name in folders:
-            found[os.path.relpath(os.path.join(base, name), folder)] = "folder"
+            at = os.lstat(os.path.join(base, name))
+            found[os.path.relpath(os.path.join(base, name), folder)] = "folder", at.st_mode, at.st_mtime_ns
         for name in names:
             path = Path(base, name)
-            found[os.path.relpath(path, folder)] = (
-                "link " + os.readlink(path) if path.is_symlink() else hashlib.sha256(path.read_bytes()).hexdigest()
-            )
+            content = os.readlink(path) if path.is_symlink() else hashlib.sha256(path.read_bytes()).hexdigest()
+            at = os.lstat(path)
+            found[os.path.relpath(path, folder)] = content, at.st_mode, at.st_mtime_ns, at.st_nlink
     return found
+
+
+def contents(folder):
+    """As `tree`, without what a test's own writes change, and copies."""
+    return {name: found[0] for name, found in tree(folder).items()}
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +185,22 @@ SCRIPTS = {
         for pid in pids:
             os.waitpid(pid, 0)
     """,
+    "sets permissions and times": """
+        os.chmod("out/best.pt", 0o600)
+        os.chmod("out", 0o700)
+        shutil.copystat("log.csv", "notes.txt")
+        os.utime("current")
+        Path("log.csv").touch()
+        with open("out/deep/last.pt") as f:
+            os.fchmod(f.fileno(), 0o755)
+            os.utime(f.fileno(), (1, 1))
+        shutil.copy2("notes.txt", "new.txt")
+    """,
+    "wipes a folder of its own that nobody else may read": """
+        os.chmod("out", 0o700)
+        shutil.rmtree("out")
+        os.mkdir("out")
+    """,
     "starts programs": """
         import subprocess
         subprocess.run(["rm", "-rf", "out/deep", "empty"], check=True)
@@ -226,7 +251,8 @@ def test_a_name_that_a_file_had_beside_keeps_what_it_was(work, mode, same_disk):
     )
     assert tree(work) != before
     assert restore.restore(run_dir) == ()
-    assert tree(work) == before
+    assert (tree(work) == before) is same_disk
+    assert contents(work) == {name: found[0] for name, found in before.items()}
     assert os.path.samefile(work / "log.csv", work / "snapshot" / "log.csv") is same_disk
 
 
@@ -409,14 +435,14 @@ def test_a_running_search_is_left_alone(work, other):
     with open(run_dir / "files" / owners.OWNERS, "a") as lines:
         lines.write(other[1])
     assert restore.restore_pending(run_dir.parent) == restore.Pending()
-    with pytest.raises(AdvisorError, match=f"still runs, in process {other[0].pid}"):
+    with pytest.raises(AdvisorError, match=f"goes on, in process {other[0].pid}"):
         restore.restore_asked(run_dir)
     assert tree(work) == changed
     other[0].kill()
     other[0].wait()
     assert restore.restore_asked(run_dir) == ()
     assert tree(work) != changed
-    with pytest.raises(AdvisorError, match="no search was interrupted"):
+    with pytest.raises(AdvisorError, match="no run was interrupted"):
         restore.restore_asked(run_dir)
 
 
@@ -441,7 +467,7 @@ open("out/best.pt", "w").write("of the second")
         return subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True, check=False)
 
     ended = again()
-    assert f"the search in {first}, process {other[0].pid}, has set it aside" in ended.stderr
+    assert f"the run in {first}, process {other[0].pid}, has set it aside" in ended.stderr
     assert restore.restore(second) == ()  # what it could touch is back
     assert tree(work) == held
     other[0].kill()
@@ -510,7 +536,7 @@ subprocess.run([sys.executable, "-c", {child!r}], env=environment)
 
 def test_more_than_there_is_room_for_is_told_and_the_program_runs(work):
     (work / "big.bin").write_bytes(b"x" * 4096)
-    code = 'sys.modules["advisor.userfiles.guard"]._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
+    code = 'sys.modules["advisor.userfiles.events"]._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
     run_dir, result = run(work, code)
     assert "big.bin" in result.stderr
     assert "for want of room" in result.stderr
@@ -537,13 +563,13 @@ def started(work, script, **environment):
 def test_files_are_set_aside_before_torch_is_imported(work):
     script = 'import shutil, sys; shutil.rmtree("out"); print("torch" in sys.modules)'
     (work / "train.py").touch()
-    before = tree(work)
+    before = contents(work)
     run_dir, ended = started(work, script)
     assert ended.stdout == "False\n", ended.stderr
     assert not (work / "out").exists()
     restore.restore(run_dir)
     (work / "train.py").write_text("")
-    assert tree(work) == before
+    assert contents(work) == before
 
 
 def test_a_script_whose_files_cannot_be_set_aside_does_not_start(work):
@@ -657,7 +683,7 @@ def blocked(work, run_dir):
 
 
 def test_what_is_back_is_the_users_own_when_the_rest_is_tried_again(work):
-    before = tree(work)
+    before = contents(work)
     run_dir, _ = run(work, 'open("log.csv", "a").write("x"); open("result.txt", "w").write("of the search");' + BLOCKED)
     blocked(work, run_dir)
     (work / "log.csv").write_text("trained on since")
@@ -668,7 +694,7 @@ def test_what_is_back_is_the_users_own_when_the_rest_is_tried_again(work):
     assert (work / "result.txt").read_text() == "trained on since"
     (work / "log.csv").write_text("epoch,loss\n1,0.5\n")
     (work / "result.txt").unlink()
-    assert tree(work) == before
+    assert contents(work) == before
 
 
 def test_what_is_back_is_set_aside_anew_by_the_next_process(work):
@@ -709,6 +735,173 @@ except KeyboardInterrupt:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "interrupted\n"
     assert tree(work) == before
+
+
+@pytest.mark.parametrize("mode", ["a", "r+"])
+def test_whoever_has_a_file_open_has_the_one_that_is_put_back(work, mode):
+    """Another training that logs to it meanwhile: its lines are not lost, and later ones come to the right place."""
+    with open(work / "log.csv", "a") as other:
+        run_dir, _ = run(work, f'open("log.csv", {mode!r}).write("of the run")')
+        other.write("meanwhile\n")
+        other.flush()
+        assert restore.restore(run_dir) == ()
+        other.write("afterwards\n")
+    assert (work / "log.csv").read_text() == "epoch,loss\n1,0.5\nmeanwhile\nafterwards\n"
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EBUSY])
+def test_a_file_that_cannot_change_places_is_written_back(work, mode, number, monkeypatch):
+    """In a folder where no file can be made, or a mount of its own, as containers have them."""
+    before, place = contents(work), str(work.resolve() / "log.csv")
+    fixed = f"""
+        def fixed(plain):
+            def moves(*places, **more):
+                if {place!r} in map(str, places):
+                    raise OSError({number}, os.strerror({number}))
+                return plain(*places, **more)
+            return moves
+        os.replace, os.rename, os.unlink = map(fixed, (os.replace, os.rename, os.unlink))
+        open("log.csv", {mode!r}).write("x")
+    """
+    run_dir, _ = run(work, fixed)
+    assert contents(work) != before
+    inode = (work / "log.csv").stat().st_ino
+
+    def fixed_here(plain):
+        def moves(*places, **more):
+            if place in map(str, places):
+                raise OSError(number, os.strerror(number))
+            return plain(*places, **more)
+
+        return moves
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, fixed_here(getattr(os, name)))
+    assert restore.restore(run_dir) == ()
+    assert (work / "log.csv").stat().st_ino == inode
+    assert contents(work) == before
+    assert not any((run_dir / "files/kept-aside").iterdir())
+
+
+def test_what_the_run_wrote_gives_way_where_there_is_no_room_for_both(work, monkeypatch):
+    """A checkpoint on another disk than the run folder, which is full."""
+    before = tree(work)
+    run_dir, _ = run(work, 'open("out/best.pt", "w").write("large")')
+
+    def full(source, target, plain=os.replace):
+        if "diverted" in str(target):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        plain(source, target)
+
+    def no_room(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(journal, "copy", no_room)
+    assert restore.restore(run_dir) == ()
+    assert tree(work) == before
+
+
+def test_a_copy_that_the_disk_has_no_room_for_is_not_begun(tmp_path, monkeypatch):
+    large = tmp_path / "data.h5"
+    with open(large, "wb") as stream:
+        stream.truncate(1 << 21)
+    monkeypatch.setattr(journal, "_cloned", lambda *places: False)
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=100, f_frsize=4096))
+    monkeypatch.setattr(shutil, "copy2", lambda *places, **more: pytest.fail("it was begun"))
+    with pytest.raises(OSError, match="a copy needs 2,097,152 bytes, and 409,600 are free") as found:
+        journal.copy(large, tmp_path / "copy")
+    assert found.value.errno == errno.ENOSPC
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["data.h5"]
+
+
+def test_a_large_file_is_cloned_where_the_disk_can(tmp_path, monkeypatch):
+    import fcntl
+
+    large = tmp_path / "data.h5"
+    large.write_bytes(bytes(1 << 20))
+    os.utime(large, ns=(5, 7))
+    cloned = []
+    monkeypatch.setattr(fcntl, "ioctl", lambda target, code, source: cloned.append(code))
+    monkeypatch.setattr(shutil, "copy2", lambda *places, **more: pytest.fail("it was copied"))
+    journal.copy(large, tmp_path / "copy")
+    assert cloned == [0x40049409]
+    assert (tmp_path / "copy").stat().st_mtime_ns == 7
+
+
+WIPES = {
+    "rmtree": 'shutil.rmtree("runs", ignore_errors=True)',
+    "rmdir": 'os.remove("runs/one/files/kept-aside/" + os.listdir("runs/one/files/kept-aside")[0])',
+    "rename": 'os.rename("runs", "runs.old")',
+    "shell": 'os.system("rm -rf runs")',
+    "move": 'import subprocess; subprocess.run(["mv", "runs", "runs.old"])',
+}
+
+
+@pytest.mark.parametrize("how", WIPES)
+def test_a_script_that_wipes_the_run_folder_does_not_wipe_what_was_set_aside(work, how):
+    """`-o out/run`, and the script begins with its `out` anew."""
+    (work / "runs").symlink_to(work.parent / "runs")
+    before = {name: found for name, found in tree(work).items() if name != "runs"}
+    run_dir, _ = run(
+        work,
+        f"""
+        os.chdir("..")
+        open("work/log.csv", "w").write("x")
+        try:
+            {WIPES[how]}
+        except OSError as error:
+            assert "lie in there until they are put back" in str(error), error
+        else:
+            assert {how == "rmtree"}
+        """,
+    )
+    assert restore.restore(run_dir) == ()
+    assert {name: found for name, found in tree(work).items() if name != "runs"} == before
+
+
+def test_a_run_folder_elsewhere_is_found_at_the_next_start(work, tmp_path):
+    """`-o /data/run`: no command looks there, but the user's cache folder has it."""
+    before = tree(work)
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    assert restore.restore_pending(tmp_path / "another folder") == restore.Pending(restored=(str(run_dir),))
+    assert tree(work) == before
+
+
+def test_a_run_of_another_machine_is_left_to_that(work, monkeypatch):
+    """Home folders are shared: nobody here can say whether its processes have ended."""
+    run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
+    changed = tree(work)
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    monkeypatch.setattr(owners, "_seen", None)
+    assert restore.restore_pending(run_dir.parent) == restore.Pending(foreign=(str(run_dir),))
+    assert restore.restore_pending(run_dir.parent / "elsewhere") == restore.Pending()
+    assert tree(work) == changed
+
+
+def test_one_line_says_what_was_put_back(work, monkeypatch):
+    monkeypatch.chdir(work)
+    run_dir, _ = run(
+        work,
+        """
+        import subprocess
+        for name in ("log.csv", "notes.txt"):
+            open(name, "a").write("x")
+        for number in range(6):
+            open(f"out/{number}.pt", "w").write("x")
+        os.makedirs("made/below")
+        subprocess.run([sys.executable, "-S", "-c", "import os; open(os.path.join('made', 'below', 'native'), 'w')"], env={})
+        """,
+    )
+    restore.restore(run_dir)
+    assert restore.told(run_dir) == (
+        "put back as it was: log.csv, notes.txt; taken away again: out/0.pt, out/1.pt, out/2.pt, out/3.pt and 2 more; "
+        f"what the script wrote is in {run_dir}/files/diverted; left, as not empty: made, made/below"
+    )
+    assert "diverted" not in restore.told(run_dir, moved=False)
+    empty, _ = run(work, "")
+    assert restore.told(empty.with_name("another")) == ""
 
 
 def test_a_note_of_an_old_search_that_another_advisor_forgets_first_is_no_matter(tmp_path, monkeypatch):

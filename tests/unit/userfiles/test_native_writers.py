@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,13 @@ def test_names_taken_from_a_package_later_are_the_wrapped_ones(told, tmp_path) -
     names: dict[str, object] = {}
     exec("from cv2 import imwrite", names)
     names["imwrite"](tmp_path / "a.png", None)  # type: ignore[operator]
+    assert told == [("a.png", True)]
+
+
+def test_who_asks_for_a_package_leaves_it_to_be_wrapped_at_its_import(told, tmp_path) -> None:
+    """Transformers asks what is installed (`find_spec`) long before any of it is imported."""
+    assert importlib.util.find_spec("cv2") is not None
+    importlib.import_module("cv2").imwrite(str(tmp_path / "a.png"), None)
     assert told == [("a.png", True)]
 
 
