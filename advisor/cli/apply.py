@@ -73,8 +73,7 @@ def apply(
     A change is kept only if it took effect, left the training right, and is faster beyond noise. The search only
     measures: it ends when it is done and leaves your files as they were, those of its Python subprocesses and those that its
     shell commands name included. It cannot put back what native libraries write (ITK, Arrow), what programs write under
-    names that their command line does not have, permissions and times that the script sets, and what it sends elsewhere
-    (uploads, databases). With --auto and no SCRIPT, the last profiled run in this directory says what to run. Without
+    names that their command line does not have, and what it sends elsewhere (uploads, databases). With --auto and no SCRIPT, the last profiled run in this directory says what to run. Without
     --auto you are asked before each change: yes, no, all that follow, or quit.
 
     With --plan nothing is profiled or searched. What the plan keeps runs against the plain script in four fresh processes or more, a minute

@@ -21,7 +21,7 @@ from advisor.core.storage import to_plain
     metavar="[RUN]",
     is_flag=False,
     flag_value="",
-    help="Put back the files that interrupted searches had set aside: in this run folder, or in all of advisor-runs/ here.",
+    help="Put back the files that interrupted runs had set aside: in this run folder, or in all of yours on this machine.",
 )
 @format_option("text", "json")
 def doctor(*, measure: bool, recover: str | None, form: str) -> None:

@@ -85,6 +85,10 @@ def profile(
     (`Optimizer.step`, or `advisor.step()` in the script). Once measured, the script is stopped cleanly. The exit code
     is the script's own, or 1 for --fail-on where the script ended well: the last line says which.
 
+    What the script writes until then is taken away again and your files are put back as they were, on Ctrl-C and after a
+    crash too; experiment trackers stay offline. What cannot be put back: `advisor apply --help`. With --keep-running the run
+    is yours, and nothing is put back.
+
     \b
     Examples:
       advisor profile train.py --lr 0.1

@@ -27,7 +27,6 @@ def ordered(folder: Path, **record: object) -> Session | None:
 def test_warm_up_timed_and_traced_steps_fit_into_those_there_are(tmp_path: Path, seen: int) -> None:
     again = ordered(tmp_path, steps_seen=seen)
     assert again is not None
-    assert again.protect_files
     assert again.brief
     assert (again.warmup < MIN_WARMUP) == (seen < 8)
     assert min(again.warmup, again.steps, again.detail_steps) >= 1

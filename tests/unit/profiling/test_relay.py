@@ -89,7 +89,7 @@ def test_what_changes_something_before_its_turn_does_not_come_to_it(here: Path, 
     try:
         relay._next = Standby(train, session(run_dir), {}, output)
         assert relay._next.child.wait() == UNFIT
-        assert sorted(path.name for path in here.iterdir()) == ["output.log", "train.py"]
+        assert sorted(path.name for path in here.iterdir()) == ["output.log", "run", "train.py"]
         relay._next = Standby(train, session(run_dir), {}, output)
         assert relay(train, session(run_dir), output=output).code == 0
         assert len(told(output)) == 1
