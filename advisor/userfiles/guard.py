@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import stat
@@ -173,7 +174,7 @@ class Guard:
 
     def _part_from(self, target: str, aside: Path | None, truncates: bool) -> None:
         try:
-            _part(target, truncates)
+            self._part(target, truncates)
         except OSError as error:
             if aside is None or error.errno not in FIXED:
                 raise
@@ -189,7 +190,23 @@ class Guard:
         with self._alone():
             if not journal.lies_aside(self.root, target):
                 return  # another process was first
-            _part(target, truncates)
+            self._part(target, truncates)
+
+    def _part(self, target: str, truncates: bool) -> None:
+        """The path no longer shares its file with other names: it has a copy, or nothing where the caller writes it anew."""
+        if truncates:
+            os.unlink(target)
+            return
+        made = f"{journal.aside(self.root, target)}.part"  # not beside the target: a kill would leave half a copy there
+        journal.copy(target, made)
+        try:
+            os.replace(made, target)
+        except OSError as error:
+            os.unlink(made)
+            if error.errno != errno.EXDEV:
+                raise
+            journal.note(self.root, action="created", path=target + journal.PART)
+            journal.copy(target, target)
 
     def about_to(self, event: str, args: tuple[Any, ...]) -> None:
         """An audit event of this process: what it is about to change is set aside.
@@ -315,14 +332,6 @@ def _real(path: object) -> str | None:
     except TypeError:
         return None
     return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text.rstrip("/")))
-
-
-def _part(target: str, truncates: bool) -> None:
-    """The path no longer shares its file with other names: it has a copy, or nothing where the caller writes it anew."""
-    if truncates:
-        os.unlink(target)
-    else:
-        journal.copy(target, target)
 
 
 def _cache_folders() -> tuple[str, ...]:

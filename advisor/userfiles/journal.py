@@ -22,6 +22,7 @@ Entry = dict[str, str]  # action: created, kept, made, unmade, moved, set; path;
 
 # Of a folder in which no file can be made, or a file that is a mount: it cannot change places with a copy of it.
 FIXED = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY})
+PART = ".advisor-part"  # what a copy is called until it is whole
 _CLONE = 0x40049409  # FICLONE of linux/fs.h: a second file of the same blocks, which costs nothing
 _CLONED_FROM = 1 << 20  # bytes: smaller files are copied as fast
 _TOLD_FROM = 4 << 30  # bytes: copying these takes seconds or minutes
@@ -113,7 +114,7 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
     Raises:
         OSError: also before anything is copied, where the disk has no room for it: others need what there is.
     """
-    temporary = os.fspath(target) + ".advisor-part"
+    temporary = os.fspath(target) + PART
     found = os.lstat(source)
     try:
         if not (stat.S_ISREG(found.st_mode) and found.st_size >= _CLONED_FROM and _cloned(source, temporary)):
