@@ -737,6 +737,33 @@ except KeyboardInterrupt:
     assert tree(work) == before
 
 
+def test_what_still_works_there_is_ended_before_files_are_put_back(work, monkeypatch):
+    """A forked saver whose parent was killed: it would write on over what is back, as it holds everything for set aside."""
+    monkeypatch.setattr(owners, "_LEAVES_S", 0.0)
+    monkeypatch.setattr(owners, "_ASKED_S", 0.2)
+    before = tree(work)
+    run_dir, _ = run(
+        work,
+        """
+        import time
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (0, 1, 2):
+                os.close(number)
+            while True:
+                open("log.csv", "a").write("of the orphan")
+                time.sleep(0.01)
+        while not os.path.getsize("log.csv") > 20:
+            time.sleep(0.01)
+        os._exit(0)
+        """,
+    )
+    assert owners.running(run_dir) is not None
+    assert restore.restore(run_dir) == ()
+    assert owners.running(run_dir) is None
+    assert tree(work) == before
+
+
 @pytest.mark.parametrize("mode", ["a", "r+"])
 def test_whoever_has_a_file_open_has_the_one_that_is_put_back(work, mode):
     """Another training that logs to it meanwhile: its lines are not lost, and later ones come to the right place."""
