@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from advisor.analysis import view as rows
 from advisor.analysis.time import NO_ROWS, NO_STEP
 from advisor.analysis.view import View
@@ -49,7 +51,7 @@ def fill(view: View, table: MetricTable) -> None:
         else:
             table.miss(name, _NOT_READ)
     if any(row.phase == "backward" for row in view.rows):
-        table.set("checkpointing", any(_recomputed(row) for row in view.rows))
+        table.set("checkpointing", _checkpoints(view))
     else:
         table.miss("checkpointing", "no backward pass was traced")
     for name, value in (("graph_breaks", facts.graph_breaks), ("recompiles", facts.recompiles)):
@@ -85,13 +87,25 @@ def _compilations(view: View, table: MetricTable) -> None:
     table.set("recompiled", ", ".join(dict.fromkeys(named)))
 
 
+# Operators of a module's forward: what else runs inside backward (unfold's col2im) is part of a gradient.
+_FORWARD = re.compile(
+    r"aten::(_?convolution|cudnn_convolution|mkldnn_convolution|\w*(batch|group|layer|instance)_norm)\w*(?<!backward)$"
+)
+# Of the forward's time. A script that checkpoints anything does so with a stage of its model or more.
+RECOMPUTED = 0.05
+
+
 def _is_cupy(row: KernelRow) -> bool:
     return row.name.startswith("cupy_")  # CuPy's own kernels carry this prefix; RawKernels have the user's names
 
 
-def _recomputed(row: KernelRow) -> bool:
-    """A forward convolution or normalisation inside backward: activation checkpointing runs it again."""
-    return row.phase == "backward" and row.kind in ("conv", "norm") and bool(row.op) and "backward" not in row.op
+def _checkpoints(view: View) -> bool:
+    """Forward convolutions and normalisations run again inside backward, not those of a second derivative."""
+    if view.profile.model.create_graph:
+        return False
+    heavy = [row for row in view.rows if _FORWARD.match(row.op)]
+    again = sum(row.time_us for row in heavy if row.phase == "backward")
+    return again > RECOMPUTED * sum(row.time_us for row in heavy if row.phase == "forward")
 
 
 def _bn_act_count(view: View, table: MetricTable) -> None:

@@ -12,10 +12,14 @@ from advisor.rules.rule import AREAS, SEVERITIES
 UNKNOWN_GAIN = {"high": 0.3, "medium": 0.05, "low": 0.01, "info": 0.0}
 # Of the step: what a gain that may be nothing is taken for at least, as `apply` keeps nothing for less (--min-gain).
 LEAST = 0.01
-# What surely costs this much of the step, and is cured by the reader in a line or two, is told before every search that may give
-# nothing: sqrt(LEAST * 1) is what such a search is worth at most. So is what a rule holds for a fault of high severity.
-NOTICEABLE = 0.003
-KNOWN_COST = math.sqrt(LEAST)
+# What the script does and need not do, if it costs this much of the step and more, is told before every search that may give nothing:
+# sqrt(LEAST * 1) is what such a search is worth at most, and is added to what the fault costs. Half precision or another compiler may
+# gain more; `apply` finds that out by itself.
+NOTICEABLE = 0.001
+FAULT = math.sqrt(LEAST)
+MAY_COST = {"high": NOTICEABLE, "medium": NOTICEABLE, "low": 0.1}  # by severity, where it may cost nothing
+# Areas of rules about what a script does beside its model's arithmetic. A change there that is bit-equal mends a fault.
+_BESIDE = frozenset({"machine", "input", "transfer", "sync", "optimizer", "memory", "parallel"})
 # A larger batch or another model is more to ask than a change of how the same training runs.
 RECIPE = 0.5
 
@@ -66,8 +70,18 @@ def worth(finding: Finding) -> float:
     expected = UNKNOWN_GAIN.get(finding.severity, 0.0) if gain is None else middle(gain)
     if finding.semantics is Semantics.TRAINING:
         return expected * RECIPE
-    costs = gain is not None and gain.high >= NOTICEABLE and (gain.low > 0 or finding.severity == "high")
-    return max(expected, KNOWN_COST) if costs and not finding.transform else expected
+    return expected + FAULT if _is_fault(finding) and gain is not None and _costs(gain, finding.severity) else expected
+
+
+def _costs(gain: Interval, severity: str) -> bool:
+    """It surely costs something, or what the rule holds for a fault may; where it holds it for a small one, much."""
+    return gain.high >= (NOTICEABLE if gain.low > 0 else MAY_COST.get(severity, math.inf))
+
+
+def _is_fault(finding: Finding) -> bool:
+    """The script does something that it need not: what only a reader can mend, or a bit-equal change beside the model's arithmetic."""
+    exact = finding.semantics is Semantics.EXACT and finding.area in _BESIDE
+    return not finding.transform or finding.area == "simplify" or exact
 
 
 def middle(gain: Interval) -> float:

@@ -97,6 +97,23 @@ def test_resnet50_step_and_memory() -> None:
     assert table["dram_frac"].reason == "needs hardware counters or NVML GPM"
 
 
+def test_what_runs_in_backward_is_a_checkpoint_only_where_it_is_the_forward_again() -> None:
+    base = profiles.resnet50()
+    forward = KernelRow(name="k", kind="conv", op="aten::cudnn_convolution", module="net.a", phase="forward", time_us=1000.0)
+    again = replace(forward, phase="backward", time_us=300.0)
+
+    def checkpoints(*more: KernelRow, **facts: bool) -> bool:
+        rows = (forward, replace(forward, op="aten::convolution_backward", phase="backward"), *more)
+        return bool(metrics(replace(base, kernels=rows, model=replace(base.model, **facts)))["checkpointing"].value)
+
+    assert not checkpoints()
+    assert checkpoints(again)
+    assert checkpoints(replace(again, kind="norm", op="aten::native_batch_norm"))
+    assert not checkpoints(replace(again, op="aten::col2im")), "unfold's gradient"
+    assert not checkpoints(again, create_graph=True), "a second derivative"
+    assert not checkpoints(replace(again, time_us=20.0))
+
+
 def test_doubtful_rates_give_no_share_and_no_finding() -> None:
     sound = profiles.resnet50()
     rows = tuple(replace(row, limit_us=0.0, dram_bytes=row.modelled_bytes) for row in sound.kernels)  # as assembled

@@ -67,19 +67,35 @@ def test_what_is_certain_goes_above_what_may_be_more():
     assert list(led(may_lose, finding("little", 0.0, 0.01))) == ["little", "may-lose"]
 
 
-def test_a_line_to_change_for_a_known_cost_goes_above_every_search_that_may_give_nothing():
-    search, cure = (
-        finding("search", -0.05, 0.9, transform="amp_bf16", semantics=Semantics.PRECISION),
-        finding("cure", 0.004, 0.006),
+def test_what_a_script_need_not_do_goes_above_every_search_that_may_give_nothing():
+    search = finding("search", -0.05, 0.9, transform="amp_bf16", semantics=Semantics.PRECISION, area="precision")
+    read = finding("read", 0.0, 0.006, transform="defer_sync", area="sync")
+    bias = finding(
+        "bias", 0.0, 0.2, transform="conv_bias", area="simplify", severity="low", semantics=Semantics.REASSOCIATED
     )
-    fault = finding("fault", 0.0, 0.006, severity="high")
-    for known in (cure, fault, replace(cure, semantics=Semantics.PRECISION)):
-        assert list(led(search, known)) == [known.rule, "search"]
-    for other in (
-        finding("uncertain", 0.0, 0.006), finding("unseen", 0.001, 0.002), finding("unseen-fault", 0.0, 0.002, severity="high"),
-        finding("recipe", 0.004, 0.006, semantics=Semantics.TRAINING), finding("tried", 0.004, 0.006, transform="x"),
+    sure = finding("sure", 0.001, 0.002, severity="low")
+    for fault in (
+        finding("cost", 0.004, 0.006), finding("may-cost", 0.0, 0.006), finding("doubles", 0.0, 0.006, semantics=Semantics.PRECISION),
+        read, bias, sure, replace(sure, rule="much", gain=Interval(low=0.0, high=0.2)),
     ):  # fmt: skip
-        assert list(led(search, other)) == ["search", other.rule]
+        assert list(led(search, fault)) == [fault.rule, "search"]
+    for other in (
+        finding("unseen", 0.0, 0.0005), replace(sure, rule="may-cost-little", gain=Interval(low=0.0, high=0.006)),
+        finding("recipe", 0.004, 0.006, semantics=Semantics.TRAINING), replace(bias, rule="small", gain=Interval(low=0.0, high=0.02)),
+        finding("kernel", 0.0, 0.06, transform="x", area="kernels"), finding("info", 0.0, 0.5, severity="info"),
+        replace(read, rule="of-other-numbers", semantics=Semantics.REASSOCIATED),
+    ):  # fmt: skip
+        assert list(led(search, other)) == ["search", other.rule], other.rule
+    certain = finding("graphs", 0.3, 0.7, transform="cuda_graphs", semantics=Semantics.REASSOCIATED)
+    assert list(led(search, read, certain)) == ["graphs", "read", "search"]
+
+
+def test_of_faults_the_dearer_goes_first():
+    assert list(led(finding("small", 0.0, 0.006), finding("large", 0.0, 0.3), finding("sure", 0.02, 0.03))) == [
+        "large",
+        "sure",
+        "small",
+    ]
 
 
 def test_severity_decides_where_no_gain_is_known():
