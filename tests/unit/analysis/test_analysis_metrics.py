@@ -99,7 +99,9 @@ def test_resnet50_step_and_memory() -> None:
 
 def test_what_runs_in_backward_is_a_checkpoint_only_where_it_is_the_forward_again() -> None:
     base = profiles.resnet50()
-    forward = KernelRow(name="k", kind="conv", op="aten::cudnn_convolution", module="net.a", phase="forward", time_us=1000.0)
+    forward = KernelRow(
+        name="k", kind="conv", op="aten::cudnn_convolution", module="net.a", phase="forward", time_us=1000.0
+    )
     again = replace(forward, phase="backward", time_us=300.0)
 
     def checkpoints(*more: KernelRow, **facts: bool) -> bool:
