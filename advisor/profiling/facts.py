@@ -386,7 +386,8 @@ def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "anomaly": torch.is_anomaly_enabled(),
+        # Also where only a part of the step runs under it: by now it may be off again.
+        "anomaly": torch.is_anomaly_enabled() or bool(seen.stack_us),
         "uses_cupy": "cupy" in sys.modules,
     }
     wrappers = [m for m in everything if isinstance(m, nn.parallel.DistributedDataParallel)]

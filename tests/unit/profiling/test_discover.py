@@ -699,4 +699,7 @@ def test_under_anomaly_detection_noting_a_stack_is_timed(found: Found) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autograd.set_detect_anomaly(True):
         train(model, optimizer, 4)
-    assert facts.model_facts(training, discovery, watcher).stack_us > 0
+    read = facts.model_facts(training, discovery, watcher)
+    assert read.stack_us > 0
+    assert not torch.is_anomaly_enabled()
+    assert read.flags["anomaly"], "the steps ran under it, as those of a `with` inside the loop do"
