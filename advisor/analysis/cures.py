@@ -35,7 +35,7 @@ STACK_WORST, STACK_BEST = 0.6, 1.6
 # A fill also brings memory into the cache for whoever writes there next: on a CPU, where fills took 2 % of a small network's step, it gained
 # nothing to leave them out (2 cores of an x86 server, CPU time, medians of 40 steps, twice).
 FILL_WORST = 0.7
-ALLOCATING_WORST = 0.8
+ALLOCATING_WORST = 0.6
 GC_WORST = 0.8
 # Of the time in fp64: half where bytes are the limit and less where launches are; nearly all where the device is slow at fp64 (1/64 of the
 # fp32 rate on GPUs for graphics), or converts back.

@@ -46,15 +46,22 @@ def fill(view: View, table: MetricTable) -> None:
 
 def one_by_one(row: KernelRow) -> bool:
     """Arithmetic on one tensor: what a multi-tensor operator does to each of its own is told under that operator's name."""
-    return row.kind in ("optimizer", "average") and not row.op.startswith(("aten::_foreach_", "aten::_fused_"))
+    return row.kind in ("optimizer", "average") and not several_at_once(row)
 
 
 def own_update(view: View) -> list[KernelRow]:
     """Rows of an update that is no code of torch.optim's, one tensor each: of an optimizer of the script's, or written by hand without one."""
     facts = view.profile.model
-    if facts.optimizers and not facts.optimizer_own:
+    rows = [row for row in view.rows if row.phase == "optimizer"]
+    # Beside an optimizer of torch's that goes tensor by tensor nobody could tell the two apart.
+    if facts.optimizers and not facts.optimizer_own and not any(map(several_at_once, rows)):
         return []
-    return [row for row in view.rows if row.phase == "optimizer" and one_by_one(row)]
+    return [row for row in rows if one_by_one(row)]
+
+
+def several_at_once(row: KernelRow) -> bool:
+    """A multi-tensor operator."""
+    return row.op.startswith(("aten::_foreach_", "aten::_fused_"))
 
 
 def _average(view: View, table: MetricTable) -> None:

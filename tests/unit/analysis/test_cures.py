@@ -86,8 +86,19 @@ def test_an_update_of_the_scripts_own_is_told_with_what_a_fused_one_saves(optimi
     assert 0.03 < low < 3600 / 13600 < high < 0.6
 
 
+def test_an_update_by_hand_beside_an_optimizer_of_torchs_is_told() -> None:
+    base = profiles.cifar()
+    theirs = profiles.row(
+        name="multi", kind="optimizer", op="aten::_foreach_mul_", phase="optimizer", calls=4, time_us=9
+    )
+    found = metrics(looping(profiles.with_rows(base, *base.kernels, theirs), "optimizer", optimizer_host_us=6000.0))
+    assert found.number("own_optimizer_calls") == 480
+
+
 def test_torchs_own_optimizers_are_other_rules_matter() -> None:
-    found = metrics(looping(profiles.cifar(), "optimizer", optimizer_host_us=6000.0))
+    base = profiles.cifar()
+    without = [row for row in base.kernels if row.phase != "optimizer"]
+    found = metrics(looping(profiles.with_rows(base, *without), "optimizer", optimizer_host_us=6000.0))
     assert found.number("own_optimizer_calls") == 0
     assert found.number("own_optimizer_saved_high") is None
 

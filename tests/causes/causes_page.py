@@ -1,0 +1,280 @@
+"""Which card the planted cause of each small training is: docs/causes/<machine>.json, and docs/causes.md made from it.
+
+python tests/causes/causes_page.py --run gpu              profile every training of the catalogue here, then write the page
+python tests/causes/causes_page.py --run cpu --only fp64  only those with this in their names; what else is on record stays
+python tests/causes/causes_page.py --run gpu --cases DIR  trainings from a folder as well, by their lines `# EXPECT: rule|rule`
+python tests/causes/causes_page.py                        write the page from what is recorded
+
+On several GPUs one training runs on each, with its share of the cores. A cause is found where one of its rules is among those
+of the first or the second card. Where only the user can make the cure, the training is profiled without its fault as well, and
+what the fault cost of the step is held against the card's interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import causes_catalogue
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "docs" / "causes"
+PAGE = ROOT / "docs" / "causes.md"
+TIMEOUT_S = 150
+STEPS_GPU, STEPS_CPU = 400, 130  # of a plain run, the first thirty untimed
+CURED = "-cured"
+SHOWN = 3  # cards of a report that are put on record
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A script, the rules that are wanted of its first two cards, and whether the cost of its fault is known by running it without."""
+
+    name: str
+    text: str
+    expect: tuple[str, ...]
+    priced: bool
+
+
+def trainings(machine: str, folders: Sequence[Path] = ()) -> list[Training]:
+    """Those of the catalogue, each followed by the one without its fault where that has a price; then those of the folders."""
+    found = [
+        Training(name, text, fault.expect, fault.priced)
+        for name, fault, text in causes_catalogue.scripts(machine)
+        if fault.priced or not name.endswith(CURED)
+    ]
+    for folder in folders:
+        for path in sorted(folder.glob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if wanted := re.search(r"^# EXPECT: ([\w|-]+)", text, re.MULTILINE):
+                found.append(Training(path.stem, text, tuple(wanted[1].split("|")), priced=False))
+    return found
+
+
+def rank(expect: Sequence[str], cards: Sequence[dict[str, Any]]) -> int:
+    """Which card, from 1, has one of these rules; 0 where none has."""
+    places = (place for place, card in enumerate(cards, 1) if set(card["rules"]) & set(expect))
+    return next(places, 0)
+
+
+def measured(training: Training, folder: Path, environment: dict[str, str], prefix: Sequence[str]) -> dict[str, Any]:
+    """Profile one training and say what its report's first cards are; where its fault has a price, time its steps without advisor."""
+    script = folder / f"{training.name}.py"
+    script.write_text(training.text, encoding="utf-8")
+    timed = {"step_s": plain_step_s(script, environment, prefix)} if training.priced else {}
+    return timed if training.name.endswith(CURED) else {**timed, **profiled(training, script, environment, prefix)}
+
+
+def plain_step_s(script: Path, environment: dict[str, str], prefix: Sequence[str]) -> float | None:
+    """What a step of the script takes by itself, epoch starts included; None where it does not say."""
+    steps = STEPS_CPU if environment.get("CUDA_VISIBLE_DEVICES") == "" else STEPS_GPU
+    command = [*prefix, sys.executable, str(script), str(steps)]
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    told = re.findall(r"^step ([\d.e-]+)$", ended.stdout, re.MULTILINE)
+    return float(told[-1]) if told else None
+
+
+def profiled(training: Training, script: Path, environment: dict[str, str], prefix: Sequence[str]) -> dict[str, Any]:
+    """The first cards of the training's report."""
+    folder = script.parent
+    run = folder / training.name
+    command = [*prefix, sys.executable, "-m", "advisor", "profile", "-q", "-o", str(run), str(script)]
+    try:
+        ended = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        findings = json.loads((run / "findings.json").read_text(encoding="utf-8"))
+        profile = json.loads((run / "profile.json").read_text(encoding="utf-8"))
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {TIMEOUT_S} s"}
+    except (OSError, ValueError) as error:
+        return {"error": f"exit code {ended.returncode}: {ended.stderr.strip()[-300:] or error}"}
+    cards = [shown(card) for card in findings["cards"]]
+    step = profile.get("step_us") or profile.get("wall_us")
+    return {
+        "rank": rank(training.expect, cards),
+        "cards": cards[:SHOWN],
+        "step_us": round(step["median"], 1) if step else None,
+        "expected": next((card for card in cards if set(card["rules"]) & set(training.expect)), None),
+    }
+
+
+def shown(card: dict[str, Any]) -> dict[str, Any]:
+    """What the record holds of a card: its rules, the leading one first, and the share of the step it is predicted to save."""
+    gain = card.get("predicted")
+    rules = [card["rule"], *card.get("reasons", ())]
+    return {"rules": rules, "predicted": [round(gain["low"], 4), round(gain["high"], 4)] if gain else None}
+
+
+def run(machine: str, chosen: Sequence[Training], runs: Path | None = None) -> dict[str, Any]:
+    """Profile these, as many at once as there are GPUs; `runs`: where their run folders stay, None for nowhere."""
+    waiting: SimpleQueue[Training] = SimpleQueue()
+    for training in chosen:
+        waiting.put(training)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        made = runs or temporary
+
+        def lane(environment: dict[str, str], prefix: Sequence[str], folder: Path) -> None:
+            folder.mkdir(parents=True)
+            while True:
+                try:
+                    training = waiting.get_nowait()
+                except Empty:
+                    return
+                results[training.name] = found = measured(training, folder, environment, prefix)
+                said = found.get("error") or f"card {found.get('rank', '–')}" if training.expect else "sound"
+                print(f"{len(results)}/{len(chosen)} {training.name}: {said}", flush=True)
+
+        lanes = [
+            threading.Thread(target=lane, args=(environment, prefix, Path(made) / f"lane-{number}"))
+            for number, (environment, prefix) in enumerate(_lanes(machine))
+        ]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
+    for training in chosen:
+        if training.priced and not training.name.endswith(CURED):
+            results[training.name]["cost"] = cost(results, training.name)
+    return results
+
+
+def cost(results: dict[str, Any], name: str) -> float | None:
+    """The share of the step that the fault takes: 1 less the step without it over the step with it."""
+    steps = [results.get(name + ending, {}).get("step_s") for ending in ("", CURED)]
+    return round(1 - steps[1] / steps[0], 4) if all(steps) else None
+
+
+def _lanes(machine: str) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """The environment and the command's prefix for each of the trainings that run side by side."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if machine == "cpu":
+        yield {**environment, "CUDA_VISIBLE_DEVICES": ""}, []
+        return
+    import torch
+
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    share = max(1, cores // gpus)
+    for gpu in range(gpus):
+        mine = f"{gpu * share}-{(gpu + 1) * share - 1}"
+        yield {**environment, "CUDA_VISIBLE_DEVICES": str(gpu)}, ["taskset", "-c", mine] if gpus > 1 else []
+
+
+def record(machine: str, results: dict[str, Any], chosen: Sequence[Training]) -> None:
+    """Put the results beside those that are on record."""
+    import torch
+
+    path = RECORDS / f"{machine}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"trainings": {}}
+    expect = {training.name: list(training.expect) for training in chosen}
+    for name, found in results.items():
+        before["trainings"][name] = {"expect": expect[name], **found}
+    document = {
+        "device": torch.cuda.get_device_name() if machine == "gpu" else "",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "trainings": dict(sorted(before["trainings"].items())),
+    }
+    RECORDS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def page() -> str:
+    """The page, from what is on record."""
+    lines = [
+        "# Is the cause the first card?",
+        "",
+        "Small trainings with one planted cause each, in several loop styles, profiled as a user would; made by `tests/causes/causes_page.py`.",
+        "Found: one of the cause's rules is on the first or the second card of the report. Where only the user can make the cure, the",
+        "same training without its fault says what the fault cost, and the card's interval is held to that.",
+    ]
+    for path in sorted(RECORDS.glob("*.json")):
+        lines += _section(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    return "\n".join(lines) + "\n"
+
+
+def _section(machine: str, made: dict[str, Any]) -> list[str]:
+    planted = {n: t for n, t in made["trainings"].items() if t["expect"] and not n.endswith(CURED)}
+    found = [t for t in planted.values() if t.get("rank") in (1, 2)]
+    priced = {n: t for n, t in planted.items() if t.get("cost") is not None}
+    inside = [t for t in priced.values() if _inside(t)]
+    lines = [
+        "",
+        f"## {made['device'] or 'CPU'}",
+        "",
+        f"torch {made['torch']}, {made['date']}. Found: {len(found)} of {len(planted)}. "
+        f"Cost inside the predicted interval: {len(inside)} of {len(priced)}.",
+        "",
+        "| training | wanted | card | first card | second card | cost of the step | predicted |",
+        "|---|---|---:|---|---|---:|---:|",
+    ]
+    for name, training in planted.items():
+        lines.append(_row(name, training))
+    sound = {n: t for n, t in made["trainings"].items() if not t["expect"]}
+    if sound:
+        lines += ["", "Without a planted cause:", "", "| training | first card | predicted |", "|---|---|---:|"]
+        for name, training in sound.items():
+            first = (training.get("cards") or [None])[0]
+            lines.append(f"| {name} | {_card(first)} | {_interval(first)} |")
+    return lines
+
+
+def _inside(training: dict[str, Any]) -> bool:
+    predicted = (training["expected"] or {}).get("predicted")
+    return bool(predicted) and predicted[0] <= training["cost"] <= predicted[1]
+
+
+def _row(name: str, training: dict[str, Any]) -> str:
+    if "error" in training:
+        return f"| {name} | {' or '.join(training['expect'])} | – | {training['error'].splitlines()[-1]} | | | |"
+    cards = [*training["cards"], None, None]
+    cost = f"{training['cost']:.0%}" if training.get("cost") is not None else ""
+    place = str(training["rank"] or "none")
+    return (
+        f"| {name} | {' or '.join(training['expect'])} | {place} | {_card(cards[0])} | {_card(cards[1])} | {cost} | "
+        f"{_interval(training['expected'])} |"
+    )
+
+
+def _card(card: dict[str, Any] | None) -> str:
+    return card["rules"][0] if card else ""
+
+
+def _interval(card: dict[str, Any] | None) -> str:
+    predicted = (card or {}).get("predicted")
+    return f"{predicted[0]:.0%} to {predicted[1]:.0%}" if predicted else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", choices=("cpu", "gpu"))
+    parser.add_argument("--only", default="", help="a part of the names of those to run")
+    parser.add_argument("--runs", type=Path, help="keep the run folders in this one")
+    parser.add_argument(
+        "--cases", type=Path, action="append", default=[], help="a folder of trainings that say what they EXPECT"
+    )
+    given = parser.parse_args()
+    if given.run:
+        chosen = [t for t in trainings(given.run, given.cases) if re.search(given.only, t.name)]
+        record(given.run, run(given.run, chosen, given.runs), chosen)
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

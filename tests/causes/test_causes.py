@@ -1,0 +1,115 @@
+"""The trainings with planted causes are whole: they compile, train, and name rules that exist; the record is counted rightly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import causes_catalogue
+import causes_page
+import pytest
+
+from advisor import rules
+
+TEXTS = {name: text for machine in ("gpu", "cpu") for name, _, text in causes_catalogue.scripts(machine)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_each_training_is_python_without_an_open_slot(name: str) -> None:
+    compile(TEXTS[name], name, "exec")
+    assert "#: " not in TEXTS[name]
+    assert "$" not in TEXTS[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, _, _ in causes_catalogue.scripts("cpu")])
+def test_each_training_trains(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TEXTS[name], encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wanted_rules_exist() -> None:
+    known = {rule.id for rule in rules.load([])}
+    wanted = {rule for fault in causes_catalogue.FAULTS for rule in fault.expect}
+    assert wanted <= known, wanted - known
+
+
+def test_a_cured_training_has_no_fault() -> None:
+    fault = next(f for f in causes_catalogue.FAULTS if f.id == "average-of-parameters")
+    for style in fault.styles:
+        assert "slow" in causes_catalogue.text(fault, style)
+        assert "slow" not in causes_catalogue.text(fault, style, cured=True)
+
+
+def test_names_differ_from_style_to_style() -> None:
+    fault = next(f for f in causes_catalogue.FAULTS if f.id == "average-of-parameters")
+    assert "self.network" in causes_catalogue.text(fault, "trainer")
+    assert "net.parameters()" in causes_catalogue.text(fault, "flat")
+
+
+def test_a_folder_brings_trainings_that_say_what_they_expect(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("# EXPECT: recompiles|graph-breaks\n", encoding="utf-8")
+    (tmp_path / "b.py").write_text("print()\n", encoding="utf-8")
+    (found,) = [t for t in causes_page.trainings("cpu", [tmp_path]) if t.name in ("a", "b")]
+    assert (found.name, found.expect) == ("a", ("recompiles", "graph-breaks"))
+
+
+def _card(rule: str, *reasons: str) -> dict[str, object]:
+    return {"rules": [rule, *reasons]}
+
+
+def test_the_rank_is_that_of_the_first_card_with_a_wanted_rule() -> None:
+    cards = [_card("launch-bound", "host-busy"), _card("recompiles")]
+    assert causes_page.rank(("recompiles",), cards) == 2
+    assert causes_page.rank(("host-busy",), cards) == 1  # a reason of the first card
+    assert causes_page.rank(("anomaly-mode",), cards) == 0
+
+
+def test_the_page_counts_what_was_found_and_what_was_foretold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def training(rank: int, cost: float | None, predicted: list[float]) -> dict[str, object]:
+        card = {"rules": ["a-rule"], "predicted": predicted}
+        found = {"expect": ["a-rule"], "rank": rank, "cards": [card], "expected": card, "step_us": 1.0}
+        return found if cost is None else {**found, "cost": cost}
+
+    made = {
+        "device": "",
+        "torch": "2.13.0",
+        "date": "2026-11-27",
+        "trainings": {
+            "first": training(1, 0.2, [0.1, 0.3]),
+            "first-cured": training(0, None, [0, 0]),
+            "second": training(2, 0.5, [0.1, 0.3]),
+            "third": training(3, None, [0, 0]),
+            "broken": {"expect": ["a-rule"], "error": "exit code 1: no"},
+            "sound": {**training(0, None, [0, 0]), "expect": []},
+        },
+    }
+    (tmp_path / "cpu.json").write_text(json.dumps(made), encoding="utf-8")
+    monkeypatch.setattr(causes_page, "RECORDS", tmp_path)
+    page = causes_page.page()
+    assert "Found: 2 of 4." in page
+    assert "Cost inside the predicted interval: 1 of 2." in page
+
+
+def test_the_cost_of_a_fault_is_the_share_of_the_step_that_goes_without_it() -> None:
+    results = {"a": {"step_s": 0.2}, "a-cured": {"step_s": 0.15}, "b": {"error": "none"}}
+    assert causes_page.cost(results, "a") == 0.25
+    assert causes_page.cost(results, "b") is None
+
+
+def test_the_page_is_what_is_on_record() -> None:
+    if causes_page.RECORDS.exists():
+        assert causes_page.PAGE.read_text(encoding="utf-8") == causes_page.page()
+
+
+def test_a_step_is_timed_as_the_script_tells_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint('step', 0.5)\nprint('step', int(sys.argv[1]) / 1e4)\n", encoding="utf-8")
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    assert causes_page.plain_step_s(script, environment, []) == causes_page.STEPS_CPU / 1e4
+    script.write_text("raise SystemExit(1)\n", encoding="utf-8")
+    assert causes_page.plain_step_s(script, environment, []) is None
