@@ -6,10 +6,11 @@ import gc
 import random
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
+import machine
 import pytest
+from thinned import covering
 
 try:
     from hypothesis import settings
@@ -37,6 +38,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _frozen = len(sys.modules)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def this_machine() -> Iterator[None]:
+    """Tests, and what they start, use a cache folder of their own, in which this machine's rates lie planted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(machine.cache_folder()))
+        machine.plant()
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `each_value` those cases run always that have, between them, each value of each parameter; the others are long."""
@@ -49,20 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(alike):
             if number not in kept:
                 item.add_marker(pytest.mark.long)
-
-
-def covering(cases: Sequence[Mapping[str, int]]) -> set[int]:
-    """Numbers of cases, each {parameter: what tells its value}, in which all values come: few, and values as evenly as may be."""
-    kept: set[int] = set()
-    left = {value for case in cases for value in case.items()}
-    used: Counter[tuple[str, int]] = Counter()
-    while left:
-        gains = [(len(left & set(case.items())), -sum(used[v] for v in case.items())) for case in cases]
-        best = gains.index(max(gains))
-        kept.add(best)
-        used.update(cases[best].items())
-        left -= set(cases[best].items())
-    return kept
 
 
 @pytest.fixture(autouse=True)
