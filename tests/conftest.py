@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import machine
 import pytest
@@ -20,6 +21,18 @@ else:
     # An example's time says more of the machine: one that takes 20 ms took 550 beside other tests' writes to disk.
     settings.register_profile("any machine", deadline=None)
     settings.load_profile("any machine")
+
+
+@pytest.fixture
+def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`declare(id, **fields)`: for this test there is a row of this id, or the one that there is says this."""
+    from advisor.core.transform_table import ROWS, Row, Stage
+
+    def declared(identifier: str, **fields: object) -> None:
+        made = ROWS.get(identifier) or Row(id=identifier, title=identifier, code="", stage=Stage.NORMS)
+        monkeypatch.setitem(ROWS, identifier, dataclasses.replace(made, **fields))
+
+    return declared
 
 
 _frozen = 0  # modules that were imported when the heap was frozen; 0 when it is not. Python counts what is frozen one by one: 0.1 s a test
