@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
@@ -35,6 +36,9 @@ class FusedOptimizer(Transform):
     """Switch optimizers to their fused, else multi-tensor, implementation."""
 
     id = "fused_optimizer"
+    semantics = Semantics.REASSOCIATED
+    after = ("channels_last",)
+    order = 40
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.updates_compiled:

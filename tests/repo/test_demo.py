@@ -80,7 +80,8 @@ def test_make_lets_no_failure_of_the_demo_pass() -> None:
     ).stdout
     *_, last = shown.strip().splitlines()
     assert re.fullmatch(
-        r"code=0; (\S+)/advisor apply --auto .+ \|\| code=\$\?; \1/python \.ci/gained\.py \$code advisor-runs", last
+        r"code=0; (?:\w+=\w+ )?(\S+)/advisor apply --auto .+ \|\| code=\$\?; \1/python \.ci/gained\.py \$code advisor-runs",
+        last,
     )
     assert "|| true" not in shown
     assert "test $?" not in shown

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import site
-import subprocess
-import sys
 import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from installed import install, run
 
 from advisor.resources import kernels_dir, rules_dir
 
@@ -35,65 +32,12 @@ def test_every_package_of_the_tree_is_listed() -> None:
     assert listed_packages() == tree | {"advisor._kernels", "advisor._rules"}
 
 
-def run(*words: str | Path, cwd: Path, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ADVISOR"))}
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tracked files, so that building leaves nothing in the checkout."""
-    if importlib.util.find_spec("build") is None or importlib.util.find_spec("setuptools") is None:
-        pytest.skip("build and setuptools are needed: pip install -e .[test]")
-    if not (REPO / ".git").exists():
-        pytest.skip("no checkout")
-    folder = tmp_path_factory.mktemp("source")
-    for name in run("git", "ls-files", "-co", "--exclude-standard", cwd=REPO).splitlines():
-        if (REPO / name).is_file():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((REPO / name).read_bytes())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with an sdist of the checkout and a wheel that was made from that sdist."""
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
-    return out
-
-
 def environment_with(what: Path, folder: Path, *options: str) -> Path:
     """A fresh environment holding `what` alone; its dependencies come from the one the tests run in. Its bin folder."""
-    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
-    python = scripts / "python"
-    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    installer = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
-    build_path = os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    run(
-        *installer,
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        *options,
-        what,
-        cwd=folder,
-        PYTHONPATH=build_path,
-    )
+    scripts, packages = install(what, folder, *options)
     # A plain path line: the site folder's own .pth files, with the tests' editable install, are not read for it.
     borrowed = sorted({*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    (Path(purelib) / "zz-borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
+    (packages / "zz-borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
     return scripts
 
 
