@@ -20,6 +20,7 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
 from advisor.core.plan import Plan
 from advisor.core.profile import StepProfile
+from advisor.core.transform_table import row
 from advisor.core.verdict import TrialLog
 from advisor.runs import (
     FINDINGS_FILE,
@@ -232,9 +233,8 @@ def _check_rules(rules_dirs: Sequence[Path]) -> None:
     """The user's own rules are read before anything runs: what is wrong with one is not said after the run."""
     if rules_dirs:
         from advisor import rules
-        from advisor.transforms.registry import TRANSFORMS
 
-        rules.load(rules_dirs, transforms=TRANSFORMS)
+        rules.load(rules_dirs)
 
 
 def _shorter(session: Session, code: int) -> Session | None:
@@ -343,14 +343,13 @@ def _evaluate(
 ) -> Findings:
     from advisor import analysis, rules
     from advisor.analysis.predict import predict
-    from advisor.transforms import registry
     from advisor.trials import planner
 
     table = analysis.metrics(measured)
-    loaded = rules.load(rules_dirs, transforms=registry.TRANSFORMS)
+    loaded = rules.load(rules_dirs)
     chosen = rules.apply_overrides(loaded, select, ignore, overrides or {})
     findings = rules.evaluate(chosen, table, measured, functools.partial(predict, measured))
-    recommended = rules.recommend(findings, table, registry.title)
+    recommended = rules.recommend(findings, table)
     return Findings(
         run=run_dir.name,
         findings=findings,
@@ -574,11 +573,9 @@ def _check_apply(only: Sequence[str], skip: Sequence[str]) -> None:
         AdvisorError: for either.
     """
     from advisor.profiling.session import DISABLE_VARIABLE, disabled
-    from advisor.transforms.registry import TRANSFORMS
 
     for name in (*only, *skip):
-        if name not in TRANSFORMS:
-            raise AdvisorError(f"no transform {name!r}", expected="one of " + ", ".join(sorted(TRANSFORMS)))
+        row(name)
     if disabled():
         raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
 
@@ -587,12 +584,10 @@ def _chosen(
     recommendations: Sequence[Recommendation], only: Sequence[str], skip: Sequence[str]
 ) -> tuple[Recommendation, ...]:
     """What to try. A transform named in `only` is tried even when no rule asked for it: the user did."""
-    from advisor.transforms import registry
-
     chosen = [r for r in recommendations if r.transform not in skip and (not only or r.transform in only)]
     known = {r.transform for r in chosen}
     chosen += [
-        Recommendation(transform=name, title=registry.title(name), reason="named with --only")
+        Recommendation(transform=name, title=row(name).title, reason="named with --only")
         for name in only
         if name not in known and name not in skip
     ]

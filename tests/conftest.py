@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
+import machine
 import pytest
+from thinned import covering
 
 try:
     from hypothesis import settings
@@ -19,6 +21,18 @@ else:
     # An example's time says more of the machine: one that takes 20 ms took 550 beside other tests' writes to disk.
     settings.register_profile("any machine", deadline=None)
     settings.load_profile("any machine")
+
+
+@pytest.fixture
+def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`declare(id, **fields)`: for this test there is a row of this id, or the one that there is says this."""
+    from advisor.core.transform_table import ROWS, Row, Stage
+
+    def declared(identifier: str, **fields: object) -> None:
+        made = ROWS.get(identifier) or Row(id=identifier, title=identifier, code="", stage=Stage.NORMS)
+        monkeypatch.setitem(ROWS, identifier, dataclasses.replace(made, **fields))
+
+    return declared
 
 
 _frozen = 0  # modules that were imported when the heap was frozen; 0 when it is not. Python counts what is frozen one by one: 0.1 s a test
@@ -37,6 +51,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _frozen = len(sys.modules)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def this_machine() -> Iterator[None]:
+    """Tests, and what they start, use a cache folder of their own, in which this machine's rates lie planted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(machine.cache_folder()))
+        machine.plant()
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `each_value` those cases run always that have, between them, each value of each parameter; the others are long."""
@@ -49,20 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(alike):
             if number not in kept:
                 item.add_marker(pytest.mark.long)
-
-
-def covering(cases: Sequence[Mapping[str, int]]) -> set[int]:
-    """Numbers of cases, each {parameter: what tells its value}, in which all values come: few, and values as evenly as may be."""
-    kept: set[int] = set()
-    left = {value for case in cases for value in case.items()}
-    used: Counter[tuple[str, int]] = Counter()
-    while left:
-        gains = [(len(left & set(case.items())), -sum(used[v] for v in case.items())) for case in cases]
-        best = gains.index(max(gains))
-        kept.add(best)
-        used.update(cases[best].items())
-        left -= set(cases[best].items())
-    return kept
 
 
 @pytest.fixture(autouse=True)

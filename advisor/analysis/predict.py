@@ -6,12 +6,14 @@ outcome, so they are wide where shapes decide; the live trial gives the number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from importlib import import_module
 
-from advisor.analysis.predictions import batches, convolution, kernels, launch, optimizer, precision
 from advisor.analysis.predictions.basis import Predictor
 from advisor.analysis.view import View
 from advisor.analysis.whatif import Step
+from advisor.core import transform_table
 from advisor.core.findings import Interval
 from advisor.core.profile import StepProfile
 
@@ -23,62 +25,26 @@ def predict(profile: StepProfile, transform_id: str, parameters: Mapping[str, st
 
     `high` never exceeds the share of what the transform touches (Amdahl's bound); `low` may be negative where the change
     can lose. An interval of zero says that the transform finds nothing to do.
+
+    Raises:
+        AdvisorError: for an id that no transform has.
     """
-    predictor = _PREDICTORS.get(transform_id)
-    if predictor is None:
+    row = transform_table.row(transform_id)
+    if not row.predictor:
         return None
     view = View.of(profile)
-    step = Step.of(view) or (Step.untraced(view) if transform_id in _BY_TIMED_STEPS else None)
+    step = Step.of(view) or (Step.untraced(view) if row.untraced else None)
     if step is None:
         return None
-    if not view.on_gpu and transform_id in _NEEDS_GPU:
+    if not view.on_gpu and row.needs_gpu:
         return Interval(low=0.0, high=0.0, basis=_GPU_ONLY)
-    change = predictor(view if transform_id in _EVERYWHERE else view.without_guides(), step, parameters)
+    change = _predictor(row.predictor)(view if row.everywhere else view.without_guides(), step, parameters)
     return step.gain(change) if change is not None else None
 
 
-_PREDICTORS: dict[str, Predictor] = {
-    "amp_bf16": precision.autocast("bf16"),
-    "amp_fp16": precision.autocast("fp16"),
-    "guides_bf16": precision.guides,
-    "tf32": precision.tf32,
-    "channels_last": convolution.channels_last,
-    "cudnn_benchmark": convolution.cudnn_benchmark,
-    "fused_optimizer": optimizer.fused_optimizer,
-    "fused_casts": optimizer.fused_casts,
-    "set_to_none": optimizer.set_to_none,
-    "conv_bias": convolution.conv_bias,
-    "prefetch": batches.prefetch,
-    "loader_workers": batches.loader_workers,
-    "uint8_batches": batches.uint8_batches,
-    "defer_sync": launch.defer_sync,
-    "single_device": launch.single_device,
-    "fused_bn_act": kernels.fused_bn_act,
-    "fused_bn_concat": kernels.fused_bn_concat,
-    **kernels.FAMILIES,
-    "compile": launch.compiled(graphs=False),
-    "compile_max_autotune": launch.compiled(graphs=True),
-    "cuda_graphs": launch.cuda_graphs,
-    "gradient_stream": launch.gradient_stream,
-}
-# What reaches models that run without gradients: flags of the process, and what is for them.
-_EVERYWHERE = frozenset(("tf32", "cudnn_benchmark", "guides_bf16"))
-# What the timed steps tell by themselves, where the run ended before any was traced.
-_BY_TIMED_STEPS = frozenset(("loader_workers",))
-_NEEDS_GPU = frozenset(
-    (
-        *(
-            "amp_fp16",
-            "tf32",
-            "cudnn_benchmark",
-            "fused_casts",
-            "prefetch",
-            "uint8_batches",
-            "defer_sync",
-            "single_device",
-            "cuda_graphs",
-            "gradient_stream",
-        ),
-        *("fused_bn_act", "fused_bn_concat", *kernels.FAMILIES),
-    )
-)
+@functools.cache
+def _predictor(name: str) -> Predictor:
+    """What a row names as its predictor, "module:function" of `advisor.analysis.predictions`."""
+    module, _, function = name.partition(":")
+    found: Predictor = getattr(import_module(f"advisor.analysis.predictions.{module}"), function)
+    return found

@@ -155,7 +155,7 @@ def place(model: torch.nn.Module, name: str) -> list[Any]:
     """Apply every transform that puts kernels into a captured forward, as `advisor apply` would; returns what undoes each."""
     device = next(model.parameters()).device
     training = Training(device=device, roots=[RootModule(module=model, name=name)], optimizers=[])
-    found = [registry.get(transform) for transform in catalog.transforms()]
+    found = [registry.get(family.transform) for family in catalog.FAMILIES if family.captured]
     return [transform.apply(training, {}) for transform in found if transform.match(training, {}).applies]
 
 

@@ -134,10 +134,9 @@ def test(paths: tuple[Path, ...], *, verbose: bool, form: str) -> int:
       advisor rules test my-rules -v
     """
     from advisor.rules import load, run_cases
-    from advisor.transforms.registry import TRANSFORMS
 
-    load(paths, transforms=TRANSFORMS)  # as everywhere else, beside the bundled ones
-    results = run_cases(load(paths, shipped=not paths, transforms=TRANSFORMS))
+    load(paths)  # as everywhere else, beside the bundled ones
+    results = run_cases(load(paths, shipped=not paths))
     failed = [result for result in results if not result.passed]
     if form == "json":
         _say(output.json_text([to_plain(result) for result in results]))
@@ -167,11 +166,10 @@ def lint(paths: tuple[Path, ...], *, form: str) -> int:
     from advisor.rules.cases import read_cases
     from advisor.rules.catalog import in_order, rule_files
     from advisor.rules.yaml_nodes import RuleError
-    from advisor.transforms.registry import TRANSFORMS
 
-    # Beside the bundled ones, whose ids are taken and whose order holds; told is what is at PATHS.
+    # Beside the bundled ones, whose ids are taken; told is what is at PATHS.
     files = {file.resolve() for path in paths or (rules_dir(),) for file in rule_files(path)}
-    every, problems = check((rules_dir(), *paths), transforms=TRANSFORMS)
+    every, problems = check((rules_dir(), *paths))
     found = [rule for rule in every if Path(rule.path).resolve() in files]
     placed = [problem for problem in problems if Path(problem.path).resolve() in files]
     unread: list[AdvisorError] = []

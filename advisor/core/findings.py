@@ -64,8 +64,6 @@ class Finding:
     missing: tuple[str, ...] = ()  # "dram_frac: needs hardware counters or NVML GPM"
     rationale: str = ""
     references: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()  # transforms to be settled before the one it asks for
-    conflicts: tuple[str, ...] = ()  # transforms that cannot be kept together with it
     gates: bool = False  # when fired, every measurement of the run is in doubt
     cause: str = ""  # findings of one cause are one card; the rule's own id where it names none
     role: str = "cause"  # or "description": of the state that causes bring about, no cause itself
@@ -81,8 +79,6 @@ class Recommendation:
     rules: tuple[str, ...] = ()
     semantics: Semantics = Semantics.EXACT
     predicted: Interval | None = None  # share of step time saved
-    after: tuple[str, ...] = ()  # transforms to be tried before this one
-    conflicts: tuple[str, ...] = ()
     reason: str = ""
     gated_by: tuple[str, ...] = ()  # fired rules that put the run's measurements in doubt
     round: int = 1  # of the search; `predicted` is a share of the step as it was profiled for this round

@@ -19,7 +19,6 @@ def _averages_cumulatively(norm: Any) -> bool:
 FAMILIES: tuple[Family, ...] = (
     Family(
         id="batchnorm_max_pool",
-        title="Fused BatchNorm + activation + max-pool kernels",
         replaces="native_batch_norm + activation + max_pool2d_with_indices, training, channels_last",
         transform="fused_bn_max_pool",
         modules=("MaxPool2d",),
@@ -27,7 +26,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="batchnorm_concat",
-        title="BatchNorm kernels that read a growing concatenation in place",
         replaces="cat + native_batch_norm + activation where each cat continues the one before, training, channels_last",
         transform="fused_bn_concat",
         modules=(),
@@ -35,7 +33,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="batchnorm_act",
-        title="Fused BatchNorm + add + activation kernels",
         replaces="native_batch_norm + add + activation, training, channels_last",
         transform="fused_bn_act",
         modules=("BatchNorm2d",),
@@ -44,7 +41,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="squeeze_excite",
-        title="Fused squeeze-and-excite kernels",
         replaces="mean + two 1x1 convolutions + activation + gate + product, channels_last",
         transform="fused_squeeze_excite",
         modules=(
@@ -60,7 +56,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="pooling",
-        title="Pooling kernels with 8-bit indices",
         replaces="max_pool2d_with_indices, avg_pool2d, mean over (2, 3), channels_last",
         transform="fused_pooling",
         modules=("MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d"),
@@ -68,7 +63,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="upsample",
-        title="Upsampling kernels that write into the concatenation",
         replaces="upsample_bilinear2d, upsample_nearest2d + cat, channels_last",
         transform="fused_upsample",
         modules=("Upsample", "UpsamplingBilinear2d", "UpsamplingNearest2d"),
@@ -76,7 +70,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="layer_norm",
-        title="LayerNorm kernels for channels_last",
         replaces="native_layer_norm over the channels, with its permutes and casts",
         transform="fused_layer_norm",
         modules=("LayerNorm",),
@@ -84,7 +77,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="group_norm",
-        title="Fused GroupNorm + activation kernels",
         replaces="native_group_norm or instance_norm + activation, channels_last",
         transform="fused_group_norm",
         modules=("GroupNorm", "InstanceNorm2d"),
@@ -92,7 +84,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="depthwise",
-        title="Depthwise convolution kernels",
         replaces="conv2d with as many groups as channels, channels_last",
         transform="depthwise_conv",
         modules=("Conv2d",),
@@ -100,7 +91,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="grouped",
-        title="Grouped convolution kernels on tensor cores",
         replaces="conv2d 3x3 with 4 to 64 channels a group, channels_last",
         transform="grouped_conv",
         modules=("Conv2d",),
@@ -108,7 +98,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="bias_act",
-        title="Fused bias + activation and layer scale + add kernels",
         replaces="bias, add, activation of a convolution or Linear layer; layer scale, drop path, add; channels_last",
         transform="fused_bias_act",
         modules=("Conv2d", "ConvTranspose2d"),
@@ -116,7 +105,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="first_conv",
-        title="First convolution kernels",
         replaces="conv2d with 3 input channels, under autocast with its casts, channels_last",
         transform="first_conv",
         modules=("Conv2d",),
@@ -124,7 +112,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="conv3x3",
-        title="3x3 convolution kernels for few channels",
         replaces="conv2d 3x3 of stride 1 between 32 to 128 channels, on Hopper, channels_last",
         transform="conv3x3",
         modules=("Conv2d",),
@@ -132,7 +119,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="pointwise",
-        title="1x1 convolution kernels with norm statistics",
         replaces="conv2d 1x1 of stride 1 before a batch norm of ours, or behind one, with that one's pass over its result or "
         "its gradient, channels_last",
         transform="pointwise_conv",
@@ -141,7 +127,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="strided_pointwise",
-        title="1x1 convolution kernels of stride 2",
         replaces="conv2d 1x1 of stride 2 between few channels, as on the shortcuts of ResNets, channels_last",
         transform="strided_conv",
         modules=("Conv2d",),
@@ -151,7 +136,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="input",
-        title="Normalisation of uint8 batches on the GPU",
         replaces="ToTensor and Normalize in loader workers, and the copy of fp32 batches",
         transform="uint8_batches",
         modules=(),
@@ -159,7 +143,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="casts",
-        title="Casts of all weights in one launch",
         replaces="_foreach_copy_ between fp32 and half precision",
         transform="fused_casts",
         modules=(),
@@ -178,11 +161,6 @@ def get(identifier: str) -> Family:
         if family.id == identifier:
             return family
     raise AdvisorError(f"no kernel family {identifier!r}", expected="one of " + ", ".join(f.id for f in FAMILIES))
-
-
-def transforms() -> tuple[str, ...]:
-    """Ids of the transforms that put bundled kernels into captured graphs, in the families' order."""
-    return tuple(family.transform for family in FAMILIES if family.captured)
 
 
 def listing() -> list[dict[str, object]]:

@@ -88,9 +88,8 @@ class Family:
 
     Attributes:
         id: the folder's name. Its operations in torch.library begin with `advisor::`.
-        title: of its transform, as the report names it.
         replaces: the PyTorch operations whose place it takes.
-        transform: id of the transform that puts it in place.
+        transform: id of the transform that puts it in place; its row in core/transform_table.py has its title.
         modules: class names; a model is looked at when a module of it has one of these in its class's ancestry.
         having: of those modules only the ones for which this holds (a depthwise convolution is a Conv2d with many groups).
         restated: of those modules the ones whose forward no graph can hold; `layer` in the folder's forward.py makes one that a
@@ -103,7 +102,6 @@ class Family:
     """
 
     id: str
-    title: str
     replaces: str
     transform: str
     modules: tuple[str, ...]

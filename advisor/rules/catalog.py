@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError, cause
@@ -48,9 +48,7 @@ def rule_files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
-def check(
-    paths: Iterable[Path], *, transforms: Collection[str] | None = None
-) -> tuple[tuple[Rule, ...], tuple[RuleError, ...]]:
+def check(paths: Iterable[Path]) -> tuple[tuple[Rule, ...], tuple[RuleError, ...]]:
     """Every sound rule at the paths, and every fault found, in the order of lines; a file given twice is read once.
 
     Raises:
@@ -65,7 +63,7 @@ def check(
             if real in seen:
                 continue
             seen.add(real)
-            rule = read_rule(path, str(path), problems, transforms)
+            rule = read_rule(path, str(path), problems)
             if rule is None:
                 continue
             if rule.id in rules:
@@ -73,7 +71,6 @@ def check(
                 problems.append(_whole_file(rule, found, "an id of its own"))
                 continue
             rules[rule.id] = rule
-    problems.extend(_cycles(rules.values()))
     return tuple(sorted(rules.values(), key=lambda rule: (list(AREAS).index(rule.area), rule.id))), in_order(problems)
 
 
@@ -87,9 +84,7 @@ def in_order(problems: Iterable[RuleError]) -> tuple[RuleError, ...]:
     return tuple(sorted(problems, key=place))
 
 
-def load(
-    paths: Iterable[Path] = (), *, shipped: bool = True, transforms: Collection[str] | None = None
-) -> tuple[Rule, ...]:
+def load(paths: Iterable[Path] = (), *, shipped: bool = True) -> tuple[Rule, ...]:
     """The shipped rules and those at `paths` (folders or files), ordered by area and id.
 
     Raises:
@@ -97,7 +92,7 @@ def load(
         AdvisorError: when a path is no readable folder of rules.
     """
     folders = [rules_dir()] if shipped else []
-    rules, problems = check([*folders, *paths], transforms=transforms)
+    rules, problems = check([*folders, *paths])
     if problems:
         first = problems[0]
         if len(problems) > 1:
@@ -109,33 +104,3 @@ def load(
 
 def _whole_file(rule: Rule, found: str, expected: str) -> RuleError:
     return RuleError(rule.path, Mark(1, 1), found, expected=expected)
-
-
-def _cycles(rules: Iterable[Rule]) -> Iterator[RuleError]:
-    """A fault for each pair of rules that put two transforms in opposite orders, directly or through others."""
-    rules = tuple(rules)
-    before: dict[str, set[str]] = {}
-    for rule in rules:
-        if rule.transform:
-            before.setdefault(rule.transform, set()).update(rule.after)
-    for rule in rules:
-        for earlier in rule.after:
-            chain = _path(before, earlier, rule.transform)
-            if chain:
-                words = " after ".join((rule.transform, *chain))
-                yield _whole_file(rule, f"the order goes in a circle: {words}", "an order that can be kept")
-
-
-def _path(before: dict[str, set[str]], start: str, goal: str) -> tuple[str, ...]:
-    """Transforms from `start` to `goal` along `after`, or ()."""
-    reached: dict[str, tuple[str, ...]] = {start: (start,)}
-    frontier = [start]
-    while frontier:
-        current = frontier.pop(0)
-        if current == goal:
-            return reached[current]
-        for name in sorted(before.get(current, ())):
-            if name not in reached:
-                reached[name] = (*reached[current], name)
-                frontier.append(name)
-    return ()

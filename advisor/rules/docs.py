@@ -54,10 +54,6 @@ def rule_text(rule: Rule, *, cases: bool = True) -> str:
     lines += [line[2:] for line in described[1:]] if isinstance(rule.when, AnyOf) else described
     if rule.gain:
         lines += ["", f"Gain: `{rule.gain.low.text}` to `{rule.gain.high.text}` of the step: {rule.gain.basis}."]
-    if rule.after:
-        lines += ["", "Tried after: " + ", ".join(rule.after) + "."]
-    if rule.conflicts:
-        lines += ["", "Not together with: " + ", ".join(rule.conflicts) + "."]
     if rule.counter_examples:
         lines += ["", "When it is wrong:", ""]
         lines += [f"- {example.text} ({example.source})" for example in rule.counter_examples]

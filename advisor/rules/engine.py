@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from advisor.core import transform_table
 from advisor.core.findings import Finding, Interval, Outcome, Recommendation, Semantics
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import StepProfile
+from advisor.core.transform_table import Row
 from advisor.core.units import percent_text
 from advisor.rules.conditions import comparisons, evidence, truth
 from advisor.rules.messages import fill
@@ -20,7 +22,6 @@ Predict = Callable[[str, Mapping[str, str]], Interval | None]
 _OUTCOMES = (Outcome.FIRED, Outcome.UNKNOWN, Outcome.QUIET)
 _STAGE = {area: place for place, area in enumerate(AREAS)}
 _STARVED = 0.1  # share of the step waiting for input above which a faster kernel mostly lengthens the wait
-_SEMANTICS = (Semantics.EXACT, Semantics.REASSOCIATED, Semantics.PRECISION, Semantics.TRAINING)
 
 
 def evaluate(
@@ -111,8 +112,6 @@ def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Findi
         missing=tuple(f"{name}: {_reason(name, table)}" for name in missing),
         rationale=rule.rationale,
         references=rule.references,
-        after=rule.after,
-        conflicts=rule.conflicts,
         gates=rule.gates,
         cause=rule.cause or rule.id,
         role=rule.role,
@@ -129,13 +128,10 @@ def _rank(finding: Finding) -> tuple[int, int, float, int, str]:
     return _OUTCOMES.index(finding.outcome), -severity, -high, _STAGE.get(finding.area, len(AREAS)), finding.rule
 
 
-def recommend(
-    findings: Sequence[Finding], table: MetricTable | None = None, title: Callable[[str], str] = str
-) -> tuple[Recommendation, ...]:
+def recommend(findings: Sequence[Finding], table: MetricTable | None = None) -> tuple[Recommendation, ...]:
     """One recommendation for each transform that fired findings ask for, in the order of the findings.
 
-    `title` says what people call a transform: a finding's title says what is wrong, a recommendation's what to do. When a gating
-    finding fired, recommendations are still listed, marked with `gated_by`. What would change the training recipe is never
+    A finding's title says what is wrong, a recommendation's what to do. When a gating finding fired, recommendations are still listed, marked with `gated_by`. What would change the training recipe is never
     among them. With `table`, changes on the device side of a GPU that waits for its input say so.
     """
     gating = [finding for finding in findings if finding.outcome is Outcome.FIRED and finding.gates]
@@ -144,11 +140,11 @@ def recommend(
     for transform, group in _asked(f for f in findings if f.semantics is not Semantics.TRAINING).items():
         stage = min(_STAGE.get(finding.area, len(AREAS)) for finding in group)
         hidden = starved if stage > _STAGE["transfer"] and starved > _STARVED else 0.0
-        found.append(_merge(title(transform), group, gating, hidden))
+        found.append(_merge(transform_table.row(transform), group, gating, hidden))
     return tuple(found)
 
 
-def _merge(title: str, group: list[Finding], gating: list[Finding], starved: float) -> Recommendation:
+def _merge(row: Row, group: list[Finding], gating: list[Finding], starved: float) -> Recommendation:
     first = group[0]
     reason = f"{first.title}. {first.message}"
     if len(group) > 1:
@@ -158,14 +154,12 @@ def _merge(title: str, group: list[Finding], gating: list[Finding], starved: flo
     if gating:
         reason += " Measured in doubt: " + ", ".join(finding.title for finding in gating) + "."
     return Recommendation(
-        transform=first.transform,
+        transform=row.id,
         parameters=_parameters(group),
-        title=title,
+        title=row.title,
         rules=tuple(finding.rule for finding in group),
-        semantics=max((finding.semantics for finding in group), key=_SEMANTICS.index),
+        semantics=row.semantics,
         predicted=first.gain,
-        after=tuple(sorted({name for finding in group for name in finding.after})),
-        conflicts=tuple(sorted({name for finding in group for name in finding.conflicts})),
         reason=reason.strip(),
         gated_by=tuple(finding.rule for finding in gating),
     )

@@ -20,7 +20,6 @@ from advisor.rules.sites import SELECTORS
 _TEXT = {"type": "string", "minLength": 1, "pattern": r"\S"}
 _METRIC = {"type": "string", "pattern": "^[a-z0-9_]+$", "description": "a name from advisor/core/metrics.py"}
 _TRANSFORM = {"type": "string", "pattern": "^[a-z][a-z0-9]*(_[a-z0-9]+)*$"}
-_TRANSFORMS = {"type": "array", "items": _TRANSFORM, "uniqueItems": True}
 _EXPRESSION = {
     "type": ["string", "number"],
     "maxLength": 400,
@@ -90,8 +89,6 @@ def schema() -> dict[str, Any]:
             "propertyNames": {"pattern": "^[a-z][a-z0-9_]*$"},
             "additionalProperties": {"type": "string"},
         },
-        "after": _TRANSFORMS,
-        "conflicts": _TRANSFORMS,
         "gates": {"type": "boolean"},
         "sites": {"enum": list(SELECTORS)},
         "counter_examples": {
@@ -111,7 +108,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "properties": {name: properties[name] for name in (*REQUIRED, *OPTIONAL)},
         "required": list(REQUIRED),
-        "dependentRequired": {"after": ["transform"], "conflicts": ["transform"]},
+        "oneOf": [{"required": ["transform"]}, {"required": ["semantics"]}],  # a transform has its own
         "not": {"required": ["transform", "gain"]},
         "additionalProperties": False,
         "$defs": {"condition": {"anyOf": [_comparison(), *groups]}},

@@ -48,7 +48,7 @@ class Rule:
     """One defect: when it is there, what it costs, what to do.
 
     `requires` names the metrics without which the rule says nothing. `transform` is the id of the transform it asks for, whose gain
-    `analysis.predict` tells; it is "" when the advice is for a person, and `gain` says what that may save. A fired rule with `gates` puts every measurement of the run in doubt. Fired rules of
+    `analysis.predict` tells and whose semantics are its row's; it is "" when the advice is for a person, and `gain` says what that may save. A fired rule with `gates` puts every measurement of the run in doubt. Fired rules of
     one `cause` are told as one; a rule whose `role` is "description" tells what a step looks like, not why.
     """
 
@@ -65,8 +65,6 @@ class Rule:
     gain: Gain | None = None
     transform: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
-    after: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
     gates: bool = False
     sites: str = ""
     counter_examples: tuple[CounterExample, ...] = ()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from advisor.core.findings import Semantics
 from advisor.core.metrics import BY_NAME, MetricSpec
+from advisor.core.transform_table import ROWS
 from advisor.rules import estimate, messages, units
 from advisor.rules.conditions import OPERATORS, All, AnyOf, Comparison, Condition, Not, Threshold
 from advisor.rules.rule import AREAS, ROLES, SEVERITIES, STATUSES, CounterExample, Rule
@@ -25,15 +26,13 @@ REQUIRED = (
     "area",
     "severity",
     "status",
-    "semantics",
     "requires",
     "when",
     "message",
     "rationale",
 )
 OPTIONAL = (
-    "cause", "role", "gain", "transform", "parameters", "after", "conflicts", "gates", "sites", "counter_examples",
-    "references",
+    "semantics", "cause", "role", "gain", "transform", "parameters", "gates", "sites", "counter_examples", "references",
 )  # fmt: skip
 FIELDS = REQUIRED + OPTIONAL
 _ID = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -289,24 +288,30 @@ def _parameters(fields: Fields) -> dict[str, str]:
     return {key.text: fields.text_in(value, f"the parameter {key.text}") for key, value in node.entries}
 
 
-def read_rule(
-    path: Path, name: str, problems: list[RuleError], transforms: Collection[str] | None = None
-) -> Rule | None:
-    """Read and check one file. Faults go to `problems`; the rule is None when there were any.
+def _semantics(fields: Fields, transform: str) -> Semantics:
+    """What the change does to the numbers: a transform's row says it, advice says it itself."""
+    if not transform:
+        fields.require(("semantics",))
+        return Semantics(fields.choice("semantics", [member.value for member in Semantics]))
+    if "semantics" in fields.values:
+        found = "semantics beside a transform, which has its own"
+        fields.fail(fields.mark_of("semantics"), found, fix="Take 'semantics' out: it is for advice.")
+    return ROWS[transform].semantics if transform in ROWS else Semantics.EXACT
 
-    `transforms`: ids that exist; None leaves them unchecked (rules are below transforms and do not know them).
-    """
+
+def read_rule(path: Path, name: str, problems: list[RuleError]) -> Rule | None:
+    """Read and check one file. Faults go to `problems`; the rule is None when there were any."""
     try:
         document = read(path, name)
     except RuleError as error:
         problems.append(error)
         return None
     before = len(problems)
-    rule = _rule(document, path.stem, problems, transforms)
+    rule = _rule(document, path.stem, problems)
     return rule if len(problems) == before else None
 
 
-def _rule(document: Document, stem: str, problems: list[RuleError], transforms: Collection[str] | None) -> Rule | None:
+def _rule(document: Document, stem: str, problems: list[RuleError]) -> Rule | None:
     fields = Fields(document, document.root, FIELDS, problems, "the rule")
     if not isinstance(document.root, Mapping):
         return None
@@ -326,24 +331,9 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
             "{metric} or {metric:pct|time|long|bytes|rate|count|times}",
         )
     transform = fields.matching("transform", _TRANSFORM, "a transform's id") if "transform" in fields.values else ""
-    after, conflicts = fields.texts("after"), fields.texts("conflicts")
-    for name, ids in (("transform", (transform,)), ("after", after), ("conflicts", conflicts)):
-        for word in ids:
-            if transforms is not None and word and word not in transforms:
-                fields.fail(
-                    fields.mark_of(name),
-                    f"no transform {word!r}",
-                    "one of " + ", ".join(transforms),
-                    meant(word, transforms),
-                )
-    if transform and transform in (*after, *conflicts):
-        fields.fail(
-            fields.mark_of("transform"), f"{transform} stands in its own 'after' or 'conflicts'", fix="Take it out."
-        )
-    if (after or conflicts) and not transform:
-        fields.fail(
-            fields.mark_of("after" if after else "conflicts"), "an order without a transform", fix="Add 'transform'."
-        )
+    if transform and transform not in ROWS:
+        expected = "one of " + ", ".join(ROWS)
+        fields.fail(fields.mark_of("transform"), f"no transform {transform!r}", expected, meant(transform, ROWS))
     condition = _condition(document, fields.values["when"], problems) if "when" in fields.values else None
     gain = _gain(fields) if "gain" in fields.values else None
     if transform and "gain" in fields.values:
@@ -353,7 +343,7 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
     selector = fields.choice("sites", SELECTORS) if "sites" in fields.values else ""
     requires = _requires(fields)
     severity, status = fields.choice("severity", SEVERITIES), fields.choice("status", STATUSES)
-    semantics = fields.choice("semantics", [member.value for member in Semantics])
+    semantics = _semantics(fields, transform)
     title, area, rationale = fields.text("title"), fields.choice("area", AREAS), fields.text("rationale")
     parameters, gates = _parameters(fields), fields.flag("gates")
     examples, references = _counter_examples(fields), fields.texts("references")
@@ -361,9 +351,8 @@ def _rule(document: Document, stem: str, problems: list[RuleError], transforms: 
         return None
     rule = Rule(
         id=identifier, title=title, area=area, severity=severity, status=status,
-        semantics=Semantics(semantics), requires=requires, when=condition, message=message,
-        rationale=rationale, gain=gain, transform=transform, parameters=parameters, after=after,
-        conflicts=conflicts, gates=gates, sites=selector, counter_examples=examples,
+        semantics=semantics, requires=requires, when=condition, message=message,
+        rationale=rationale, gain=gain, transform=transform, parameters=parameters, gates=gates, sites=selector, counter_examples=examples,
         references=references, path=document.path, cause=cause or identifier, role=role,
     )  # fmt: skip
     for metric in rule.needed():

@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
@@ -35,7 +34,6 @@ _LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 class _Autocast(Transform):
     dtype: ClassVar[torch.dtype]
-    semantics = Semantics.PRECISION
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         reason = self.device_refuses(training.device, parameters) or _training_refuses(training)
@@ -108,8 +106,6 @@ class AutocastBf16(_Autocast):
 
     id = "amp_bf16"
     dtype = torch.bfloat16
-    conflicts = ("amp_fp16",)
-    order = 10
 
     def device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
         if device.type == "cuda":
@@ -126,8 +122,6 @@ class AutocastFp16(_Autocast):
 
     id = "amp_fp16"
     dtype = torch.float16
-    conflicts = ("amp_bf16",)
-    order = 12
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         reason = _scaling_refuses(training)

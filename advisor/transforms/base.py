@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from advisor.core import transform_table
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
-from advisor.transforms import registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +55,42 @@ class Undo:
 
 
 class Transform(ABC):
-    """One optimisation. Instances hold no state; the returned `Undo` does.
+    """One optimisation: what it does. What it is says its row in `core/transform_table.py`.
+
+    Instances hold no state; the returned `Undo` does.
 
     Switching off and on again is cheap: what is costly to make (compiled code, graphs) outlives `undo` until `release`.
     """
 
     id: ClassVar[str]
-    semantics: ClassVar[Semantics]
-    live: ClassVar[bool] = True  # can be switched between two steps of a running loop
     # Its effect is told by traces before and after; False where live state alone proves it (what ran is counted).
     traced: ClassVar[bool] = True
     guides: ClassVar[bool] = False  # it changes what models that run without gradients give out
-    conflicts: ClassVar[tuple[str, ...]] = ()
-    after: ClassVar[tuple[str, ...]] = ()  # transforms to be settled first
-    # Beside these in a plan it goes on right behind the last of them that fits, and not before: they decide what it acts on.
-    waits_for: ClassVar[tuple[str, ...]] = ()
-    order: ClassVar[int] = 50  # lower is tried earlier among equals
 
     @property
     def title(self) -> str:
-        """What people call it, as the registry says."""
-        return registry.title(self.id)
+        """What people call it."""
+        return transform_table.title(self.id)
+
+    @property
+    def semantics(self) -> Semantics:
+        """What it does to the numbers of the training."""
+        return transform_table.row(self.id).semantics
+
+    @property
+    def live(self) -> bool:
+        """Whether it can be switched between two steps of a running loop."""
+        return transform_table.row(self.id).live
+
+    @property
+    def conflicts(self) -> tuple[str, ...]:
+        """What cannot be on together with it."""
+        return transform_table.conflicts(self.id)
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """What it goes on behind in a plan."""
+        return transform_table.row(self.id).waits_for
 
     @abstractmethod
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

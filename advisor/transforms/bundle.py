@@ -25,16 +25,25 @@ class Bundle(Transform):
         self.members = tuple(members)
         self.blamed = ""
         self.id = identifier  # type: ignore[misc]
-        # It promises no more than the least strict of its members.
-        self.semantics = max((m.semantics for m in members), key=_BY_LICENCE.index)  # type: ignore[misc]
-        self.live = all(m.live for m in members)  # type: ignore[misc]
         self.traced = any(m.traced for m in members)  # type: ignore[misc]
         self.guides = any(m.guides for m in members)  # type: ignore[misc]
-        self.conflicts = tuple(name for m in members for name in m.conflicts)  # type: ignore[misc]
 
     @property
     def title(self) -> str:
         return " and ".join(m.title for m in self.members)
+
+    @property
+    def semantics(self) -> Semantics:
+        """It promises no more than the least strict of its members."""
+        return max((m.semantics for m in self.members), key=_BY_LICENCE.index)
+
+    @property
+    def live(self) -> bool:
+        return all(m.live for m in self.members)
+
+    @property
+    def conflicts(self) -> tuple[str, ...]:
+        return tuple(name for m in self.members for name in m.conflicts)
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         found = {m.title: m.match(training, parameters) for m in self.members}

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
@@ -48,9 +47,6 @@ class ChannelsLast(Transform):
     """Put convolution weights, what belongs to them, and inputs of their dimensions in NHWC, or NDHWC."""
 
     id = "channels_last"
-    semantics = Semantics.REASSOCIATED
-    after = ("tf32",)
-    order = 20
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         sites, unmatched = [], []

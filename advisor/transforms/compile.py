@@ -11,10 +11,8 @@ import shutil
 from collections.abc import Mapping
 from typing import ClassVar
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.ops import catalog
 from advisor.profiling.compiles import is_compiled
 from advisor.profiling.training import Training
 from advisor.transforms import capture
@@ -26,10 +24,6 @@ class Compile(Transform):
     """torch.compile, mode default."""
 
     id = "compile"
-    semantics = Semantics.REASSOCIATED
-    after: ClassVar[tuple[str, ...]] = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms())
-    conflicts: ClassVar[tuple[str, ...]] = ("compile_max_autotune",)
-    order = 60
     mode: ClassVar[str] = "default"
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
@@ -77,9 +71,6 @@ class CompileMaxAutotune(Compile):
     """torch.compile, mode max-autotune without its own CUDA graphs (cuda_graphs is a candidate of its own)."""
 
     id = "compile_max_autotune"
-    after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms(), "compile")
-    conflicts = ("compile",)
-    order = 65
     mode = "max-autotune-no-cudagraphs"
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import RootModule, Training
@@ -46,10 +45,7 @@ class ConvBiasBeforeNorm(Transform):
     """Skip biases that batch norm cancels."""
 
     id = "conv_bias"
-    semantics = Semantics.REASSOCIATED
     traced = False  # calls are counted
-    after = ("channels_last", "amp_bf16", "amp_fp16")
-    order = 50
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.updates_compiled:

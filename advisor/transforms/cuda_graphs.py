@@ -31,7 +31,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from advisor.core.errors import first_line
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
@@ -505,10 +504,7 @@ class CudaGraphs(Transform):
     """Graphed forward and backward of every root."""
 
     id = "cuda_graphs"
-    semantics = Semantics.REASSOCIATED
     traced = False  # replays are counted
-    after = ("amp_bf16", "amp_fp16", "channels_last", "fused_bn_act", "fused_bn_max_pool")
-    order = 70
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

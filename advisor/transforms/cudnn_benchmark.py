@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
@@ -28,12 +27,6 @@ class CudnnBenchmark(Transform):
     """Let cuDNN choose convolution algorithms by timing."""
 
     id = "cudnn_benchmark"
-    semantics = Semantics.REASSOCIATED
-    live = False
-    after = ("channels_last", "amp_bf16", "amp_fp16", "tf32")
-    # Not for tf32: convolutions may use TF32 by default, and where it changes matrix products only, the plain first steps' plans stay.
-    waits_for = ("channels_last", "amp_bf16", "amp_fp16")
-    order = 60
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         cudnn = torch.backends.cudnn

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
@@ -38,8 +37,6 @@ class DeferSync(Transform):
     """Defer `.item()` at call sites that are proved safe. Match and apply from inside the step: they read the caller's source."""
 
     id = "defer_sync"
-    semantics = Semantics.EXACT
-    order = 55
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
-from advisor.ops import catalog, dispatch, weight_casts
+from advisor.ops import dispatch, weight_casts
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.autocast import casts_weights
@@ -35,10 +34,7 @@ class FusedCasts(Transform):
     """Cast the weights of a captured forward together."""
 
     id = "fused_casts"
-    semantics = Semantics.EXACT
     traced = False  # places in the graph and calls are counted
-    after = ("amp_bf16", "amp_fp16", "channels_last", *catalog.transforms())
-    order = 55
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

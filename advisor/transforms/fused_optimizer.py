@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
@@ -36,9 +35,6 @@ class FusedOptimizer(Transform):
     """Switch optimizers to their fused, else multi-tensor, implementation."""
 
     id = "fused_optimizer"
-    semantics = Semantics.REASSOCIATED
-    after = ("channels_last",)
-    order = 40
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.updates_compiled:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
@@ -27,10 +26,7 @@ class GradientStream(Transform):
     """Capture weight gradients beside the rest of the backward."""
 
     id = "gradient_stream"
-    semantics = Semantics.EXACT
     traced = False  # what is launched on the second stream is counted at the capture
-    after = ("cuda_graphs",)
-    order = 80
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
@@ -29,9 +28,7 @@ class GuidesBf16(Transform):
     """What `channels_last` and `amp_bf16` do to the models that train, for those that do not."""
 
     id = "guides_bf16"
-    semantics = Semantics.PRECISION
     guides = True
-    order = 11
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         """Parameters: `cpu` as `amp_bf16` has it."""

@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
 from advisor.core.units import counted
@@ -34,10 +33,7 @@ from advisor.transforms.replay import replay
 class KernelTransform(Transform):
     """Substitutes one family's operations; `of` makes the class for a family."""
 
-    semantics = Semantics.REASSOCIATED
     traced = False  # places in the graph and launches are counted by the family itself
-    after = ("channels_last",)
-    order = 40
     family: ClassVar[Family]
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
@@ -125,7 +121,7 @@ def of(family: Family) -> type[KernelTransform]:
 
 
 def get(identifier: str) -> KernelTransform:
-    """The transform with this id, which is one of `catalog.transforms()`."""
+    """The transform with this id, which is a kernel family's."""
     return of(next(family for family in catalog.FAMILIES if family.transform == identifier))()
 
 

@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
 from advisor.core.units import bytes_text
@@ -44,9 +43,6 @@ class LoaderWorkers(Transform):
     """Give training loaders worker processes and pinned memory."""
 
     id = "loader_workers"
-    semantics = Semantics.REASSOCIATED
-    live = False
-    order = 5
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         wanted = _wanted(parameters)

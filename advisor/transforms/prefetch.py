@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
 from advisor.core.verdict import Check
@@ -47,9 +46,7 @@ class DevicePrefetch(Transform):
     """Copy batches to the GPU one step ahead."""
 
     id = "prefetch"
-    semantics = Semantics.EXACT
     traced = False  # batches are counted
-    order = 30
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
@@ -37,9 +36,7 @@ class SetToNone(Transform):
     """Make `zero_grad(set_to_none=False)` drop the gradients. Match from inside the step: its callers' source is read."""
 
     id = "set_to_none"
-    semantics = Semantics.EXACT
     traced = False  # calls are counted
-    order = 45
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         versions = [

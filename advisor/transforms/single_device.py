@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
@@ -30,9 +29,7 @@ class SingleDevice(Transform):
     """Call what a DataParallel over one device holds."""
 
     id = "single_device"
-    semantics = Semantics.EXACT
     traced = False  # calls are counted
-    order = 45
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         wrappers = _wrappers(training)

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
@@ -32,8 +31,6 @@ class Tf32(Transform):
     """Allow TF32 in cuBLAS and cuDNN."""
 
     id = "tf32"
-    semantics = Semantics.PRECISION
-    order = 15
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

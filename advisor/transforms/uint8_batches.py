@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
-from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
@@ -41,9 +40,6 @@ class Uint8Batches(Transform):
     """Copy batches to the GPU as uint8 and normalise them there."""
 
     id = "uint8_batches"
-    semantics = Semantics.EXACT
-    live = False
-    order = 6
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from advisor.core import transform_table
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
-from advisor.trials import budget, losses, planner, records, spent
+from advisor.trials import budget, losses, records, spent
 from advisor.trials.flow import every_us
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement
@@ -89,7 +90,7 @@ def _decided(
 ) -> Decision | None:
     """Run pairs, in ABBA order, until they decide; they are added to `pairs`."""
     item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
-    script, title = runs.script, planner.title(candidate.transform)
+    script, title = runs.script, transform_table.title(candidate.transform)
 
     def ended(status: str, reason: str) -> Decision:
         return Decision(status, None, None, reason)

@@ -17,10 +17,10 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, cause
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
+from advisor.core.transform_table import ROWS
 from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
 from advisor.profiling.launcher import script_name
 from advisor.resources import kernels_dir
-from advisor.transforms.registry import TRANSFORMS
 
 MAX_BYTES = 1_000_000  # a plan has tens of items; a larger file is something else
 
@@ -186,7 +186,7 @@ class _Reader:
         status = self.choice(found["status"], f"status of {what}", STATUSES)
         # What is only on record may be advice that no transform stands for.
         transform = (
-            self.choice(found["transform"], f"transform of {what}", tuple(TRANSFORMS))
+            self.choice(found["transform"], f"transform of {what}", tuple(ROWS))
             if status == "kept"
             else self.text(found["transform"], f"transform of {what}")
         )

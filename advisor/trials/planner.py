@@ -1,74 +1,35 @@
 """In which order to try what is recommended: what bounds the step first, then what rests on it.
 
 A starved GPU gains nothing from a faster kernel, and a step that waits for launches gains nothing from fewer bytes, so the
-bound that the profile shows comes first; after that precision and layout, because they decide which kernels run at all,
-then kernels, then whole-graph compilers.
+bound that the profile shows comes first; after that the stages in `core/transform_table.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from advisor.analysis.idle import idle
 from advisor.analysis.view import View
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
+from advisor.core.transform_table import TOGETHER, Stage, conflicts, having, row, title
 from advisor.core.verdict import Verdict
-from advisor.ops import catalog
-from advisor.transforms import registry
 
-NORMS = frozenset({"fused_bn_act", "fused_bn_max_pool"})
-HALF = frozenset({"amp_bf16", "amp_fp16"})
 LAYOUT = "channels_last"
 GRAPHS = "cuda_graphs"
-# Stages of a step that the GPU's own work bounds. What stands in one row competes by predicted gain.
-STAGES: tuple[frozenset[str], ...] = (
-    frozenset({"prefetch"}),
-    frozenset({"defer_sync", "set_to_none"}),
-    frozenset({"tf32"}),
-    # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
-    # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms).
-    frozenset({LAYOUT}),
-    # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
-    frozenset({*NORMS, "conv_bias"}),
-    HALF,
-    frozenset({"guides_bf16"}),
-    # Graphs before what gains a few per cent: a short step that the host launches is the noisiest (ResNet-50 in bf16 on an H200: a
-    # kernel's gain between −4 and 6 % of the eager step, another's between 5.7 and 7.2 % of the replayed one, six pairs each).
-    frozenset({GRAPHS}),
-    # The other kernels are dispatched by dtype, and most win in 16-bit storage only: there they are tried once.
-    frozenset({*catalog.transforms()} - NORMS),
-    # Behind the kernels, which read some weights as they are.
-    frozenset({"fused_casts"}),
-    frozenset({"fused_optimizer", "single_device"}),
-    frozenset({"gradient_stream"}),  # of the kernels that the backward has by then
-    # Fresh processes, which take longest: behind all that the running loop can tell.
-    frozenset({"loader_workers", "uint8_batches"}),
-    frozenset({"cudnn_benchmark"}),
-    frozenset({"compile"}),
-    frozenset({"compile_max_autotune"}),
-)
-# Half a minute and more each, and what they gain hangs on what else is kept: beside kernels and graphs `compile` lost in every net
-# tried on an H200 (20 to 40 s each). They wait until the step with what is kept has been profiled, and are tried if the
-# middle of their prediction for that step is a gain.
-DEAR = frozenset({"compile", "compile_max_autotune"})
-# Changes of how data loaders are made: only fresh processes can try them.
-RESTARTED = frozenset({"loader_workers", "uint8_batches"})
-# What needs fresh processes is tried on top of the proven stack, whose fresh runs it is compared with: two more then suffice,
-# where pairs of its own take six or more.
-ON_TOP = RESTARTED | {"cudnn_benchmark"}
-# Each with results on file that it wins wherever it is dispatched: neighbours of these are tried as one, with one capture, one gate
-# and one set of blocks, and one by one only where that fails or gains nothing. What gains less than a trial can tell by itself is
-# found so too: one cast of all weights and the fused optimizer gained ResNet-50 on an H200 0.7 and 0.8 %.
-CAPTURED = frozenset({*catalog.transforms(), "fused_casts"})  # put into one captured graph
-BUNDLED = CAPTURED | {"fused_optimizer"}
-TOGETHER = " + "
+HALF = having(lambda row: row.stage is Stage.HALF)
+KERNELS = having(lambda row: row.family)
+NORMS = having(lambda row: row.family and row.stage is Stage.NORMS)
+DEAR = having(lambda row: row.dear)
+RESTARTED = having(lambda row: row.loaders)
+ON_TOP = having(lambda row: not row.live)
+BUNDLED = having(lambda row: row.together != "")
+CAPTURED = having(lambda row: row.together == "graph")
 # A kernel that promises this share of what a trial can tell is tried with others that promise it whole.
 ALONG = 0.5
-_UNKNOWN = next(i for i, stage in enumerate(STAGES) if "conv_bias" in stage)  # beside the kernels
 LONG_FIRST_STEP_US = 10e6
 # A kernel's trial under graphs holds the step's memory this many times: a graph without it, one with it, and the eager calls before
 # a capture. Where that does not fit graphs come behind the kernels, whose trials then need it once.
@@ -85,7 +46,7 @@ LARGE_GAIN = 0.1
 def order(recommendations: Sequence[Recommendation], profile: StepProfile | None = None) -> tuple[Recommendation, ...]:
     """The recommendations in the order of trial, each at most once per transform and parameters.
 
-    What the profile's largest idle cause asks for comes first; then the stages above, then predicted gain; whatever stands in `after` of another comes before it, and a circle there is broken at its
+    What the profile's largest idle cause asks for comes first; then the stages, then predicted gain; whatever a row says that it is tried after comes before it, and a circle there is broken at its
     earliest member. What is predicted to find nothing to do comes last, and nothing waits for it.
     """
     first, graphs_last = _bounding(profile), crowded(profile) or _kernels_promise_more(recommendations)
@@ -101,7 +62,7 @@ def order(recommendations: Sequence[Recommendation], profile: StepProfile | None
         names = {r.transform for r in waiting if not _idle(r)}
         # The one that a bound puts first is not held back by `after`: there the bound is what must be settled.
         ready = next(
-            (r for r in waiting if r.transform == first or not names & (set(r.after) - {r.transform})), waiting[0]
+            (r for r in waiting if r.transform == first or not names & set(row(r.transform).after)), waiting[0]
         )
         waiting.remove(ready)
         ordered.append(ready)
@@ -136,7 +97,7 @@ def _kernels_promise_more(recommendations: Sequence[Recommendation]) -> bool:
     upsampling and the concatenations, a third of their steps, no time was left.
     """
     graphs = max((expected(r) for r in recommendations if r.transform == GRAPHS), default=0.0)
-    kernels = {*catalog.transforms()} - NORMS
+    kernels = KERNELS - NORMS
     return any(
         r.predicted is not None and r.predicted.high >= LARGE_GAIN and expected(r) > graphs
         for r in recommendations
@@ -144,10 +105,10 @@ def _kernels_promise_more(recommendations: Sequence[Recommendation]) -> bool:
     )
 
 
-def _stage(transform: str, graphs_last: bool = False) -> int:
+def _stage(transform: str, graphs_last: bool = False) -> Stage:
     if transform == GRAPHS and graphs_last:
-        transform = "cudnn_benchmark"  # behind all kernels and the optimizer
-    return next((i for i, stage in enumerate(STAGES) if transform in stage), _UNKNOWN)
+        return Stage.ALGORITHMS  # behind all kernels and the optimizer
+    return row(transform).stage
 
 
 def _idle(item: Recommendation) -> bool:
@@ -193,7 +154,7 @@ def layout_with_half(verdicts: Sequence[Verdict], candidates: Sequence[Recommend
             return ()
         pair.append(lost[0])
     kept = {v.transform for v in verdicts if v.status == "kept"}
-    return () if any(kept & set(c.conflicts) for c in pair) else tuple(pair)
+    return () if any(kept & set(conflicts(c.transform)) for c in pair) else tuple(pair)
 
 
 def left_open(
@@ -213,26 +174,24 @@ def left_open(
         verdict = seen.get((identity(candidate), candidate.round))
         if verdict is None or verdict.status != "inconclusive" or not _right_but_slow(verdict):
             continue
-        if candidate.parameters or candidate.transform in DEAR or kept & {candidate.transform, *candidate.conflicts}:
+        if (
+            candidate.parameters
+            or candidate.transform in DEAR
+            or kept & {candidate.transform, *conflicts(candidate.transform)}
+        ):
             continue
         gain = verdict.timing.numbers.get("gain", 0.0) if verdict.timing is not None else 0.0
-        rivals = conflicting(candidate.transform, candidate.conflicts, [(c.transform, c.conflicts) for c in found])
-        if gain > 0.0 and not rivals:
+        if gain > 0.0 and not rivals(candidate, found):
             found.append(candidate)
             gains += gain
     return tuple(found) if len(found) > 1 and gains >= 2 * min_gain else ()
-
-
-def title(identifier: str) -> str:
-    """What people call this transform, or these where several were tried as one."""
-    return " and ".join(map(registry.title, identifier.split(TOGETHER)))
 
 
 def as_one(members: Sequence[Recommendation]) -> Recommendation:
     """The candidate that stands for all of these."""
     return Recommendation(
         transform=TOGETHER.join(m.transform for m in members),
-        title=" and ".join(title(m.transform) for m in members),
+        title=title(TOGETHER.join(m.transform for m in members)),
         round=members[0].round,
     )
 
@@ -275,7 +234,7 @@ def second_look(
 
     def again(candidate: Recommendation) -> bool:
         place = latest.get(identity(candidate))
-        if place is None or kept & {candidate.transform, *candidate.conflicts}:
+        if place is None or kept & {candidate.transform, *conflicts(candidate.transform)}:
             return False
         verdict, once = verdicts[place], turns[identity(candidate)] == 1
         return (
@@ -316,7 +275,7 @@ def _right_but_slow(verdict: Verdict) -> bool:
 
 def _of_another_dtype(verdict: Verdict) -> bool:
     right = verdict.numerics is not None and bool(verdict.numerics.passed)
-    return _open(verdict) and right and verdict.transform in catalog.transforms()
+    return _open(verdict) and right and verdict.transform in KERNELS
 
 
 def _of_a_longer_step(verdict: Verdict, step_us: float) -> bool:
@@ -339,9 +298,12 @@ def _promises_more(candidate: Recommendation, verdict: Verdict) -> bool:
     return candidate.round > verdict.round and more >= LARGE_GAIN and _right_but_slow(verdict)
 
 
-def conflicting(
-    transform: str, conflicts: Iterable[str], others: Iterable[tuple[str, Iterable[str]]]
-) -> tuple[str, ...]:
+def conflicting(transform: str, own: Collection[str], others: Iterable[tuple[str, Collection[str]]]) -> tuple[str, ...]:
     """Which of `others`, pairs of transform and its conflicts, cannot be on together with this one."""
-    own = set(conflicts)
-    return tuple(name for name, theirs in others if name in own or transform in set(theirs))
+    return tuple(name for name, theirs in others if name in own or transform in theirs)
+
+
+def rivals(candidate: Recommendation, others: Iterable[Recommendation]) -> tuple[str, ...]:
+    """As `conflicting`, of recommendations."""
+    pairs = ((other.transform, conflicts(other.transform)) for other in others)
+    return conflicting(candidate.transform, conflicts(candidate.transform), pairs)

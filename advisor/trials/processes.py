@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import INCONCLUSIVE, REVERTED, Blocks, Verdict
 from advisor.profiling.launcher import Exit
@@ -200,7 +201,7 @@ class SearchProcesses:
             records.save_current(script.run_dir, dataclasses.replace(current, traced=False))
             where = records.native_fault(script.run_dir)
             script.notes.append(
-                f"the process died of signal {ended.signal} while the effect of {planner.title(current.transform)} "
+                f"the process died of signal {ended.signal} while the effect of {transform_table.title(current.transform)} "
                 f"was traced{f' ({where})' if where else ''}; its effect was judged without a trace"
             )
             return

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from advisor.core import storage
+from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanItem
@@ -123,7 +123,7 @@ def _verdict(item: PlanItem) -> Verdict:
         status=KEPT,
         reason=item.reason,
         parameters=dict(item.parameters),
-        title=planner.title(item.transform),
+        title=transform_table.title(item.transform),
         semantics=Semantics(item.semantics),
     )
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from advisor.core import storage
+from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import KEPT, Check, Verdict
-from advisor.trials import planner
 from advisor.trials.statistics import rate_by_means, whole_blocks
 
 # What `apply` shows for its work, ...
@@ -125,7 +124,7 @@ def verdict_on(candidate: Recommendation, status: str, reason: str, **more: Any)
         status=status,
         reason=reason,
         parameters=dict(candidate.parameters),
-        title=planner.title(candidate.transform),
+        title=transform_table.title(candidate.transform),
         round=candidate.round,
         semantics=candidate.semantics,
         predicted=candidate.predicted,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.analysis.predict import predict
+from advisor.core import transform_table
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
@@ -130,7 +131,7 @@ class Rounds:
         """A short profile of the script with these changes on, in a fresh process; None, with a note, when there is none."""
         script, deadline = self.processes.script, self.processes.deadline
         script.say(
-            f"round {number}: profiling the script with what is kept ({', '.join(map(planner.title, _names(kept)))})"
+            f"round {number}: profiling the script with what is kept ({', '.join(map(transform_table.title, _names(kept)))})"
         )
         reason, ended, found = "", None, None
         try:

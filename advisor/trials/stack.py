@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.units import percent_text
@@ -103,7 +104,7 @@ class StackTrial:
                 return before
             if kept:
                 runs = _Runs(plain=runs.plain)
-                without = ", ".join(planner.title(item.transform) for item in dropped)
+                without = ", ".join(transform_table.title(item.transform) for item in dropped)
                 self._gather(runs, (STACK, STACK), kept, f"without {without}")
                 if self.script.over:
                     return before or self._cut_short()
@@ -150,7 +151,7 @@ class StackTrial:
         for candidate in records.untried(script.run_dir, candidates):
             if script.over or not proved.holds:
                 break
-            kept, title = records.kept_items(script.run_dir), planner.title(candidate.transform)
+            kept, title = records.kept_items(script.run_dir), transform_table.title(candidate.transform)
             if not self.budget.allows_on_top(candidate.transform, len(TURNS), self.runs.last_s, share=share):
                 if share == 1.0:
                     script.notes.append(f"no time was left to try {title} on top of what is kept")
@@ -197,7 +198,7 @@ class StackTrial:
         open_items = [item for item in kept if item.transform not in known]
         unasked: list[str] = []
         for item in sorted(open_items, key=lambda i: gains.get(i.transform, 0.0)):
-            rest, title = [i for i in kept if i is not item], planner.title(item.transform)
+            rest, title = [i for i in kept if i is not item], transform_table.title(item.transform)
             if not rest:
                 break
             if time.time() + self.runs.last_s > until:

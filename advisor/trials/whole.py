@@ -10,19 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from advisor.core.findings import Recommendation
+from advisor.core.transform_table import TOGETHER, Part, row
 from advisor.trials import planner
 
 # In the order in which they are left out.
-PRECISION, KERNELS, GRAPHS, LAYOUT, HOST = "precision", "kernels", "graphs", "layout", "host"
-_CLASSES: dict[str, frozenset[str]] = {
-    PRECISION: planner.HALF | {"tf32"},
-    KERNELS: planner.BUNDLED | planner.NORMS | {"conv_bias", "gradient_stream"},
-    GRAPHS: frozenset({planner.GRAPHS}),
-    LAYOUT: frozenset({planner.LAYOUT}),
-    # What the host does between the steps is never left out: it is right by itself, and seldom in the way.
-    HOST: frozenset({"prefetch", "defer_sync", "set_to_none"}),
-}
-LEFT_OUT = (PRECISION, KERNELS, GRAPHS, LAYOUT)
+LEFT_OUT: tuple[Part, ...] = ("precision", "kernels", "graphs", "layout")
 
 
 def members(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) -> tuple[Recommendation, ...]:
@@ -33,7 +25,7 @@ def members(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) ->
     """
     wanted = [c for c in candidates if kind(c) and not c.parameters and _promises(c)]
     if not graphs_fit:
-        wanted = [c for c in wanted if kind(c) != GRAPHS]
+        wanted = [c for c in wanted if c.transform != planner.GRAPHS]
     names = {c.transform for c in wanted}
     if "amp_bf16" in names:  # the same rate, with more range
         wanted = [c for c in wanted if c.transform != "amp_fp16"]
@@ -41,8 +33,7 @@ def members(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) ->
         wanted = [c for c in wanted if c.transform != "tf32"]
     chosen: list[Recommendation] = []
     for candidate in sorted(wanted, key=lambda c: -planner.expected(c)):
-        others = [(c.transform, c.conflicts) for c in chosen]
-        if not planner.conflicting(candidate.transform, candidate.conflicts, others):
+        if not planner.rivals(candidate, chosen):
             chosen.append(candidate)
     return tuple(c for c in candidates if c in chosen)
 
@@ -58,14 +49,14 @@ def attempts(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) -
             yield rest
 
 
-def kind(candidate: Recommendation) -> str:
-    """The class it is left out with; "" for what is never tried with others of other classes."""
+def kind(candidate: Recommendation) -> Part:
+    """The part of the whole that it is left out with; "" for what is never tried with others of other parts."""
     return kind_of(candidate.transform)
 
 
-def kind_of(transform: str) -> str:
+def kind_of(transform: str) -> Part:
     """As `kind`, of a transform's id."""
-    return next((name for name, transforms in _CLASSES.items() if transform in transforms), "")
+    return "" if TOGETHER in transform else row(transform).part
 
 
 def _promises(candidate: Recommendation) -> bool:

@@ -28,7 +28,7 @@ def test_each_training_is_python_without_an_open_slot(name: str) -> None:
 def test_each_training_trains(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TEXTS[name], encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from advisor.core.findings import Semantics
+from advisor.core.transform_table import ROWS, Row, Stage
 from advisor.profiling.training import Training
-from advisor.transforms import registry
 from advisor.transforms.base import Match, Transform, Undo
 
 STRIKE = r'extern "C" __global__ void strike(float* where) { where[threadIdx.x] = 1.f; }'
@@ -157,8 +156,6 @@ CHANGES: dict[str, Callable[[Forward], Forward]] = {
 class Planted(Transform):
     """Puts one of `CHANGES` around the first root's forward."""
 
-    semantics = Semantics.REASSOCIATED
-
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         return Match(applies=bool(training.roots), reason="no model", sites=tuple(r.name for r in training.roots))
 
@@ -173,14 +170,19 @@ class Planted(Transform):
 
 
 def plant() -> None:
-    """From here on the registry knows the changes above."""
+    """From here on there are rows for the changes above."""
     register(CHANGES, Planted)
 
 
 def register(names: Iterable[str], kind: type[Transform]) -> None:
-    """From here on the registry knows transforms of these names, each a class of this kind."""
+    """From here on there are rows of these names, each a class of this kind."""
     module = sys.modules[__name__]
     sys.modules["advisor.transforms.planted"] = module
     for name in names:
         setattr(module, name.title(), type(name.title(), (kind,), {"id": name}))
-        registry.TRANSFORMS[name] = (f"planted:{name.title()}", f"planted: {name}")
+        ROWS[name] = row(name)
+
+
+def row(name: str) -> Row:
+    """Of a planted change."""
+    return Row(id=name, title=f"planted: {name}", code=f"planted:{name.title()}", stage=Stage.NORMS)

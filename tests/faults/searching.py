@@ -8,9 +8,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import planted_changes
 import pytest
 
 from advisor.core.findings import Recommendation
+from advisor.core.transform_table import ROWS
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import ScriptCommand
 from advisor.trials import budget, records, search
@@ -93,6 +95,8 @@ def search_with(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(budget, "TRIAL_LEAST_S", limit_s)
     monkeypatch.setattr(budget, "TRIAL_SHARE", 0.0)
+    for name in names:
+        monkeypatch.setitem(ROWS, name, planted_changes.row(name))
     (folder / "train.py").write_text(SCRIPT)
     (folder / "out").mkdir()
     (folder / "out" / "best.pt").write_text("weeks of training")

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from advisor.core.transform_table import ROWS
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Undo
-from advisor.transforms.registry import TRANSFORMS, get
+from advisor.transforms.registry import get
 
 # Compiling takes seconds a model on a CPU and has tests of its own.
-CHANGES = tuple(name for name in TRANSFORMS if not name.startswith("compile"))
+CHANGES = tuple(name for name in ROWS if not name.startswith("compile"))
 
 
 class Plain(nn.Module):

@@ -177,7 +177,7 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     folder, applied, (before, after) = proved
     assert applied.returncode == 0, applied.stderr
     told = applied.stderr
-    assert told.index("put back afterwards, but not what native libraries") < told.index("trying"), told
+    assert told.index("put back afterwards; the few things that are not") < told.index("trying"), told
     run = search_of(folder)
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan
@@ -191,6 +191,7 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     assert (
         "Fused optimizer" in (run / "report.html").read_text() or "fused optimizer" in (run / "report.html").read_text()
     )
+    assert after.pop("plan.yaml")  # beside the script, as the README says
     assert after == before
     (told,) = (json.loads(line) for line in (folder.with_name(f"{folder.name}-ledger.jsonl")).read_text().splitlines())
     assert (told["transform"], told["status"]) == ("fused_optimizer", "kept")
@@ -248,7 +249,7 @@ def test_a_plan_of_another_machine_is_proved_here_without_a_search(proved, tmp_p
     assert again.returncode == 0, again.stderr
     assert "trying" not in again.stderr
     assert json.loads(again.stdout)["trials"]["stack"]["passed"]
-    assert tree(folder) == before
+    assert before.items() <= tree(folder).items()
     plan, of_the_search = yaml.safe_load((here / "plan.yaml").read_text()), yaml.safe_load(text)
     assert "All kept changes together" in advisor(folder, "report", str(here)).stdout
     assert [plan[key] for key in ("hashes", "items", "argv")] == [
@@ -436,8 +437,8 @@ def test_the_last_step_of_a_handful_is_traced(tmp_path: Path) -> None:
     [
         (("profile", "trian.py"), 2, "Did you mean train.py?"),
         (("profile", "broken.py"), 1, "SyntaxError"),
-        pytest.param(("profile", "nothing.py"), 0, "no training step was seen", marks=pytest.mark.long),
-        (("apply", "--auto", "nothing.py"), 4, "no training step was seen"),
+        pytest.param(("profile", "nothing.py"), 0, "has not imported torch", marks=pytest.mark.long),
+        (("apply", "--auto", "nothing.py"), 4, "has not imported torch"),
         (("apply", "--auto"), 2, "no run"),
         (("apply", "--auto", "--only", "warp_drive", "train.py"), 2, "warp_drive"),
         (("apply", "--plan", "none.yaml"), 2, "none.yaml"),

@@ -169,7 +169,7 @@ def test_profile_of_a_script(work: Path, how: str) -> None:
     script(work, main)
     before = state(work)
     ended = start(work, "profile", "-o", "../run", *words)
-    _, told = ended.communicate(timeout=200)
+    _, told = ended.communicate()
     assert ended.returncode == code, told
     assert state(work) == before
     assert "out/best.pt" in line(told)
@@ -181,7 +181,7 @@ def test_profile_of_a_script(work: Path, how: str) -> None:
 def test_a_run_that_is_the_users_own_keeps_what_it_writes(work: Path) -> None:
     script(work, "train(45)")
     ended = start(work, "profile", "--keep-running", "-q", "-o", "../run", "train.py")
-    _, told = ended.communicate(timeout=200)
+    _, told = ended.communicate()
     assert ended.returncode == 0, told
     assert "put back" not in told
     assert (work / "log.csv").read_text().endswith("43\n")
@@ -204,7 +204,7 @@ def test_ctrl_c_puts_them_back_and_so_does_a_kill_at_the_next_start(
         os.kill(ended.pid, number)
         if number == signal.SIGKILL:
             os.kill(child, number)
-        _, told = ended.communicate(timeout=60)
+        _, told = ended.communicate()
         if number != signal.SIGKILL:
             assert state(work) == before, told
             assert "out/best.pt" in line(told)
@@ -213,7 +213,7 @@ def test_ctrl_c_puts_them_back_and_so_does_a_kill_at_the_next_start(
         time.sleep(0.02)  # the system takes the killed process away
     assert state(work) != before
     again = start(work, "doctor", "--recover")
-    said, told = again.communicate(timeout=60)
+    said, told = again.communicate()
     assert again.returncode == 0, told
     assert said == f"the files set aside in {run_dir} are back in their places\n"
     assert state(work) == before
@@ -238,7 +238,7 @@ def test_what_the_script_has_left_running_changes_nothing_afterwards(work: Path)
     )
     before = state(work)
     ended = start(work, "profile", "-o", "../run", "train.py")
-    _, told = ended.communicate(timeout=100)
+    _, told = ended.communicate()
     assert ended.returncode == 137, told
     assert owners.running(work.parent / "run") is None
     assert state(work) == before

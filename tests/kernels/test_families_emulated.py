@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from test_sites import FEW, smallest
+from thinned import covering
 
 from advisor.bench.placed import placed
 from advisor.ops import catalog, dispatch, verify
 from advisor.ops.family import Case, Family
 
-KEPT = 1  # of each family and dtype, whatever else shows the same
-OTHER_ACTIVATIONS = r"\+(relu6|leaky_relu|silu|hardswish)"
 # Names tell cases apart by channels, taps and strides, which tests of their own vary too.
 BY_NUMBERS = {"pointwise", "first_conv", "depthwise", "grouped", "conv3x3", "strided_pointwise"}
 
 
-def _kernels(case: Case) -> frozenset[str]:
-    return frozenset(name for found in case.passes.values() for name in found.kernels)
+def _features(family: Family, case: Case) -> dict[str, int]:
+    """What a case has that another may not: its dtype, its kernels, the words of its name."""
+    kernels = {name for found in case.passes.values() for name in found.kernels}
+    name = re.sub(r"\d+", "", case.name) if family.id in BY_NUMBERS else case.name
+    return dict.fromkeys((case.dtype, *sorted(kernels), *re.split(r"[ +]", name)), 1)
 
 
-def _is_a_twin(family: Family, case: Case) -> bool:
-    """Whether another case of the name runs here, in bf16 where there is one: conversions, the width of a vector or the shape are what
-    differs. The first of each dtype that a family has are none, nor is the first with its kernels."""
-
-    def kind(name: str) -> str:
-        return re.sub(r"\d+", "", name) if family.id in BY_NUMBERS else re.sub(OTHER_ACTIVATIONS, "+relu", name)
-
-    alike = sorted(
-        (c for c in family.verification if kind(c.name) == kind(case.name)), key=lambda c: c.dtype != "bfloat16"
-    )
-    first = [c for c in family.verification if c.dtype == case.dtype][:KEPT]
-    first += [c for c in family.verification if _kernels(c) == _kernels(case)][:KEPT]
-    return case is not alike[0] and case not in first
+def _cases(family: Family) -> Iterator[object]:
+    """All of a family's, of which as few run always as have each dtype, kernel and word of a name; the others are long."""
+    kept = covering([_features(family, case) for case in family.verification])
+    for number, case in enumerate(family.verification):
+        marks = [] if number in kept else [pytest.mark.long]
+        yield pytest.param(family, case, id=f"{family.id} {case.label}", marks=marks)
 
 
-CASES = [
-    pytest.param(
-        family,
-        case,
-        id=f"{family.id} {case.label}",
-        marks=[pytest.mark.long] if _is_a_twin(family, case) else [],
-    )
-    for family in catalog.FAMILIES
-    for case in family.verification
-]
+CASES = [case for family in catalog.FAMILIES for case in _cases(family)]
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)

@@ -10,7 +10,6 @@ import yaml
 from advisor.cli.rules_commands import rules as group
 from advisor.rules import load, run_cases
 from advisor.rules.json_schema import schema
-from advisor.transforms.registry import TRANSFORMS
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/add-a-rule.md").read_text(encoding="utf-8")
 RULE, GAIN, CASES = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
@@ -24,7 +23,7 @@ def test_the_example_loads_and_its_cases_pass(tmp_path):
     )
     (tmp_path / "advice.yaml").write_text(advice, encoding="utf-8")
     (tmp_path / "advice.cases.yaml").write_text(CASES.replace("loader-late", "advice"), encoding="utf-8")
-    results = run_cases(load([tmp_path], shipped=False, transforms=TRANSFORMS))
+    results = run_cases(load([tmp_path], shipped=False))
     assert len(results) == 6
     assert all(result.passed for result in results), results
 

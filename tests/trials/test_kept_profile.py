@@ -5,8 +5,8 @@ from searched_loop import Wrapped, find, train
 
 from advisor.core import storage
 from advisor.core.environment import Environment
-from advisor.core.errors import AdvisorError
 from advisor.core.plan import PlanItem
+from advisor.core.transform_table import ROWS
 from advisor.profiling.assemble import assemble
 from advisor.profiling.attach import Attached
 from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
@@ -27,10 +27,9 @@ class Captured(Wrapped):
 
 
 def either(name):
-    try:
-        return Captured() if name == "captured" else registry.get(name)
-    except AdvisorError:
-        return find(name)
+    if name == "captured":
+        return Captured()
+    return registry.get(name) if ROWS[name].code else find(name)
 
 
 def begin(training, session, watcher, found):

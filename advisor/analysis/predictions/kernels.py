@@ -261,22 +261,18 @@ def _bias_and_activation(view: View) -> list[KernelRow]:
 
 
 # What is fused everywhere it is found has a prediction of its own above.
-FAMILIES: dict[str, Predictor] = {
-    "fused_bn_max_pool": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling", merged=POOL_MERGED),
-    "fused_pooling": _kernel_family(_of(lambda row: row.kind == "pool"), "pooling"),
-    "fused_upsample": _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat"),
-    "fused_layer_norm": _kernel_family(_of(is_layernorm), "layer normalisation"),
-    "fused_group_norm": _kernel_family(_of(_is_flat_groupnorm), "group normalisation of images"),
-    "fused_squeeze_excite": _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED),
-    "fused_bias_act": _kernel_family(
-        _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED
-    ),
-    "depthwise_conv": _kernel_family(_depthwise, "depthwise convolutions"),
-    "first_conv": _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST),
-    "grouped_conv": grouped_conv,
-    "conv3x3": _kernel_family(_narrow, "3x3 convolutions between few channels", most=NARROW_BEST),
-    "pointwise_conv": pointwise_conv,
-    "strided_conv": _kernel_family(
-        _strided, "1x1 convolutions of stride 2, short or between few channels", most=STRIDED_BEST
-    ),
-}
+fused_bn_max_pool = _kernel_family(_of(lambda row: row.kind == "pool"), "pooling", merged=POOL_MERGED)
+fused_pooling = _kernel_family(_of(lambda row: row.kind == "pool"), "pooling")
+fused_upsample = _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat")
+fused_layer_norm = _kernel_family(_of(is_layernorm), "layer normalisation")
+fused_group_norm = _kernel_family(_of(_is_flat_groupnorm), "group normalisation of images")
+fused_squeeze_excite = _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED)
+fused_bias_act = _kernel_family(
+    _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED
+)
+depthwise_conv = _kernel_family(_depthwise, "depthwise convolutions")
+first_conv = _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST)
+conv3x3 = _kernel_family(_narrow, "3x3 convolutions between few channels", most=NARROW_BEST)
+strided_conv = _kernel_family(
+    _strided, "1x1 convolutions of stride 2, short or between few channels", most=STRIDED_BEST
+)

@@ -76,7 +76,7 @@ def single_device(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
     )
 
 
-def compiled(graphs: bool) -> Predictor:
+def _compiled(graphs: bool) -> Predictor:
     """Loops that Inductor fuses; with `graphs` replayed as a graph."""
 
     def predictor(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
@@ -113,6 +113,9 @@ def compiled(graphs: bool) -> Predictor:
         )
 
     return predictor
+
+
+compiled, compiled_max_autotune = _compiled(graphs=False), _compiled(graphs=True)
 
 
 def cuda_graphs(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:

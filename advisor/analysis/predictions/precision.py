@@ -90,12 +90,15 @@ def autocast(dtype: str) -> Predictor:
     return predictor
 
 
-def guides(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
-    """As `autocast` in NHWC, of the models that run without gradients."""
+amp_bf16, amp_fp16 = autocast("bf16"), autocast("fp16")
+
+
+def guides_bf16(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """As `amp_bf16` in NHWC, of the models that run without gradients."""
     facts = replace(view.profile.model, autocast="", channels_last=True, parameters=0)
     rows = (replace(row, layout="nhwc") if row.kind == "conv" else row for row in view.of_guides().rows)
     silent = replace(view, profile=replace(view.profile, model=facts), rows=tuple(rows))
-    return autocast("bf16")(silent, step, parameters)
+    return amp_bf16(silent, step, parameters)
 
 
 def _half_matrix(view: View, row: KernelRow, dtype: str, ratio: float) -> tuple[float, float]:

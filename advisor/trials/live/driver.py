@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from advisor.core import storage
+from advisor.core import storage, transform_table
 from advisor.core.findings import Recommendation
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
 from advisor.profiling.attach import attach_training
@@ -150,7 +150,7 @@ class SearchDriver:
                 self._postpone(candidate, "the host's launches bound the step", 0.0, waiting)
                 continue
             current = self._resumed(candidate)
-            title = planner.title(candidate.transform)
+            title = transform_table.title(candidate.transform)
             tell(session, "trial", transform=candidate.transform, title=title, pairs=len(current.off_us))
             before = self._postponed.get(records.attempt(candidate))
             trial = Trial(
@@ -263,7 +263,7 @@ class SearchDriver:
         place = next(i for i, c in enumerate(waiting) if c.transform == planner.GRAPHS)
         waiting.insert(place + 1, candidate)
         records.clear_current(self.session.folder)
-        title = planner.title(candidate.transform)
+        title = transform_table.title(candidate.transform)
         tell(self.session, "postponed", transform=candidate.transform, title=title, reason=reason)
 
     # -- several as one ---------------------------------------------------------------------------------------------

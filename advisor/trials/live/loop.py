@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from advisor.core import storage
+from advisor.core import storage, transform_table
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Verdict
 from advisor.profiling.session import Session
@@ -15,7 +15,7 @@ from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle
-from advisor.trials import planner, records, spent
+from advisor.trials import records, spent
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.disturbance import MachineWatch
 from advisor.trials.records import InTrial
@@ -60,7 +60,7 @@ class Loop:
         Raises:
             AdvisorError: when there is none of that name.
         """
-        names = identifier.split(planner.TOGETHER)
+        names = identifier.split(transform_table.TOGETHER)
         return Bundle(identifier, [self.find(name) for name in names]) if len(names) > 1 else self.find(identifier)
 
     def synchronize(self) -> None:

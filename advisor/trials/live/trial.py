@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from advisor.core import transform_table
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
@@ -206,9 +207,8 @@ class Trial:
 
     def _rivals(self, transform: Transform) -> list[Standing]:
         standing = self.loop.kept.standing
-        conflicts = {*self.candidate.conflicts, *transform.conflicts}
         names = planner.conflicting(
-            transform.id, conflicts, [(s.transform.id, s.transform.conflicts) for s in standing]
+            transform.id, transform.conflicts, [(s.transform.id, s.transform.conflicts) for s in standing]
         )
         return [s for s in standing if s.transform.id in names]
 
@@ -385,5 +385,5 @@ class Trial:
 
 def _precision(transform: Transform) -> str:
     """The class that a change of precision, or several as one, computes in."""
-    names = set(transform.id.split(planner.TOGETHER))
+    names = set(transform.id.split(transform_table.TOGETHER))
     return "tf32" if "tf32" in names and not names & planner.HALF else "half"

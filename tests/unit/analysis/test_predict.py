@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from advisor.analysis.predict import predict
 from advisor.analysis.view import View
 from advisor.analysis.whatif import Change, Saving, Step
+from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval
 from advisor.core.profile import CopyRow, IdleCause, KernelRow, ModelFacts, ProfilerCost, Site, StepProfile
-from advisor.transforms.registry import TRANSFORMS
+from advisor.core.transform_table import ROWS
 
 BUILDS = profiles.ALL
 
@@ -586,14 +587,15 @@ def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
 
 def test_what_cannot_be_told_is_none() -> None:
     base = profiles.resnet50()
-    assert predict(base, "no_such_transform", {}) is None
+    with pytest.raises(AdvisorError, match="no transform 'no_such_transform'"):
+        predict(base, "no_such_transform", {})
     assert predict(replace(base, step_us=None, wall_us=None), "amp_bf16", {}) is None
     assert predict(replace(base, kernels=()), "amp_bf16", {}) is None
     unknown = replace(base, environment=replace(base.environment, matrix_tflops={}))
     assert predict(unknown, "amp_bf16", {}) is None
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", ROWS)
 @pytest.mark.parametrize("name", BUILDS)
 def test_every_transform_of_the_registry_has_a_prediction(name: str, transform: str) -> None:
     found = gain(BUILDS[name](), transform)
@@ -725,4 +727,4 @@ def test_no_prediction_exceeds_the_share_of_what_it_touches(
 
 
 def test_every_transform_states_what_it_touches() -> None:
-    assert set(TOUCHES) == set(TRANSFORMS)
+    assert set(TOUCHES) == set(ROWS)

@@ -14,7 +14,6 @@ from advisor.analysis.predict import predict
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
 from advisor.core.profile import MemoryStats, StepProfile
 from advisor.reporting import wording
-from advisor.transforms import registry
 
 RULES = rules.load()
 
@@ -22,7 +21,7 @@ RULES = rules.load()
 def found(profile: StepProfile) -> Findings:
     table = metrics(profile)
     told = rules.evaluate(RULES, table, profile, partial(predict, profile))
-    recommended = rules.recommend(told, table, registry.title)
+    recommended = rules.recommend(told, table)
     return Findings(run="", findings=told, cards=rules.cards(told), recommendations=recommended)
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from advisor.core.errors import AdvisorError
+from advisor.core.transform_table import ROWS
 from advisor.ops import catalog, dispatch
 from advisor.ops.family import Case, Family
-from advisor.transforms import registry
 
 EACH = pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
 
@@ -62,14 +62,13 @@ def test_case_names_belong_to_one_family() -> None:
 
 def test_each_family_has_a_transform() -> None:
     assert len({family.transform for family in catalog.FAMILIES}) == len(catalog.FAMILIES)
-    assert {family.transform for family in catalog.FAMILIES} <= registry.TRANSFORMS.keys()
-    assert set(catalog.transforms()) == {family.transform for family in catalog.FAMILIES if family.captured}
+    assert {family.transform for family in catalog.FAMILIES} <= ROWS.keys()
+    assert [name for name, row in ROWS.items() if row.family] == [f.transform for f in catalog.FAMILIES if f.captured]
 
 
 def test_listing_imports_neither_torch_nor_cupy() -> None:
     code = (
-        "import sys; from advisor.ops import catalog; rows = catalog.listing(); from advisor.transforms import registry\n"
-        "assert all(registry.title(name) != name for name in registry.TRANSFORMS)\n"
+        "import sys; from advisor.ops import catalog; rows = catalog.listing()\n"
         "print(len(rows), 'torch' in sys.modules, 'cupy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -90,7 +89,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> Family:
         for n, reason in enumerate(reasons)
     )  # fmt: skip
     monkeypatch.setattr(Family, "module", lambda self, name: SimpleNamespace(BENCHMARK=cases))
-    return Family(id="toy", title="", replaces="", transform="toy", modules=())
+    return Family(id="toy", replaces="", transform="toy", modules=())
 
 
 def test_dispatched_where_one_case_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,22 +38,6 @@ def test_a_users_rule_cannot_silently_replace_a_shipped_one(tmp_path):
         load([tmp_path])
 
 
-def test_an_order_in_a_circle_is_refused(tmp_path):
-    for name, transform, after in (
-        ("a-b", "prefetch", "tf32"),
-        ("b-c", "tf32", "compile"),
-        ("c-a", "compile", "prefetch"),
-    ):
-        text = RULE.replace("id: slow-thing", f"id: {name}").replace(
-            "transform: loader_workers", f"transform: {transform}\nafter: [{after}]"
-        )
-        write(tmp_path, text, name=f"{name}.yaml", cases=None)
-    _, problems = check([tmp_path])
-    assert any(
-        "the order goes in a circle: prefetch after tf32 after compile after prefetch" in str(p) for p in problems
-    )
-
-
 def test_yml_is_read_as_well(tmp_path):
     write(tmp_path, name="slow-thing.yml", cases=None)
     assert len(load([tmp_path], shipped=False)) == 1

@@ -14,12 +14,11 @@ from advisor.core.errors import AdvisorError
 from advisor.rules import check, load
 from advisor.rules.docs import rule_text
 from advisor.rules.json_schema import schema
-from advisor.transforms.registry import TRANSFORMS
 
 
 def faults(tmp_path, text, **options):
     path = write(tmp_path, text, cases=None, **options)
-    rules, problems = check([path], transforms=TRANSFORMS)
+    rules, problems = check([path])
     return rules, [str(problem) for problem in problems]
 
 
@@ -35,9 +34,7 @@ def test_the_sound_rule_is_read(tmp_path):
 def test_a_rule_is_a_cause_of_its_own_unless_it_names_one(tmp_path):
     (alone,), _ = faults(tmp_path, RULE)
     assert (alone.cause, alone.role) == ("slow-thing", "cause")
-    (joined,), _ = faults(
-        tmp_path, spoiled(("semantics: exact", "semantics: exact\ncause: loader-bound\nrole: description"))
-    )
+    (joined,), _ = faults(tmp_path, spoiled(("role: cause", "cause: loader-bound\nrole: description")))
     assert (joined.cause, joined.role) == ("loader-bound", "description")
     text = rule_text(joined)
     assert "cause `loader-bound`" in text
@@ -58,8 +55,11 @@ STRUCTURAL = [
     ("title: A thing is slow", "title: [a]", "title is a list", 3),
     ("semantics: exact", "semantics: close", "semantics is 'close'", 7),
     ("status: stable", "status: done", "status is 'done'", 6),
-    ("semantics: exact", "semantics: exact\ncause: Host Bound", "cause is 'Host Bound'", 8),
-    ("semantics: exact", "semantics: exact\nrole: descriptoin", "Did you mean 'description'", 8),
+    ("semantics: exact\n", "", "no 'semantics'", 1),
+    ("role: cause", "semantics: exact", "Take 'semantics' out", 7),
+    ("role: cause", "cause: Host Bound", "cause is 'Host Bound'", 7),
+    ("role: cause", "role: descriptoin", "Did you mean 'description'", 7),
+    ("transform: loader_workers\n", "transform: loader_workers\nafter: [tf32]\n", "unknown field 'after'", 20),
     ("rationale: Because it does.\n", "", "no 'rationale'", 1),
     ("requires: [idle_data_frac, workers]", "requires: idle_data_frac", "requires is 'idle_data_frac'", 8),
     ("id: slow-thing", "id: Slow_Thing", "lower-case words", 2),
@@ -130,9 +130,6 @@ def test_the_schema_for_editors_takes_the_sound_rule():
         ("high: idle_data_frac", "high: __import__", "unknown metric '__import__'"),
         ("sites: loader", "gates: yes", "gates is 'yes'; expected true or false"),
         ("transform: loader_workers", "transform: loader_worker", "Did you mean 'loader_workers'"),
-        ("transform: loader_workers", "transform: loader_workers\nafter: [loader_workers]", "stands in its own"),
-        ("transform: loader_workers", "transform: loader_workers\nafter: [prefech]", "no transform 'prefech'"),
-        ("transform: loader_workers\n", "after: [prefetch]\n", "an order without a transform"),
         ("id: slow-thing", "id: other-thing", "the name of the file"),
         ("  all:\n    - metric: idle_data_frac", "  all: []\n  any:\n    - metric: idle_data_frac", "all and any in one condition"),
         ("when:\n  all:", "when: true\nx:\n  all:", "a condition is 'true'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from loops import check_undo_is_exact, twins
@@ -15,6 +17,8 @@ from advisor.transforms.bundle import Bundle
 
 
 class Member(Transform):
+    semantics = Semantics.EXACT
+
     def __init__(self, name, log, *, semantics=Semantics.EXACT, applies=True, effect=True, raises=False):
         self.id = name
         self.semantics, self.traced = semantics, False
@@ -38,7 +42,9 @@ class Member(Transform):
         return Check(passed=self.passed, detail=f"of {self.id}")
 
 
-def test_members_go_on_in_order_and_off_in_the_other() -> None:
+def test_members_go_on_in_order_and_off_in_the_other(declare: Callable[..., None]) -> None:
+    declare("a")
+    declare("b")
     log: list[str] = []
     bundle = Bundle("a + b", [Member("a", log), Member("b", log, semantics=Semantics.REASSOCIATED)])
     assert (bundle.id, bundle.title, bundle.semantics) == ("a + b", "a and b", Semantics.REASSOCIATED)
@@ -52,7 +58,9 @@ def test_members_go_on_in_order_and_off_in_the_other() -> None:
     assert bundle.effect(None, None, None) == Check(passed=True, detail="a: of a; b: of b")
 
 
-def test_one_that_fails_fails_for_all_and_leaves_nothing_on() -> None:
+def test_one_that_fails_fails_for_all_and_leaves_nothing_on(declare: Callable[..., None]) -> None:
+    declare("a")
+    declare("b")
     log: list[str] = []
     bundle = Bundle(
         "a + b", [Member("a", log, effect=None), Member("b", log, applies=False, effect=False, raises=True)]

@@ -62,7 +62,7 @@ def test_not_with_changing_shapes_or_deterministic_algorithms(loop) -> None:
 
 
 def test_a_running_loop_is_no_place_to_try_it() -> None:
-    assert not CudnnBenchmark.live  # shapes that have run keep the plan they had, whatever the flag says
+    assert not CudnnBenchmark().live  # shapes that have run keep the plan they had, whatever the flag says
 
 
 def test_not_on_a_cpu() -> None:

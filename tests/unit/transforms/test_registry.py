@@ -1,25 +1,30 @@
-"""Every registered transform is there, under its own id, and names only others that are."""
+"""Every transform is there, under its own id, and what its row names is."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 from loops import make_loop
 
+from advisor.analysis.predict import _predictor
+from advisor.core import transform_table
 from advisor.core.errors import AdvisorError
+from advisor.core.transform_table import ROWS
 from advisor.transforms import registry
 
 
-@pytest.mark.parametrize("identifier", registry.TRANSFORMS)
+@pytest.mark.parametrize("identifier", ROWS)
 def test_each_id_leads_to_its_transform(identifier: str) -> None:
-    transform = registry.get(identifier)
+    transform, row = registry.get(identifier), ROWS[identifier]
     assert transform.id == identifier
-    assert transform.title
-    assert {*transform.after, *transform.conflicts} <= registry.TRANSFORMS.keys() - {identifier}
-    assert {*transform.waits_for} <= {*transform.after}
+    assert (transform.title, transform.semantics, transform.live) == (row.title, row.semantics, row.live)
+    assert (transform.conflicts, transform.waits_for) == (row.conflicts, row.waits_for)
     assert transform.__doc__
+    assert callable(_predictor(row.predictor))
 
 
-@pytest.mark.parametrize("identifier", registry.TRANSFORMS)
+@pytest.mark.parametrize("identifier", ROWS)
 def test_each_says_on_a_cpu_whether_it_applies(identifier: str) -> None:
     match = registry.get(identifier).match(make_loop(steps=1).training, {})
     assert match.sites if match.applies else match.reason
@@ -28,3 +33,20 @@ def test_each_says_on_a_cpu_whether_it_applies(identifier: str) -> None:
 def test_an_unknown_id_is_told() -> None:
     with pytest.raises(AdvisorError, match="no transform 'amp'"):
         registry.get("amp")
+
+
+@pytest.mark.parametrize(
+    ("identifier", "change", "words"),
+    [
+        ("tf32", {"id": "prefetch"}, "two rows for the transform 'prefetch'"),
+        ("conv_bias", {"after": ("amp",)}, "the row of conv_bias names 'amp'"),
+        ("conv_bias", {"after": ("conv_bias",)}, "the row of conv_bias names 'conv_bias'"),
+        ("cudnn_benchmark", {"waits_for": ("nhwc",)}, "the row of cudnn_benchmark names 'nhwc'"),
+        ("compile", {"conflicts": ()}, "compile_max_autotune conflicts with compile, whose row does not say so"),
+        ("loader_workers", {"live": True}, "loader_workers changes how loaders are made and is live"),
+    ],
+)
+def test_a_row_that_does_not_fit_the_others_is_refused(identifier: str, change: dict[str, object], words: str) -> None:
+    rows = [dataclasses.replace(row, **change) if row.id == identifier else row for row in ROWS.values()]
+    with pytest.raises(AdvisorError, match=words):
+        transform_table.table(rows)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from advisor.core import storage
+from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import TrialLog
@@ -164,7 +164,7 @@ def test_a_loader_is_given_time_to_settle_and_judged_by_the_whole_flow(tmp_path)
 
 
 def test_restarted_are_the_changes_that_no_running_loop_can_take():
-    not_live = {name for name in registry.TRANSFORMS if not registry.get(name).live}
+    not_live = {name for name in transform_table.ROWS if not registry.get(name).live}
     assert not_live <= planner.ON_TOP
     assert not_live >= planner.RESTARTED
 

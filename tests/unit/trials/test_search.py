@@ -513,7 +513,9 @@ def test_a_candidate_that_dies_without_the_tracer_too_has_failed(script):
     assert verdicts["compile"].status == "reverted"
 
 
-def test_a_script_that_fails_by_itself_is_not_started_for_ever(script):
+def test_a_script_that_fails_by_itself_is_not_started_for_ever(script, declare):
+    for name in "abcdefgh":
+        declare(name)
     script.verdicts = dict.fromkeys("abcdefgh", lambda session: Exit(code=1))
     log, _, code, verdicts = apply(script, *"abcdefgh")
     assert len(script.launches) == processes.CRASHES
@@ -903,10 +905,10 @@ def test_what_no_child_ever_saw_has_its_title_all_the_same(script):
 
 def test_recipes_and_long_first_steps_are_not_tried(script):
     script.verdicts = {}
-    recipe = candidate("batch_size", semantics=Semantics.TRAINING)
+    recipe = candidate("tf32", semantics=Semantics.TRAINING)
     _, _, code, verdicts = apply(script, recipe, "compile_max_autotune")
     assert code == 0
-    assert "recipe" in verdicts["batch_size"].reason
+    assert "recipe" in verdicts["tf32"].reason
     assert "--max-time 20m" in verdicts["compile_max_autotune"].reason
     assert script.launches == []
     script.verdicts = {"compile_max_autotune": "reverted"}

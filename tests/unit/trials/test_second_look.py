@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import Check, Verdict
@@ -57,8 +57,9 @@ def test_wrong_ineffective_or_slow_to_switch_on_is_not_tried_again() -> None:
         assert again(dataclasses.replace(SLOW, **change), GRAPHS) == []
 
 
-def test_a_rival_of_what_is_kept_is_left_alone() -> None:
-    rival = [Recommendation(transform="amp_bf16", conflicts=("cuda_graphs",))]
+def test_a_rival_of_what_is_kept_is_left_alone(declare: Callable[..., None]) -> None:
+    declare("amp_bf16", conflicts=("cuda_graphs",))
+    rival = [Recommendation(transform="amp_bf16")]
     assert planner.second_look([SLOW, GRAPHS], rival) == ()
 
 
@@ -133,7 +134,7 @@ def test_noise_that_may_hide_a_large_gain_gets_one_more_turn() -> None:
     assert again(GRAPHS, dataclasses.replace(hidden, status="reverted")) == []
 
 
-def test_what_is_left_open_and_rather_faster_is_tried_as_one() -> None:
+def test_what_is_left_open_and_rather_faster_is_tried_as_one(declare: Callable[..., None]) -> None:
     both = [Recommendation(transform=name) for name in ("amp_bf16", "fused_optimizer", "set_to_none")]
     first, second = open_verdict("amp_bf16"), open_verdict("fused_optimizer")
 
@@ -156,10 +157,12 @@ def test_what_is_left_open_and_rather_faster_is_tried_as_one() -> None:
         dataclasses.replace(second, status="kept"),
     ):
         assert left(first, other) == []
-    rivals = [both[0], Recommendation(transform="fused_optimizer", conflicts=("amp_bf16",))]
+    rivals = [both[0], Recommendation(transform="fused_optimizer")]
+    declare("fused_optimizer", conflicts=("amp_bf16",))
     assert left(first, second, candidates=rivals) == []
     kept = dataclasses.replace(GRAPHS, transform="set_to_none")
-    beside = [both[0], Recommendation(transform="fused_optimizer", conflicts=("set_to_none",))]
+    beside = [both[0], Recommendation(transform="fused_optimizer")]
+    declare("fused_optimizer", conflicts=("set_to_none",))
     assert left(kept, first, second, candidates=beside) == []
     assert (
         left(first, second, candidates=[both[0], Recommendation(transform="fused_optimizer", parameters={"a": "b"})])

@@ -6,10 +6,8 @@ from advisor.core.findings import Interval, Recommendation
 from advisor.trials import whole
 
 
-def item(name, gain=0.1, *, conflicts=(), **parameters):
-    return Recommendation(
-        transform=name, parameters=parameters, predicted=Interval(low=0.0, high=gain), conflicts=conflicts
-    )
+def item(name, gain=0.1, **parameters):
+    return Recommendation(transform=name, parameters=parameters, predicted=Interval(low=0.0, high=gain))
 
 
 def names(items):
@@ -30,10 +28,8 @@ def test_all_that_fits_is_put_on_together_and_a_class_at_a_time_is_left_out_of_i
     ]
 
 
-@pytest.mark.parametrize(
-    "left", ["loader_workers", "cudnn_benchmark", "compile", "guides_bf16", "a_change_of_somebody"]
-)
-def test_what_takes_fresh_processes_a_compiler_or_is_not_known_comes_later(left):
+@pytest.mark.parametrize("left", ["loader_workers", "cudnn_benchmark", "compile", "guides_bf16", "single_device"])
+def test_what_takes_fresh_processes_or_a_compiler_comes_later(left):
     assert names(whole.members([item(left), *NET])) == names(NET)
 
 
@@ -47,8 +43,9 @@ def test_of_half_precisions_bf16_goes_and_tf32_is_not_needed_beside_it():
     assert names(whole.members([item("tf32"), item("channels_last")])) == ["tf32", "channels_last"]
 
 
-def test_of_rivals_the_one_that_promises_more_is_put_on():
-    rivals = [item("cuda_graphs", 0.1, conflicts=("defer_sync",)), item("defer_sync", 0.3), item("channels_last")]
+def test_of_rivals_the_one_that_promises_more_is_put_on(declare):
+    declare("cuda_graphs", conflicts=("defer_sync",))
+    rivals = [item("cuda_graphs", 0.1), item("defer_sync", 0.3), item("channels_last")]
     assert names(whole.members(rivals)) == ["defer_sync", "channels_last"]
 
 
