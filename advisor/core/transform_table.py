@@ -1,7 +1,8 @@
-"""What each transform is, one row each: the only place that says so. Read without torch, by rules, predictions, supervisor and child.
+"""What each transform is, one row each: the only place that says so. Read without torch, by all that need to know.
 
-A transform is its file in `advisor/transforms` and its row here. Its stage orders the trials (`trials/planner.py`): what bounds the step
-comes first, then precision and layout, because they decide which kernels run at all, then kernels, then whole-graph compilers.
+A transform is its file in `advisor/transforms` and its row here. Its stage orders the trials (`trials/planner.py`):
+what bounds the step comes first, then precision and layout, because they decide which kernels run at all, then kernels,
+then whole-graph compilers.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ Part = Literal["", "precision", "kernels", "graphs", "layout", "host"]
 
 
 class Stage(IntEnum):
-    """When a transform's turn comes, in a step that the GPU's own work bounds. Within a stage predicted gains compete."""
+    """When a transform's turn comes in a step that the GPU's work bounds. Within a stage predicted gains compete."""
 
     BATCHES = auto()
     HOST = auto()
     TF32 = auto()
-    # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930 img/s in
-    # fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms).
+    # Layout before precision: in NCHW half precision can lose what it gains in NHWC (MobileNetV3 on an H200: 2,930
+    # img/s in fp32, 2,536 in bf16, both NCHW; 12,992 in bf16 NHWC with fused batch norms).
     LAYOUT = auto()
-    # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what bf16 gains.
+    # Batch norm before precision: PyTorch's bf16 kernels for it in NHWC are no faster than fp32's, and can hide what
+    # bf16 gains.
     NORMS = auto()
     HALF = auto()
     GUIDES = auto()
-    # Graphs before what gains a few per cent: a short step that the host launches is the noisiest (ResNet-50 in bf16 on an H200: a
-    # kernel's gain between −4 and 6 % of the eager step, another's between 5.7 and 7.2 % of the replayed one, six pairs each).
+    # Graphs before what gains a few per cent: a short step that the host launches is the noisiest (ResNet-50 in bf16 on
+    # an H200: a kernel's gain between −4 and 6 % of the eager step, another's between 5.7 and 7.2 % of the replayed
+    # one, six pairs each).
     GRAPHS = auto()
     # The other kernels are dispatched by dtype, and most win in 16-bit storage only: there they are tried once.
     KERNELS = auto()
@@ -55,29 +58,32 @@ class Row:
 
     Attributes:
         title: what people call it.
-        code: "module:class" under advisor.transforms; "kernels" makes the class of the kernel family that names this transform.
+        code: "module:class" under advisor.transforms; "kernels" makes the class of the kernel family that names this
+            transform.
         predictor: "module:function" under advisor.analysis.predictions; "" where nobody can say what it gains.
         stage: when it is tried.
         semantics: what it does to the numbers of the training.
         after: transforms that it is tried behind where its stage leaves that open.
         conflicts: transforms that cannot be on together with it; they say so too.
-        waits_for: beside these in a plan it goes on right behind the last of them that fits, and not before: they decide what it
-            acts on.
-        live: it can be switched between two steps of a running loop. What cannot is tried in fresh processes, on top of the proven stack,
-            whose runs it is compared with: two more then suffice, where pairs of its own take six or more.
+        waits_for: beside these in a plan it goes on right behind the last of them that fits, and not before: they
+            decide what it acts on.
+        live: it can be switched between two steps of a running loop. What cannot is tried in fresh processes, on top of
+            the proven stack, whose runs it is compared with: two more then suffice, where pairs of its own take six or
+            more.
         loaders: it changes how data loaders are made.
         needs_gpu: it finds nothing to do on a CPU.
         everywhere: it reaches models that run without gradients too: a flag of the process, or what is for them.
         untraced: the timed steps tell what it gains, where the run ended before any was traced.
-        dear: it takes half a minute and more, and what it gains hangs on what else is kept: beside kernels and graphs `compile` lost in
-            every net tried on an H200 (20 to 40 s each). It waits until the step with what is kept has been profiled, and is tried if
-            the middle of its prediction for that step is a gain.
-        together: "graph": it is put into the one captured graph; "bundle": it is not. Either has results on file that it wins wherever
-            it is dispatched: neighbours of these are tried as one, with one capture, one gate and one set of blocks, and one by one
-            only where that fails or gains nothing. What gains less than a trial can tell by itself is found so too: one cast of all
-            weights and the fused optimizer gained ResNet-50 on an H200 0.7 and 0.8 %. "": it is tried alone.
-        part: what it is left out with where all that is recommended does not hold together; "" for what is not tried so. What the host
-            does between the steps is never left out: it is right by itself, and seldom in the way.
+        dear: it takes half a minute and more, and what it gains hangs on what else is kept: beside kernels and graphs
+            `compile` lost in every net tried on an H200 (20 to 40 s each). It waits until the step with what is kept
+            has been profiled, and is tried if the middle of its prediction for that step is a gain.
+        together: "graph": it is put into the one captured graph; "bundle": it is not. Either has results on file that
+            it wins wherever it is dispatched: neighbours of these are tried as one, with one capture, one gate and one
+            set of blocks, and one by one only where that fails or gains nothing. What gains less than a trial can tell
+            by itself is found so too: one cast of all weights and the fused optimizer gained ResNet-50 on an H200 0.7
+            and 0.8 %. "": it is tried alone.
+        part: what it is left out with where all that is recommended does not hold together; "" for what is not tried
+            so. What the host does between the steps is never left out: it is right by itself, and seldom in the way.
     """
 
     id: str
@@ -174,8 +180,8 @@ _ALL = (
         code="cudnn_benchmark:CudnnBenchmark",
         predictor="convolution:cudnn_benchmark",
         stage=Stage.ALGORITHMS,
-        # Not for tf32: convolutions may use TF32 by default, and where it changes matrix products only, the plain first steps' plans
-        # stay.
+        # Not for tf32: convolutions may use TF32 by default, and where it changes matrix products only, the plain first
+        # steps' plans stay.
         waits_for=("channels_last", "amp_bf16", "amp_fp16"),
         live=False,
         everywhere=True,
@@ -329,7 +335,8 @@ def table(rows: Iterable[Row]) -> dict[str, Row]:
     """The rows by id.
 
     Raises:
-        AdvisorError: for a row that does not fit the others: an id twice, an id that no row has, a conflict that one side denies.
+        AdvisorError: for a row that does not fit the others: an id twice, an id that no row has, a conflict that one
+            side denies.
     """
     found: dict[str, Row] = {}
     for entry in rows:

@@ -46,8 +46,9 @@ LARGE_GAIN = 0.1
 def order(recommendations: Sequence[Recommendation], profile: StepProfile | None = None) -> tuple[Recommendation, ...]:
     """The recommendations in the order of trial, each at most once per transform and parameters.
 
-    What the profile's largest idle cause asks for comes first; then the stages, then predicted gain; whatever a row says that it is tried after comes before it, and a circle there is broken at its
-    earliest member. What is predicted to find nothing to do comes last, and nothing waits for it.
+    What the profile's largest idle cause asks for comes first; then the stages, then predicted gain; what a row is to be tried after
+    comes before it, and a circle there is broken at its earliest member. What is predicted to find nothing to do comes last, and
+    nothing waits for it.
     """
     first, graphs_last = _bounding(profile), crowded(profile) or _kernels_promise_more(recommendations)
     unique: dict[tuple[str, tuple[tuple[str, str], ...]], Recommendation] = {}
