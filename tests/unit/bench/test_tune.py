@@ -26,7 +26,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Family:
     launch.__module__ = "advisor.ops.toy.cuda"
     modules = {"spec": spec, "cuda": SimpleNamespace(launch=launch), "api": SimpleNamespace()}
     monkeypatch.setattr(Family, "module", lambda self, name: modules[name])
-    return Family(id="toy", title="", replaces="", transform="toy", modules=())
+    return Family(id="toy", replaces="", transform="toy", modules=())
 
 
 def test_every_combination_once() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from advisor.ops import dispatch, verify
 from advisor.ops.family import Case, Family, Work
 
-FAMILY = Family(id="toy", title="", replaces="", transform="toy", modules=())
+FAMILY = Family(id="toy", replaces="", transform="toy", modules=())
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def test_it_matches_the_modules_it_looks_for(fused, gpu) -> None:
 def test_of_the_modules_only_those_that_can_have_the_pattern(gpu, monkeypatch) -> None:
     monkeypatch.setattr(Family, "not_dispatched", lambda self: "")
     depthwise = Family(
-        id="depthwise", title="", replaces="", transform="depthwise", modules=("Conv2d",), having=lambda c: c.groups > 1
+        id="depthwise", replaces="", transform="depthwise", modules=("Conv2d",), having=lambda c: c.groups > 1
     )
     assert kernels.of(depthwise)().match(on_gpu(make_loop()).training, {}).sites == ("conv2",)
 
@@ -217,7 +217,7 @@ def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -
     from advisor.ops import match
 
     order: list[str] = []
-    families = [Family(id=name, title="", replaces="", transform=name, modules=()) for name in ("b", "a")]
+    families = [Family(id=name, replaces="", transform=name, modules=()) for name in ("b", "a")]
     monkeypatch.setattr(catalog, "FAMILIES", tuple(families))
     monkeypatch.setattr(Family, "rewrite", property(lambda self: lambda *_, **__: order.append(self.id)))
     monkeypatch.setattr(Family, "finish", None)
