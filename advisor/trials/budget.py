@@ -82,8 +82,9 @@ class Budget:
         """What fresh runs of these kinds take, whatever the whole is."""
         step_s = self.step_s or 0.0
         steps_s = {proof.PLAIN: step_s, proof.STACK: step_s * left}
+        warmup, steps = fresh.lengths(self.step_s)
         runs_s = [
-            start_s + max(fresh.WARMUP * s, self.settle_s) + max(fresh.STEPS * s, fresh.TIMED_S)
+            start_s + max(warmup * s, self.settle_s) + max(steps * s, fresh.TIMED_S)
             for s in (steps_s[kind] for kind in kinds)
         ]
         return STACK_MARGIN * sum(runs_s)

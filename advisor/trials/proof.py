@@ -17,6 +17,9 @@ from advisor.trials.statistics import WAITS_FRAC, bursty, process_speedup
 # One round of the comparison, in the order that cancels drift.
 PLAIN, STACK = "plain", "stack"
 ROUND = (PLAIN, STACK, STACK, PLAIN)
+# One run of each says enough where its steps are certainly faster by so much: two processes of one kind differ by 1 to 2 %
+# (docs/decisions/0057), and the interval of one and one is made wider by what two of each kind may.
+CLEAR, APART = 1.1, 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +64,29 @@ def ratio(
     arms = (slow, fast)
     if device:
         slow_own, fast_own = ([m.device_us for m in runs] for runs in arms)
-        bounds = process_speedup(slow_own, fast_own, alike=alike)
+        bounds = _widened(process_speedup(slow_own, fast_own, alike=alike), arms)
         return Ratio(bounds, tuple(map(median, slow_own)), tuple(map(median, fast_own)))
     flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
     slow_steps, fast_steps = every_us(arms) if flow else [[m.step_us for m in runs] for runs in arms]
     centre = fmean if flow else median
-    bounds = process_speedup(slow_steps, fast_steps, means=flow, alike=alike)
+    bounds = _widened(process_speedup(slow_steps, fast_steps, means=flow, alike=alike), arms)
     return Ratio(bounds, tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps)))
+
+
+def _widened(
+    bounds: tuple[float, float, float] | None, arms: Sequence[Sequence[Measurement]]
+) -> tuple[float, float, float] | None:
+    """What one process of each kind says, with what processes are apart by, which they cannot show."""
+    if bounds is None or any(len(runs) > 1 for runs in arms):
+        return bounds
+    low, point, high = bounds
+    return low * (1 - APART), point, high * (1 + APART)
+
+
+def clear(verdict: StackVerdict) -> bool:
+    """Whether it holds by so much that further runs would only make the interval narrower."""
+    surest = max(verdict.speedup_low or 0.0, verdict.device_speedup_low or 0.0)
+    return verdict.passed is True and surest >= CLEAR
 
 
 def judge(

@@ -69,7 +69,7 @@ def apply_search(
     budget = Budget.from_now(max_time_s, profile)
     relay = Relay()
     script = Script(command, run_dir, launch or relay, say, profile.start_s if profile is not None else None)
-    runs = FreshRuns(script, budget.trial_s, settle_s=budget.settle_s)
+    runs = FreshRuns(script, budget.trial_s, step_s=budget.step_s, settle_s=budget.settle_s)
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
     choose = Chooser(budget, ask)
     say(_limits(budget))
@@ -136,6 +136,7 @@ class Search:
                     processes.try_alone(candidate)
         self.proved = self.stack.prove(self.proved)
         if self.proved is not None:
+            self.proved = self.stack.confirm(self.proved)
             self.proved = self.stack.add_on_top(self.proved, processes.on_top, share=CHEAP_SHARE)
             self.proved = self.stack.leave_one_out(self.proved)
             self.proved = self.stack.add_on_top(self.proved, processes.on_top)
@@ -143,7 +144,7 @@ class Search:
     def _prove_at_once(self) -> None:
         """What was tried as one is compared with the plain script before anything else is tried, and so is what feeds it."""
         self.processes.on_whole = None
-        self.proved = self.stack.prove()
+        self.proved = self.stack.prove(quick=True)
         if self.proved is None or not self.proved.holds:
             return
         self._save_proved()

@@ -59,10 +59,11 @@ class StackTrial:
     budget: Budget
     min_gain: float
 
-    def prove(self, before: Proof | None = None) -> Proof | None:
+    def prove(self, before: Proof | None = None, *, quick: bool = False) -> Proof | None:
         """The kept changes together against the plain script; drops some until the rest holds. None: nothing kept.
 
         Args:
+            quick: one run of each kind does where it is clear by that; `confirm` adds the others.
             before: an earlier proof, of a part of them. Its plain runs serve again, and where the rest does not hold on top of that
                 part, that part stays proved.
         """
@@ -78,8 +79,16 @@ class StackTrial:
             # The first round has no deadline: without it nothing is proved.
             if number > 1 and (verdict.passed is not None or time.time() > self.budget.until):
                 break
-            kinds = (STACK, STACK) if before is not None and number == 1 else proof.ROUND
-            self._gather(runs, kinds, kept, f"comparing in fresh processes, round {number}")
+            kinds: tuple[str, ...] = (STACK, STACK) if before is not None and number == 1 else proof.ROUND
+            what = f"comparing in fresh processes, round {number}"
+            if quick and number == 1 and before is None:
+                self._gather(runs, kinds[:2], kept, what)
+                if runs.plain and runs.stack and kept and not self.script.over:
+                    verdict = self._judge(runs.plain, runs.stack, kept)
+                    if proof.clear(verdict):
+                        break
+                kinds = kinds[2:]
+            self._gather(runs, kinds, kept, what)
             if self.script.over:
                 return before or self._cut_short()
             if not kept:
@@ -112,6 +121,21 @@ class StackTrial:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
             verdict = self._judge(runs.plain, runs.stack, kept)
         return self._proof(verdict, runs.plain, runs.stack, kept)
+
+    def confirm(self, proved: Proof) -> Proof:
+        """A proof that rests on one run of each kind rests on two, where time is left for them, whatever they say."""
+        runs_s = 2 * self.runs.last_s
+        if not proved.holds or len(proved.plain) > 1 or self.script.over or time.time() + runs_s > self.budget.until:
+            return proved
+        kept = list(records.kept_items(self.script.run_dir))
+        if _names(kept) != set(proved.items):
+            return proved
+        begun = Counter({PLAIN: len(proved.plain), STACK: len(proved.stack)})
+        runs = _Runs(plain=list(proved.plain), stack=list(proved.stack), begun=begun)
+        self._gather(runs, (STACK, PLAIN), kept, "once more in fresh processes, for a narrower interval")
+        if self.script.over or not kept or len(runs.plain) < len(proved.plain) + 1 or not runs.stack:
+            return proved
+        return self._proof(self._judge(runs.plain, runs.stack, kept), runs.plain, runs.stack, kept)
 
     def _least_trusted(self, kept: Sequence[PlanItem]) -> list[PlanItem]:
         """What is dropped first of what does not hold together: the latest change, or of those that were tried as one, a class."""

@@ -100,3 +100,17 @@ def test_what_noise_hides_is_left_to_fresh_processes_where_it_looks_faster(tmp_p
     assert record.whole_kept is kept
     if kept:
         assert "fresh processes decide" in verdicts["amp_bf16"].reason
+
+
+def test_pairs_that_end_in_haste_and_look_no_faster_leave_it_open(tmp_path, monkeypatch):
+    """There is nothing to put it off for: an unknown status once ended the search."""
+
+    def run(self, switch, current, *, patient=True, hasty=False):
+        yield
+        return Decision("more" if hasty else "inconclusive", Interval(low=-0.1, high=0.2), 0.005, "6 pairs so far")
+
+    planted(monkeypatch, channels_last=Waits, amp_bf16=Half)
+    monkeypatch.setattr(TimedBlocks, "run", run)
+    verdicts, _, reason = search(tmp_path, "channels_last", "amp_bf16")
+    assert reason == "search done"
+    assert verdicts["channels_last + amp_bf16"].status == "inconclusive"

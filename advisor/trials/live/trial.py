@@ -353,7 +353,7 @@ class Trial:
         faster = decision.point is not None and decision.point > LOOKS_FASTER * self.loop.session.min_gain
         if faster or (anyway and decision.point is None):
             return dataclasses.replace(decision, status=KEPT, reason=f"{decision.reason}; fresh processes decide")
-        return decision
+        return dataclasses.replace(decision, status=INCONCLUSIVE)  # there will be no more pairs
 
     def _stand(self, switch: Switch) -> None:
         """The candidate is part of the loop from now on; what it replaced is not."""

@@ -54,3 +54,16 @@ def test_a_change_of_the_loader_is_judged_by_the_step():
 def test_no_devices_time_that_nobody_saw():
     blind = [Measurement(step_us=(1.0,) * 30, every_us=(1.0,) * 30) for _ in range(2)]
     assert not proof.waits(blind, blind)
+
+
+def test_one_process_of_each_kind_tells_less_surely_than_two():
+    runs = {
+        n: [[run(us, us, noise=0.01, seed=10 * k + i) for i in range(n)] for k, us in enumerate((100.0, 80.0))]
+        for n in (1, 2)
+    }
+    one, two = (proof.judge(*runs[n], (), flow=False) for n in (1, 2))
+    assert one.speedup_low < two.speedup_low < 1.25 < two.speedup_high < one.speedup_high
+    assert one.speedup_low < 1.25 * 0.97
+    assert proof.clear(one)
+    nearly = [[run(us, us, noise=0.01, seed=k)] for k, us in enumerate((100.0, 90.0))]
+    assert not proof.clear(proof.judge(*nearly, (), flow=False))

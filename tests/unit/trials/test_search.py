@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 import signal
 import time
 
@@ -966,8 +967,9 @@ def test_what_was_tried_leaves_no_word_of_the_time(script) -> None:
             0.01,
             1.1 * 2 * (5 + 42 * 0.1 + 5 + 12 * 0.001 + 0.7),
         ),  # short steps are timed for longer than thirty take
-        (0.4, 1.0, 1.1 * 4 * (5 + 42 * 0.4)),
-        (0.4, 0.1, 1.1 * 2 * (5 + 42 * 0.4 + 5 + 42 * 0.04)),
+        (0.2, 1.0, 1.1 * 4 * (5 + 42 * 0.2)),
+        (0.4, 1.0, 1.1 * 4 * (5 + (8 + 18) * 0.4)),  # fewer steps where they are long
+        (0.4, 0.1, 1.1 * 2 * (5 + (8 + 18) * 0.4 + 5 + (8 + 18) * 0.04)),
         (60.0, 1.0, 100.0),
         (None, 1.0, 50.0),
     ],
@@ -1293,7 +1295,7 @@ def test_the_whole_is_proved_and_written_before_anything_else_is_tried(script):
 
     whole_kept(script, then=later)
     log, plan, code, _ = apply(script, *WHOLE, "set_to_none")
-    assert [mode for mode, _ in modes(script)] == ["search", *["measure"] * 4, "search"]
+    assert modes(script)[:4] == [("search", ()), ("measure", ()), ("measure", WHOLE), ("search", WHOLE)]
     assert plans[0].speedup.startswith(("2.0", "1.9"))  # what an end at any time leaves
     assert code == 0
     assert log.interrupted
@@ -1350,3 +1352,30 @@ def test_of_a_whole_that_trains_otherwise_half_precision_is_dropped_first(script
     assert (verdicts["tf32"].status, verdicts["channels_last"].status) == ("reverted", "kept")
     assert "did not hold in fresh runs" in verdicts["tf32"].reason
     assert code == 0
+
+
+def test_one_run_of_each_kind_does_where_it_is_clear_and_the_end_adds_the_others(script):
+    script.step_us[WHOLE] = 500.0
+    script.step_us |= {("tf32",): 600.0, ("channels_last",): 600.0}
+    script.verdicts = {"set_to_none": "reverted"}
+    plans = []
+    inner = script.search
+
+    def later(session):
+        plans.append(planfile.read(script.run_dir / "plan.yaml"))
+        return inner(session)
+
+    whole_kept(script, then=later)
+    log, _, _, _ = apply(script, *WHOLE, "set_to_none")
+    low, high = map(float, re.search(r"\((.*) to (.*)\)", plans[0].speedup).groups())
+    assert low < 1.95 < 2.05 < high  # wider than two of each would have it
+    assert len(log.stack.plain_us) == len(log.stack.stack_us) == 2
+    assert log.stack.speedup_low > low
+
+
+def test_a_whole_that_is_hardly_faster_has_two_runs_of_each_kind_at_once(script):
+    script.step_us[WHOLE] = 950.0
+    script.verdicts = {"set_to_none": lambda session: Exit(code=130, signal=int(signal.SIGINT))}
+    whole_kept(script)
+    apply(script, *WHOLE, "set_to_none")
+    assert [mode for mode, _ in modes(script)][:6] == ["search", *["measure"] * 4, "search"]
