@@ -197,6 +197,7 @@ def test_the_environment_is_empty_but_for_what_is_declared(installed: Installed)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # thirty commands: 80 s of one core, and as much more as others take of it
 def test_the_quick_start_and_every_other_command(installed: Installed) -> None:
     """In one test, because each goes on from what the ones before have left."""
     assert all(command in README for command in QUICK_START)
