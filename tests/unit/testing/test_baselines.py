@@ -62,7 +62,7 @@ def test_what_is_missing_is_told_with_how_to_make_it(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "main.json").write_text("{")
-    with pytest.raises(AdvisorError, match="cannot be read"):
+    with pytest.raises(AdvisorError, match="cut off, or no JSON"):
         baselines.load(tmp_path, "main")
 
 
