@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "causes"
 PAGE = ROOT / "docs" / "causes.md"
 TIMEOUT_S = 150
-STEPS_GPU, STEPS_CPU = 400, 130  # of a plain run, the first thirty untimed
+STEPS_GPU, STEPS_CPU = 250, 130  # of a plain run, the first thirty untimed
 CURED = "-cured"
 SHOWN = 3  # cards of a report that are put on record
 
@@ -169,11 +169,13 @@ def _lanes(machine: str) -> Iterator[tuple[dict[str, str], list[str]]]:
         return
     import torch
 
-    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    share = max(1, cores // gpus)
+    gpus, cores = torch.cuda.device_count(), sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // gpus)
     for gpu in range(gpus):
-        mine = f"{gpu * share}-{(gpu + 1) * share - 1}"
-        yield {**environment, "CUDA_VISIBLE_DEVICES": str(gpu)}, ["taskset", "-c", mine] if gpus > 1 else []
+        mine = ",".join(map(str, cores[gpu * share : (gpu + 1) * share]))
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        device = named[gpu] if len(named) == gpus else str(gpu)
+        yield {**environment, "CUDA_VISIBLE_DEVICES": device}, ["taskset", "-c", mine] if gpus > 1 else []
 
 
 def record(machine: str, results: dict[str, Any], chosen: Sequence[Training]) -> None:
