@@ -3,6 +3,7 @@
 python tests/causes/causes_page.py --run gpu              profile every training of the catalogue here, then write the page
 python tests/causes/causes_page.py --run cpu --only fp64  only those with this in their names; what else is on record stays
 python tests/causes/causes_page.py --run gpu --cases DIR  trainings from a folder as well, by their lines `# EXPECT: rule|rule`
+python tests/causes/causes_page.py --read gpu --runs DIR  put on record what lies in run folders that --run has kept
 python tests/causes/causes_page.py                        write the page from what is recorded
 
 On several GPUs one training runs on each, with its share of the cores. A cause is found where one of its rules is among those
@@ -98,12 +99,21 @@ def profiled(training: Training, script: Path, environment: dict[str, str], pref
         ended = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-        findings = json.loads((run / "findings.json").read_text(encoding="utf-8"))
-        profile = json.loads((run / "profile.json").read_text(encoding="utf-8"))
+        return read(training, run)
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {TIMEOUT_S} s"}
     except (OSError, ValueError) as error:
         return {"error": f"exit code {ended.returncode}: {ended.stderr.strip()[-300:] or error}"}
+
+
+def read(training: Training, run: Path) -> dict[str, Any]:
+    """The first cards of the report that lies in this run folder.
+
+    Raises:
+        OSError, ValueError: when there is none.
+    """
+    findings = json.loads((run / "findings.json").read_text(encoding="utf-8"))
+    profile = json.loads((run / "profile.json").read_text(encoding="utf-8"))
     cards = [shown(card) for card in findings["cards"]]
     step = profile.get("step_us") or profile.get("wall_us")
     return {
@@ -178,8 +188,16 @@ def _lanes(machine: str) -> Iterator[tuple[dict[str, str], list[str]]]:
         yield {**environment, "CUDA_VISIBLE_DEVICES": device}, ["taskset", "-c", mine] if gpus > 1 else []
 
 
-def record(machine: str, results: dict[str, Any], chosen: Sequence[Training]) -> None:
-    """Put the results beside those that are on record."""
+def device(run: Path) -> tuple[str, str]:
+    """The GPU ("" on a CPU) and the torch that a run was made with."""
+    found = json.loads((run / "profile.json").read_text(encoding="utf-8"))["environment"]
+    return found.get("gpu_name", ""), found.get("torch", "")
+
+
+def record(
+    machine: str, results: dict[str, Any], chosen: Sequence[Training], made_on: tuple[str, str] | None = None
+) -> None:
+    """Put the results beside those that are on record; `made_on`: as `device` says, this machine where it is not given."""
     import torch
 
     path = RECORDS / f"{machine}.json"
@@ -187,9 +205,10 @@ def record(machine: str, results: dict[str, Any], chosen: Sequence[Training]) ->
     expect = {training.name: list(training.expect) for training in chosen}
     for name, found in results.items():
         before["trainings"][name] = {"expect": expect[name], **found}
+    gpu, version = made_on or (torch.cuda.get_device_name() if machine == "gpu" else "", torch.__version__)
     document = {
-        "device": torch.cuda.get_device_name() if machine == "gpu" else "",
-        "torch": torch.__version__,
+        "device": gpu,
+        "torch": version,
         "date": datetime.date.today().isoformat(),
         "trainings": dict(sorted(before["trainings"].items())),
     }
@@ -265,16 +284,22 @@ def _interval(card: dict[str, Any] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", choices=("cpu", "gpu"))
+    parser.add_argument("--run", choices=("cpu", "gpu"), help="profile the trainings for this machine")
+    parser.add_argument("--read", choices=("cpu", "gpu"), help="read what --runs holds of them")
     parser.add_argument("--only", default="", help="a part of the names of those to run")
     parser.add_argument("--runs", type=Path, help="keep the run folders in this one")
     parser.add_argument(
         "--cases", type=Path, action="append", default=[], help="a folder of trainings that say what they EXPECT"
     )
     given = parser.parse_args()
+    machine = given.run or given.read
+    chosen = [t for t in trainings(machine, given.cases) if re.search(given.only, t.name)] if machine else []
     if given.run:
-        chosen = [t for t in trainings(given.run, given.cases) if re.search(given.only, t.name)]
-        record(given.run, run(given.run, chosen, given.runs), chosen)
+        record(machine, run(machine, chosen, given.runs), chosen)
+    elif given.read:
+        kept = {path.parent.name: path.parent for path in given.runs.rglob("findings.json")}
+        chosen = [t for t in chosen if t.name in kept]
+        record(machine, {t.name: read(t, kept[t.name]) for t in chosen}, chosen, device(next(iter(kept.values()))))
     PAGE.write_text(page(), encoding="utf-8")
 
 

@@ -113,3 +113,17 @@ def test_a_step_is_timed_as_the_script_tells_it(tmp_path: Path) -> None:
     assert causes_page.plain_step_s(script, environment, []) == causes_page.STEPS_CPU / 1e4
     script.write_text("raise SystemExit(1)\n", encoding="utf-8")
     assert causes_page.plain_step_s(script, environment, []) is None
+
+
+def test_kept_run_folders_are_read(tmp_path: Path) -> None:
+    run = tmp_path / "lane-0" / "a"
+    run.mkdir(parents=True)
+    card = {"rule": "recompiles", "reasons": ["graph-breaks"], "predicted": {"low": 0.1, "high": 0.25}}
+    (run / "findings.json").write_text(json.dumps({"cards": [card]}), encoding="utf-8")
+    environment = {"gpu_name": "A GPU", "torch": "2.11"}
+    (run / "profile.json").write_text(
+        json.dumps({"step_us": {"median": 1234.56}, "environment": environment}), encoding="utf-8"
+    )
+    found = causes_page.read(causes_page.Training("a", "", ("graph-breaks",), priced=False), run)
+    assert (found["rank"], found["step_us"], found["expected"]["predicted"]) == (1, 1234.6, [0.1, 0.25])
+    assert causes_page.device(run) == ("A GPU", "2.11")
