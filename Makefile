@@ -60,7 +60,7 @@ demo: $(VENV)/.installed
 	@code=0; $(DEMO_ENV) $(BIN)/advisor apply --auto --max-time $(DEMO_TIME) $(DEMO) || code=$$?; $(BIN)/python .ci/gained.py $$code $(DEMO_RUNS)
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not long" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore-glob "*_gpu.py" -m "not gpu and not long" --durations 10
 
 test-long: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long" --durations 10
