@@ -50,6 +50,9 @@ def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLo
         "speedup": stack.speedup if stack is not None else None,
         "speedup_low": stack.speedup_low if stack is not None else None,
         "speedup_high": stack.speedup_high if stack is not None else None,
+        "device_speedup": stack.device_speedup if stack is not None else None,
+        "device_speedup_low": stack.device_speedup_low if stack is not None else None,
+        "device_speedup_high": stack.device_speedup_high if stack is not None else None,
         "complete": profile.complete and (trials is None or trials.complete),
     }
     return {

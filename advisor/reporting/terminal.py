@@ -394,6 +394,8 @@ def _stack(page: _Page, log: TrialLog) -> list[str]:
         if stack.speedup_low is not None and stack.speedup_high is not None:
             text += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
         lines.append(f"  Speed-up {page.paint(text, 'bold', style)}")
+    if device := wording.device_speedup(stack):
+        lines += page.wrap(device, 11, first=11)
     if stack.samples_per_s_plain and stack.samples_per_s_stack:
         rates = (samples_text(r) for r in (stack.samples_per_s_plain, stack.samples_per_s_stack))
         lines.append("  Rate     {} → {} samples/s".format(*rates))

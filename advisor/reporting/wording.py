@@ -9,7 +9,7 @@ from advisor.core.findings import Card, Finding, Findings, Interval, Outcome, Se
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import ProfilerCost, Spread, StepProfile
 from advisor.core.units import bytes_text, counted, percent_text, rate_text, time_text
-from advisor.core.verdict import DECLINED, INCONCLUSIVE, KEPT, UNCONFIRMED, UNTRIED, TrialLog, Verdict
+from advisor.core.verdict import DECLINED, INCONCLUSIVE, KEPT, UNCONFIRMED, UNTRIED, StackVerdict, TrialLog, Verdict
 from advisor.reporting import breakdown, unexplained
 
 SEMANTICS = {
@@ -271,7 +271,16 @@ def trials_headline(trials: TrialLog) -> str:
     speed = f"{factor(stack.speedup)} the plain script's speed"
     if stack.speedup_low is not None and stack.speedup_high is not None:
         speed += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
-    return f"Proved: {speed}, {changes}."
+    device = f"; {told}" if (told := device_speedup(stack)) else ""
+    return f"Proved: {speed}{device}, {changes}."
+
+
+def device_speedup(stack: StackVerdict) -> str:
+    """`the device's time 1.62× shorter (1.58 to 1.66): this step waits for its loader`; "" where the step itself tells all."""
+    if stack.device_speedup is None or stack.device_speedup_low is None or stack.device_speedup_high is None:
+        return ""
+    bounds = f"{stack.device_speedup_low:.2f} to {stack.device_speedup_high:.2f}"
+    return f"the device's time {factor(stack.device_speedup)} shorter ({bounds}): this step waits for its loader"
 
 
 def _nothing_kept(trials: TrialLog, declined: int) -> str:

@@ -265,3 +265,15 @@ def test_a_round_names_what_is_kept_as_people_call_it():
 def test_what_is_predicted_to_save_nothing_says_so():
     texts = [wording.saves(Interval(low=low, high=high)) for low, high in ((0.0, 0.0), (0.0, 0.2), (-0.1, -0.02))]
     assert texts == ["nothing", "up to 20 % of the step", "−10 to −2 % of the step"]
+
+
+def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time() -> None:
+    log = samples.trials()
+    assert log.stack is not None
+    waiting = replace(log.stack, device_speedup=1.62, device_speedup_low=1.58, device_speedup_high=1.66)
+    told = replace(log, stack=waiting)
+    words = "the device's time 1.62× shorter (1.58 to 1.66): this step waits for its loader"
+    assert words in wording.trials_headline(told)
+    assert words in " ".join(terminal.trials_text(told).split())
+    assert "1.58 to 1.66" in html.report_html(samples.resnet50(), None, told)
+    assert "waits for its loader" not in wording.trials_headline(log)
