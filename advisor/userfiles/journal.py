@@ -14,6 +14,7 @@ from pathlib import Path
 
 from advisor.core import storage
 from advisor.core.stderr import say
+from advisor.core.units import bytes_text
 
 JOURNAL, RESTORED = "journal.jsonl", "restored-journal.jsonl"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
@@ -155,10 +156,10 @@ def _check_room(source: str | os.PathLike[str], target: str, found: os.stat_resu
         disk = os.statvfs(os.path.dirname(target))
         free = disk.f_bavail * disk.f_frsize
         if free < found.st_size:
-            told = f"a copy needs {found.st_size:,} bytes, and {free:,} are free"
+            told = f"a copy needs {bytes_text(found.st_size)}, and {bytes_text(free)} are free"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {told}", os.fspath(source))
     if found.st_size >= _TOLD_FROM:
-        say(f"copying {os.fspath(source)} ({found.st_size / 2**30:.0f} GiB), so that it stays as it is")
+        say(f"copying {os.fspath(source)} ({bytes_text(found.st_size)}), so that it stays as it is")
 
 
 def settings(found: os.stat_result) -> Entry:
