@@ -837,7 +837,7 @@ def test_a_copy_that_the_disk_has_no_room_for_is_not_begun(tmp_path, monkeypatch
     monkeypatch.setattr(journal, "_cloned", lambda *places: False)
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=100, f_frsize=4096))
     monkeypatch.setattr(shutil, "copy2", lambda *places, **more: pytest.fail("it was begun"))
-    with pytest.raises(OSError, match="a copy needs 2.00 MiB, and 400 KiB are free") as found:
+    with pytest.raises(OSError, match=r"a copy needs 2\.00 MiB, and 400 KiB are free") as found:
         journal.copy(large, tmp_path / "copy")
     assert found.value.errno == errno.ENOSPC
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["data.h5"]
