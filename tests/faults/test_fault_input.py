@@ -87,7 +87,7 @@ CASES = {
     "a folder as profile": (("report", "folders"), 2, "profile.json cannot be read (Is a directory)"),
     "one run to compare": (("compare", "sound"), 2, "Missing argument 'B'"),
     "a regression of 3": (("compare", "sound", "sound", "--fail-on-regression", "3"), 2, "write 3% or a fraction below 1"),
-    "no search to recover": (("doctor", "--recover", "empty"), 2, "no search was interrupted in empty"),
+    "no search to recover": (("doctor", "--recover", "empty"), 2, "no run was interrupted in empty"),
     # the rest
     "no such command": (("profil", "train.py"), 2, "Did you mean `advisor profile`?"),
     "no such family": (("kernels", "verify", "nope"), 2, "no kernel family 'nope'; expected one of"),
