@@ -126,6 +126,7 @@ def start(work: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what is begun in the background ignores it
         **options,
     )
 
