@@ -200,9 +200,11 @@ class ProfileDriver:
         self._graphs_seen = graphs
 
     def _read_memory(self) -> None:
-        """A few times in the window: what grows is told by several readings, and each may disturb the step behind it."""
+        """A few times in the window: what grows is told by several readings, and each may disturb the step behind it. So two of three steps
+        at least are left alone, also of the few that a test measures.
+        """
         steps = len(self._timed_boundaries) - 1
-        if self._probe is not None and steps % max(1, self.session.steps // MEMORY_READINGS) == 0:
+        if self._probe is not None and reading_is_due(steps, self.session.steps):
             self._probe.note(steps, held_bytes=self._held_bytes())
 
     def _held_bytes(self) -> float:
@@ -486,3 +488,8 @@ def _window(step: StepEvent, begun: Window | None = None) -> Window:
         start_monotonic_ns=begun.start_monotonic_ns if begun else monotonic,
         end_monotonic_ns=monotonic,
     )
+
+
+def reading_is_due(step: int, window: int) -> bool:
+    """Whether memory is read behind this step of a window of so many."""
+    return step % max(3, window // MEMORY_READINGS) == 0

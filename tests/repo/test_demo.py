@@ -72,7 +72,7 @@ def test_a_demo_without_a_search_fails(tmp_path: Path) -> None:
 def test_make_lets_no_failure_of_the_demo_pass() -> None:
     """What make would run: the search's own exit code goes to the judge, whose exit code is the recipe's."""
     shown = subprocess.run(
-        ["make", "--dry-run", "--always-make", "demo", "VENV=none"],
+        ["make", "--no-print-directory", "--dry-run", "--always-make", "demo", "VENV=none"],
         cwd=REPO,
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 import types
@@ -416,3 +417,13 @@ def test_what_compiles_anew_is_told_whatever_part_of_the_script_it_is(start: Sta
     assert told
     assert all(site.time_us > 0 for site in told)
     assert told[0].source.startswith("tests/unit/profiling/test_driver.py:") is (what != "model")
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 8, 20, 200])
+def test_readings_of_memory_leave_two_of_three_steps_alone(window: int) -> None:
+    """A reading may hold up the step behind it: of a test's few steps none was left that counted."""
+    due = [step for step in range(1, window + 1) if module.reading_is_due(step, window)]
+    assert len(due) <= max(window // 3, 0)
+    assert all(b - a >= 3 for a, b in itertools.pairwise(due))
+    if window >= 20:
+        assert len(due) >= 5
