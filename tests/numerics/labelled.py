@@ -1,0 +1,152 @@
+"""The numeric gate on right changes and planted faults of small trainings: docs/numerics.json and docs/numerics.md.
+
+python tests/numerics/labelled.py --half held      judge that half, write its records, then the page (`chosen`: the one it was built with)
+python tests/numerics/labelled.py --half held --gate before  the same, recorded as the gate of an earlier revision (which PYTHONPATH names)
+python tests/numerics/labelled.py --half held --only GAN     only trainings with this in their names; what is on record of others stays
+python tests/numerics/labelled.py                  write the page from what is recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from numerics import faults, right  # noqa: E402
+from numerics.loops import Change, Loop  # noqa: E402
+from numerics.nets import KINDS, Kind  # noqa: E402
+
+RECORD, PAGE = ROOT / "docs" / "numerics.json", ROOT / "docs" / "numerics.md"
+# What the bounds were chosen with. All others were judged when these stood.
+CHOSEN = (
+    "segmentation, atrous, deep", "segmentation, Res2Net", "segmentation, Res2Net, deep", "detection, frozen norms",
+    "1-D, dropout 0.8", "1-D, dropout 0.2", "1-D, causal", "3-D, UNet", "GAN, batch norm", "refinement",
+    "refinement, long", "classifier, plain", "classifier, ConvNeXt", "classifier, transformer", "classifier in bf16",
+)  # fmt: skip
+# Which of the faults, and which weights and batches, the half that was held out is judged on: others than while the gate was built.
+HELD_FROM = 2
+STATES = {"fresh": 2, "trained": 120}  # steps
+
+
+def half(name: str) -> list[tuple[int, Kind]]:
+    """Trainings of one half, with their numbers."""
+    first = HELD_FROM if name == "held" else 0
+    return [(i, kind) for i, kind in enumerate(KINDS, first) if (kind.name in CHOSEN) == (name == "chosen")]
+
+
+def cases(loop: Loop, number: int) -> Iterator[tuple[str, Change]]:
+    """(right or fault, change)."""
+    yield from (("right", change) for change in right.changes(loop))
+    yield from (("fault", change) for change in faults.changes(loop, number))
+
+
+def judged(name: str, only: str = "", states: tuple[str, ...] = tuple(STATES)) -> Iterator[dict[str, Any]]:
+    """One record for each change of each training of that half, in each state."""
+    for number, kind in half(name):
+        if only not in kind.name:
+            continue
+        loop, steps = Loop(kind, 0, seed=number), 0
+        for state in states:
+            place = tuple(STATES).index(state)
+            loop.advance(STATES[state] - steps)
+            steps = STATES[state]
+            for what, change in cases(loop, number + 4 * place):
+                if place and change.name.startswith("fp16"):  # slow on a CPU: once a training
+                    continue
+                start = time.perf_counter()
+                check = loop.judge(change)
+                seconds = time.perf_counter() - start
+                yield {
+                    "training": kind.name, "state": state, "change": change.name, "is": what,
+                    "passed": check.passed, "detail": check.detail, "seconds": round(seconds, 3),
+                }  # fmt: skip
+
+
+def wrong(record: dict[str, Any]) -> bool:
+    """A right change refused or a fault let through; what could not be compared is neither passed nor refused."""
+    return record["passed"] is not True if record["is"] == "right" else record["passed"] is not False
+
+
+def _order(record: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(record[key] for key in ("training", "state", "is", "change"))
+
+
+def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    lines = [
+        "# The numeric gate on what is right and on what is not",
+        "",
+        "<!-- Made by `python tests/numerics/labelled.py`; do not edit. -->",
+        "",
+        f"{len(KINDS)} small trainings (tests/numerics/nets.py), after 2 steps and after {STATES['trained']}, on a CPU. Right changes are those of",
+        "tests/numerics/right.py, faults those of tests/numerics/faults.py. The gate was built with one half of the trainings; the",
+        "other was held out. `before` is the gate of an earlier revision.",
+        "",
+        "| half | gate | right changes | refused | faults | let through | seconds a change, mean (median) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in ("chosen", "held"):
+        for gate in ("before", "now"):
+            records = recorded.get(gate, {}).get(name, [])
+            if not records:
+                continue
+            good, bad = ([r for r in records if r["is"] == what] for what in ("right", "fault"))
+            refused, through = sum(map(wrong, good)), sum(map(wrong, bad))
+            seconds = [r["seconds"] for r in records]
+            lines.append(
+                f"| {name} | {gate} | {len(good)} | {refused} ({refused / len(good):.1%}) | {len(bad)} | {through} ({through / len(bad):.1%}) "
+                f"| {statistics.mean(seconds):.2f} ({statistics.median(seconds):.2f}) |"
+            )
+    for gate in ("now", "before"):
+        errors = [(name, r) for name in recorded.get(gate, {}) for r in recorded[gate][name] if wrong(r)]
+        if errors:
+            lines += [
+                "",
+                f"## Judged wrongly: {gate}",
+                "",
+                "| half | training | state | change | the gate's word |",
+                "|---|---|---|---|---|",
+            ]
+            lines += [
+                f"| {name} | {r['training']} | {r['state']} | {r['change']} | {r['detail']} |" for name, r in errors
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("chosen", "held"))
+    parser.add_argument("--gate", choices=("now", "before"), default="now")
+    parser.add_argument("--state", choices=tuple(STATES), help="that state only; what is on record of the other stays")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.half:
+        records = []
+        for record in judged(options.half, options.only, (options.state,) if options.state else tuple(STATES)):
+            records.append(record)
+            if wrong(record):
+                print(
+                    f"{record['is']}: {record['training']}, {record['state']}, {record['change']}: {record['detail']}",
+                    flush=True,
+                )
+        recorded = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+        judged_now = {(r["training"], r["state"]) for r in records}
+        before = recorded.get(options.gate, {}).get(options.half, [])
+        kept = [r for r in before if (r["training"], r["state"]) not in judged_now]
+        recorded.setdefault(options.gate, {})[options.half] = sorted(kept + records, key=_order)
+        RECORD.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
