@@ -17,6 +17,7 @@ MAY = {
     "faults/repeated_trials.py": "times a device for page.py",
     "integration/test_attach.py": "a limit on a planted clock",
     "kernels/networks_page.py": "says how long a network took",
+    "numerics/labelled.py": "says how long the gate took",
     "repo/test_clocks.py": "this",
     "repo/test_imports.py": "long",
     "under_load.py": "says how long a run took",
