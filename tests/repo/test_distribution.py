@@ -58,6 +58,17 @@ def check_installed(scripts: Path, cwd: Path, *, origin: Path) -> None:
     assert run(scripts / "python", "-c", session, cwd=cwd).strip() == "True"
 
 
+def test_files_that_name_the_version_and_the_license_agree() -> None:
+    from advisor import __version__
+
+    text = (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text(encoding="utf-8"))
+    assert f'version = "{__version__}"' in text
+    assert citation["version"] == __version__
+    assert f'license = "{citation["license"]}"' in text
+    assert "Apache License" in (REPO / "LICENSE").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_the_wheel_carries_every_data_file(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
@@ -72,6 +83,7 @@ def test_the_wheel_carries_every_data_file(built: Path) -> None:
         f"advisor/reporting/templates/{path.name}" for path in (REPO / "advisor/reporting/templates").iterdir()
     }
     assert sorted(templates - held) == []
+    assert [name for name in held if name.endswith(".dist-info/licenses/LICENSE")]
     assert not [name for name in held if name.startswith(("tests", "kernels", "rules", "docs"))]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md")])
+PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(REPO)) for page in PAGES]
 SOURCES = sorted(
     path
