@@ -36,6 +36,7 @@ from advisor.runs import (
 from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
+    from advisor.core.attempt import Attempt
     from advisor.core.environment import Environment
     from advisor.profiling.launcher import Exit
     from advisor.profiling.session import Session
@@ -556,6 +557,32 @@ def prove(
     )
     file = _beside(proved, run_dir, say)
     return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=file)
+
+
+def try_patch(
+    words: Sequence[str],
+    patch: Path,
+    *,
+    module: bool = False,
+    min_gain: float = 0.01,
+    max_time_s: float = USUAL_TIME_S,
+    out: Path | None = None,
+    say: Say,
+) -> Attempt:
+    """Judge a source patch on the script, on a copy of its project: trials/patched.py.
+
+    Raises:
+        AdvisorError: for a script that cannot be started or measured, or a patch that cannot be applied.
+    """
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials.patched import try_patch
+
+    _check_apply((), ())
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = _begin(command.name, out, say)
+    return try_patch(
+        command, words, patch, module=module, min_gain=min_gain, max_time_s=max_time_s, run_dir=run_dir, say=say
+    )
 
 
 def _begin(name: str, out: Path | None, say: Say) -> Path:

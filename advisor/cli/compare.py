@@ -10,7 +10,6 @@ from advisor.cli import output
 from advisor.cli.help import Command
 from advisor.cli.parameters import Percent, format_option
 from advisor.core.errors import ExitCode
-from advisor.core.storage import to_plain
 
 
 @click.command(cls=Command)
@@ -40,7 +39,7 @@ def compare(a: str, b: str, *, tolerance: float | None, form: str) -> int:
 
     comparison = compare_profiles(runs.load_profile(a)[1], runs.load_profile(b)[1])
     if form == "json":
-        text = output.json_text({"schema_version": 1, **to_plain(comparison)})
+        text = output.document("comparison", comparison)
     elif form == "md":
         text = compare_markdown(comparison)
     else:

@@ -51,6 +51,6 @@ def doctor(*, measure: bool, recover: str | None, form: str) -> None:
         to_plain(examination.Check(name="Predictions", status=examination.Status.OK, found=ledger.told_here()))
     )
     if form == "json":
-        output.say(output.json_text(checks), sys.stdout)
+        output.say(output.document("checks", checks), sys.stdout)
     else:
         output.say(checks_text(checks, output.width(), output.color(sys.stdout)), sys.stdout)

@@ -32,7 +32,7 @@ def list_kernels(form: str) -> None:
 
     rows = pipeline.kernels_list()
     if form == "json":
-        output.say(output.json_text(rows), sys.stdout)
+        output.say(output.document("kernels", rows), sys.stdout)
     else:
         output.say(kernels_text(rows, output.width(), output.color(sys.stdout)), sys.stdout)
 
@@ -56,7 +56,7 @@ def verify(form: str, family: str) -> int:
     with Progress(live=True) as say:
         rows = pipeline.kernels_verify(say, family)
     if form == "json":
-        output.say(output.json_text(rows), sys.stdout)
+        output.say(output.document("verification", rows), sys.stdout)
     else:
         output.say(verification_text(rows, output.width(), output.color(sys.stdout)), sys.stdout)
     return ExitCode.FINDINGS if any(row["passed"] is False for row in rows) else ExitCode.OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import sys
 import traceback
@@ -14,13 +15,14 @@ import click
 
 from advisor import __version__
 from advisor.cli.help import Group
-from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.errors import AdvisorError, ExitCode, first_line
 
 # name → (module under advisor.cli, attribute, one line of help). The line stands here so that `--help` imports no command.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("profile", "profile", "Run a training script and see where a step's time goes."),
     "recommend": ("recommend", "recommend", "Say what would make a recorded run faster, and by how much."),
     "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
+    "try": ("try_command", "try_", "Try one change or one patch, and say whether it is right and faster."),
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
@@ -73,12 +75,15 @@ class AdvisorGroup(Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> NoReturn:
+        as_json = wants_json(sys.argv[1:] if args is None else args)
         try:
             result = super().main(args, prog_name or "advisor", complete_var, standalone_mode=False, **extra)
             code = result if isinstance(result, int) else ExitCode.OK
             sys.stdout.flush()
         except AdvisorError as error:
             code = _fail(str(error), error.exit_code)
+            if as_json:
+                _tell(error)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "advisor"
             told = " ".join(error.format_message().split())  # click lists choices a line each
@@ -88,6 +93,8 @@ class AdvisorGroup(Group):
             else:
                 end = "" if told.endswith("?") else "."
                 code = _fail(f"{told.rstrip('.')}{end} See `{command} --help`.", ExitCode.USAGE)
+                if as_json:
+                    _tell(AdvisorError(told.rstrip("."), fix=f"See `{command} --help`."))
         except click.ClickException as error:
             code = _fail(error.format_message(), ExitCode.USAGE)
         except (click.Abort, KeyboardInterrupt):
@@ -101,7 +108,23 @@ class AdvisorGroup(Group):
                 code = _fail(f"{_shown(error.filename)} cannot be used ({error.strerror})", ExitCode.USAGE)
         except Exception as error:  # the last line of defence: users see one line, developers ask for more
             code = _own_fault(error)
+            if as_json:
+                _tell(AdvisorError(f"internal error: {first_line(error)}", exit_code=ExitCode.OWN_FAULT))
         sys.exit(int(code))
+
+
+def wants_json(args: Sequence[str]) -> bool:
+    """Whether the words before the script ask for JSON: what fails may fail before they are parsed."""
+    words = list(itertools.takewhile(lambda word: word != "--" and not word.endswith(".py"), args))
+    return "--json" in words or "--format=json" in words or ("--format", "json") in itertools.pairwise(words)
+
+
+def _tell(error: AdvisorError) -> None:
+    """The error as a document on stdout, beside the line on stderr: docs/reference/json.md."""
+    from advisor.cli import output
+
+    told = {"text": str(error), "found": error.found, "expected": error.expected, "fix": error.fix}
+    output.say(output.document("error", told, exit_code=int(error.exit_code)), sys.stdout)
 
 
 def _own_fault(error: Exception) -> int:
@@ -130,7 +153,8 @@ def _fail(line: str, code: int) -> int:
     epilog="""\b
 Exit codes; `profile`, `run` and a failing script's `apply` end with its own:
   0  done
-  1  findings at --fail-on, a regression, a faulty rule, a wrong kernel
+  1  findings at --fail-on, a regression, a faulty rule, a wrong kernel;
+     `try` does not keep the change
   2  wrong usage or bad input
   3  a fault of advisor's own
   4  inconclusive, or left open by a no at a prompt

@@ -33,7 +33,7 @@ def metrics(*, pattern: str, form: str) -> None:
     chosen = _chosen(pattern)
     askers = _askers()
     if form == "json":
-        output.say(output.json_text([_facts(spec, askers) for spec in chosen]), sys.stdout)
+        output.say(output.document("metrics", [_facts(spec, askers) for spec in chosen]), sys.stdout)
         return
     for text in (*_sections(chosen), *_last_words(chosen, askers)):
         output.say(text, sys.stdout)

@@ -17,6 +17,7 @@ from advisor.cli.parameters import SEVERITIES
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Outcome
 from advisor.core.profile import StepProfile
+from advisor.core.storage import SCHEMA_VERSION, to_plain
 from advisor.core.verdict import TrialLog
 
 NAMED = 3  # rules that an exit code is explained by
@@ -36,6 +37,16 @@ def color(stream: TextIO) -> bool:
 def json_text(value: Any) -> str:
     """Indented JSON of plain data."""
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def document(kind: str, value: Any, **more: Any) -> str:
+    """A result as versioned JSON: `schema_version` and `type` first, then the fields of a dataclass, or a list under its own name.
+
+    docs/reference/json.md has the schema of each type.
+    """
+    head = {"schema_version": SCHEMA_VERSION, "type": kind}
+    plain = to_plain(value)
+    return json_text({**head, **(plain if isinstance(plain, dict) else {kind: plain}), **more})
 
 
 def run_text(

@@ -12,7 +12,6 @@ from advisor.cli.help import Group
 from advisor.cli.metrics import metrics
 from advisor.cli.parameters import format_option, rules_option
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.core.storage import to_plain
 from advisor.core.units import counted
 from advisor.rules.rule import AREAS, Rule
 
@@ -57,7 +56,7 @@ def list_rules(*, rules_dirs: tuple[Path, ...], area: str | None, form: str) -> 
 
     chosen = [rule for rule in load(rules_dirs) if area in (None, rule.area)]
     if form == "json":
-        _say(output.json_text([_facts(rule) for rule in chosen]))
+        _say(output.document("rules", [_facts(rule) for rule in chosen]))
         return ExitCode.OK
     rows = [(rule.id, rule.severity, rule.semantics.value, rule.transform or "–", rule.title) for rule in chosen]
     table = layout.table([("rule", "severity", "semantics", "asks for", "what"), *rows], output.width())
@@ -112,7 +111,7 @@ def show(identifier: str, *, rules_dirs: tuple[Path, ...], form: str) -> int:
 
     rule = find(load(rules_dirs), identifier)
     if form == "json":
-        _say(output.json_text({**_facts(rule), "text": rule_text(rule)}))
+        _say(output.document("rule", {**_facts(rule), "text": rule_text(rule)}))
         return ExitCode.OK
     _say(layout.wrapped(rule_text(rule), output.width()) + f"\n\nFile: {rule.path}")
     return ExitCode.OK
@@ -139,7 +138,7 @@ def test(paths: tuple[Path, ...], *, verbose: bool, form: str) -> int:
     results = run_cases(load(paths, shipped=not paths))
     failed = [result for result in results if not result.passed]
     if form == "json":
-        _say(output.json_text([to_plain(result) for result in results]))
+        _say(output.document("cases", results))
         return ExitCode.FINDINGS if failed else ExitCode.OK
     for result in results if verbose else failed:
         word = "ok    " if result.passed else "FAILED"
@@ -182,7 +181,7 @@ def lint(paths: tuple[Path, ...], *, form: str) -> int:
             unread.append(error)
     faults = (*in_order(placed), *unread)
     if form == "json":
-        _say(output.json_text([_fault(fault) for fault in faults]))
+        _say(output.document("faults", [_fault(fault) for fault in faults]))
         return ExitCode.FINDINGS if faults else ExitCode.OK
     for fault in faults:
         _say(str(fault))

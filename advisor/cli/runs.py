@@ -38,7 +38,7 @@ def runs(context: click.Context, *, form: str) -> None:
 
     found = listed()
     if form == "json":
-        output.say(output.json_text([_facts(run) for run in found]), sys.stdout)
+        output.say(output.document("runs", [_facts(run) for run in found]), sys.stdout)
     else:
         _show(found)
         output.say(f"\n{counted(len(found), 'run')}, {_size(found)}.", sys.stdout)

@@ -167,6 +167,8 @@ def launch(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
     ahead: Callable[[], subprocess.Popen[Any] | None] | None = None,
+    cwd: Path | None = None,
+    before_path: str = "",
 ) -> Exit:
     """Write the session's orders, run the command to its end, and pass on what it tells.
 
@@ -178,6 +180,8 @@ def launch(
         timeout_s: end the child and all its descendants after this time.
         environment: variables to set beside the inherited ones.
         output: append the child's stdout and stderr to this file; None leaves both untouched.
+        cwd: the child's working directory; None for this process's own.
+        before_path: folders to go before the user's own `PYTHONPATH`.
         ahead: gives, once the orders lie ready, a process of the command that was started ahead of them (relay.py), if there is one.
 
     Returns:
@@ -189,7 +193,9 @@ def launch(
     folder = session.folder
     progress = _Progress(folder / PROGRESS_FILE)
     started = time.monotonic()
-    variables = child_environment(command, session, environment or {})
+    own = os.environ.get("PYTHONPATH", "")
+    extra = {"PYTHONPATH": os.pathsep.join(part for part in (before_path, own) if part)} if before_path else {}
+    variables = child_environment(command, session, {**(environment or {}), **extra})
     waiting = Waiting(session, watched=SESSION_VARIABLE in variables)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,6 +207,7 @@ def launch(
         child = (ahead() if ahead is not None else None) or subprocess.Popen(
             command.argv,
             env=variables,
+            cwd=cwd,
             stdout=stream,
             stderr=subprocess.STDOUT if stream is not None else None,
         )

@@ -60,6 +60,7 @@ class Session:
     protect_files: bool = False  # the run is thrown away: the user's files are put back, trackers stay offline
     files_dir: str = ""  # the run folder whose journal says what was set aside; "" for `run_dir`
     seed: int | None = None  # measure: seed every generator at import, so that two arms see the same data
+    watched: tuple[str, ...] = ()  # measure: source files of which is told whether they were loaded
     strict: bool = False  # run: a plan item that does not fit is an error
     model_hash: str = ""  # run: the model that the plan was proved on; another one trains without the plan
 

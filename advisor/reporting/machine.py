@@ -57,6 +57,7 @@ def report_json(profile: StepProfile, findings: Findings | None, trials: TrialLo
     }
     return {
         "schema_version": REPORT_SCHEMA_VERSION,
+        "type": "report",
         "summary": to_plain(summary),
         "profile": to_plain(profile),
         "findings": to_plain(findings) if findings is not None else None,
@@ -68,6 +69,7 @@ def proof_json(trials: TrialLog) -> dict[str, Any]:
     """A plan that was proved without a profile: its trials under the keys of `report_json`, whose others are null."""
     return {
         "schema_version": REPORT_SCHEMA_VERSION,
+        "type": "report",
         "summary": None,
         "profile": None,
         "findings": None,

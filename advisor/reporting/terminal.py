@@ -28,7 +28,7 @@ EXAMPLES = 2  # of the places of one reason
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class Page:
     """Lines no longer than `width`, coloured or not."""
 
     width: int
@@ -105,7 +105,7 @@ def profile_text(
         explain: show each condition with its value, and the rules that did not fire.
         trials_follow: leave the next command out, because trials have been made.
     """
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     blocks = [_summary(page, profile), _causes(page, profile), _gaps(page, profile)]
     if findings is not None:
         blocks.append(_findings(page, findings, explain))
@@ -116,7 +116,7 @@ def profile_text(
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _summary(page: _Page, profile: StepProfile) -> list[str]:
+def _summary(page: Page, profile: StepProfile) -> list[str]:
     lines = [
         page.paint(clip(wording.script(profile), page.width), "bold"),
         page.paint(clip(wording.machine(profile), page.width), "dim"),
@@ -156,7 +156,7 @@ def _summary(page: _Page, profile: StepProfile) -> list[str]:
     return lines
 
 
-def _causes(page: _Page, profile: StepProfile) -> list[str]:
+def _causes(page: Page, profile: StepProfile) -> list[str]:
     causes = breakdown.causes(profile)
     if not causes:
         return []
@@ -180,7 +180,7 @@ def _causes(page: _Page, profile: StepProfile) -> list[str]:
     return lines
 
 
-def _gaps(page: _Page, profile: StepProfile) -> list[str]:
+def _gaps(page: Page, profile: StepProfile) -> list[str]:
     gaps = breakdown.gaps(profile, TOP_GAPS)
     if not gaps:
         return []
@@ -201,7 +201,7 @@ def _gaps(page: _Page, profile: StepProfile) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _findings(page: _Page, findings: Findings, explain: bool) -> list[str]:
+def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
     told = wording.cards(findings)
     helpful = [card for card in told if card.matters]
     lines = [page.heading("What would help" if helpful else "Findings", wording.counts(findings))]
@@ -219,7 +219,7 @@ def _findings(page: _Page, findings: Findings, explain: bool) -> list[str]:
     return lines
 
 
-def _card(page: _Page, told: wording.Told, explain: bool) -> list[str]:
+def _card(page: Page, told: wording.Told, explain: bool) -> list[str]:
     lines = _finding(page, told.lead, f"{told.card.rank}. ", explain)
     if told.reasons and not explain:
         lines += page.wrap("also: " + "; ".join(reason.title for reason in told.reasons), 4, "dim")
@@ -228,7 +228,7 @@ def _card(page: _Page, told: wording.Told, explain: bool) -> list[str]:
     return lines
 
 
-def _finding(page: _Page, finding: Finding, lead: str, explain: bool) -> list[str]:
+def _finding(page: Page, finding: Finding, lead: str, explain: bool) -> list[str]:
     mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
     about = [
         f"predicted to save {wording.saves(finding.gain)}" if finding.gain else "",
@@ -252,7 +252,7 @@ def _finding(page: _Page, finding: Finding, lead: str, explain: bool) -> list[st
     return lines
 
 
-def _unfired(page: _Page, findings: Findings) -> list[str]:
+def _unfired(page: Page, findings: Findings) -> list[str]:
     lines = []
     for outcome, title in ((Outcome.QUIET, "Quiet"), (Outcome.UNKNOWN, "Not evaluated")):
         group = [f for f in findings.findings if f.outcome is outcome]
@@ -272,7 +272,7 @@ def evidence_text(evidence: Evidence) -> str:
     return f"{evidence.metric} = {wording.value(evidence.value, evidence.unit)} ({condition}{evidence.provenance})"
 
 
-def _notes(page: _Page, profile: StepProfile) -> list[str]:
+def _notes(page: Page, profile: StepProfile) -> list[str]:
     cost = profile.cost
     lines = []
     if cost.traced_steps:
@@ -289,7 +289,7 @@ def _notes(page: _Page, profile: StepProfile) -> list[str]:
     return [page.heading("Notes"), *lines] if lines else []
 
 
-def _next(page: _Page, profile: StepProfile, findings: Findings | None, command: str) -> list[str]:
+def _next(page: Page, profile: StepProfile, findings: Findings | None, command: str) -> list[str]:
     if findings is None or not findings.recommendations:
         return []
     if why := wording.refused(profile, command):
@@ -310,7 +310,7 @@ def trials_text(
     """What `apply` shows: a line for each trial, then how many places those kept have, then the stack against the plain script,
     files and the next command. `listed_in` is the file that has every place by its path.
     """
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
     if following := wording.next_of_trials(log, command, plan):
         note = "it settles what is unconfirmed, by fresh processes alone" if not wording.usable(log) else ""
@@ -318,7 +318,7 @@ def trials_text(
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _trials(page: _Page, log: TrialLog) -> list[str]:
+def _trials(page: Page, log: TrialLog) -> list[str]:
     lines = [page.heading("Trials", f"{counted(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
@@ -357,7 +357,7 @@ def _trials(page: _Page, log: TrialLog) -> list[str]:
     return lines
 
 
-def _places(page: _Page, log: TrialLog, listed_in: str) -> list[str]:
+def _places(page: Page, log: TrialLog, listed_in: str) -> list[str]:
     told = places.told(log)
     if not told:
         return []
@@ -377,7 +377,7 @@ def _places(page: _Page, log: TrialLog, listed_in: str) -> list[str]:
     return lines
 
 
-def _stack(page: _Page, log: TrialLog) -> list[str]:
+def _stack(page: Page, log: TrialLog) -> list[str]:
     stack = log.stack
     if stack is None:
         return []
@@ -404,7 +404,7 @@ def _stack(page: _Page, log: TrialLog) -> list[str]:
     return lines
 
 
-def _written(page: _Page, log: TrialLog) -> list[str]:
+def _written(page: Page, log: TrialLog) -> list[str]:
     lines = []
     if log.files_written:
         lines = [page.heading("Files the script wrote during the search, put back since")]
@@ -423,10 +423,10 @@ def _written(page: _Page, log: TrialLog) -> list[str]:
 
 def question_text(recommendation: Recommendation, width: int = 100) -> str:
     """One change that could be tried: what it is, what it promises, what asks for it."""
-    return "\n".join(_recommendation(_Page(max(width, MIN_WIDTH), False), recommendation, "", 2))
+    return "\n".join(_recommendation(Page(max(width, MIN_WIDTH), False), recommendation, "", 2))
 
 
-def _recommendation(page: _Page, r: Recommendation, mark: str, indent: int) -> list[str]:
+def _recommendation(page: Page, r: Recommendation, mark: str, indent: int) -> list[str]:
     about = [f"predicted to save {wording.saves(r.predicted)}" if r.predicted else "", wording.SEMANTICS[r.semantics]]
     return [
         *page.wrap(f"{mark}{r.title or r.transform}  [{r.transform}]", indent, "bold", first=2 if mark else 0),
@@ -444,7 +444,7 @@ def recommendations_text(
     command: str = "advisor",
 ) -> str:
     """What `apply --dry-run` shows: the changes that would be tried, in order."""
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     recommendations = findings.recommendations if findings is not None else ()
     lines = [page.heading("Would try, in this order", "nothing was changed")]
     if not recommendations:
@@ -464,7 +464,7 @@ def recommendations_text(
 
 def comparison_text(comparison: Comparison, width: int = 100, color: bool = False) -> str:
     """A finished comparison as text."""
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     lines = [
         *page.wrap(f"A  {comparison.a}", 5, "dim", first=2),
         *page.wrap(f"B  {comparison.b}", 5, "dim", first=2),
@@ -482,7 +482,7 @@ def comparison_text(comparison: Comparison, width: int = 100, color: bool = Fals
     return "\n".join(lines)
 
 
-def _deltas(page: _Page, deltas: Sequence[Delta]) -> list[str]:
+def _deltas(page: Page, deltas: Sequence[Delta]) -> list[str]:
     label_width = min(max(len(d.label) for d in deltas), page.width - 44)
     lines = [page.paint(f"  {'':<{label_width}}  {'A':>11}  {'B':>11}  {'change':>14}", "dim")]
     for d in deltas:
@@ -496,7 +496,7 @@ def _deltas(page: _Page, deltas: Sequence[Delta]) -> list[str]:
 
 def checks_text(checks: Sequence[Mapping[str, str]], width: int = 100, color: bool = False) -> str:
     """What `doctor` found: a line for each check (`name`, `status`, `found`), below it what to do (`fix`)."""
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     marks = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "missing": ("✗", "red")}
     name_width = max((len(c["name"]) for c in checks), default=0)
     lines = []
@@ -512,7 +512,7 @@ def checks_text(checks: Sequence[Mapping[str, str]], width: int = 100, color: bo
 
 def kernels_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
     """The bundled kernels by family: what it replaces, then each source with the start of its hash and its entries."""
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     lines: list[str] = []
     for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
         sources = list(group)
@@ -527,7 +527,7 @@ def kernels_text(records: Sequence[Mapping[str, object]], width: int = 100, colo
 
 def verification_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
     """What became of kernels' cases, a line a family; each that is wrong with what is, and once why others are left to PyTorch."""
-    page = _Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color)
     longest = max((len(str(record["family"])) for record in records), default=0)
     lines: list[str] = []
     for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
@@ -541,7 +541,7 @@ def verification_text(records: Sequence[Mapping[str, object]], width: int = 100,
     return "\n".join([*lines, "", _verdict(records, page)])
 
 
-def _verdict(cases: Sequence[Mapping[str, object]], page: _Page) -> str:
+def _verdict(cases: Sequence[Mapping[str, object]], page: Page) -> str:
     passed, wrong, left = (sum(case["passed"] is verdict for case in cases) for verdict in (True, False, None))
     told = [page.paint(f"{passed:,} right", "green")] if passed else []
     told += [page.paint(f"{wrong:,} wrong", "red", "bold")] if wrong else []

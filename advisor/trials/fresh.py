@@ -37,9 +37,18 @@ class FreshRuns:
     last_s: float = 0.0  # what the latest one took, its start included
 
     def measure(
-        self, phase: str, kept: Sequence[PlanItem], turn: int = 0, steps: int = STEPS
+        self,
+        phase: str,
+        kept: Sequence[PlanItem],
+        turn: int = 0,
+        steps: int = STEPS,
+        watched: Sequence[str] = (),
     ) -> records.Measurement | None:
-        """One fresh process with these changes, seeded by its turn; None when it gave no measurement."""
+        """One fresh process with these changes, seeded by its turn; None when it gave no measurement.
+
+        Args:
+            watched: source files of which the measurement is to say whether they were loaded.
+        """
         path = self.script.run_dir / records.MEASURE_FILE
         path.unlink(missing_ok=True)
         began = time.time()
@@ -48,6 +57,7 @@ class FreshRuns:
             "measure",
             phase=phase,
             kept=tuple(kept),
+            watched=tuple(watched),
             warmup=warmup,
             steps=steps,
             timed_s=TIMED_S * min(1.0, steps / STEPS),

@@ -8,7 +8,8 @@ import importlib.util
 import itertools
 import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -153,10 +154,18 @@ class MeasureDriver:
             applied=tuple(s.transform.id for s in self.kept.standing),
             left_out=dict(self.kept.left_out),
             kernels=tuple(sorted(nvrtc.launched)),
+            loaded=loaded(self.session.watched),
             ranks=self._ranks,
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)
+
+
+def loaded(watched: Sequence[str]) -> tuple[str, ...]:
+    """Which of these files this process has loaded as modules, or runs as its script."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    found = {os.path.realpath(file) for file in files if isinstance(file, str)}
+    return tuple(path for path in watched if os.path.realpath(path) in found)
 
 
 def seed_everything(seed: int) -> None:

@@ -70,7 +70,7 @@ def left(runs: Path) -> set[str]:
 
 def test_runs_are_listed_with_what_they_hold_and_what_came_of_them(shelf, capsys):
     code, out, _ = call(capsys, "--format", "json")
-    found = {Path(run["run"]).name: run for run in json.loads(out)}
+    found = {Path(run["run"]).name: run for run in json.loads(out)["runs"]}
     assert code == 0
     assert list(found) == ["one", "two", "three", "four"]  # the newest first
     verdicts = [run["verdict"] for run in found.values()]

@@ -25,6 +25,7 @@ class FakePipeline(types.ModuleType):
         super().__init__("advisor.pipeline")
         self.run_dir, self.exit_code, self.calls = run_dir, 0, {}
         self.error: BaseException | None = None
+        self.attempt: Any = samples.attempt()
         self.runs: dict[str, Any] = {}
         self.proofs: dict[str, Any] = {}
         self.kernel_rows = [{"family": "batchnorm_act", "case": "bn", "passed": True, "detail": ""}]
@@ -64,6 +65,10 @@ class FakePipeline(types.ModuleType):
             run_dir=self.run_dir, exit_code=self.exit_code, profile=None, findings=None, log=log, plan=None,
             plan_file=None,
         )  # fmt: skip
+
+    def try_patch(self, words, patch, **kwargs):
+        self._record("try_patch", words, patch=patch, **kwargs)
+        return self.attempt
 
     def load_proof(self, run):
         return self.proofs.get(str(run))

@@ -312,7 +312,7 @@ def test_json_is_format_json(invoke, checks, monkeypatch, words):
     assert json.loads(short.stdout) == json.loads(long.stdout)
     assert (short.exit_code, long.exit_code) == (0, 0)
     both = invoke(*words, "--json", "--format", "text")
-    assert (both.exit_code, both.stdout, both.stderr.count("\n")) == (ExitCode.USAGE, "", 1)
+    assert (both.exit_code, json.loads(both.stdout)["type"], both.stderr.count("\n")) == (ExitCode.USAGE, "error", 1)
     assert invoke(*words, "--format", "json", "--json").exit_code == 0
 
 
@@ -389,7 +389,7 @@ def test_compare_json_and_markdown(invoke, pipeline):
 
 def test_kernels(invoke, pipeline):
     assert "batchnorm_act_fwd" in invoke("kernels", "list").stdout
-    assert json.loads(invoke("kernels", "list", "--format", "json").stdout)[0]["sha256"] == "ab12"
+    assert json.loads(invoke("kernels", "list", "--format", "json").stdout)["kernels"][0]["sha256"] == "ab12"
     assert invoke("kernels", "verify").exit_code == 0
     assert pipeline.calls["kernels_verify"] == (("",), {})
     assert invoke("kernels", "verify", "batchnorm_act").exit_code == 0
@@ -493,7 +493,11 @@ def test_doctor(invoke, checks, monkeypatch):
     assert "17 of 20" in text
     assert "✓ GPU" in text
     assert "NVreg_RestrictProfilingToAdminUsers=0" in text
-    assert [c["status"] for c in json.loads(invoke("doctor", "--format", "json").stdout)] == ["ok", "warn", "ok"]
+    assert [c["status"] for c in json.loads(invoke("doctor", "--format", "json").stdout)["checks"]] == [
+        "ok",
+        "warn",
+        "ok",
+    ]
 
 
 RECOMMENDATION = Recommendation(

@@ -17,6 +17,7 @@ CALLS = {
     "profile": ("profile", "train.py"),
     "apply": ("apply", "--auto", "train.py"),
     "apply --plan": ("apply", "--plan", "plan.yaml", "train.py"),
+    "try": ("try", "--patch", "idea.patch", "train.py"),
     "run": ("run", "train.py"),
     "recommend": ("recommend", "last"),
     "report": ("report", "last"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from advisor.core.attempt import Attempt
 from advisor.core.environment import Environment
 from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome, Recommendation, Semantics
 from advisor.core.profile import (
@@ -618,3 +619,24 @@ def hostile() -> tuple[StepProfile, Findings, TrialLog]:
     ]  # fmt: skip
     bad_log = replace(log, script=HOSTILE, verdicts=tuple(verdicts), files_written=(HOSTILE,), notes=(HOSTILE,))
     return bad_profile, replace(found, findings=tuple(evil), cards=cards(evil)), bad_log
+
+
+def attempt() -> Attempt:
+    """A patch that is kept."""
+    return Attempt(
+        kind="patch",
+        name="idea.patch",
+        verdict="kept",
+        reason="2.00× (1.96 to 2.04) in 2 pairs of fresh runs",
+        script="train.py",
+        effect=Check(passed=None, detail="not seen", numbers={"files": float("nan")}),
+        numerics=Check(passed=True, detail="losses of 43 steps at 5.1 % of the envelope"),
+        timing=Check(passed=True, detail="2.00× (1.96 to 2.04) in 2 pairs of fresh runs"),
+        speedup=2.0,
+        speedup_low=1.96,
+        speedup_high=2.04,
+        plain_us=(1000.0, 1010.0),
+        changed_us=(500.0, 505.0),
+        files=("model.py",),
+        run="advisor-runs/train-1",
+    )

@@ -16,7 +16,7 @@ from advisor.reporting.machine import cell, markdown, proof_markdown, report_jso
 def test_json_is_stable_strict_and_complete():
     document = report_json(samples.resnet50(), samples.findings(), samples.trials())
     text = json.dumps(document, allow_nan=False)
-    assert list(document) == ["schema_version", "summary", "profile", "findings", "trials"]
+    assert list(document) == ["schema_version", "type", "summary", "profile", "findings", "trials"]
     assert document["summary"]["kept"] == ["amp_bf16", "channels_last", "fused_bn_act"]
     assert document["summary"]["speedup"] == 3.101
     assert abs(sum(c["frac"] for c in document["summary"]["causes"]) - 1) < 1e-9

@@ -60,7 +60,7 @@ def test_an_address_stays_beside_the_mark_of_its_list(capsys, monkeypatch):
 def test_list_as_json_is_json(capsys, tmp_path):
     write(tmp_path)
     code, out, _ = call(capsys, "list", "--format", "json", "--rules", tmp_path)
-    rules = {rule["id"]: rule for rule in json.loads(out)}
+    rules = {rule["id"]: rule for rule in json.loads(out)["rules"]}
     assert code == 0
     assert rules["slow-thing"]["transform"] == "loader_workers"
     assert rules["slow-thing"]["gain"] is None
@@ -140,10 +140,10 @@ def test_metrics_are_listed_with_unit_meaning_and_where_they_come_from(capsys, m
 
 def test_metrics_are_found_by_name_or_glob_or_else_by_meaning(capsys):
     _, by_glob, _ = call(capsys, "metrics", "idle_*", "--format", "json")
-    assert {fact["name"] for fact in json.loads(by_glob)} == {n for n in BY_NAME if n.startswith("idle_")}
+    assert {fact["name"] for fact in json.loads(by_glob)["metrics"]} == {n for n in BY_NAME if n.startswith("idle_")}
     _, by_meaning, _ = call(capsys, "metrics", "GradScaler", "--json")
-    assert [fact["name"] for fact in json.loads(by_meaning)] == ["grad_scaler"]
-    fact = json.loads(by_meaning)[0]
+    assert [fact["name"] for fact in json.loads(by_meaning)["metrics"]] == ["grad_scaler"]
+    fact = json.loads(by_meaning)["metrics"][0]
     assert (fact["kind"], fact["written"], fact["provenance"]) == ("flag", "true or false", ["measured"])
     assert fact["gathered"]
     code, out, err = call(capsys, "metrics", "loadr_frac")
