@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "try": ("try_command", "try_", "Try one change or one patch, and say whether it is right and faster."),
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
+    "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
     "runs": ("runs", "runs", "List the runs in advisor-runs/ here, or clear them away."),
     "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list what they may ask."),

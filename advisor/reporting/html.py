@@ -12,17 +12,19 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from advisor.analysis.convolutions import products
 from advisor.core import units
 from advisor.core.findings import Findings, Outcome
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.verdict import TrialLog, Verdict
-from advisor.reporting import breakdown, charts, machine, places, wording
+from advisor.reporting import breakdown, charts, convolutions, machine, places, wording
 
 # With these the file stays near 1 MB for any run; what is left out is in profile.json and trials.json.
 MAX_KERNELS = 500
 MAX_MODULES = 400
+MAX_PRODUCTS = 400
 MAX_PLACES = 1000  # of which the same is said
 MAX_NAME = 400  # of a kernel's full name, which can be ten thousand characters of template arguments
 PROVENANCE_MARKS = {Provenance.MEASURED: "●", Provenance.MODELLED: "◐", Provenance.UNAVAILABLE: "○"}
@@ -118,6 +120,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "sites": [(c, site) for c in causes for site in c.sites],
         "gaps": breakdown.gaps(profile, 12),
         "roofline": charts.roofline(profile),
+        "convolutions": [(p, convolutions.about(p)) for p in products(profile)[:MAX_PRODUCTS]],
         "kernels": [_kernel(r, division) for r in rows[:MAX_KERNELS]],
         "kernels_left": len(rows) - len(rows[:MAX_KERNELS]),
         "modules": _longest(modules),

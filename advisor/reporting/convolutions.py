@@ -1,0 +1,109 @@
+"""The table of a step's convolutions for a terminal, for programs and in Markdown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from advisor.analysis.convolutions import Product, products, settings
+from advisor.core.profile import StepProfile
+from advisor.core.storage import to_plain
+from advisor.core.units import counted, percent_text, shape_text, time_text
+from advisor.reporting import wording
+from advisor.reporting.machine import cell
+from advisor.reporting.terminal import clip_path, printable
+
+CONV_SCHEMA_VERSION = 1
+SHOWN = 20  # products, unless all are asked for
+NONE = "No convolution was traced in this run."
+
+_COLUMNS: tuple[tuple[str, Callable[[Product], str]], ...] = (
+    ("module", lambda p: p.module or p.layer or "?"),
+    ("product", lambda p: p.direction),
+    ("algorithm", lambda p: p.algorithm),
+    ("units", lambda p: p.units),
+    ("dtype", lambda p: " ".join(filter(None, (p.dtype, p.layout.upper())))),
+    ("time", lambda p: time_text(p.total_us)),
+    ("TFLOP/s", lambda p: f"{p.tflops:.0f}" if p.tflops >= 10 else f"{p.tflops:.1f}" if p.tflops else "–"),
+    ("of limit", lambda p: "–" if p.of_limit is None else percent_text(p.of_limit)),
+)
+_RIGHT = {"time", "TFLOP/s", "of limit"}
+_LEAST_MODULE = 12  # columns of a terminal, however narrow
+
+
+def conv_json(profile: StepProfile) -> dict[str, Any]:
+    """All products as plain data: the fields of `advisor.analysis.convolutions.Product`, with `tflops` and `of_limit`."""
+    rows = [
+        {**to_plain(p), "total_us": p.total_us, "tflops": p.tflops, "of_limit": p.of_limit} for p in products(profile)
+    ]
+    return {
+        "schema_version": CONV_SCHEMA_VERSION,
+        "script": profile.script,
+        "settings": list(settings(profile)),
+        "products": rows,
+    }
+
+
+def about(product: Product) -> str:
+    """What stands below a row: the layer, its input, why it runs so, what it drags along, and what else could make it."""
+    parts = [product.layer, f"input {shape_text(product.shape)}" if product.shape else "", *product.reasons]
+    if product.conversion_us:
+        parts.append(
+            f"{time_text(product.conversion_us)} in {counted(len(product.conversions), 'kernel')} that convert"
+        )
+    other = product.alternative
+    if other is not None:
+        by = f", apply: {other.transform}" if other.transform else ""
+        parts.append(f"{other.what}: {time_text(other.time_us)} at least, error {other.error}{by}")
+    return " · ".join(filter(None, parts))
+
+
+def conv_text(profile: StepProfile, width: int, *, everything: bool = False) -> str:
+    """The products that take longest, or all, two lines each."""
+    found = products(profile)
+    if not found:
+        return NONE
+    shown = found if everything else found[:SHOWN]
+    table = [[of(product) for _, of in _COLUMNS] for product in shown]
+    sizes = [max(len(name), *(len(line[i]) for line in table)) for i, (name, _) in enumerate(_COLUMNS)]
+    sizes[0] = min(sizes[0], max(_LEAST_MODULE, width - sum(sizes[1:]) - 2 * len(sizes[1:])))
+    lines = [
+        printable(wording.script(profile)),
+        printable(wording.machine(profile)),
+        "",
+        _line([n for n, _ in _COLUMNS], sizes),
+    ]
+    for product, line in zip(shown, table, strict=True):
+        lines.append(_line([clip_path(line[0], sizes[0]), *line[1:]], sizes))
+        lines += textwrap.wrap(
+            printable(about(product)), max(width, 40), initial_indent="    ", subsequent_indent="    "
+        )
+    total = sum(product.total_us for product in found)
+    lines += ["", f"{counted(len(found), 'product')} of convolutions, {time_text(total)} a step."]
+    if len(shown) < len(found):
+        lines[-1] += f" Shown: the {len(shown)} longest; --all shows every one."
+    lines += [f"{told[0].upper()}{told[1:]}." for told in settings(profile)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(cells: Sequence[str], sizes: Sequence[int]) -> str:
+    padded = (
+        text.rjust(size) if name in _RIGHT else text.ljust(size)
+        for (name, _), text, size in zip(_COLUMNS, cells, sizes, strict=True)
+    )
+    return "  ".join(padded)
+
+
+def conv_markdown(profile: StepProfile, *, everything: bool = False) -> str:
+    """The same as a table in Markdown."""
+    found = products(profile)
+    if not found:
+        return NONE + "\n"
+    head = [name for name, _ in _COLUMNS] + ["about"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join("---:" if n in _RIGHT else "---" for n in head) + "|"]
+    for product in found if everything else found[:SHOWN]:
+        lines.append(
+            "| " + " | ".join(cell(text) for text in (*(of(product) for _, of in _COLUMNS), about(product))) + " |"
+        )
+    return "\n".join(lines) + "\n"
