@@ -57,6 +57,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "advisor doctor": (("doctor",), 0, "torch"),
     "advisor recommend RUN": (("recommend", "{profiled}"), 0, "train.py"),
     "advisor report RUN": (("report", "{applied}"), 0, "fused optimizer"),
+    "advisor conv RUN": (("conv", "{profiled}"), 0, "No convolution was traced"),
     "advisor compare A B": (("compare", "{profiled}", "{applied}"), 0, "step"),
     "advisor apply --plan last": (("apply", "--plan", "last"), 0, "Proved"),
     "advisor runs": (("runs",), 0, "train-"),
