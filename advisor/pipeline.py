@@ -739,6 +739,41 @@ def attach(session: Session) -> None:
         attach_run(session)
     else:
         raise AdvisorError(f"session mode {session.mode!r}", expected="profile, search, measure or run")
+    _prefer_torch()
+
+
+def attach_to_cupy(session: Session) -> None:
+    """Called in the hooked process once CuPy is imported and torch is not: hand over to what reads loops of CuPy alone.
+
+    A mode that such a loop has not waits for torch.
+    """
+    from advisor.cupy_loops import attach as cupy_loop
+
+    if session.mode not in cupy_loop.MODES:
+        return
+    use.hold(session.folder)
+    if session.protect_files:
+        from advisor.userfiles.protect import protect
+
+        protect(session.protecting)
+    cupy_loop.attach(session)
+
+
+def _prefer_torch() -> None:
+    """Where a loop of CuPy's is watched as well, it is let go of at the first step of torch's."""
+    cupy_loop = sys.modules.get("advisor.cupy_loops.attach")
+    if cupy_loop is None:
+        return
+    from advisor.profiling.attach import Attached
+
+    training = Attached.training
+    if training is not None:
+
+        def first(step: object) -> None:
+            training.on_step.remove(first)
+            cupy_loop.let_go()
+
+        training.on_step.insert(0, first)
 
 
 def enable(plan: str | Path) -> None:
@@ -773,6 +808,9 @@ def disable() -> None:
 
 def step() -> None:
     """Mark the end of a training step, where advisor cannot find it by itself. Costs nothing when not profiled."""
+    cupy_loop = sys.modules.get("advisor.cupy_loops.attach")
+    if cupy_loop is not None:
+        cupy_loop.step()
     if "torch" in sys.modules:
         from advisor.profiling.attach import mark_step
 

@@ -35,7 +35,12 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(name, "no module was seen")
     table.set("sync_bn_count", facts.sync_batchnorm)
     table.set("dropout", facts.dropout)
-    table.set("compiled", facts.compiled)
+    cupy_alone = facts.flags.get("cupy_alone", False)
+    table.set("cupy_alone", cupy_alone)
+    if cupy_alone:
+        table.miss("compiled", "the loop is CuPy's: torch.compile has no part in it")
+    else:
+        table.set("compiled", facts.compiled)
     table.set("graphed", facts.graphed)
     table.set("create_graph", facts.create_graph)
     table.set("clips_scaled", facts.clips_scaled)

@@ -401,6 +401,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("no_sync", "some backward passes of DDP run inside no_sync()"),
     _Section("CuPy and custom kernels", "kernels in the traced window by the library that launched them"),
     _f("uses_cupy", "the script imports CuPy"),
+    _f("cupy_alone", "the training loop is CuPy's, without PyTorch"),
     _n("cupy_kernel_frac", "frac", "share of device time in CuPy kernels", _GPU),
     _n("custom_kernel_frac", "frac", "share of device time in kernels that belong to no torch operator", _GPU),
     _n("advisor_kernel_frac", "frac", "share of device time in advisor's own kernels", _GPU),

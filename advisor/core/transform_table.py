@@ -84,6 +84,7 @@ class Row:
             and 0.8 %. "": it is tried alone.
         part: what it is left out with where all that is recommended does not hold together; "" for what is not tried
             so. What the host does between the steps is never left out: it is right by itself, and seldom in the way.
+        cupy: it is for loops of CuPy alone, its code below advisor.cupy_loops; all others are for PyTorch's.
     """
 
     id: str
@@ -103,6 +104,7 @@ class Row:
     dear: bool = False
     together: Together = ""
     part: Part = ""
+    cupy: bool = False
 
     @property
     def family(self) -> bool:

@@ -242,9 +242,9 @@ class Cupti:
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.path = path
-        self._library = library
+        self.library = library
         version = c_uint32()
-        self._library.cuptiGetVersion(ctypes.byref(version))
+        self.library.cuptiGetVersion(ctypes.byref(version))
         self.version = int(version.value)
 
     def call(self, name: str, parameters: Parameters) -> None:
@@ -256,7 +256,7 @@ class Cupti:
         Raises:
             CountersUnavailable: CUPTI refused, or the library has no such function.
         """
-        function = getattr(self._library, name, None)
+        function = getattr(self.library, name, None)
         if function is None:
             raise CountersUnavailable(
                 f"{self.path.name} has no {name}",

@@ -37,7 +37,7 @@ from advisor.profiling.records import (
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import EPOCH, EVALUATION, FORWARD, OWN, PATTERN, StepWatcher
 from advisor.profiling.stop import stop
-from advisor.profiling.timing import StepTimes, spread, step_times
+from advisor.profiling.timing import StepTimes, spread, step_times, window
 from advisor.profiling.training import StepEvent, Training
 
 # Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
@@ -154,7 +154,7 @@ class ProfileDriver:
             self._graphs = self._graphs_seen = compiled_graphs()
             self._since = Compilations()
         self._timed_boundaries = [step]
-        self._timed = _window(step)
+        self._timed = window(step)
         if not self.handful:
             self._save_steps()  # takes longer than a hundredth of a short step, which then counts as disturbed
         self._tell_phase(0, self.session.steps, always=True)
@@ -213,7 +213,7 @@ class ProfileDriver:
         return sum(BLOCK_BYTES for loss in losses if loss is not None and loss.device.type == "cuda")
 
     def _begin_trace(self, step: StepEvent) -> None:
-        self._timed = _window(step, self._timed)
+        self._timed = window(step, self._timed)
         self.phase = "traced"
         if not self.records:
             return
@@ -259,10 +259,10 @@ class ProfileDriver:
         if not self._bounds or (disturbed and self._restarts < MAX_RESTARTS):
             self._restarts += bool(self._bounds)
             self._bounds = [step]
-            self._traced = _window(step)
+            self._traced = window(step)
         else:
             self._bounds.append(step)
-            self._traced = _window(step, self._traced)
+            self._traced = window(step, self._traced)
         if len(self._bounds) > self._detail or self._over():
             self._finish()
         else:
@@ -476,18 +476,6 @@ def _without_event(step: StepEvent) -> StepEvent:
 def _values(losses: list[Any]) -> tuple[float, ...]:
     """Losses as numbers, waiting for the device; a missing one is NaN."""
     return tuple(float(loss) if loss is not None else float("nan") for loss in losses)
-
-
-def _window(step: StepEvent, begun: Window | None = None) -> Window:
-    """A window that ends at this boundary and begins at `begun`'s beginning, or here."""
-    behind_ns = time.perf_counter_ns() - step.host_ns
-    unix, monotonic = time.time_ns() - behind_ns, time.monotonic_ns() - behind_ns
-    return Window(
-        start_unix_ns=begun.start_unix_ns if begun else unix,
-        end_unix_ns=unix,
-        start_monotonic_ns=begun.start_monotonic_ns if begun else monotonic,
-        end_monotonic_ns=monotonic,
-    )
 
 
 def reading_is_due(step: int, window: int) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from advisor.profiling.cupy_names import torch_name
+
 _TABLE: dict[str, str] = {
     "conv": """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         convolution_overrideable convolution_backward convolution_backward_overrideable cudnn_convolution
@@ -167,7 +169,7 @@ def _stem(op: str) -> tuple[str, str]:
 @lru_cache(maxsize=65536)
 def kind_of_op(op: str) -> str:
     """The kind that the operator's name tells, or "" when it tells none."""
-    namespace, name = _stem(op)
+    namespace, name = _stem(torch_name(op))
     if namespace in ("c10d", "nccl", "_c10d_functional", "c10d_functional") or op.startswith("nccl:"):
         return "comm"
     for candidate in (name, name.removesuffix("_"), name.removesuffix("_").removesuffix("_out")):

@@ -16,6 +16,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from advisor.profiling.cupy_names import torch_name
+
 Shape = Sequence[int]
 
 _BYTES = {
@@ -468,7 +470,7 @@ def cost(op: str, shapes: str, dtypes: str, arguments: str = "", strides: str = 
         return Cost()
     if not call.sizes:
         return Cost()
-    name = op.rpartition("::")[2]
+    name = torch_name(op).rpartition("::")[2]
     try:
         found = _model(name, call)
     except (IndexError, TypeError, ValueError, ZeroDivisionError):

@@ -1,6 +1,6 @@
-"""Which source line a call into torch is told under: the user's own, where there is one, and the library's that it went through.
+"""Which source line a call into torch or CuPy is told under: the user's own, where there is one, and the library's that it went through.
 
-Frames of torch, advisor and the standard library are passed over. Of what remains, installed packages are libraries and all else is
+Frames of torch, CuPy, advisor and the standard library are passed over. Of what remains, installed packages are libraries and all else is
 the user's. A model library's line says most inside a module's forward (torchvision's `resnet.py:95` rather than the one line
 that calls the model); a training framework's says little without the user's that led there (`self.log(…)` in a callback).
 """
@@ -11,26 +11,38 @@ import os
 import re
 import sys
 import sysconfig
-from types import FrameType
-
-import torch
+from types import CodeType, FrameType
+from typing import Any
 
 # Scripts may change it (hydra gives each run a folder of its own): paths are shown from where the process was started.
 _STARTED_IN = os.path.join(os.getcwd(), "")
-_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _ADVISOR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _STDLIB = os.path.join(os.path.abspath(sysconfig.get_path("stdlib")), "")
 _PACKAGES = tuple({os.path.join(os.path.abspath(sysconfig.get_path(key)), "") for key in ("purelib", "platlib")})
 # Of other prefixes: a virtual environment that sees the system's packages, the user's own packages, Debian's.
 _PACKAGES_FOLDER = re.compile(r"^.*[\\/](?:site|dist)-packages[\\/]")
-_FORWARD = torch.nn.Module._call_impl.__code__
+# Packages whose own lines tell nothing: what is told is who called them.
+_ARRAYS = ("torch", "cupy", "cupyx", "cupy_backends")
 
 PASSED_OVER, LIBRARY, USER = "", "library", "user"
 
 
+def _folders() -> tuple[str, ...]:
+    """Of the array packages that this process has imported."""
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in _ARRAYS)
+    packages = (os.path.abspath(file) for file in files if file and os.path.basename(file).startswith("__init__"))
+    return tuple(os.path.join(os.path.dirname(file), "") for file in packages)
+
+
+def _forward() -> CodeType | None:
+    """What runs a module's forward; None without torch."""
+    torch: Any = sys.modules.get("torch")
+    return torch.nn.Module._call_impl.__code__ if torch is not None else None
+
+
 def kind(path: str) -> str:
-    """Whose code a file holds, by its absolute path: USER, LIBRARY, or PASSED_OVER for torch, advisor and Python itself."""
-    if path.startswith(("<", _TORCH, _ADVISOR)):
+    """Whose code a file holds, by its absolute path: USER, LIBRARY, or PASSED_OVER for torch, CuPy, advisor and Python itself."""
+    if path.startswith(("<", _ADVISOR, *_folders())):
         return PASSED_OVER
     if path.startswith(_PACKAGES) or _PACKAGES_FOLDER.match(path):
         return LIBRARY
@@ -50,6 +62,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[str, str]] = {}  # co_filename → kind, path to show
+        self._forward = _forward()
 
     def of(self, frame: FrameType | None) -> str:
         """ "train.py:42" for a call that `frame` makes; "" where all is torch's.
@@ -60,7 +73,7 @@ class Lines:
         library = ""
         while frame is not None:
             code = frame.f_code
-            if code is _FORWARD and library:
+            if library and code is self._forward:
                 return library
             whose, path = self._file(code.co_filename)
             if whose == USER:

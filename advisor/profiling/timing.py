@@ -7,11 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from advisor.core.profile import Spread
+from advisor.profiling.records import Window
 from advisor.profiling.training import Draw, StepEvent
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ def clocks(device: torch.device) -> tuple[torch.cuda.Event | None, int]:
     """Now, on both clocks: an event recorded on the device's current stream (None on a CPU), and the host's `perf_counter_ns`."""
     event = None
     if device.type == "cuda":
+        import torch
+
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
     return event, time.perf_counter_ns()
@@ -118,4 +123,16 @@ def spread(values: Sequence[float]) -> Spread | None:
 
     return Spread(
         median=quantile(0.5), p10=quantile(0.1), p90=quantile(0.9), n=len(ordered), raw=tuple(float(v) for v in values)
+    )
+
+
+def window(step: StepEvent, begun: Window | None = None) -> Window:
+    """A window that ends at this boundary and begins at `begun`'s beginning, or here."""
+    behind_ns = time.perf_counter_ns() - step.host_ns
+    unix, monotonic = time.time_ns() - behind_ns, time.monotonic_ns() - behind_ns
+    return Window(
+        start_unix_ns=begun.start_unix_ns if begun else unix,
+        end_unix_ns=unix,
+        start_monotonic_ns=begun.start_monotonic_ns if begun else monotonic,
+        end_monotonic_ns=monotonic,
     )

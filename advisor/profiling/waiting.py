@@ -40,7 +40,7 @@ class Stage(IntEnum):
     """How far a process has come."""
 
     NOTHING = 0  # no Python of the command has told that it reads advisor's orders
-    PYTHON = 1  # it has started, and not imported torch
+    PYTHON = 1  # it has started, and not imported torch or CuPy
     TORCH = 2  # advisor is attached
     STEPS = 3
 
@@ -129,9 +129,9 @@ class Waiting:
 def missing(stage: Stage, *, cupy: bool = False) -> str:
     """Why a process that has come this far has shown no step. `cupy`: it has imported that, and not torch."""
     if cupy:
-        return "the script has imported CuPy and not torch, and a loop of CuPy alone is not understood yet"
+        return "the script has imported CuPy and not torch, and a loop of CuPy alone has nothing that is switched while it runs"
     if stage is Stage.NOTHING:
         return "no Python that advisor can enter has started: one with -I, -E or -S, in a container or on another machine keeps it out"
     if stage is Stage.PYTHON:
-        return "the script has not imported torch, and training steps are PyTorch's"
+        return "the script has not imported torch or CuPy, and training steps are theirs"
     return "no training step was seen yet; in a loop without an optimizer call advisor.step() after each step"

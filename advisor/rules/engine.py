@@ -106,7 +106,7 @@ def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Findi
         evidence=evidence(rule.when, table),
         sites=select(rule.sites, profile) if fired else (),
         gain=gain,
-        transform=rule.transform,
+        transform=rule.transform if _fits(rule.transform, table) else "",
         parameters=dict(rule.parameters),
         semantics=rule.semantics,
         missing=tuple(f"{name}: {_reason(name, table)}" for name in missing),
@@ -116,6 +116,11 @@ def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Findi
         cause=rule.cause or rule.id,
         role=rule.role,
     )
+
+
+def _fits(transform: str, table: MetricTable) -> bool:
+    """Whether the loop is one that this transform is for: CuPy's own or PyTorch's. What nobody has asked is PyTorch's."""
+    return bool(transform) and transform_table.row(transform).cupy == bool(table["cupy_alone"].value)
 
 
 def _reason(name: str, table: MetricTable) -> str:

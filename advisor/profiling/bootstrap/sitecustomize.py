@@ -1,4 +1,4 @@
-"""Loaded by Python itself at the start of the user's script, through PYTHONPATH: attaches advisor once torch is there.
+"""Loaded by Python itself at the start of the user's script, through PYTHONPATH: attaches advisor once torch or CuPy is there.
 
 This file runs in every Python process below the supervisor, so it imports nothing but what the interpreter has loaded
 already, does nothing where it is not wanted (DataLoader workers, helper processes), and never lets a fault of its own
@@ -178,7 +178,7 @@ def _await_group(attached: int = 0) -> None:
         result = plain(*args, **kwargs)
         if os.getpid() != attached and vars(distributed).get("init_process_group") is init_process_group:
             distributed.init_process_group = plain
-            _attach(rank=True)
+            _attach("attach", rank=True)
         return result
 
     init_process_group.__doc__ = plain.__doc__
@@ -190,12 +190,26 @@ def _attach_here() -> None:
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if not isinstance(finder, _After)
     ]  # CuPy is nothing to wait by now
+    _take_orders(ahead=True)
+    _attach("attach")
+    _await_group(os.getpid())
+
+
+def _attach_to_cupy() -> None:
+    """CuPy is there, and no torch: the loop may be CuPy's. Should torch come, its steps count where they come first."""
+    _tell("imported")
+    _mark()
+    _take_orders(ahead=False)  # what would be imported ahead needs torch
+    _attach("attach_to_cupy")
+
+
+def _take_orders(*, ahead: bool) -> None:
+    global _standby
     if _standby:
         handle, *modules = _standby.split(",")
-        _wait_for_orders(int(handle), modules)
+        _standby = ""
+        _wait_for_orders(int(handle), modules if ahead else [])
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Quiet)]
-    _attach()
-    _await_group(os.getpid())
 
 
 def _wait_for_orders(handle: int, modules: list[str]) -> None:
@@ -247,8 +261,8 @@ class _Quiet:
             pass
 
 
-def _attach(*, rank: bool = False) -> None:
-    """Hand over to advisor proper. A rank of the script's own is measured or trains with the plan; none is searched in."""
+def _attach(how: str, *, rank: bool = False) -> None:
+    """Hand over to advisor proper, to this function of its pipeline. A rank of the script's own is measured or trains with the plan; none is searched in."""
     try:
         _make_importable()
         from advisor.profiling.session import from_environment
@@ -257,7 +271,7 @@ def _attach(*, rank: bool = False) -> None:
         if session is not None and not (rank and session.mode == "search"):
             from importlib import import_module
 
-            import_module("advisor.pipeline").attach(session)
+            getattr(import_module("advisor.pipeline"), how)(session)
     except Exception as error:
         _switched_off(f"{type(error).__name__}: {error}")
 
@@ -339,8 +353,7 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
             if "torch" in sys.modules:
                 _attach_here()
             else:
-                if not _standby:
-                    sys.meta_path.insert(0, _After("cupy", lambda: _tell("imported")))
+                sys.meta_path.insert(0, _After("cupy", _attach_to_cupy))
                 sys.meta_path.insert(0, _After("torch", _attach_here))
         elif _may_be_rank() and "torch" not in sys.modules:
             sys.meta_path.insert(0, _After("torch", _await_group))

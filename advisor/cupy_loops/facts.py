@@ -1,0 +1,96 @@
+"""What the objects of a CuPy loop say of it: memory pool, settings, versions."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from advisor.core.profile import MemoryStats, ModelFacts
+
+VARIABLES = (
+    "CUPY_ACCELERATORS",
+    "CUPY_TF32",
+    "CUPY_GPU_MEMORY_LIMIT",
+    "CUPY_CACHE_DIR",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUPY_CACHE_SAVE_CUDA_SOURCE",
+)
+_FEWER_BITS = frozenset({3, 6, 7})  # cupy._core's COMPUTE_TYPE_FP16, _BF16, _TF32
+_ASKED = os.environ.get("CUPY_TF32", "0") not in ("", "0")  # CuPy reads it at its import
+
+
+@dataclass(slots=True)
+class PoolReadings:
+    """The memory pool's state at boundaries: used bytes and what the pool has taken from the driver."""
+
+    module: Any
+    used: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+
+    def read(self) -> None:
+        """One reading. Waits for nothing."""
+        pool = _pool(self.module)
+        if pool is not None:
+            self.used.append(int(pool.used_bytes()))
+            self.held.append(int(pool.total_bytes()))
+
+    def stats(self, allocations: float = 0.0) -> MemoryStats:
+        """Of the readings; growth where it is the same all through."""
+        total = _total_bytes(self.module)
+        if not self.used:
+            return MemoryStats(total_bytes=total, allocations=allocations)
+        steps = len(self.used) - 1
+        growth = (self.used[-1] - self.used[0]) / steps if steps > 0 else None
+        rising = all(b > a for a, b in zip(self.used, self.used[1:], strict=False))
+        return MemoryStats(
+            peak_allocated_bytes=max(self.used),
+            peak_reserved_bytes=max(self.held),
+            total_bytes=total,
+            allocations=allocations,
+            growth_bytes=growth,
+            growth_steady=steps > 3 and rising,
+        )
+
+
+def _pool(module: Any) -> Any:
+    """The pool that arrays come from, if it can tell; the asynchronous pool tells the same two numbers."""
+    get = getattr(module, "get_default_memory_pool", None)
+    return get() if get is not None else None
+
+
+def _total_bytes(module: Any) -> int:
+    if not hasattr(module, "cuda"):
+        return 0
+    return int(module.cuda.runtime.memGetInfo()[1])
+
+
+def pooled(module: Any) -> bool:
+    """Whether arrays come from CuPy's pool: a script may have switched it off."""
+    if not hasattr(module, "cuda"):
+        return True
+    allocator = module.cuda.get_allocator()
+    return "malloc" in getattr(allocator, "__name__", "") and getattr(allocator, "__self__", None) is not None
+
+
+def tf32(module: Any) -> bool:
+    """Whether fp32 products may run as TF32, or with fewer bits still."""
+    core = getattr(module, "_core", None)
+    get = getattr(core, "get_compute_type", None)
+    return _ASKED or (get is not None and int(get("float32")) in _FEWER_BITS)
+
+
+def model_facts(module: Any, dtypes: Counter[str]) -> ModelFacts:
+    """Facts for the rules.
+
+    Args:
+        dtypes: of the floating-point results of a step, by how often they were seen.
+    """
+    short = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    common = next((short[name] for name, _ in dtypes.most_common() if name in short), "fp32")
+    return ModelFacts(
+        parameter_dtype=common,
+        flags={"uses_cupy": True, "tf32_matmul": tf32(module), "cupy_alone": True, "cupy_pool": pooled(module)},
+        env={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )

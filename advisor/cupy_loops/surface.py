@@ -1,0 +1,151 @@
+"""CuPy's public surface, with a handler around each call: functions, ufuncs, methods of arrays, and kernels of the user's own.
+
+`cupy.ndarray` is a class that Python made, so its methods can be replaced; what is below it, in Cython, cannot and need not be:
+everything that a script can write goes through a name that is replaced here. Outermost calls alone reach the handler, in the thread
+that patched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from advisor.profiling.patches import Patches
+
+Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Of the array type: what computes, moves, changes or looks at values. Attributes that only tell of an array are left alone.
+METHODS = _names(
+    """__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__
+    __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
+    __matmul__ __rmatmul__ __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__
+    __xor__ __rxor__ __ixor__ __lshift__ __rshift__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__ __getitem__
+    __setitem__ __iter__ __bool__ __float__ __int__ __complex__ __index__ __copy__ __deepcopy__ __str__ __repr__
+    __format__ __divmod__ __reduce__ __dlpack__ toDlpack all any argmax argmin argsort astype choose clip
+    compress conj copy cumprod cumsum diagonal dot fill flatten get item max mean min nonzero prod ptp put ravel
+    repeat reshape round scatter_add scatter_max scatter_min searchsorted set sort squeeze std sum swapaxes take
+    tobytes tolist trace transpose var view"""
+)
+# Calls that bring values to the host, which waits for the device.
+LOOKS = _names(
+    """__bool__ __float__ __int__ __complex__ __index__ __str__ __repr__ __format__ __iter__ __reduce__ get item
+    tolist tobytes asnumpy array_equal allclose savez save"""
+)
+# Functions that touch no array.
+_IDLE = _names(
+    """get_array_module is_available show_config get_default_memory_pool get_default_pinned_memory_pool get_include
+    result_type can_cast promote_types common_type min_scalar_type issubdtype isscalar geterr seterr finfo iinfo
+    shape ndim size typename broadcast_shapes dtype get_printoptions set_printoptions printoptions memoize
+    clear_memo fuse show_runtime disable_experimental_feature_warning einsum_path mintypecode obj2sctype
+    sctype2char finfo may_share_memory shares_memory isfortran"""
+)
+_KERNELS = ("ElementwiseKernel", "ReductionKernel", "RawKernel")
+_MODULES = ("linalg", "fft", "random")
+EXTRA = (
+    "cupyx",
+    "cupyx.scipy.ndimage",
+    "cupyx.scipy.signal",
+    "cupyx.scipy.special",
+    "cupyx.scipy.fft",
+    "cupyx.scipy.linalg",
+)
+
+
+class Called:
+    """A function or ufunc in whose place this stands: all but the call is the original's."""
+
+    def __init__(self, plain: Any, call: Callable[..., Any]) -> None:
+        self._plain, self._call = plain, call
+        functools.update_wrapper(self, plain, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
+
+
+class Surface:
+    """Wraps `module`'s public surface; `patch` puts the wrappers on, `patches.restore_all` takes them off."""
+
+    def __init__(self, module: Any, handler: Handler, patches: Patches) -> None:
+        self.module, self.handler, self.patches = module, handler, patches
+        self.inside = False
+        self.thread = threading.get_ident()
+
+    def patch(self, names: Iterable[str] | None = None) -> None:
+        """Wrap all of it, or only what the handler would be told under one of these names."""
+        wanted = None if names is None else frozenset(names)
+        array = self.module.ndarray
+        for name in METHODS:
+            plain = getattr(array, name, None)
+            if plain is not None and plain is not getattr(object, name, None) and (wanted is None or name in wanted):
+                self.patches.replace(array, name, self._wrapped(name, plain))
+        self._patch_functions(self.module, "", wanted)
+        for name in _MODULES:
+            if (part := getattr(self.module, name, None)) is not None:
+                self._patch_functions(part, f"{name}.", wanted)
+        for name in EXTRA:
+            if name.split(".")[0] == "cupyx" and self.module.__name__ == "cupy" and name in sys.modules:
+                self._patch_functions(importlib.import_module(name), f"{name}.", wanted)
+        for name in _KERNELS:
+            kind = getattr(self.module, name, None)
+            if isinstance(kind, type) and (wanted is None or name in wanted):
+                self.patches.replace(self.module, name, self._kernel(name, kind))
+
+    def _patch_functions(self, owner: Any, prefix: str, wanted: frozenset[str] | None) -> None:
+        ufunc = getattr(self.module, "ufunc", ())
+        for name, plain in list(vars(owner).items()):
+            if name.startswith("_") or name in _IDLE or isinstance(plain, (type, types.ModuleType, Called)):
+                continue
+            is_function = isinstance(plain, (types.FunctionType, types.BuiltinFunctionType, types.MethodType))
+            if not (is_function or isinstance(plain, ufunc) or type(plain).__name__ == "cython_function_or_method"):
+                continue
+            if wanted is None or prefix + name in wanted:
+                self.patches.replace(owner, name, Called(plain, self._wrapped(prefix + name, plain)))
+
+    def _kernel(self, name: str, kind: Any) -> type:
+        """A subclass whose call is told: `isinstance` and everything else stay as they are."""
+        surface = self
+
+        def call(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            told = f"{name}:{getattr(kernel, 'name', '')}"
+            return surface._told(told, functools.partial(kind.__call__, kernel), args, kwargs)
+
+        return type(name, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+    def _wrapped(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        get_ident = threading.get_ident
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.inside or get_ident() != self.thread:
+                return plain(*args, **kwargs)
+            self.inside = True
+            try:
+                return self.handler(name, plain, args, kwargs)
+            finally:
+                self.inside = False
+
+        return call
+
+    def _told(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside or threading.get_ident() != self.thread or not self.patches.active:
+            return plain(*args, **kwargs)
+        self.inside = True
+        try:
+            return self.handler(name, plain, args, kwargs)
+        finally:
+            self.inside = False

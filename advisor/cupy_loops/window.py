@@ -1,0 +1,166 @@
+"""The traced window of a CuPy loop: each call of the surface with its line, arrays and dtypes, and what the device did, as a `Trace`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
+from advisor.cupy_loops.clock import synchronize
+from advisor.cupy_loops.surface import Surface
+from advisor.profiling.activity import Activity, ActivityUnavailable
+from advisor.profiling.cupy_names import DTYPES, PREFIX, torch_name
+from advisor.profiling.hostcalls import is_launch
+from advisor.profiling.patches import Patches
+from advisor.profiling.sources import Lines
+
+
+class Window:
+    """From `start` to `stop`. Raises for nothing: `notes` says what could not be had."""
+
+    def __init__(self, module: Any, activity: Callable[[], Any] = Activity) -> None:
+        self.module, self.notes = module, []
+        self._patches = Patches()
+        self._lines = Lines()
+        self._calls: list[tuple[str, int, int, str, str, str]] = []  # name, start, end, line, shapes, dtypes
+        self._activity: Any = None
+        if hasattr(module, "cuda"):
+            try:
+                self._activity = activity()
+            except ActivityUnavailable as error:
+                self.notes.append(f"no records of the device: {error.found}")
+
+    def start(self) -> None:
+        """Calls and the device's work are recorded from here on."""
+        synchronize(self.module)
+        if self._activity is not None:
+            try:
+                self._activity.start()
+            except ActivityUnavailable as error:
+                self._activity = None
+                self.notes.append(f"no records of the device: {error.found}")
+        Surface(self.module, self._seen, self._patches).patch()
+
+    @property
+    def events(self) -> int:
+        """How many calls were seen so far."""
+        return len(self._calls)
+
+    def stop(self, bounds_ns: Sequence[int]) -> Trace:
+        """The window is over.
+
+        Args:
+            bounds_ns: the n+1 boundaries of the n traced steps, by `time.perf_counter_ns`.
+        """
+        if self._patches.fault is not None:
+            self.notes.append(f"the calls of the window were not all seen: {self._patches.fault}")
+        self._patches.restore_all()
+        synchronize(self.module)
+        # Both clocks at one moment: the bounds go to that of the calls.
+        offset = time.time_ns() - time.perf_counter_ns()
+        runtime, kernels = RuntimeTable(), DeviceTable()
+        if self._activity is not None:
+            try:
+                runtime, kernels = self._activity.stop()
+            except ActivityUnavailable as error:
+                self.notes.append(f"no records of the device: {error.found}")
+        thread = threading.get_ident() & 0xFFFFFFFF  # as CUPTI tells threads
+        ops = _table(self._calls, thread)
+        launches = [link for name, link in zip(runtime.name, runtime.correlation, strict=True) if is_launch(name)]
+        known = set(kernels.correlation)
+        return Trace(
+            device="cuda" if hasattr(self.module, "cuda") else "cpu",
+            step_bounds_ns=[bound + offset for bound in bounds_ns],
+            ops=ops,
+            runtime=runtime,
+            kernels=kernels,
+            launches=len(launches),
+            launches_matched=sum(link in known for link in launches),
+            notes=list(self.notes),
+        )
+
+    def _seen(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        line = self._lines.users(sys._getframe(2))
+        shapes, dtypes = described(self.module, name, args)
+        began = time.time_ns()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._calls.append((name, began, time.time_ns(), line, shapes, dtypes))
+
+
+def described(module: Any, name: str, args: Sequence[Any]) -> tuple[str, str]:
+    """Shapes (JSON text) and dtypes of a call's arguments, as a profiler of torch's writes them. A product's are those of its matrices."""
+    array = module.ndarray
+    shapes: list[Any] = []
+    kinds: list[str] = []
+    for value in args:
+        if isinstance(value, array):
+            shapes.append(list(value.shape))
+            kinds.append(DTYPES.get(str(value.dtype), str(value.dtype)))
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], array):
+            shapes.append([list(item.shape) for item in value if isinstance(item, array)])
+            kinds.append("TensorList")
+        else:
+            shapes.append([])
+            kinds.append("Scalar" if isinstance(value, (bool, int, float)) else "")
+    if torch_name(PREFIX + name) == "aten::mm" and name != "einsum" and len(shapes) > 1 and shapes[0] and shapes[1]:
+        shapes[:2] = _matrices(name, shapes[0], shapes[1], args[2] if len(args) > 2 else 2)
+    return json.dumps(shapes), ",".join(kinds)
+
+
+def _matrices(name: str, left: list[int], right: list[int], axes: Any) -> list[list[int]]:
+    """The two matrices that a product multiplies: m x k and k x n."""
+    summed = _summed(name, left, right, axes)
+    m, n, k = 1, 1, 1
+    for i, size in enumerate(left):
+        if i % len(left) in summed[0]:
+            k *= size
+        else:
+            m *= size
+    for i, size in enumerate(right):
+        n *= 1 if i in summed[1] else size
+    return [[m, k], [k, n]]
+
+
+def _summed(name: str, left: list[int], right: list[int], axes: Any) -> tuple[set[int], set[int]]:
+    if name == "outer":
+        return set(), set()
+    if name != "tensordot":
+        return {len(left) - 1}, {max(0, len(right) - 2)}
+    if isinstance(axes, int):
+        return set(range(len(left) - axes, len(left))), set(range(axes))
+    first, second = ((a,) if isinstance(a, int) else tuple(a) for a in axes)
+    return {a % len(left) for a in first}, {b % len(right) for b in second}
+
+
+def _table(calls: Sequence[tuple[str, int, int, str, str, str]], thread: int) -> OpTable:
+    """An annotation of the line around each call, which is the operator."""
+    ops = OpTable()
+    for i, (name, start, end, line, shapes, dtypes) in enumerate(calls):
+        if line:
+            _row(ops, "advisor:line:" + line, start, end, thread, 0, "line:" + line, "", "")
+        _row(ops, PREFIX + name, start, end, thread, i + 1, "", shapes, dtypes)
+    return ops
+
+
+def _row(
+    ops: OpTable, name: str, start: int, end: int, thread: int, link: int, mark: str, shapes: str, dtypes: str
+) -> None:
+    ops.name.append(name)
+    ops.start_ns.append(start)
+    ops.end_ns.append(end)
+    ops.thread.append(thread)
+    ops.correlation.append(link)
+    ops.sequence.append(-1)
+    ops.forward_thread.append(0)
+    ops.annotation.append(mark)
+    ops.shapes.append(shapes)
+    ops.dtypes.append(dtypes)
+    ops.strides.append("")
+    ops.flops.append(0)
+    ops.arguments.append("")
