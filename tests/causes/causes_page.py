@@ -4,6 +4,7 @@ python tests/causes/causes_page.py --run gpu              profile every training
 python tests/causes/causes_page.py --run cpu --only fp64  only those with this in their names; what else is on record stays
 python tests/causes/causes_page.py --run gpu --cases DIR  trainings from a folder as well, by their lines `# EXPECT: rule|rule`
 python tests/causes/causes_page.py --read gpu --runs DIR  put on record what lies in run folders that --run has kept
+python tests/causes/causes_page.py --join gpu FILE        put on record what another machine of that kind has recorded in FILE
 python tests/causes/causes_page.py                        write the page from what is recorded
 
 On several GPUs one training runs on each, with its share of the cores. A cause is found where one of its rules is among those
@@ -152,17 +153,22 @@ def run(machine: str, chosen: Sequence[Training], runs: Path | None = None) -> d
                 print(f"{len(results)}/{len(chosen)} {training.name}: {said}", flush=True)
 
         lanes = [
-            threading.Thread(target=lane, args=(environment, prefix, Path(made) / f"lane-{number}"))
+            threading.Thread(target=lane, args=(environment, prefix, Path(made) / f"lane-{number}"), daemon=True)
             for number, (environment, prefix) in enumerate(_lanes(machine))
         ]
-        for thread in lanes:
-            thread.start()
-        for thread in lanes:
-            thread.join()
+        try:
+            for thread in lanes:
+                thread.start()
+            for thread in lanes:
+                thread.join()
+        except KeyboardInterrupt:  # what is measured is recorded
+            while not waiting.empty():
+                waiting.get_nowait()
+            print(f"interrupted: {len(results)} of {len(chosen)} are recorded", flush=True)
     for training in chosen:
-        if training.priced and not training.name.endswith(CURED):
+        if training.priced and training.name in results and not training.name.endswith(CURED):
             results[training.name]["cost"] = cost(results, training.name)
-    return results
+    return dict(results)
 
 
 def cost(results: dict[str, Any], name: str) -> float | None:
@@ -214,6 +220,17 @@ def record(
     }
     RECORDS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def join(machine: str, other: dict[str, Any]) -> None:
+    """Take over the trainings of a record that was made elsewhere; trainings measured on another device are no longer on record."""
+    path = RECORDS / f"{machine}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    same = (before.get("device"), before.get("torch")) == (other["device"], other["torch"])
+    trainings = {**(before["trainings"] if same else {}), **other["trainings"]}
+    path.write_text(
+        json.dumps({**other, "trainings": dict(sorted(trainings.items()))}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def page() -> str:
@@ -286,7 +303,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=("cpu", "gpu"), help="profile the trainings for this machine")
     parser.add_argument("--read", choices=("cpu", "gpu"), help="read what --runs holds of them")
-    parser.add_argument("--only", default="", help="a part of the names of those to run")
+    parser.add_argument("--join", nargs=2, metavar=("MACHINE", "FILE"), help="take over what was recorded elsewhere")
+    parser.add_argument("--only", default="", help="a pattern that the names of those to run match")
     parser.add_argument("--runs", type=Path, help="keep the run folders in this one")
     parser.add_argument(
         "--cases", type=Path, action="append", default=[], help="a folder of trainings that say what they EXPECT"
@@ -300,6 +318,8 @@ def main() -> None:
         kept = {path.parent.name: path.parent for path in given.runs.rglob("findings.json")}
         chosen = [t for t in chosen if t.name in kept]
         record(machine, {t.name: read(t, kept[t.name]) for t in chosen}, chosen, device(next(iter(kept.values()))))
+    if given.join:
+        join(given.join[0], json.loads(Path(given.join[1]).read_text(encoding="utf-8")))
     PAGE.write_text(page(), encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import causes_catalogue
@@ -127,3 +128,36 @@ def test_kept_run_folders_are_read(tmp_path: Path) -> None:
     found = causes_page.read(causes_page.Training("a", "", ("graph-breaks",), priced=False), run)
     assert (found["rank"], found["step_us"], found["expected"]["predicted"]) == (1, 1234.6, [0.1, 0.25])
     assert causes_page.device(run) == ("A GPU", "2.11")
+
+
+def test_a_record_made_elsewhere_joins_that_of_its_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causes_page, "RECORDS", tmp_path)
+    made = {"device": "A", "torch": "2", "date": "d", "trainings": {"b": {"rank": 1}}}
+    causes_page.join("gpu", made)
+    causes_page.join("gpu", {**made, "trainings": {"a": {"rank": 2}}})
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["trainings"]) == ["a", "b"]
+    causes_page.join("gpu", {**made, "device": "B", "trainings": {"a": {"rank": 2}}})
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["trainings"]) == ["a"]
+
+
+def test_what_an_interrupted_run_has_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the thread that waits while the second training is measured."""
+    begun = threading.Event()
+
+    class Lane(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            begun.wait()
+            raise KeyboardInterrupt
+
+    def measured(training: causes_page.Training, *_: object) -> dict[str, object]:
+        if training.name == "second":
+            begun.set()
+            threading.Event().wait()
+        return {"rank": 1}
+
+    monkeypatch.setattr(causes_page.threading, "Thread", Lane)
+    monkeypatch.setattr(causes_page, "measured", measured)
+    chosen = [causes_page.Training(name, "", ("a",), priced=False) for name in ("first", "second", "third")]
+    assert causes_page.run("cpu", chosen) == {"first": {"rank": 1}}
