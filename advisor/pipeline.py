@@ -230,6 +230,29 @@ def _profile(
     return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=measured, findings=found)
 
 
+def profile_trace(file: Path, *, out: Path | None = None, rules_dirs: Sequence[Path] = (), say: Say) -> ProfileResult:
+    """Read a trace of torch.profiler that was made elsewhere, and write profile.json, findings.json and report.html.
+
+    Raises:
+        AdvisorError: when it cannot be read or holds nothing, or a folder cannot be written.
+    """
+    from advisor.profiling import kineto
+    from advisor.profiling.assemble import assemble
+
+    _check_rules(rules_dirs)
+    run_dir = new_run_dir(file.name, out)
+    say(f"reading {file}; results go to {_shown(run_dir)}")
+    machine = kineto.imported(file, run_dir)
+    notes = f"read from {file.name}: its step times hold the profiler's own cost"
+    measured = replace(assemble(run_dir, machine, exit_code=0), origin=file.name)
+    measured = replace(measured, notes=(notes, *measured.notes))
+    storage.save(run_dir / PROFILE_FILE, measured)
+    found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
+    storage.save(run_dir / FINDINGS_FILE, found)
+    _write_report(run_dir, measured, found, None)
+    return ProfileResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+
+
 def _check_rules(rules_dirs: Sequence[Path]) -> None:
     """The user's own rules are read before anything runs: what is wrong with one is not said after the run."""
     if rules_dirs:

@@ -6,6 +6,7 @@ from advisor.analysis import (
     comm,
     conv,
     cures,
+    elsewhere,
     idle,
     input,
     launch,
@@ -56,6 +57,8 @@ def metrics(profile: StepProfile) -> MetricTable:
     for question in QUESTIONS:
         question.fill(view, table)
     _sampled(profile, table)
+    if profile.origin:
+        elsewhere.only_carried(view, table)
     return table
 
 

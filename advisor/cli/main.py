@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
     "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
+    "repro": ("repro", "repro", "Print a script that repeats one operator of a run, without the model."),
     "runs": ("runs", "runs", "List the runs in advisor-runs/ here, or clear them away."),
     "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list what they may ask."),
     "kernels": ("kernels", "kernels", "List the bundled CUDA kernels, or check them on this GPU."),

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import click
 
+from advisor import __version__
 from advisor.cli.parameters import SEVERITIES
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Outcome
@@ -59,7 +60,7 @@ def run_text(
     explain: bool = False,
     run_dir: Path | None = None,
 ) -> str:
-    """A run as `text`, `json`, `md` or `html`; `run_dir` is where its plan may be."""
+    """A run as `text`, `json`, `md`, `html`, `perfetto` or `sarif`; `run_dir` is where its plan and its trace may be."""
     if form == "html":
         from advisor.reporting.html import report_html
 
@@ -68,6 +69,12 @@ def run_text(
         from advisor.reporting.machine import report_json
 
         return json_text(report_json(profile, findings, trials))
+    if form == "perfetto":
+        return _perfetto(profile, findings, run_dir)
+    if form == "sarif":
+        from advisor.reporting.sarif import sarif
+
+        return json_text(sarif(findings, Path.cwd(), __version__))
     if form == "md":
         from advisor.reporting.machine import markdown
 
@@ -79,6 +86,17 @@ def run_text(
         profile, findings, columns, paint, command=command, explain=explain, trials_follow=trials is not None
     )
     return text if trials is None else f"{text}\n\n{_trials_text(trials, run_dir, stream)}"
+
+
+def _perfetto(profile: StepProfile, findings: Findings | None, run_dir: Path | None) -> str:
+    """Raises AdvisorError where the run has no trace."""
+    from advisor.profiling import timeline
+    from advisor.reporting.perfetto import trace_events
+
+    found = timeline.of_run(run_dir, profile.environment, whole=True) if run_dir is not None else None
+    if found is None:
+        raise AdvisorError(f"{run_dir} holds no traced step", fix="Record the run again with `advisor profile`.")
+    return json.dumps(trace_events(found, findings), separators=(",", ":"), ensure_ascii=False)
 
 
 def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) -> str:

@@ -57,6 +57,12 @@ if TYPE_CHECKING:
     "--keep-running", is_flag=True, help="Let the script train to its end; by default it is stopped once measured."
 )
 @click.option("--no-counters", is_flag=True, help="Do not read hardware counters; DRAM bytes are then modelled.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Run nothing: read a trace that torch.profiler wrote elsewhere.",
+)
 @rules_option
 @fail_on_option
 @format_option("text", "json", "md")
@@ -73,6 +79,7 @@ def profile(
     detail_steps: int,
     keep_running: bool,
     no_counters: bool,
+    trace: Path | None,
     rules_dirs: tuple[Path, ...],
     fail_on: str | None,
     form: str,
@@ -94,26 +101,31 @@ def profile(
       advisor profile train.py --lr 0.1
       advisor profile --steps 50 -o runs/base -m mypackage.train --epochs 1
       advisor profile -- torchrun --nproc-per-node 4 train.py
+      advisor profile --trace rank0.pt.trace.json.gz
 
     The report goes to stderr; with `--format json` or `md` it goes to stdout after the script's own output.
     """
-    if not words:
-        raise click.UsageError("no script to profile", click.get_current_context())
+    if bool(words) == (trace is not None):
+        told = "a script and a trace at once; name one" if words else "no script to profile"
+        raise click.UsageError(told, click.get_current_context())
     from advisor import pipeline
 
     with Progress(quiet=quiet, verbose=verbose) as say:
-        result = pipeline.profile(
-            words,
-            module=module,
-            out=out,
-            warmup=warmup,
-            steps=steps,
-            detail_steps=detail_steps,
-            keep_running=keep_running,
-            counters=not no_counters,
-            rules_dirs=rules_dirs,
-            say=say,
-        )
+        if trace is not None:
+            result = pipeline.profile_trace(trace, out=out, rules_dirs=rules_dirs, say=say)
+        else:
+            result = pipeline.profile(
+                words,
+                module=module,
+                out=out,
+                warmup=warmup,
+                steps=steps,
+                detail_steps=detail_steps,
+                keep_running=keep_running,
+                counters=not no_counters,
+                rules_dirs=rules_dirs,
+                say=say,
+            )
     try:
         _show(result, form, quiet)
     except Exception as error:

@@ -25,7 +25,7 @@ from advisor.core.storage import write_text
 )
 @click.option("--open", "open_it", is_flag=True, help="Open the HTML report in a browser.")
 @click.option("--explain", is_flag=True, help="With text: every condition of each finding with its value.")
-@format_option("text", "json", "md", "html")
+@format_option("text", "json", "md", "html", "perfetto", "sarif")
 @run_argument
 def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, form: str) -> None:
     """Show a recorded run again. RUN is a run's folder, or `last`.
@@ -36,6 +36,11 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
       advisor report last --open
       advisor report advisor-runs/train-20261120-1 --html out.html
       advisor report last --format md >> "$GITHUB_STEP_SUMMARY"
+      advisor report last --format perfetto > trace.json
+      advisor report last --format sarif > advisor.sarif
+
+    `perfetto` is the traced steps, for ui.perfetto.dev or chrome://tracing, with the findings as annotations. `sarif` is the
+    findings that name a line of your source, for code scanning.
     """
     from advisor import runs
 
@@ -45,9 +50,9 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
         raise click.UsageError(f"a page and {form} at once; ask for one of them", click.get_current_context())
     proof = runs.load_proof(run)
     if proof is not None:
-        if html_file or open_it or form == "html":
+        if html_file or open_it or form in ("html", "perfetto", "sarif"):
             raise AdvisorError(
-                f"{run} holds a plan's proof and no profile, so there is no page of it",
+                f"{run} holds a plan's proof and no profile, so there is no page or trace of it",
                 fix="Use --format text, json or md.",
             )
         output.say(output.proof_text(form, proof, run_dir=Path(run), stream=sys.stdout), sys.stdout)

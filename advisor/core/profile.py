@@ -308,6 +308,9 @@ class StepProfile:
     losses: tuple[float, ...] = ()
     cost: ProfilerCost = field(default_factory=ProfilerCost)
     exit_code: int | None = None
+    origin: str = (
+        ""  # the trace that it was read from, where no script was profiled: facts of live objects are not known then
+    )
     complete: bool = True
     notes: tuple[str, ...] = ()
 

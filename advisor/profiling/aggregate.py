@@ -17,7 +17,7 @@ from advisor.core.units import percent_text
 from advisor.profiling import bylines, dram, kinds, promotions, rows, transfers
 from advisor.profiling.hostcalls import copy_kind, is_allocation, is_launch, is_wait
 from advisor.profiling.hosttree import AVERAGE, CLOSURE, ENGINE, OPTIMIZER, OPTIMIZER_STEP, HostTree, build, is_activity
-from advisor.profiling.idle import HostActivity, device_idle, host_idle
+from advisor.profiling.idle import HostActivity, Piece, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
 from advisor.profiling.rows import Precision, Work
 
@@ -63,13 +63,20 @@ class Aggregate:
     notes: tuple[str, ...] = ()
 
 
-def aggregate(trace: Trace, environment: Environment, *, precision: Precision | None = None) -> Aggregate:
+def aggregate(
+    trace: Trace,
+    environment: Environment,
+    *,
+    precision: Precision | None = None,
+    pieces: list[Piece] | None = None,
+) -> Aggregate:
     """What one step of the window does on average.
 
     Args:
         trace: the window. Work belongs to a step by when the host started it, not by when the device ran it.
         environment: measured rates, for the rows' limits; without rates limits are 0.
         precision: whether fp32 products are held to the TF32 or to the strict rate (the default).
+        pieces: gets each stretch of idle time in the window, with its cause.
     """
     bounds, precision = trace.step_bounds_ns, precision or Precision()
     events = len(trace.ops.name) + len(trace.runtime.name) + len(trace.kernels.name)
@@ -78,8 +85,8 @@ def aggregate(trace: Trace, environment: Environment, *, precision: Precision | 
         return Aggregate(events=events, notes=(*trace.notes, "no step was traced"))
     tree = build(trace.ops, trace.runtime, trace.roles)
     if trace.device == "cuda":
-        return _device_steps(trace, tree, environment, precision, events)
-    return _host_steps(trace, tree, environment, precision, events)
+        return _device_steps(trace, tree, environment, precision, events, pieces)
+    return _host_steps(trace, tree, environment, precision, events, pieces)
 
 
 @dataclass(slots=True)
@@ -97,7 +104,12 @@ class _Record:
 
 
 def _device_steps(
-    trace: Trace, tree: HostTree, environment: Environment, precision: Precision, events: int
+    trace: Trace,
+    tree: HostTree,
+    environment: Environment,
+    precision: Precision,
+    events: int,
+    pieces: list[Piece] | None,
 ) -> Aggregate:
     bounds, runtime, device = trace.step_bounds_ns, trace.runtime, trace.kernels
     steps, first, last = len(bounds) - 1, bounds[0], bounds[-1]
@@ -175,7 +187,7 @@ def _device_steps(
         step_us=(end - start) / 1e3 / steps,
         kernels=table,
         busy_us=total(busy) / 1e3 / steps,
-        idle=device_idle(busy, copying, host, start, end, steps),
+        idle=device_idle(busy, copying, host, start, end, steps, pieces),
         syncs=transfers.sync_sites(waits, steps),
         copies=transfers.copy_rows(trace, tree, [(r.index, r.op) for r in records if r.copy], busy, steps),
         launches=len(launches) / steps,
@@ -225,7 +237,14 @@ def _work(device: DeviceTable, record: _Record, moved: list[float] | None) -> Wo
                  device.block[i], None if moved is None else moved[i], device.device[i])  # fmt: skip
 
 
-def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precision: Precision, events: int) -> Aggregate:
+def _host_steps(
+    trace: Trace,
+    tree: HostTree,
+    environment: Environment,
+    precision: Precision,
+    events: int,
+    pieces: list[Piece] | None,
+) -> Aggregate:
     """On a CPU the rows are operators with their own time: their duration less that of the operators inside them."""
     ops, bounds = trace.ops, trace.step_bounds_ns
     steps, start, end = len(bounds) - 1, bounds[0], bounds[-1]
@@ -261,7 +280,7 @@ def _host_steps(trace: Trace, tree: HostTree, environment: Environment, precisio
         step_us=(end - start) / 1e3 / steps,
         kernels=table,
         busy_us=total(merged) / 1e3 / steps,
-        idle=host_idle(loading, merged, start, end, steps),
+        idle=host_idle(loading, merged, start, end, steps, pieces),
         phase_us=rows.phases(table),
         limit_us=limit,
         host_us=(end - start - total(clip(loading, start, end))) / 1e3 / steps,

@@ -38,16 +38,31 @@ class HostActivity:
     sources: list[str] = field(default_factory=list)
 
 
-class _Tally:
-    """Idle time by cause and site."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stretch of idle time with its cause."""
 
-    def __init__(self) -> None:
+    start_ns: int
+    end_ns: int
+    cause: str
+    source: str
+    what: str
+
+
+class _Tally:
+    """Idle time by cause and site; and each stretch of it, in `pieces`, where they are asked for."""
+
+    def __init__(self, pieces: list[Piece] | None = None) -> None:
+        self.pieces = pieces
         self.time: dict[str, int] = defaultdict(int)
         self.sites: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
 
-    def add(self, cause: str, ns: int, source: str, what: str) -> None:
+    def add(self, cause: str, stretches: list[Interval], source: str, what: str) -> None:
+        ns = total(stretches)
         if ns <= 0:
             return
+        if self.pieces is not None:
+            self.pieces += [Piece(a, b, cause, source, what) for a, b in stretches]
         self.time[cause] += ns
         entry = self.sites[cause][source, what]
         entry[0] += 1
@@ -55,7 +70,13 @@ class _Tally:
 
 
 def device_idle(
-    compute: list[Interval], copies: list[Interval], host: HostActivity, start: int, end: int, steps: int
+    compute: list[Interval],
+    copies: list[Interval],
+    host: HostActivity,
+    start: int,
+    end: int,
+    steps: int,
+    pieces: list[Piece] | None = None,
 ) -> tuple[IdleCause, ...]:
     """Idle causes per step, in the traced window's own time (tracing makes launches slower; the analysis scales this).
 
@@ -64,19 +85,20 @@ def device_idle(
         copies: time with host/device copies running, sorted and disjoint.
         start, end: the window on the device, ns.
         steps: steps in the window.
+        pieces: gets each stretch, in the order of the gaps.
     """
-    tally = _Tally()
+    tally = _Tally(pieces)
     busy_host = _bridge(union([*host.working, *((a, b) for a, b, _, _ in host.waiting)]), HOST_PAUSE_NS)
     waits = sorted(host.waiting)
     wait_starts = [w[0] for w in waits]
     for a, b in gaps(compute, start, end):
         copying = clip(copies, a, b)
-        tally.add(COPY, total(copying), "", "host/device copy with no kernel beside it")
+        tally.add(COPY, copying, "", "host/device copy with no kernel beside it")
         rest = subtract([(a, b)], copying)
         loading = [piece for piece in host.loading if piece[0] < b and piece[1] > a]
         if loading:
             inside = [piece for r in rest for piece in clip(loading, *r)]
-            tally.add(DATA, total(inside), "", "waiting in the loader's next()")
+            tally.add(DATA, inside, "", "waiting in the loader's next()")
             rest = subtract(rest, loading)
         _attribute(tally, rest, a, b, host, waits, wait_starts, busy_host)
     return _causes(tally, steps, (DATA, LAUNCH, COPY, SYNC, OTHER))
@@ -93,19 +115,19 @@ def _attribute(
     launched = host.launched[next_record] if known else b
     source = host.sources[next_record] if known else ""
     if launched <= a:
-        tally.add(OTHER, total(rest), "", "between queued kernels")
+        tally.add(OTHER, rest, "", "between queued kernels")
         return
     wait = _waiting_at(a, waits, wait_starts)
     if wait is not None:
-        tally.add(SYNC, total(rest), wait[2], wait[3])
+        tally.add(SYNC, rest, wait[2], wait[3])
         return
     working = [piece for r in rest for piece in clip(busy_host, *r)]
     # From the launch call to the kernel's start the device itself takes its time: part of launching.
     working = (
         union([*working, *(piece for r in rest for piece in clip([(launched, b)], *r))]) if launched < b else working
     )
-    tally.add(LAUNCH, total(working), source, "the host prepares the next launch")
-    tally.add(OTHER, total(rest) - total(working), source, "the host does something else")
+    tally.add(LAUNCH, working, source, "the host prepares the next launch")
+    tally.add(OTHER, subtract(rest, working), source, "the host does something else")
 
 
 def _waiting_at(
@@ -130,14 +152,19 @@ def _bridge(intervals: list[Interval], pause: int) -> list[Interval]:
 
 
 def host_idle(
-    loading: list[Interval], working: list[Interval], start: int, end: int, steps: int
+    loading: list[Interval],
+    working: list[Interval],
+    start: int,
+    end: int,
+    steps: int,
+    pieces: list[Piece] | None = None,
 ) -> tuple[IdleCause, ...]:
     """On a CPU: time of a step in the loader (data), and outside both the loader and operators (other)."""
-    tally = _Tally()
+    tally = _Tally(pieces)
     in_loader = clip(loading, start, end)
-    tally.add(DATA, total(in_loader), "", "waiting in the loader's next()")
+    tally.add(DATA, in_loader, "", "waiting in the loader's next()")
     free = subtract(gaps(union(working), start, end), in_loader)
-    tally.add(OTHER, total(free), "", "Python between operators")
+    tally.add(OTHER, free, "", "Python between operators")
     return _causes(tally, steps, (DATA, OTHER))
 
 

@@ -39,6 +39,7 @@ def conv_json(profile: StepProfile) -> dict[str, Any]:
     ]
     return {
         "schema_version": CONV_SCHEMA_VERSION,
+        "type": "convolutions",
         "script": profile.script,
         "settings": list(settings(profile)),
         "products": rows,

@@ -276,7 +276,9 @@ def _notes(page: Page, profile: StepProfile) -> list[str]:
     cost = profile.cost
     lines = []
     if cost.traced_steps:
-        text = wording.tracing(cost)
+        text = (
+            wording.tracing(cost) if not profile.origin else f"{counted(cost.traced_steps, 'step')} read from the trace"
+        )
         if profile.environment.device == "cuda":
             text += f"; {100 * cost.coverage_frac:.1f} % of launches have a device record"
         lines += page.wrap(text + ".", 2, "dim")

@@ -365,6 +365,8 @@ def step_sentence(profile: StepProfile) -> str:
 
 def refused(profile: StepProfile, command: str) -> str:
     """Why `apply` tries nothing in this script, and what to do instead; "" where it does."""
+    if profile.origin:
+        return f"this is a trace, which nothing can be tried in; on its machine, `{command} apply --auto SCRIPT` tries what helps"
     if profile.step_kind == "forward":
         return "the script trains nothing, so no change can be tried in its training; the findings say what would help"
     if (world := profile.model.world_size) > 1:

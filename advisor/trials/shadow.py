@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
+from advisor.core.units import bytes_text
 
 COPIED = (".py", ".pyi")
 # Never part of a project's source; not even linked, since what runs in the copy would find them there.
@@ -96,7 +97,10 @@ def make(patch: Path, folder: Path, script: str) -> Shadow:
 def _read(patch: Path) -> str:
     try:
         if patch.stat().st_size > MOST_BYTES:
-            raise AdvisorError(f"{patch} has {patch.stat().st_size} bytes", expected=f"a patch of at most {MOST_BYTES}")
+            raise AdvisorError(
+                f"{patch} has {bytes_text(patch.stat().st_size)}",
+                expected=f"a patch of at most {bytes_text(MOST_BYTES)}",
+            )
         return patch.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no UTF-8"

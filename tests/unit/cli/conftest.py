@@ -53,7 +53,7 @@ class FakePipeline(types.ModuleType):
             exit_code=self.exit_code,
             profile=samples.resnet50(),
             findings=samples.findings(),
-            log=None if kwargs["dry_run"] else samples.trials(),
+            log=None if kwargs.get("dry_run") else samples.trials(),
             plan=None,
             plan_file=None,
         )
@@ -65,6 +65,12 @@ class FakePipeline(types.ModuleType):
             run_dir=self.run_dir, exit_code=self.exit_code, profile=None, findings=None, log=log, plan=None,
             plan_file=None,
         )  # fmt: skip
+
+    def profile_trace(self, file, **kwargs):
+        self._record("profile_trace", file, **kwargs)
+        return SimpleNamespace(
+            run_dir=self.run_dir, exit_code=0, profile=samples.resnet50(), findings=samples.findings()
+        )
 
     def try_patch(self, words, patch, **kwargs):
         self._record("try_patch", words, patch=patch, **kwargs)

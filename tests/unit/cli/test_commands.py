@@ -530,3 +530,31 @@ def test_ask(monkeypatch, tmp_path, answers, expected):
     assert "10–20 % of the step" in shown.read_text()
     assert (asking.MEANS in shown.read_text()) is (answers.count("\n") > 1)
     assert ("'maybe' is no answer" in shown.read_text()) is ("maybe" in answers)
+
+
+def test_a_trace_is_read_in_place_of_a_script(invoke, pipeline):
+    assert invoke("profile", "--trace", "rank0.json").exit_code == 0
+    assert str(pipeline.calls["profile_trace"][0][0]) == "rank0.json"
+    both = invoke("profile", "--trace", "rank0.json", "train.py")
+    assert (both.exit_code, "at once" in both.stderr) == (ExitCode.USAGE, True)
+
+
+def test_try_wants_one_change_or_one_patch_and_a_script(invoke, pipeline):
+    for words in ((), ("--change", "tf32", "--patch", "x"), ("--change", "tf32")):
+        assert invoke("try", *words).exit_code == ExitCode.USAGE
+    assert invoke("try", "--patch", "idea.patch", "train.py", "--json").exit_code == 0
+    (words,), kwargs = pipeline.calls["try_patch"]
+    assert (words, str(kwargs["patch"]), kwargs["min_gain"]) == (("train.py", "--json"), "idea.patch", 0.01)
+
+
+def test_try_of_a_change_is_a_search_for_it_alone(invoke, pipeline):
+    result = invoke("try", "--change", "channels_last", "--json", "train.py")
+    assert pipeline.calls["apply"][1]["only"] == ("channels_last",)
+    document = json.loads(result.stdout)
+    assert (document["name"], document["kind"], document["exit_code"]) == ("channels_last", "change", result.exit_code)
+
+
+def test_operators_of_a_run_are_listed_to_be_repeated(invoke):
+    result = invoke("repro", "last")
+    assert result.exit_code == 0
+    assert "aten::convolution" in result.stdout

@@ -10,8 +10,9 @@ import pytest
 from test_exit_codes import CALLS, sound  # noqa: F401
 
 from advisor.cli.main import wants_json
-from advisor.core import json_schema, storage
+from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
+from advisor.reporting import json_schema
 
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "reference"
 KINDS = {
@@ -22,6 +23,7 @@ KINDS = {
     "report": "report",
     "try": "attempt",
     "compare": "comparison",
+    "conv": "convolutions",
     "runs": "runs",
     "rules list": "rules",
     "rules metrics": "metrics",
@@ -61,7 +63,7 @@ def test_every_type_of_document_is_printed_by_a_command_of_the_tests():
 
 
 def test_the_published_schemas_are_up_to_date():
-    """Mend: python -m advisor.core.json_schema."""
+    """Mend: python -m advisor.reporting.json_schema."""
     assert (PAGES / "json.md").read_text() == json_schema.page()
     assert {path.name: path.read_text() for path in (PAGES / "json").iterdir()} == {
         f"{name}.schema.json": json_schema.text(name) for name in json_schema.DOCUMENTS

@@ -1,6 +1,6 @@
 """JSON schemas (draft 2020-12) of what commands print with `--format json`: one a type of document.
 
-python -m advisor.core.json_schema
+python -m advisor.reporting.json_schema
 
 writes docs/reference/json/*.schema.json and docs/reference/json.md; a test fails when they are out of date. Fields of dataclasses come
 from their annotations, those of hand-made documents from the tables here. New keys may come at any time; `schema_version` rises when
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Union
 
+from advisor.analysis.convolutions import Product
 from advisor.core.attempt import Attempt
 from advisor.core.findings import Card, Findings
 from advisor.core.profile import StepProfile
@@ -37,6 +38,11 @@ class Document:
     commands: tuple[str, ...]
     about: str
     fields: Mapping[str, Any]
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
 _CAUSE = {"cause": str, "label": str, "time_us": float, "frac": float, "limit_us": float | None}
@@ -140,7 +146,7 @@ DOCUMENTS: dict[str, Document] = {
     "attempt": Document(
         commands=("try",),
         about="One change or one patch, tried and judged. `verdict` is `kept` for what is proved.",
-        fields={**{f.name: f for f in dataclasses.fields(Attempt)}, "exit_code": int},
+        fields={**_fields(Attempt), "exit_code": int},
     ),
     "comparison": Document(
         commands=("compare",),
@@ -156,6 +162,15 @@ DOCUMENTS: dict[str, Document] = {
             "sentence": str,
             "totals": [_DELTA],
             "kinds": [_DELTA],
+        },
+    ),
+    "convolutions": Document(
+        commands=("conv",),
+        about="Each product of each convolution: its algorithm, time, rate, limit and why.",
+        fields={
+            "script": str,
+            "settings": list[str],
+            "products": [{**_fields(Product), "total_us": float, "tflops": float, "of_limit": float | None}],
         },
     ),
     "runs": Document(commands=("runs",), about="The runs in advisor-runs/ here.", fields={"runs": [_RUN]}),
@@ -286,7 +301,7 @@ New keys may come with any version of advisor, so ignore the ones that you do no
 |---|---|---|
 {rows}
 
-Made by `python -m advisor.core.json_schema` from the types in `advisor/core`. A test validates the output of each command.
+Made by `python -m advisor.reporting.json_schema` from the types in `advisor/core`. A test validates the output of each command.
 """
 
 
