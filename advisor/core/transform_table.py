@@ -82,6 +82,7 @@ class Row:
             set of blocks, and one by one only where that fails or gains nothing. What gains less than a trial can tell
             by itself is found so too: one cast of all weights and the fused optimizer gained ResNet-50 on an H200 0.7
             and 0.8 %. "": it is tried alone.
+        nhwc: what it puts in place runs on NHWC tensors alone: in a model that is in NCHW it is tried with channels_last, or not at all.
         part: what it is left out with where all that is recommended does not hold together; "" for what is not tried
             so. What the host does between the steps is never left out: it is right by itself, and seldom in the way.
         cupy: it is for loops of CuPy alone, its code below advisor.cupy_loops; all others are for PyTorch's.
@@ -103,6 +104,7 @@ class Row:
     untraced: bool = False
     dear: bool = False
     together: Together = ""
+    nhwc: bool = False
     part: Part = ""
     cupy: bool = False
 
@@ -112,7 +114,7 @@ class Row:
         return self.code == "kernels"
 
 
-def _family(identifier: str, title: str, *, stage: Stage = Stage.KERNELS) -> Row:
+def _family(identifier: str, title: str, *, stage: Stage = Stage.KERNELS, nhwc: bool = True) -> Row:
     return Row(
         id=identifier,
         title=title,
@@ -120,6 +122,7 @@ def _family(identifier: str, title: str, *, stage: Stage = Stage.KERNELS) -> Row
         predictor=f"kernels:{identifier}",
         stage=stage,
         together="graph",
+        nhwc=nhwc,
         part="kernels",
     )
 
@@ -272,8 +275,10 @@ _ALL = (
     _family("fused_bn_act", "Fused BatchNorm + add + activation kernels", stage=Stage.NORMS),
     _family("fused_squeeze_excite", "Fused squeeze-and-excite kernels"),
     _family("fused_pooling", "Pooling kernels with 8-bit indices"),
+    _family("fused_volume_pooling", "Pooling kernels for volumes"),
     _family("fused_upsample", "Upsampling kernels that write into the concatenation"),
-    _family("fused_layer_norm", "LayerNorm kernels for channels_last"),
+    _family("fused_padding", "Reflection and replication padding kernels"),
+    _family("fused_layer_norm", "LayerNorm kernels for channels_last", nhwc=False),
     _family("fused_group_norm", "Fused GroupNorm + activation kernels"),
     _family("depthwise_conv", "Depthwise convolution kernels"),
     _family("grouped_conv", "Grouped convolution kernels on tensor cores"),

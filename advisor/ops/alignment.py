@@ -26,6 +26,11 @@ def is_nhwc(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and _begins_aligned(tensor)
 
 
+def is_ndhwc(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is 5-D, channels_last_3d and begins at a multiple of 16 bytes."""
+    return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d) and _begins_aligned(tensor)
+
+
 def realigned(tensor: Parameter) -> Parameter:
     """The tensor itself, or a copy (with its gradient) where it is channels_last and begins between two 16-byte vectors.
 

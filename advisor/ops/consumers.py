@@ -23,7 +23,15 @@ HALF = (torch.float16, torch.bfloat16)
 _CONCATENATIONS = {torch.cat, torch.concat, torch.concatenate}
 _PADS = {F.pad, torch._C._nn.pad}
 _VIEWS = {"permute", "flatten", "view", "reshape", "contiguous", "transpose"}
-_VIEW_FUNCTIONS = {torch.permute, torch.flatten, torch.reshape, torch.transpose}
+_VIEW_FUNCTIONS = {
+    torch.permute,
+    torch.flatten,
+    torch.reshape,
+    torch.transpose,
+    torch.unflatten,
+    torch.squeeze,
+    torch.unsqueeze,
+}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -31,6 +39,33 @@ def is_view(node: fx.Node) -> bool:
     return (node.op == "call_method" and node.target in _VIEWS) or (
         node.op == "call_function" and node.target in _VIEW_FUNCTIONS
     )
+
+
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def casts_to(node: Any) -> torch.dtype | None:
+    """The dtype to which the node casts its first argument, and does nothing else; None where it is no such node."""
+    if not isinstance(node, fx.Node) or node.op != "call_method":
+        return None
+    if node.target in _CASTS and len(node.args) == 1 and not node.kwargs:
+        return _CASTS[str(node.target)]
+    if node.target in ("to", "type") and len(node.args) == 2 and not node.kwargs:
+        return node.args[1] if isinstance(node.args[1], torch.dtype) else None
+    return None
+
+
+def without_idle_casts(graph: fx.Graph) -> None:
+    """Casts to the dtype that a value has leave the graph: PyTorch gives back the value itself.
+
+    Diffusion models write them around each norm, so that it is in fp32 whatever the rest is in.
+    """
+    for node in list(graph.nodes):
+        x, dtype = match.operand(node), casts_to(node)
+        value = match.value(x)
+        if dtype is not None and isinstance(x, fx.Node) and value is not None and value.dtype == dtype:
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
 
 
 def padding(node: fx.Node) -> tuple[int, ...] | None:
@@ -72,6 +107,8 @@ def _taken_by(user: fx.Node, node: fx.Node) -> torch.dtype | None:
         return None
     if is_view(user) or padding(user) is not None:
         return taken_as(user)
+    if casts_to(user) in HALF:
+        return casts_to(user)
     result = match.value(user)
     if user.op == "call_function" and user.target in LOWERED and result is not None:
         return result.dtype  # a product's result has the dtype of its cast arguments

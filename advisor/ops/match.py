@@ -407,6 +407,37 @@ def without_idle_dropouts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+_SIGMOIDS = {torch.sigmoid, F.sigmoid, "sigmoid"}
+_PRODUCTS = {operator.mul, torch.mul, "mul"}
+
+
+def written_out_silu(graph: fx.Graph) -> None:
+    """`x * torch.sigmoid(x)` becomes `F.silu(x)`, where nobody else has the sigmoid: the same, rounded once in place of twice."""
+    for node in list(graph.nodes):
+        for x, gate in _both_ways(node):
+            if gate.target not in _SIGMOIDS or operand(gate) is not x or list(gate.users) != [node]:
+                continue
+            if dtype_of(gate) != dtype_of(x) or not recorded_alike(gate, node) or not read_later(x, gate):
+                continue
+            with graph.inserting_before(node):
+                silu = graph.call_function(F.silu, (x,))
+            replace(node, silu, (gate,))
+            break
+
+
+def _both_ways(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The factors of a product of two tensors, in both orders."""
+    one, other = operands(node, _PRODUCTS) or (None, None)
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        yield from ((one, other), (other, one))
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of the node's value; None when it is no tensor."""
+    found = value(node)
+    return None if found is None else found.dtype
+
+
 def after_changes(graph: fx.Graph) -> None:
     """What reads a tensor after an operation that changed it in place reads that operation's result, which is the same tensor.
 
@@ -468,7 +499,7 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
 
     `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor.
     """
-    from advisor.ops import recomputation, weight_casts  # which read graphs through this module
+    from advisor.ops import consumers, dimensions, recomputation, weight_casts  # which read graphs through this module
     from advisor.ops.sites import install
 
     families = [family for family in catalog.FAMILIES if family.id in reports]
@@ -490,6 +521,9 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
         for part in parts if families else ():
             without_idle_dropouts(part.graph)
             after_changes(part.graph)
+            consumers.without_idle_casts(part.graph)
+            written_out_silu(part.graph)
+            dimensions.as_images(part.graph)
         for rewrite, report in (*rewrites, *finishes):
             for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
                 _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)

@@ -25,7 +25,7 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
-from advisor.profiling import ranks
+from advisor.profiling import layouts, ranks
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import cuda_graphs
 from advisor.transforms.base import Match, Transform, Undo
@@ -120,6 +120,21 @@ class ChannelsLast(Transform):
             detail=f"{sum(seen)} of {len(seen)} convolutions have an NHWC input",
             numbers={"nhwc_inputs": float(sum(seen)), "convolutions": float(len(seen))},
         )
+
+
+def in_nhwc(training: Training) -> bool:
+    """Whether the script itself has put its convolutions' weights, or what it gives them, in NHWC or NDHWC."""
+    weights = [
+        module.weight
+        for root in training.roots
+        for module in root.module.modules()
+        if isinstance(module, _CONVOLUTIONS) and isinstance(module.weight, torch.Tensor)
+    ]
+    told = [layouts.is_channels_last(w) for w in weights if layouts.is_channels_last(w) or layouts.is_nchw(w)]
+    if any(told):
+        return 2 * sum(told) > len(told)
+    seen = (tensor for root in training.roots for tensor in tensors_in((root.args, root.kwargs)))
+    return any(map(layouts.is_channels_last, seen))
 
 
 def _is_nhwc(tensor: torch.Tensor) -> bool:

@@ -26,8 +26,12 @@ from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import SUBMODULE, ForwardStack
+from advisor.transforms.losses import layout_losses
 from advisor.transforms.patch import all_or_nothing, target_of
 from advisor.transforms.replay import replay
+
+NOT_NHWC = "is not channels_last"  # part of the reason that specs give
+NAMED = 3  # modules that a reason names
 
 
 class KernelTransform(Transform):
@@ -96,7 +100,8 @@ class KernelTransform(Transform):
             entries = {entry for entries in self.family.kernels.values() for entry in entries}
             seen = sum(row.calls for row in after.kernels if row.name in entries)
             if not seen:
-                return Check(passed=False, detail=f"no kernel of {self.family.id} ran in the traced step")
+                why = dispatch.told(self.family.id) + self._where_layout_is_lost(training)
+                return Check(passed=False, detail=f"no kernel of {self.family.id} ran in the traced step; {why}")
             return Check(
                 passed=True,
                 detail=f"{counted(len(matched), 'place')} replaced, {seen:.0f} kernel launches a step",
@@ -105,9 +110,21 @@ class KernelTransform(Transform):
         ran = sum(self.family.engaged.values())
         return Check(
             passed=ran > 0,
-            detail=f"{counted(len(matched), 'place')} replaced; {dispatch.told(self.family.id)}",
+            detail=f"{counted(len(matched), 'place')} replaced; {dispatch.told(self.family.id)}"
+            + self._where_layout_is_lost(training),
             numbers={"matched": len(matched), "calls": ran},
         )
+
+    def _where_layout_is_lost(self, training: Training) -> str:
+        """Which modules gave the kernels NCHW, where more calls were left alone for that than were taken; else nothing."""
+        left = sum(times for reason, times in self.family.fell_back.items() if NOT_NHWC in reason)
+        if left <= sum(self.family.engaged.values()):
+            return ""
+        found = layout_losses(training)
+        if not found:
+            return "; the model is in NCHW, which channels_last changes"
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        return f"; what returns NCHW of NHWC: {', '.join(found[:NAMED])}{more}"
 
 
 def of(family: Family) -> type[KernelTransform]:

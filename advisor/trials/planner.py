@@ -28,6 +28,7 @@ RESTARTED = having(lambda row: row.loaders)
 ON_TOP = having(lambda row: not row.live)
 BUNDLED = having(lambda row: row.together != "")
 CAPTURED = having(lambda row: row.together == "graph")
+IN_NHWC = having(lambda row: row.nhwc)
 # A kernel that promises this share of what a trial can tell is tried with others that promise it whole.
 ALONG = 0.5
 LONG_FIRST_STEP_US = 10e6
@@ -126,6 +127,22 @@ def bundle(candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
     waiting = (c for c in candidates if c.transform not in ON_TOP)
     found = tuple(itertools.takewhile(lambda c: c.transform in BUNDLED and not c.parameters, waiting))
     return found if len(found) > 1 else ()
+
+
+def with_layout(
+    members: Sequence[Recommendation], candidates: Sequence[Recommendation], *, nhwc: bool
+) -> tuple[Recommendation, ...]:
+    """These, with channels_last before them where some of them run in NHWC alone and the model is not in it.
+
+    By themselves such kernels are in place and never run: 84 places of a RepLKNet in NCHW, and no launch. `candidates` may have it, with
+    its prediction; else it is tried for their sake.
+    """
+    names = {m.transform for m in members}
+    if nhwc or LAYOUT in names or not names & IN_NHWC:
+        return tuple(members)
+    known = next((c for c in candidates if c.transform == LAYOUT and not c.parameters), None)
+    layout = known or Recommendation(transform=LAYOUT, title=title(LAYOUT), round=members[0].round)
+    return layout, *members
 
 
 def hidden_alone(members: Sequence[Recommendation], verdict: Verdict, min_gain: float) -> tuple[Recommendation, ...]:

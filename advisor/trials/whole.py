@@ -17,8 +17,12 @@ from advisor.trials import planner
 LEFT_OUT: tuple[Part, ...] = ("precision", "kernels", "graphs", "layout")
 
 
-def members(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) -> tuple[Recommendation, ...]:
+def members(
+    candidates: Sequence[Recommendation], *, graphs_fit: bool = True, nhwc: bool = True
+) -> tuple[Recommendation, ...]:
     """Of these, in order, what is put on together. The surest of rivals is the one with the larger prediction.
+
+    Where the model is not in NHWC by itself (`nhwc`), kernels that need it bring channels_last.
 
     Left for later: what has parameters, what only fresh processes can try, what takes minutes to make (a compiler), changes for
     models that run without gradients, and CUDA graphs where memory does not hold them beside the step (`graphs_fit`).
@@ -35,16 +39,22 @@ def members(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) ->
     for candidate in sorted(wanted, key=lambda c: -planner.expected(c)):
         if not planner.rivals(candidate, chosen):
             chosen.append(candidate)
-    return tuple(c for c in candidates if c in chosen)
+    return planner.with_layout(tuple(c for c in candidates if c in chosen), candidates, nhwc=nhwc)
 
 
-def attempts(candidates: Sequence[Recommendation], *, graphs_fit: bool = True) -> Iterator[tuple[Recommendation, ...]]:
-    """What is tried as one, in order, until one of these is kept: everything, then everything without one class."""
-    whole = members(candidates, graphs_fit=graphs_fit)
+def attempts(
+    candidates: Sequence[Recommendation], *, graphs_fit: bool = True, nhwc: bool = True
+) -> Iterator[tuple[Recommendation, ...]]:
+    """What is tried as one, in order, until one of these is kept: everything, then everything without one class.
+
+    Without layout there are no kernels either that need it, unless the model is in NHWC by itself (`nhwc`).
+    """
+    whole = members(candidates, graphs_fit=graphs_fit, nhwc=nhwc)
     if len(whole) > 1:
         yield whole
     for left_out in LEFT_OUT:
-        rest = tuple(c for c in whole if kind(c) != left_out)
+        without_nhwc = left_out == "layout" and not nhwc
+        rest = tuple(c for c in whole if kind(c) != left_out and not (without_nhwc and c.transform in planner.IN_NHWC))
         if 1 < len(rest) < len(whole):
             yield rest
 

@@ -58,8 +58,8 @@ path, with what was left alone and why.
 
 _TAIL = """
 In no report, for nothing of theirs looks like a place: ECA, effective and split squeeze-and-excite, a norm between the two products of
-a squeeze-and-excite, global response norm, selective kernels, PReLU, PixelShuffle, factors that are plain numbers (as in EDSR), Swish written
-out as `x * torch.sigmoid(x)`. There are no kernels for them.
+a squeeze-and-excite, global response norm, selective kernels, PReLU, PixelShuffle, factors that are plain numbers (as in EDSR).
+There are no kernels for them.
 
 Nothing is taken inside an activation checkpoint that chooses what it keeps (`context_fn`), nor in any checkpoint of a graph that
 Inductor compiles; none of these networks has one. What looks like a pattern and computes something else is in

@@ -196,7 +196,7 @@ FOUND = {
             "plain": "groupnorm4",
             "silu": "groupnorm2+silu",
             "relu": "groupnorm1+relu",
-            "instance": "instancenorm",
+            "instance": "instancenorm+leaky_relu",
             "gelu": "groupnorm8",
         },
         {"tracking": "running statistics", "last": "6 channels"},
@@ -286,7 +286,7 @@ def test_what_is_not_measured_is_left_alone(family: str, unmeasured: None) -> No
 def stored(seen: list[torch.fx.GraphModule], name: str) -> list[torch.dtype]:
     """The dtypes that the calls of an operation were asked to store, in order."""
     return [
-        node.args[-1]
+        next(a for a in node.args if isinstance(a, torch.dtype))
         for graph in seen
         for node in graph.graph.nodes
         if node.op == "call_function" and getattr(node.target, "__name__", "") == name

@@ -195,3 +195,50 @@ def test_in_code_that_inductor_generates(emulated, nets, tmp_path) -> None:
     assert emulated.launches["batchnorm_act_held_forward"] == emulated.launches["batchnorm_act_held_backward"] == 4
     mode.run()
     families.run()
+
+
+class Lossy(nn.Module):
+    """A norm behind what returns NCHW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.plain, self.bn = nn.Conv2d(3, 8, 3, padding=1), Contiguous(), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.bn(self.plain(self.conv(x))))
+
+
+class Contiguous(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous()
+
+
+def test_kernels_that_never_run_say_which_module_gives_them_nchw(emulated) -> None:
+    torch._dynamo.reset()
+    dispatch.clear()
+    model = Lossy().to(memory_format=torch.channels_last).train()
+    x = torch.randn(4, 3, 6, 6).to(memory_format=torch.channels_last)
+    training = Training(device=torch.device("cpu"), roots=[RootModule(module=model, name="Lossy", args=(x,))])
+    fused = registry.get("fused_bn_act")
+    undo = fused.apply(training, {})
+    model(x).sum().backward()
+    found = fused.effect(training, None, None)
+    assert found.passed is False
+    assert "input is not channels_last" in found.detail
+    assert "plain (Contiguous)" in found.detail
+    undo.run()
+
+
+def test_kernels_in_a_model_in_nchw_say_that(emulated, nets) -> None:
+    model, _, x = nets
+    model.to(memory_format=torch.contiguous_format)
+    training = Training(
+        device=torch.device("cpu"), roots=[RootModule(module=model, name="Net", args=(x.contiguous(),))]
+    )
+    fused = registry.get("fused_bn_act")
+    undo = fused.apply(training, {})
+    step(model, x.contiguous())
+    found = fused.effect(training, None, None)
+    assert found.passed is False
+    assert "the model is in NCHW" in found.detail
+    undo.run()

@@ -114,3 +114,27 @@ def test_pairs_that_end_in_haste_and_look_no_faster_leave_it_open(tmp_path, monk
     verdicts, _, reason = search(tmp_path, "channels_last", "amp_bf16")
     assert reason == "search done"
     assert verdicts["channels_last + amp_bf16"].status == "inconclusive"
+
+
+def one_by_one(tmp_path, *names):
+    """As `search`, with nothing tried as one first."""
+    promised = tuple(replace(c, predicted=Interval(low=0.0, high=0.5)) for c in candidates(*names))
+    orders = Session(
+        mode="search", run_dir=str(tmp_path), script="train.py", warmup=3, candidates=promised, max_pairs=12
+    )
+    train(orders, SearchDriver, find)
+    return {v.transform: v for v in records.verdicts(tmp_path)}
+
+
+def test_a_kernel_that_needs_nhwc_is_tried_with_it_though_nobody_recommends_that(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Layout, fused_bn_act=HalfInLayout)  # of which each alone would lose
+    verdicts = one_by_one(tmp_path, "fused_bn_act")
+    assert {name: v.status for name, v in verdicts.items()} == {"channels_last": "kept", "fused_bn_act": "kept"}
+    assert verdicts["fused_bn_act"].together == ("channels_last",)
+
+
+def test_a_kernel_that_does_not_gain_with_nhwc_is_not_tried_without(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Layout, fused_bn_act=Slower)
+    verdicts = one_by_one(tmp_path, "fused_bn_act")
+    assert [(name, v.status) for name, v in verdicts.items()] == [("fused_bn_act", "reverted")]
+    assert verdicts["fused_bn_act"].reason.startswith("with channels_last, which it needs")

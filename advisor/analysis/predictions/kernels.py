@@ -251,9 +251,21 @@ def pointwise_conv(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     return Change(worst=Saving(), best=best, basis=f"{first.basis}; {second.basis}")
 
 
-def _is_flat_groupnorm(row: KernelRow) -> bool:
-    """Of images: the bundled kernels have no third dimension."""
-    return is_groupnorm(row) and not row.module_type.endswith(("1d", "3d"))
+_PADS = ("aten::reflection_pad2d", "aten::replication_pad2d", "aten::_pad_circular")
+
+
+def _is_padding(row: KernelRow) -> bool:
+    """With an image's own values, and its gradient."""
+    return row.op.startswith(_PADS)
+
+
+def _is_groupnorm(row: KernelRow) -> bool:
+    """Of images and volumes."""
+    return is_groupnorm(row) and not row.module_type.endswith("1d")
+
+
+def _is_volume_pooling(row: KernelRow) -> bool:
+    return row.kind == "pool" and "pool3d" in row.op and "adaptive" not in row.op
 
 
 def _bias_and_activation(view: View) -> list[KernelRow]:
@@ -262,10 +274,12 @@ def _bias_and_activation(view: View) -> list[KernelRow]:
 
 # What is fused everywhere it is found has a prediction of its own above.
 fused_bn_max_pool = _kernel_family(_of(lambda row: row.kind == "pool"), "pooling", merged=POOL_MERGED)
-fused_pooling = _kernel_family(_of(lambda row: row.kind == "pool"), "pooling")
+fused_pooling = _kernel_family(_of(lambda row: row.kind == "pool" and not _is_volume_pooling(row)), "pooling")
 fused_upsample = _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat")
 fused_layer_norm = _kernel_family(_of(is_layernorm), "layer normalisation")
-fused_group_norm = _kernel_family(_of(_is_flat_groupnorm), "group normalisation of images")
+fused_group_norm = _kernel_family(_of(_is_groupnorm), "group normalisation of images and volumes")
+fused_padding = _kernel_family(_of(_is_padding), "padding with an image's own values")
+fused_volume_pooling = _kernel_family(_of(_is_volume_pooling), "pooling of volumes")
 fused_squeeze_excite = _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED)
 fused_bias_act = _kernel_family(
     _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED

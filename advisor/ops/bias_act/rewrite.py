@@ -12,13 +12,14 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import consumers, dispatch, match, storage
+from advisor.ops import consumers, dimensions, dispatch, match, storage
 from advisor.ops.bias_act import api, spec
 from advisor.ops.depthwise.api import depthwise_conv2d
 from advisor.ops.grouped.api import grouped_conv2d
 
 _CONVOLUTIONS = {F.conv2d, F.conv_transpose2d}
 _PRODUCTS = {*_CONVOLUTIONS, F.linear}
+_OF_VOLUMES = {F.conv3d, F.conv_transpose3d}  # whose result is taken as images
 _OURS = {
     depthwise_conv2d,
     grouped_conv2d,
@@ -84,18 +85,26 @@ class _ScaledAdd:
 
 
 def bias_of(node: fx.Node) -> Any:
-    """The bias of a convolution or a Linear layer; None when it has none or is neither.
+    """The bias of a convolution or a Linear layer, or of what this is the image of; None when it has none or is neither.
 
     Nor for one pixel a sample, as in squeeze-and-excite and classifiers: what there is to gain is less than a launch costs.
     """
-    if node.op != "call_function" or node.target not in _PRODUCTS:
-        return None
     result = match.value(node)
-    if result is None:
+    if node.op != "call_function" or result is None:
+        return None
+    product = _volumes(node)
+    if product is None and node.target not in _PRODUCTS:
         return None
     if result.dim() < 3 if node.target is F.linear else tuple(result.shape[2:]) == (1, 1):
         return None
-    return node.args[_BIAS] if len(node.args) > _BIAS else node.kwargs.get("bias")
+    product = product or node
+    return product.args[_BIAS] if len(product.args) > _BIAS else product.kwargs.get("bias")
+
+
+def _volumes(node: fx.Node) -> fx.Node | None:
+    """The convolution of volumes that this node is the image of, where nobody else sees its result."""
+    whole = dimensions.image_of(node)
+    return whole if whole is not None and whole.target in _OF_VOLUMES and match.only_user(whole) is node else None
 
 
 def _activation(node: fx.Node) -> _Activation | None:
@@ -301,8 +310,18 @@ def _inductor(site: _Activation | _ScaledAdd) -> str:
 
 
 def without_bias(product: fx.Node) -> fx.Node:
-    """The same product before it, without its bias."""
-    bias = bias_of(product)
+    """The same product before it, without its bias; of an image of volumes, that image."""
+    bias, volumes = bias_of(product), _volumes(product)
+    if volumes is not None:
+        plain_volumes = _without(volumes, bias)
+        with product.graph.inserting_before(product):
+            image = product.graph.call_function(torch.flatten, (plain_volumes, *product.args[1:]))
+        image.meta.update(product.meta)
+        return image
+    return _without(product, bias)
+
+
+def _without(product: fx.Node, bias: Any) -> fx.Node:
     with product.graph.inserting_before(product):
         arguments = tuple(None if a is bias else a for a in product.args)
         options = {key: value for key, value in product.kwargs.items() if key != "bias"}
@@ -313,7 +332,7 @@ def without_bias(product: fx.Node) -> fx.Node:
 
 def _put_activation(site: _Activation, *, compiled: bool) -> None:
     graph = site.node.graph
-    x, bias = site.x, None
+    x, bias, volumes = site.x, None, _volumes(site.x) if site.product else None
     if site.product:
         bias, x = bias_of(x), without_bias(x)
     arguments = (x, bias, site.residual, site.activation, site.slope)
@@ -321,9 +340,10 @@ def _put_activation(site: _Activation, *, compiled: bool) -> None:
         if compiled:
             call = graph.call_function(torch.ops.advisor.bias_act.default, arguments)
             fused = graph.call_function(operator.getitem, (call, 0))
-        else:  # nobody else has the product's output
-            fused = graph.call_function(api.bias_act, (*arguments, site.product, site.dim))
-    match.replace(site.node, fused, (*site.dead, *((site.x,) if site.product else ())))
+        else:  # nobody else has the product's output; a view of it, changed in place, would cost autograd two copies
+            fused = graph.call_function(api.bias_act, (*arguments, site.product and volumes is None, site.dim))
+    dead = (site.x, *((volumes,) if volumes is not None else ())) if site.product else ()
+    match.replace(site.node, fused, (*site.dead, *dead))
 
 
 def _put_scaled_add(site: _ScaledAdd, *, compiled: bool) -> None:

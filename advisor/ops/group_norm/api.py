@@ -63,6 +63,11 @@ def _standing(
     return unsupported, spec.wins(channels=shape[1], groups=groups, activation=activation, **types)
 
 
+def _fp32(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A parameter as the kernels read it: no copy when it is that already."""
+    return None if parameter is None else parameter.float()
+
+
 @lru_cache(maxsize=256)
 def _name(groups: int, channels: int, activation: str, dtype: torch.dtype, result: torch.dtype) -> str:
     return spec.name(groups, channels, activation, storage.name(dtype), storage.name(result))
@@ -76,10 +81,11 @@ def _differentiable(
     bias: torch.Tensor | None,
     eps: float,
     activation: str,
+    slope: float,
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, dweight, dbias through PyTorch's own operations: these can be differentiated again."""
     return differentiable.gradients(
-        lambda x, weight, bias: reference.group_norm(x, groups, weight, bias, eps, activation, dy.dtype),
+        lambda x, weight, bias: reference.group_norm(x, groups, weight, bias, eps, activation, dy.dtype, slope),
         dy,
         (x, weight, bias),
     )
@@ -98,10 +104,11 @@ class _GroupNorm(Function):
         eps: float,
         activation: str,
         dtype: torch.dtype,
+        slope: float,
     ) -> torch.Tensor:
-        y, saved = cuda.forward(x, groups, weight, bias, eps, activation, dtype)
+        y, saved = cuda.forward(x, groups, _fp32(weight), _fp32(bias), eps, activation, dtype, slope)
         Function.keep(ctx, x, weight, bias, saved)
-        ctx.groups, ctx.eps, ctx.activation = groups, eps, activation
+        ctx.groups, ctx.eps, ctx.activation, ctx.slope = groups, eps, activation, slope
         return y
 
     @staticmethod
@@ -109,11 +116,19 @@ class _GroupNorm(Function):
         (dy,) = gradients
         x, weight, bias, saved = Function.kept(ctx)
         if differentiable.wanted(dy):
-            dx, dweight, dbias = _differentiable(dy, x, ctx.groups, weight, bias, ctx.eps, ctx.activation)
-            return dx, None, dweight, dbias, None, None, None
+            dx, dweight, dbias = _differentiable(dy, x, ctx.groups, weight, bias, ctx.eps, ctx.activation, ctx.slope)
+            return dx, None, dweight, dbias, None, None, None, None
         dy = nhwc(dy)
-        dx, dweight, dbias = cuda.backward(dy, x, saved, weight, bias, ctx.groups, ctx.activation)
-        return dx, None, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+        dx, dweight, dbias = cuda.backward(
+            dy, x, saved, _fp32(weight), _fp32(bias), ctx.groups, ctx.activation, ctx.slope
+        )
+        return (
+            dx,
+            None,
+            None if weight is None else dweight.to(weight.dtype),
+            None if bias is None else dbias.to(bias.dtype),
+            *[None] * 4,
+        )
 
 
 def group_norm(
@@ -124,14 +139,15 @@ def group_norm(
     eps: float,
     activation: str = "none",
     dtype: torch.dtype | None = None,
+    slope: float = 0.01,
 ) -> torch.Tensor:
     """act(group_norm(x)): statistics over the pixels and the channels of a group, per sample, in training as in evaluation.
 
     Args:
         x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's ops.
         groups: a divisor of C; as many groups as channels is instance normalisation.
-        weight, bias: [C] fp32, or None.
-        activation: a key of `spec.ACTIVATIONS`.
+        weight, bias: [C] fp32, fp16 or bf16, or None.
+        activation: a key of `spec.ACTIVATIONS`; `slope` is LeakyReLU's.
         dtype: of the result; None: x's own. Under autocast PyTorch's own result is fp32.
 
     Returns:
@@ -141,9 +157,9 @@ def group_norm(
     reason = _refusal(x, groups, weight, bias, activation, result_dtype)
     if reason:
         fell_back[reason] += 1
-        return reference.group_norm(x, groups, weight, bias, eps, activation, result_dtype)
+        return reference.group_norm(x, groups, weight, bias, eps, activation, result_dtype, slope)
     engaged[_name(groups, x.shape[1], activation, x.dtype, result_dtype)] += 1
-    result: torch.Tensor = _GroupNorm.apply(x, groups, weight, bias, eps, activation, result_dtype)
+    result: torch.Tensor = _GroupNorm.apply(x, groups, weight, bias, eps, activation, result_dtype, slope)
     return result
 
 
@@ -156,15 +172,16 @@ def group_norm_op(
     eps: float,
     activation: str,
     dtype: torch.dtype,
+    slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `group_norm`, for compiled graphs, where `spec.unsupported` has nothing against it. CUDA only.
 
     Returns y, channels_last, and saved [N, G, 2] fp32: mean and inverse standard deviation.
     """
     x = nhwc(x)
-    weight, bias = aligned(weight), aligned(bias)
+    weight, bias = aligned(_fp32(weight)), aligned(_fp32(bias))
     engaged[_name(groups, x.shape[1], activation, x.dtype, dtype)] += 1
-    return cuda.forward(x, groups, weight, bias, eps, activation, dtype)
+    return cuda.forward(x, groups, weight, bias, eps, activation, dtype, slope)
 
 
 @group_norm_op.register_fake
@@ -176,6 +193,7 @@ def _(
     eps: float,
     activation: str,
     dtype: torch.dtype,
+    slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last),
@@ -192,15 +210,17 @@ def group_norm_backward_op(
     bias: torch.Tensor | None,
     groups: int,
     activation: str,
+    slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::group_norm`: dx, dweight, dbias (empty where there is no such parameter)."""
     dy = nhwc(dy)
     x = nhwc(x)
-    dx, dweight, dbias = cuda.backward(dy, x, saved, aligned(weight), aligned(bias), groups, activation)
+    parameters = aligned(_fp32(weight)), aligned(_fp32(bias))
+    dx, dweight, dbias = cuda.backward(dy, x, saved, *parameters, groups, activation, slope)
     return (
         dx,
-        x.new_empty(0) if weight is None else dweight,
-        x.new_empty(0) if bias is None else dbias,
+        x.new_empty(0) if weight is None else dweight.to(weight.dtype),
+        x.new_empty(0) if bias is None else dbias.to(bias.dtype),
     )
 
 
@@ -213,23 +233,24 @@ def _(
     bias: torch.Tensor | None,
     groups: int,
     activation: str,
+    slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dweight, dbias = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias))
     return torch.empty_like(x, memory_format=torch.channels_last), dweight, dbias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, groups, weight, bias, _, activation, _ = inputs
+    x, groups, weight, bias, _, activation, _, slope = inputs
     _, saved = output
     ctx.save_for_backward(x, weight, bias, saved)
     ctx.mark_non_differentiable(saved)
-    ctx.groups, ctx.activation = groups, activation
+    ctx.groups, ctx.activation, ctx.slope = groups, activation, slope
 
 
 def _op_backward(ctx: Any, dy: torch.Tensor, _saved: Any) -> tuple[Any, ...]:
     x, weight, bias, saved = ctx.saved_tensors
-    dx, dweight, dbias = group_norm_backward_op(dy, x, saved, weight, bias, ctx.groups, ctx.activation)
-    return dx, None, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+    dx, dweight, dbias = group_norm_backward_op(dy, x, saved, weight, bias, ctx.groups, ctx.activation, ctx.slope)
+    return dx, None, None if weight is None else dweight, None if bias is None else dbias, *[None] * 4
 
 
 group_norm_op.register_autograd(_op_backward, setup_context=_setup)

@@ -93,6 +93,7 @@ def forward(
     eps: float,
     activation: str,
     dtype: torch.dtype,
+    slope: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns y, x's shape and layout in `dtype`, and saved [N, G, 2] fp32: mean and inverse standard deviation.
 
@@ -127,7 +128,7 @@ def forward(
             plan.lanes,
             plan.parts,
             np.float32(eps),
-            np.float32(0.0),
+            np.float32(slope),
         ),
         0,
         stream,
@@ -143,6 +144,7 @@ def backward(
     bias: torch.Tensor | None,
     groups: int,
     activation: str,
+    slope: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dweight and dbias [C] fp32 (not written without a weight and a bias).
 
@@ -167,7 +169,7 @@ def backward(
             plan.vectors,
             plan.tile,
             plan.per_group,
-            np.float32(0.0),
+            np.float32(slope),
         ),
         0,
         stream,
@@ -192,7 +194,7 @@ def backward(
             plan.parts,
             plan.splits,
             np.int32(parameter_blocks),
-            np.float32(0.0),
+            np.float32(slope),
         ),
         0,
         stream,

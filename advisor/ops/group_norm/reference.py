@@ -6,8 +6,10 @@ import torch
 from torch.nn import functional as F
 
 
-def activate(z: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation`, a key of `spec.ACTIVATIONS`, of z."""
+def activate(z: torch.Tensor, activation: str, slope: float = 0.01) -> torch.Tensor:
+    """`activation`, a key of `spec.ACTIVATIONS`, of z; `slope` is LeakyReLU's."""
+    if activation == "leaky_relu":
+        return F.leaky_relu(z, slope)
     if activation == "relu":
         return F.relu(z)
     return F.silu(z) if activation == "silu" else z
@@ -21,6 +23,7 @@ def group_norm(
     eps: float,
     activation: str = "none",
     dtype: torch.dtype | None = None,
+    slope: float = 0.01,
 ) -> torch.Tensor:
     """act(group_norm(x)); with as many groups as channels it is instance normalisation.
 
@@ -29,4 +32,5 @@ def group_norm(
         dtype: of the result; None: x's own.
     """
     kind = torch.promote_types(x.dtype, weight.dtype) if weight is not None else x.dtype
-    return activate(F.group_norm(x.to(kind), groups, weight, bias, eps), activation).to(dtype or x.dtype)
+    weight, bias = (None if p is None else p.to(kind) for p in (weight, bias))
+    return activate(F.group_norm(x.to(kind), groups, weight, bias, eps), activation, slope).to(dtype or x.dtype)

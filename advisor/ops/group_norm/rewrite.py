@@ -28,7 +28,7 @@ _INSTANCE_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """`nodes`: the norm and, where there is one, the activation behind it."""
+    """`nodes`: the norm and, as far as they are there, the cast of its result and the activation behind it."""
 
     nodes: tuple[fx.Node, ...]
     x: fx.Node
@@ -36,7 +36,8 @@ class _Norm:
     weight: Any
     bias: Any
     eps: float
-    activation: str
+    activation: str = "none"
+    slope: float = 0.0
 
 
 def _norm(node: fx.Node) -> _Norm | str:
@@ -55,13 +56,36 @@ def _norm(node: fx.Node) -> _Norm | str:
     if match.static_shape(x) is None:
         return "shape is dynamic"
     groups = x.shape[1] if node.target is F.instance_norm else given["num_groups"]
-    user = match.only_user(node)
+    nodes, activation, slope = _behind(node)
+    return _Norm(
+        nodes,
+        _widened(given["input"]),
+        groups,
+        given["weight"],
+        given["bias"],
+        given["eps"],
+        activation,
+        slope,
+    )
+
+
+def _behind(norm: fx.Node) -> tuple[tuple[fx.Node, ...], str, float]:
+    """The norm with the cast of its result and the activation behind it, and which that is."""
+    nodes: tuple[fx.Node, ...] = (norm,)
+    user = match.only_user(norm)
+    if user is not None and consumers.casts_to(user) in consumers.HALF:
+        nodes, user = (norm, user), match.only_user(user)
     follows = match.activation(user) if user is not None else None
-    nodes: tuple[fx.Node, ...] = (node,)
-    activation = "none"
     if user is not None and follows is not None and follows[0] in spec.ACTIVATIONS:
-        nodes, activation = (node, user), follows[0]
-    return _Norm(nodes, given["input"], groups, given["weight"], given["bias"], given["eps"], activation)
+        return (*nodes, user), *follows
+    return nodes, "none", 0.0
+
+
+def _widened(x: fx.Node) -> fx.Node:
+    """What a norm in fp32 reads in half precision: `norm(x.float())`, as diffusion models write it, sums up in fp32 as the kernels do."""
+    narrow = match.operand(x) if consumers.casts_to(x) is torch.float32 else None
+    value = match.value(narrow)
+    return narrow if isinstance(narrow, fx.Node) and value is not None and value.dtype in consumers.HALF else x
 
 
 def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
@@ -111,14 +135,15 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
             report.unmatched[path] = result
             continue
         last = norm.nodes[-1]
-        arguments = (norm.x, norm.groups, norm.weight, norm.bias, norm.eps, norm.activation, result)
+        arguments = (norm.x, norm.groups, norm.weight, norm.bias, norm.eps, norm.activation, result, norm.slope)
         with graph.inserting_before(last):
             if compiled:
                 call = graph.call_function(torch.ops.advisor.group_norm.default, arguments)
                 fused = graph.call_function(operator.getitem, (call, 0))
             else:
                 fused = graph.call_function(api.group_norm, arguments)
-        match.replace(last, fused, norm.nodes[-2::-1])
+        widening = match.operand(node)
+        match.replace(last, fused, (*norm.nodes[-2::-1], *((widening,) if widening is not norm.x else ())))
         consumers.store_as(fused, result)
         kind = "instancenorm" if node.target is F.instance_norm else f"groupnorm{norm.groups}"
         report.matched[path] = kind + ("" if norm.activation == "none" else f"+{norm.activation}")

@@ -16,7 +16,7 @@ KERNELS = {
 }
 
 # A part of kernels/include/activation.cuh: what networks put behind a group norm.
-ACTIVATIONS = {"none": 0, "relu": 1, "silu": 4}
+ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 3, "silu": 4}
 # Columns of partial sums that one block of the parameters' gradients adds up at a time.
 PARAMETER_COLUMNS = 32
 THREADS = 256
@@ -46,7 +46,7 @@ def wins(*, channels: int, groups: int, activation: str, dtype: str, result: str
 
     On file for one H200, for 1, 32 and as many groups as channels: 4 to 12 times faster forward, 1.4 to 5.3 backward.
     """
-    return "" if activation in ("none", "relu", "silu") else UNMEASURED
+    return "" if activation in ACTIVATIONS else UNMEASURED
 
 
 def kind(instance: bool, activation: str, dtype: str, result: str) -> str:
@@ -74,7 +74,14 @@ INFERRED = (
         because=OTHER_DTYPE,
     ),
     Inferred(
-        names=("instancenorm+relu", "instancenorm+silu"),
+        names=("groupnorm+leaky_relu",),
+        dtypes=tuple(storage.STORAGE),
+        like="groupnorm+relu",
+        like_dtype="bfloat16",
+        because=OTHER_ACTIVATION,
+    ),
+    Inferred(
+        names=("instancenorm+relu", "instancenorm+leaky_relu", "instancenorm+silu"),
         dtypes=tuple(storage.STORAGE),
         like="instancenorm",
         like_dtype="bfloat16",
@@ -82,7 +89,7 @@ INFERRED = (
     ),
     in_fp16(("groupnorm to float32",)),
     Inferred(
-        names=("groupnorm+relu to float32", "groupnorm+silu to float32"),
+        names=("groupnorm+relu to float32", "groupnorm+leaky_relu to float32", "groupnorm+silu to float32"),
         dtypes=_HALVES,
         like="groupnorm to float32",
         like_dtype="bfloat16",
@@ -139,7 +146,7 @@ def unsupported(
     if h * w * (c // groups) < 2:
         return "fewer than two values a group"
     for parameter in parameters:
-        if parameter != "float32":
+        if parameter not in storage.STORAGE:
             return f"parameters in {parameter}"
     return ""
 

@@ -31,6 +31,7 @@ from advisor.profiling.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle
+from advisor.transforms.channels_last import in_nhwc
 from advisor.trials import planfile, planner, records, whole
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.loop import Loop
@@ -146,6 +147,9 @@ class SearchDriver:
             first = self._whole(waiting)
             members = first or self._pair() or (self._bundle(waiting) if waiting else left_open)
             candidate = planner.as_one(members) if members else waiting.pop(0)
+            brought: Recommendation | None = None  # for the sake of which channels_last is on trial with it
+            if not members and len(pair := self._with_layout((candidate,))) > 1:
+                brought, members, candidate = candidate, pair, planner.as_one(pair)
             if self.loop.host_bound and self._graphs_may_tell(candidate, waiting):
                 self._postpone(candidate, "the host's launches bound the step", 0.0, waiting)
                 continue
@@ -173,7 +177,7 @@ class SearchDriver:
                     )
                     break
                 if moves < MAX_MODELS:
-                    waiting[:0] = [] if members else [candidate]
+                    waiting[:0] = [brought] if brought is not None else [] if members else [candidate]
                     continue
                 verdict = trial.verdict(INCONCLUSIVE, "the script goes on to another model before a trial is done")
             except Unclean as problem:
@@ -197,10 +201,13 @@ class SearchDriver:
                     self._whole_kept = True
                     self._on_top += [c.transform for c in waiting if c.transform in planner.ON_TOP and self._applies(c)]
                     break
-            elif blamed := self._blamed(trial, members):
+            elif brought is None and (blamed := self._blamed(trial, members)):
                 # The others are tried as one again, without what does not go on at all.
                 waiting.remove(blamed)
                 self._conclude(self._own(verdict, blamed, members))
+            elif brought is not None:
+                own = self._own(verdict, brought, members)
+                self._conclude(dataclasses.replace(own, reason=f"with channels_last, which it needs: {verdict.reason}"))
             else:
                 self._conclude(verdict)
                 hidden = [m for m in planner.hidden_alone(members, verdict, session.min_gain) if m in waiting]
@@ -275,7 +282,8 @@ class SearchDriver:
             return ()
         tried = {v.transform for v in verdicts}
         live = [c for c in waiting if whole.kind(c) and self.loop.find(c.transform).live and self._applies(c)]
-        attempts = whole.attempts(live, graphs_fit=self._graphs_fit())
+        nhwc = self._nhwc() or not self._applies(Recommendation(transform=planner.LAYOUT))
+        attempts = whole.attempts(live, graphs_fit=self._graphs_fit(), nhwc=nhwc)
         return next((found for found in attempts if planner.as_one(found).transform not in tried), ())
 
     def _goes_on_top(self, candidate: Recommendation) -> bool:
@@ -305,9 +313,20 @@ class SearchDriver:
         current = records.load_current(self.session.folder)
         if current is not None and current.transform in {c.transform for c in group}:
             return ()
-        members = tuple(c for c in group if self._applies(c))
+        members = self._with_layout(tuple(c for c in group if self._applies(c)))
         known = {v.transform for v in self.loop.verdicts()}
         return members if len(members) > 1 and planner.as_one(members).transform not in known else ()
+
+    def _with_layout(self, members: tuple[Recommendation, ...]) -> tuple[Recommendation, ...]:
+        """These, and channels_last before them where they need it and it can be had."""
+        found = planner.with_layout(members, self.session.candidates, nhwc=self._nhwc())
+        return found if len(found) == len(members) or self._applies(found[0]) else members
+
+    def _nhwc(self) -> bool:
+        """Whether the model is in NHWC, by the script's doing or by what is kept."""
+        kept = {v.transform for v in self.loop.verdicts() if v.status == KEPT}
+        on = {standing.transform.id for standing in self.kept.standing}
+        return planner.LAYOUT in kept | on or in_nhwc(self.training)
 
     def _left_open(self) -> tuple[Recommendation, ...]:
         """What is to be tried as one, once, behind everything else: what noise has left open, each by itself."""

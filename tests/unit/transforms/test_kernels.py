@@ -99,7 +99,7 @@ def test_a_model_without_any_is_told(fused, gpu) -> None:
 
     found = fused.match(on_gpu(make_loop(model=Bare)).training, {})
     assert not found.applies
-    assert found.reason == "the model has no BatchNorm2d, batch_norm()"
+    assert found.reason == "the model has no BatchNorm2d, BatchNorm3d, batch_norm()"
 
 
 def test_a_family_that_nothing_dispatches_does_not_match(fused, gpu, monkeypatch) -> None:

@@ -167,3 +167,12 @@ def test_kernels_wait_for_the_dtype_that_they_are_dispatched_by() -> None:
     names = ("depthwise_conv", "fused_layer_norm", "amp_bf16", "fused_bn_act", "channels_last")
     found = [r.transform for r in planner.order([Recommendation(transform=name) for name in names])]
     assert found == ["channels_last", "fused_bn_act", "amp_bf16", "depthwise_conv", "fused_layer_norm"]
+
+
+def test_a_kernel_that_runs_in_nhwc_alone_is_tried_with_it_unless_the_model_is_in_it():
+    norm, layout = item("fused_bn_act"), item("channels_last", low=0.1, gain=0.2)
+    assert names(planner.with_layout((norm,), [norm], nhwc=False)) == ["channels_last", "fused_bn_act"]
+    assert planner.with_layout((norm,), [layout, norm], nhwc=False)[0] is layout  # with its own prediction
+    assert planner.with_layout((norm,), [layout, norm], nhwc=True) == (norm,)
+    for alone in ("fused_layer_norm", "amp_bf16", "fused_optimizer"):
+        assert names(planner.with_layout((item(alone),), [layout], nhwc=False)) == [alone]

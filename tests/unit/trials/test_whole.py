@@ -55,3 +55,24 @@ def test_graphs_wait_where_memory_does_not_hold_them():
 
 def test_one_change_is_no_whole():
     assert list(whole.attempts([item("amp_bf16")])) == []
+
+
+def test_kernels_in_a_model_in_nchw_bring_the_layout_that_they_run_in_and_are_left_out_with_it():
+    bare = [c for c in NET if c.transform != "channels_last"]
+    tried = [names(attempt) for attempt in whole.attempts(bare, nhwc=False)]
+    assert tried[0] == ["channels_last", *names(bare)]
+    assert [
+        "prefetch",
+        "amp_bf16",
+        "cuda_graphs",
+        "fused_optimizer",
+    ] in tried  # by themselves they would be in place and never run
+    assert all("channels_last" in attempt for attempt in tried if "fused_bn_act" in attempt)
+    assert names(next(whole.attempts(bare, nhwc=True))) == names(bare)
+
+
+def test_what_works_in_any_layout_brings_none():
+    assert names(whole.members([item("fused_layer_norm"), item("fused_optimizer")], nhwc=False)) == [
+        "fused_layer_norm",
+        "fused_optimizer",
+    ]
