@@ -75,9 +75,11 @@ class ApplyResult:
 
 
 def _write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
+    from advisor.profiling import timeline
     from advisor.reporting.html import report_html
 
-    storage.write_text(run_dir / REPORT_FILE, report_html(profile, findings, trials))
+    step = timeline.of_run(run_dir, profile.environment)
+    storage.write_text(run_dir / REPORT_FILE, report_html(profile, findings, trials, step))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

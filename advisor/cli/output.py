@@ -62,9 +62,11 @@ def run_text(
 ) -> str:
     """A run as `text`, `json`, `md`, `html`, `perfetto` or `sarif`; `run_dir` is where its plan and its trace may be."""
     if form == "html":
+        from advisor.profiling import timeline
         from advisor.reporting.html import report_html
 
-        return report_html(profile, findings, trials)
+        step = timeline.of_run(run_dir, profile.environment) if run_dir is not None else None
+        return report_html(profile, findings, trials, step)
     if form == "json":
         from advisor.reporting.machine import report_json
 

@@ -60,7 +60,10 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
     loaded = runs.load_run(run)
     if html_file or open_it:
         path = output.writable(html_file or loaded.run_dir / "report.html")
-        write_text(path, output.run_text("html", loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout))
+        page = output.run_text(
+            "html", loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout, run_dir=loaded.run_dir
+        )
+        write_text(path, page)
         output.say(f"Report {path}")
         if open_it and not webbrowser.open(path.resolve().as_uri()):
             output.say("No browser could be started; open the file above.")

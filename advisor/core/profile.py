@@ -277,6 +277,8 @@ class StepProfile:
     steps_seen: int = 0
     start_s: float | None = None  # from the start of the process to its first step; None where none was seen
     excluded: dict[str, int] = field(default_factory=dict)  # reason → steps left out
+    every_us: tuple[float, ...] = ()  # wall time of every timed step in order, those left out of the median included
+    held: tuple[str, ...] = ()  # of each of these why it was left out; "" for a usual one
     kernels: tuple[KernelRow, ...] = ()
     # Union over streams of kernels, memsets and device-to-device copies per traced step (operators on a CPU). Host/device
     # copies beside no kernel are in `idle` under "copy": busy_us and idle make up the traced step.

@@ -208,6 +208,8 @@ class CupyProfile:
             steps_seen=self.watcher.steps,
             warmup=len(self._warm),
             excluded=times.excluded,
+            every_us=times.every_us,
+            held=times.held,
             timed=self._timed_window,
             traced=self._traced_window,
             traced_wall_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._bounds)),

@@ -91,6 +91,8 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         window_step_us=_window_step_us(steps),
         steps_seen=steps.steps_seen,
         excluded=steps.excluded,
+        every_us=steps.every_us,
+        held=steps.held,
         kernels=found.kernels,
         busy_us=found.busy_us,
         idle=_with_loader_line(found.idle, facts.input.source),

@@ -438,6 +438,8 @@ class ProfileDriver:
             forward_steps=self.watcher.forward_steps if self.watcher.kind == "none" else 0,
             first_step_us=(first - first_ns) / 1e3 if first_ns and first else None,
             excluded=times.excluded,
+            every_us=times.every_us,
+            held=times.held,
             loader_us=tuple(self._loader_us),
             losses=self._losses,
             backwards=tuple(self._backwards),

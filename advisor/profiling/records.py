@@ -58,6 +58,8 @@ class StepsRecord:
     )
     first_step_us: float | None = None  # from the first batch or forward to the first boundary
     excluded: dict[str, int] = field(default_factory=dict)  # reason → timed intervals left out
+    every_us: tuple[float, ...] = ()  # wall time of every timed interval in order, those left out included
+    held: tuple[str, ...] = ()  # of each of these why it was left out; "" for a clean one
     loader_us: tuple[float, ...] = ()  # time in the loader's next() per clean timed step
     losses: tuple[float, ...] = ()
     backwards: tuple[int, ...] = ()  # backward passes in each clean timed step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ class StepTimes:
     waited_us: tuple[float, ...] = ()  # of each, what the device (a CPU: the thread) waited in loaders' `next()`
     positions: tuple[int, ...] = ()  # index of the interval's closing boundary in the sequence given
     excluded: dict[str, int] = field(default_factory=dict)
+    every_us: tuple[float, ...] = ()  # wall time of every interval, those left out included
+    held: tuple[str, ...] = ()  # of each of these why it was left out; "" for a clean one
 
     @property
     def step_us(self) -> tuple[float, ...]:
@@ -64,6 +67,8 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
         waited_us=tuple(waited),
         positions=tuple(positions),
         excluded=dict(excluded),
+        every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(boundaries)),
+        held=tuple("" if b.clean else b.reason for b in boundaries[1:]),
     )
 
 

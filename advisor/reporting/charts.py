@@ -24,7 +24,8 @@ class Segment:
     width: float
     key: str
     title: str
-    text: str  # what fits inside; may be empty
+    text: str  # its share, where it fits inside; may be empty
+    label: str = ""
     idle: bool = False
 
 
@@ -131,7 +132,8 @@ def stacked(parts: Sequence[tuple[str, str, float, bool]]) -> tuple[Segment, ...
                 width=width,
                 key=key,
                 title=f"{label}: {time_text(time)}, {share}",
-                text=share if width >= 55 else "",
+                text=share if width >= 45 else "",
+                label=label,
                 idle=idle,
             )
         )
@@ -313,4 +315,53 @@ def loss_plot(plain: Sequence[float], stack: Sequence[float]) -> LossPlot | None
         plain=points(plain),
         stack=points(stack),
         ticks=tuple(Mark(at=_y(t), text=f"{t:.4g}") for t in (min(values), max(values))),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlot:
+    """A dot for each timed step, in order; `median` is the height of the dashed line."""
+
+    width: float
+    height: float
+    median: float
+    dots: tuple[Dot, ...]
+    ticks: tuple[Mark, ...]
+    legend: tuple[tuple[str, str], ...]  # class of a dot, what such a dot is
+
+
+OUTLIER = 1.5  # medians, from which on a usual step is an outlier
+
+
+def step_plot(profile: StepProfile) -> StepPlot | None:
+    """Every timed step by wall clock, those that were left out of the median marked with why; None for too few."""
+    spread = profile.wall_us or profile.step_us
+    times = profile.every_us or (spread.raw if spread is not None else ())
+    held = profile.held if len(profile.held) == len(times) else ("",) * len(times)
+    if spread is None or len(times) < 4 or spread.median <= 0:
+        return None
+    width, height, left, top, bottom = 900.0, 190.0, 70.0, 10.0, 176.0
+    # One long pause must not press all others flat: what is above the top is drawn at it.
+    high = min(max(times), 4.0 * spread.median) * 1.06
+    low = 0.9 * min(times)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * min(1.0, max(0.0, (value - low) / (high - low)))
+
+    dots = []
+    for i, (time, why) in enumerate(zip(times, held, strict=True)):
+        outlier = not why and time > OUTLIER * spread.median
+        key = "held" if why else "outlier" if outlier else "after"
+        title = f"step {i + 1}: {time_text(time)}" + (f", left out: {why}" if why else "")
+        x = left + 10 + (width - left - 20) * i / (len(times) - 1)
+        dots.append(Dot(x=x, y=y(time), r=3.6 if key == "after" else 4.6, key=key, title=title))
+    legend = []
+    if any(dot.key == "outlier" for dot in dots):
+        legend.append(("outlier", f"longer than {OUTLIER} medians"))
+    if any(held):
+        told = ", ".join(f"{sum(why == w for w in held)} {why}" for why in dict.fromkeys(filter(None, held)))
+        legend.append(("held", f"left out of the median: {told}"))
+    ticks = tuple(Mark(at=y(value), text=time_text(value)) for value in (low, (low + high) / 2, high))
+    return StepPlot(
+        width=width, height=height, median=y(spread.median), dots=tuple(dots), ticks=ticks, legend=tuple(legend)
     )

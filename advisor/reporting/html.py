@@ -18,21 +18,28 @@ from advisor.core.findings import Findings, Outcome
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
-from advisor.core.verdict import TrialLog, Verdict
+from advisor.core.timeline import Timeline
+from advisor.core.verdict import KEPT, TrialLog, Verdict
 from advisor.reporting import breakdown, charts, convolutions, machine, places, wording
+from advisor.reporting import timeline as timeline_data
 
 # With these the file stays near 1 MB for any run; what is left out is in profile.json and trials.json.
 MAX_KERNELS = 500
 MAX_MODULES = 400
 MAX_PRODUCTS = 400
 MAX_PLACES = 1000  # of which the same is said
+MAX_SITES = 30  # of a finding
+FIRST_CARDS = 3  # that are open as the page opens
 MAX_NAME = 400  # of a kernel's full name, which can be ten thousand characters of template arguments
 PROVENANCE_MARKS = {Provenance.MEASURED: "●", Provenance.MODELLED: "◐", Provenance.UNAVAILABLE: "○"}
 
 
-def report_html(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
+def report_html(
+    profile: StepProfile, findings: Findings | None, trials: TrialLog | None, timeline: Timeline | None = None
+) -> str:
     """The whole run as an HTML document that opens from `file://`. Everything taken from the run is escaped."""
-    return _environment().get_template("report.html.jinja").render(_context(profile, findings, trials)) + "\n"
+    context = _context(profile, findings, trials, timeline_data.drawn(timeline))
+    return _environment().get_template("report.html.jinja").render(context) + "\n"
 
 
 def json_script(value: Any) -> Markup:
@@ -83,6 +90,8 @@ def _environment() -> jinja2.Environment:
         "tracing": wording.tracing,
         "sentence": wording.sentence,
         "grouped": places.grouped,
+        "px2": lambda value: f"{value:.2f}",
+        "meaning": _meaning,
         "px": lambda value: f"{value:.1f}",
         "name": wording.kernel_name,
         "ticks": code_spans,
@@ -94,11 +103,18 @@ def _environment() -> jinja2.Environment:
         "mark": PROVENANCE_MARKS,
         "kinds": breakdown.KIND_LABELS,
         "max_places": MAX_PLACES,
+        "max_sites": MAX_SITES,
+        "first_cards": FIRST_CARDS,
     }
     return environment
 
 
-def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> dict[str, Any]:
+def _context(
+    profile: StepProfile,
+    findings: Findings | None,
+    trials: TrialLog | None,
+    timeline: timeline_data.Drawn | None,
+) -> dict[str, Any]:
     causes, division = breakdown.causes(profile), breakdown.division(profile)
     modules = breakdown.modules(profile)
     rows = sorted(profile.kernels, key=lambda r: (-r.time_us, r.name, r.module, r.phase, r.source))
@@ -110,6 +126,9 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "machine": wording.machine(profile),
         "headline": wording.headline(profile, findings, trials),
         "tiles": _tiles(profile, trials),
+        "kept_line": _kept_line(trials) if trials else "",
+        "timeline": timeline,
+        "step_plot": charts.step_plot(profile),
         "next": _next(profile, findings, trials),
         "division": division,
         "causes": causes,
@@ -151,7 +170,7 @@ def _context(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         "facts": _facts(profile),
         "data": json_script(machine.report_json(profile, findings, trials)["summary"]),
         "css": Markup(_asset("report.css")),
-        "js": Markup(_asset("report.js")),
+        "js": Markup(_asset("report.js") + (_asset("timeline.js") if timeline else "")),
     }
 
 
@@ -183,12 +202,13 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
     """The numbers at the head: (label, value, note)."""
     tiles = []
     stack = trials.stack if trials is not None else None
-    if stack is not None and stack.speedup is not None:
+    # What is not proved is never the largest number on the page: it stands among the trials.
+    if stack is not None and stack.speedup is not None and stack.passed:
         note = ""
         if stack.speedup_low is not None and stack.speedup_high is not None:
             note = f"{stack.speedup_low:.2f} to {stack.speedup_high:.2f}"
         tiles.append(("Speed-up", wording.factor(stack.speedup), note))
-    if stack is not None and stack.samples_per_s_plain and stack.samples_per_s_stack:
+    if stack is not None and stack.passed and stack.samples_per_s_plain and stack.samples_per_s_stack:
         note = f"samples/s, {units.samples_text(stack.samples_per_s_plain)} plain"
         tiles.append(("Rate with the plan", units.samples_text(stack.samples_per_s_stack), note))
     plain = " as written" if trials is not None else ""
@@ -209,6 +229,20 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
         note = f"of {units.bytes_text(total)}" if total else "allocated"
         tiles.append(("Peak memory", units.bytes_text(profile.memory.peak_allocated_bytes), note))
     return tiles[:6]
+
+
+def _meaning(metric: str) -> str:
+    """What a metric is, in words."""
+    return BY_NAME[metric].doc if metric in BY_NAME else metric
+
+
+def _kept_line(trials: TrialLog) -> str:
+    """The kept changes in a line, and how many of the others came to what."""
+    kept = [v.title or v.transform for v in wording.kept(trials)]
+    others = Counter(v.status for v in trials.verdicts if v.status != KEPT)
+    told = [f"Kept: {', '.join(kept)}."] if kept else []
+    told += [f"Not kept: {', '.join(f'{n} {status}' for status, n in others.items())}."] if others else []
+    return " ".join(told)
 
 
 def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> tuple[str, str] | None:

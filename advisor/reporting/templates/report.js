@@ -1,5 +1,13 @@
 "use strict";
-// Sorts tables by a click on a column's head and filters them by what is typed. Nothing else needs scripting.
+// Sorts tables by a click on a column's head, filters them by what is typed, and names the cells of wide ones for a phone.
+for (const table of document.querySelectorAll(".scroll table")) {
+  const heads = Array.from(table.tHead ? table.tHead.rows[0].cells : [], (cell) => cell.textContent.trim());
+  if (heads.length < 4) continue;
+  table.classList.add("cards");
+  for (const row of table.tBodies[0].rows) {
+    Array.from(row.cells).forEach((cell, i) => { if (cell.tagName === "TD" && heads[i]) cell.dataset.label = heads[i]; });
+  }
+}
 for (const table of document.querySelectorAll("table[data-sortable]")) {
   const body = table.tBodies[0];
   const original = Array.from(body.rows);

@@ -1,0 +1,84 @@
+"""The report's timeline: what the page carries, and, in Chromium where there is one, that it is drawn without a fault."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import zlib
+from array import array
+from pathlib import Path
+
+import pytest
+import samples
+
+from advisor.core.timeline import HOST, IDLE, STREAM, Event, Row, Timeline
+from advisor.reporting.html import report_html
+from advisor.reporting.timeline import drawn
+
+STEP = Timeline(
+    number=2,
+    steps=3,
+    length_ns=5_000_000_000,  # more than four bytes hold
+    rows=(
+        Row(IDLE, "idle GPU", (Event(0, 900, "no batch", "data"),)),
+        Row(STREAM, "stream 7", (Event(1_000, 4_999_999_999, "<script>alert(1)</script>", "conv", 0, "conv1"),)),
+        Row(
+            HOST, "training thread", (Event(0, 800, "conv1 (Conv2d)", "module"), Event(10, 90, "aten::mm", "op", 1)), 1
+        ),
+    ),
+)
+
+
+def unpacked(data: str):
+    raw = zlib.decompress(base64.b64decode(data))
+    size = int.from_bytes(raw[:4], "little")
+    head = json.loads(raw[4 : 4 + size])
+    at, count = 4 + size + -(4 + size) % 4, sum(row["count"] for row in head["rows"])
+    columns = [array("I", raw[at + 4 * count * i : at + 4 * count * (i + 1)]) for i in range(4)]
+    at += 16 * count
+    return head, columns, [list(raw[at + count * i : at + count * (i + 1)]) for i in range(2)]
+
+
+def test_the_page_carries_every_event():
+    found = drawn(STEP)
+    head, (starts, ends, names, details), (keys, depths) = unpacked(found.data)
+    assert (head["unit"], found.events, depths) == (2, 4, [0, 0, 0, 1])
+    assert list(zip(starts, ends, strict=True)) == [(0, 450), (500, 2_499_999_999), (0, 400), (5, 45)]
+    assert [head["names"][i] for i in names][1:3] == ["<script>alert(1)</script>", "conv1 (Conv2d)"]
+    assert head["details"][details[1]] == "conv1"
+    assert [head["keys"][i] for i in keys] == ["idle-data", "conv", "module", "op"]
+    assert dict(found.legend)["idle-data"] == "idle: waiting for data"
+
+
+def test_a_hundred_thousand_events_stay_below_two_megabytes():
+    rows = tuple(
+        Row(STREAM, f"stream {s}", tuple(Event(i * 977 + s, i * 977 + 500 + i % 97, f"kernel{i % 300}", "conv", 0, f"layer{i % 90}")
+                                         for i in range(10_000)))
+        for s in range(10)
+    )  # fmt: skip
+    step = Timeline(number=1, steps=1, length_ns=10_000_000, rows=rows)
+    page = report_html(samples.resnet50(), samples.findings(), samples.trials(), step)
+    assert len(page.encode()) < 2_000_000
+
+
+def test_a_page_without_a_trace_has_no_timeline():
+    assert drawn(None) is None
+    assert 'id="timeline"' not in report_html(samples.resnet50(), samples.findings(), None)
+
+
+@pytest.mark.long
+def test_chromium_draws_it_without_a_fault(tmp_path: Path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here")
+    page = report_html(samples.resnet50(), samples.findings(), samples.trials(), STEP)
+    watch = "<script>onerror = (m) => document.body.dataset.faults = m;</script>"
+    (tmp_path / "page.html").write_text(page.replace("<body>", f"<body>{watch}"), encoding="utf-8")
+    words = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run(
+        [*words, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 'data-ready="4"' in done.stdout
+    assert "data-faults" not in done.stdout
