@@ -38,7 +38,7 @@ from advisor.trials.records import OUTPUT_FILE
 if TYPE_CHECKING:
     from advisor.core.attempt import Attempt
     from advisor.core.environment import Environment
-    from advisor.profiling.launcher import Exit
+    from advisor.profiling.launcher import Exit, ScriptCommand
     from advisor.profiling.session import Session
     from advisor.trials.choosing import Ask
 
@@ -420,11 +420,14 @@ def apply(
     max_pairs: int = 20,
     out: Path | None = None,
     rules_dirs: Sequence[Path] = (),
+    share: int = 1,
     say: Say,
 ) -> ApplyResult:
     """Profile the script (or start from the last profiled run), try what is recommended, write trials.json and plan.yaml.
 
     What was kept is profiled in its turn, and what the rules recommend then is tried in a round of its own: trials/rounds.py.
+
+    `share`: the process trains on what one of so many ranks would be given of each batch.
 
     Exit code: 0 when something was kept or nothing was to be done, 4 when noise, time or the user's answers left that open, the
     script's own when it failed before anything could be measured.
@@ -433,6 +436,7 @@ def apply(
         AdvisorError: for a script that cannot be started, an unknown transform id, or no run to start from.
         KeyboardInterrupt: when the user ends the script that is profiled.
     """
+    from advisor.distributed import starting
     from advisor.profiling.launcher import ScriptCommand
     from advisor.reporting import wording
     from advisor.trials import ledger
@@ -448,6 +452,8 @@ def apply(
     if source is not None:
         words, module = (source.profile.script, *source.profile.argv), False
     command = ScriptCommand.parse(words, module=module)
+    if share > 1:
+        command = starting.one_of(command, share)
     run_dir = _begin(command.name, out, say)
     started = time.monotonic()
     if source is None:
@@ -707,24 +713,136 @@ def run(
     module: bool = False,
     plan: Path = Path("last"),
     strict: bool = False,
+    gpus: int = 1,
+    allow: bool = False,
     say: Say,
 ) -> int:
     """Train with a plan (its file, the folder of its run, or `last`) to the end. Returns the script's own exit code.
 
+    With `gpus` a script written for one runs as so many ranks, with the plan that was proved for them; else that is proved first, and
+    they train without one. `allow`: as parts of a batch that do not train as the whole does.
+
     Raises:
-        AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits.
+        AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits; when the ranks cannot
+            or do not train as one process does.
     """
     from advisor.profiling.launcher import ScriptCommand
     from advisor.trials import planfile
     from advisor.trials.run import run_plan
 
     command = ScriptCommand.parse(words, module=module) if words else None
+    if gpus > 1:
+        return _run_on_ranks(command, plan, gpus, allow=allow, strict=strict, say=say)
     named = command.name if command is not None else ""
     plan, loaded = find_plan(plan, lambda known: not planfile.left_open(known), named)
     if command is None:
         command = ScriptCommand.parse((loaded.script, *loaded.argv))
     _recover(say)
     return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, say=say)
+
+
+def _run_on_ranks(command: ScriptCommand | None, name: Path, gpus: int, *, allow: bool, strict: bool, say: Say) -> int:
+    from advisor.distributed import starting
+    from advisor.profiling import environment, launcher
+    from advisor.trials import planfile, ranks
+    from advisor.trials.run import run_plan
+
+    if command is None:
+        raise AdvisorError("no script given", expected="a Python script with --gpus")
+    norms, machine = ranks.norms(allow), environment.probe()
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=allow)
+    _recover(say)
+    run_dir = new_run_dir(command.name)
+    path, plan = ranks.plan_for(command, name, gpus, norms, find=find_plan)
+    if plan is None:
+        say(
+            f"no plan on file was proved for {gpus} ranks of this script: it is proved now that they train as one process does"
+        )
+        proof = ranks.prove_alone(command, gpus, run_dir, norms=norms, say=say)
+        say(ranks.told(proof))
+        path, plan = (
+            run_dir,
+            ranks.bare_plan(command, proof, run_dir, norms, environment=planfile.environment_text(machine)),
+        )
+        planfile.write(run_dir / "plan.yaml", plan)
+    seed = ranks.new_seed()
+    together = starting.on_ranks(command, gpus, run_dir, seed=seed, norms=norms)
+    try:
+        return run_plan(together, path, plan, run_dir=run_dir, strict=strict, say=say, launch=launcher.launch)
+    finally:
+        starting.clear(run_dir, gpus)
+
+
+def apply_on_ranks(
+    words: Sequence[str],
+    gpus: int,
+    *,
+    plan: Path | None = None,
+    module: bool = False,
+    allow: bool = False,
+    out: Path | None = None,
+    max_time_s: float = USUAL_TIME_S,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    say: Say,
+    **search: Any,
+) -> ApplyResult:
+    """Prove that `gpus` ranks train as one process does; search in one process what one of them does faster, or take `plan`; and prove
+    that in all of them.
+
+    Raises:
+        AdvisorError: as `apply`, `prove` and `run` do.
+    """
+    from advisor.distributed import starting
+    from advisor.profiling import environment
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials import planfile, ranks
+    from advisor.trials.prove import prove_plan, wanted
+
+    command = ScriptCommand.parse(words, module=module)
+    norms, machine = ranks.norms(allow), environment.probe()
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=allow)
+    _check_apply(only, skip)
+    run_dir = _begin(command.name, out, say)
+    proof = ranks.prove_alone(command, gpus, run_dir, norms=norms, say=say)
+    say(ranks.told(proof))
+    searched: ApplyResult | None = None
+    if plan is None:
+        say(f"the search runs in one process, on what one of {gpus} ranks is given")
+        searched = apply(
+            words,
+            module=module,
+            out=run_dir / "one-rank",
+            max_time_s=max_time_s,
+            only=only,
+            skip=skip,
+            share=gpus,
+            say=say,
+            **search,
+        )
+        found = searched.plan
+    else:
+        found = find_plan(plan, lambda known: True, command.name)[1]
+    here = planfile.environment_text(machine)
+    bare = ranks.bare_plan(command, proof, run_dir, norms, environment=here)
+    if found is None or not any(item.status in ("kept", "unconfirmed") for item in found.items):
+        planfile.write(run_dir / "plan.yaml", bare)
+        return ApplyResult(
+            run_dir=run_dir, exit_code=0, profile=searched.profile if searched else None,
+            findings=searched.findings if searched else None, log=ranks.bare_log(command, proof), plan=bare,
+            plan_file=run_dir / "plan.yaml",
+        )  # fmt: skip
+    loaded = replace(wanted(found, only=only, skip=skip), gpus=gpus, norms=norms)
+    together = starting.on_ranks(command, gpus, run_dir, seed=ranks.new_seed(), norms=norms)
+    log, proved, exit_code = prove_plan(
+        together, loaded, environment=here, max_time_s=max_time_s, run_dir=run_dir, say=say
+    )
+    log = replace(log, notes=(ranks.told(proof), *log.notes))
+    storage.save(run_dir / "trials.json", log)
+    starting.clear(run_dir, gpus)
+    return ApplyResult(
+        run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=_beside(proved, run_dir, say)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -742,6 +860,9 @@ def attach(session: Session) -> None:
         from advisor.userfiles.protect import protect
 
         protect(session.protecting)
+    from advisor.distributed import joining
+
+    joining.join(session)
     if session.mode == "profile" and session.kept:
         from advisor.trials.profile import attach_kept_profile
 

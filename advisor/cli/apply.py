@@ -15,6 +15,7 @@ from advisor.cli.parameters import (
     Duration,
     Percent,
     format_option,
+    gpus_options,
     known_words_argument,
     module_option,
     rules_option,
@@ -45,6 +46,7 @@ from advisor.cli.progress import Progress
     help="Do not search: prove again, here and now, what this plan keeps (a file, a run's folder, or `last`).",
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
+@gpus_options
 @rules_option
 @format_option("text", "json", "md")
 @verbosity_options
@@ -63,6 +65,8 @@ def apply(
     max_pairs: int,
     plan: Path | None,
     out: Path | None,
+    gpus: int,
+    allow: str | None,
     rules_dirs: tuple[Path, ...],
     form: str,
     quiet: bool,
@@ -80,6 +84,10 @@ def apply(
     where a search takes ten: after another torch or driver, on another machine, or in all processes of a
     training that was searched in one. What no longer holds is dropped.
 
+    With --gpus a SCRIPT written for one GPU is started as N ranks, unedited, each with its part of each batch. First it is
+    proved that they train as one process does; then one process is searched on what one rank is given, and what it keeps
+    is proved in all of them. `advisor run --gpus N` trains with that plan.
+
     \b
     Examples:
       advisor apply --auto train.py --lr 0.1
@@ -87,6 +95,7 @@ def apply(
       advisor apply --dry-run train.py
       advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
       advisor apply --plan last         the newest plan here, with its own script
+      advisor apply --auto --gpus 4 train.py --lr 0.1
       advisor apply --plan plan.yaml -- torchrun --nproc-per-node 4 train.py
     """
     if plan is not None:
@@ -95,6 +104,8 @@ def apply(
         raise click.UsageError(
             "no script; name one, or use --auto for the one that was profiled last", click.get_current_context()
         )
+    if gpus > 1 and (not words or dry_run or not (auto or plan is not None)):
+        raise click.UsageError("--gpus needs a SCRIPT, and --auto or --plan", click.get_current_context())
     if clash := set(only) & set(skip):
         raise click.UsageError(f"{sorted(clash)[0]} is in both --only and --skip", click.get_current_context())
     if not auto and not dry_run and plan is None:
@@ -102,7 +113,25 @@ def apply(
     from advisor import pipeline
 
     with Progress(live=auto or plan is not None, quiet=quiet, verbose=verbose) as say:
-        if plan is not None:
+        if gpus > 1:
+            search = (
+                {} if plan is not None else {"min_gain": min_gain, "max_pairs": max_pairs, "rules_dirs": rules_dirs}
+            )
+            result = pipeline.apply_on_ranks(
+                words,
+                gpus,
+                plan=plan,
+                module=module,
+                allow=allow is not None,
+                out=out,
+                max_time_s=max_time,
+                only=only,
+                skip=skip,
+                say=say,
+                auto=True,
+                **search,
+            )
+        elif plan is not None:
             result = pipeline.prove(
                 words, plan=plan, module=module, only=only, skip=skip, max_time_s=max_time, out=out, say=say
             )

@@ -189,3 +189,20 @@ def verbosity_options(function: F) -> F:
         function
     )
     return click.option("-v", "--verbose", is_flag=True, help="Every progress message on a line of its own.")(function)
+
+
+def gpus_options(function: F) -> F:
+    """`--gpus` and `--allow`."""
+    function = click.option(
+        "--allow",
+        type=click.Choice(["training"]),
+        help="With --gpus: ranks may train on their parts of a batch, with batch norms of their own, as DistributedDataParallel does.",
+    )(function)
+    return click.option(
+        "--gpus",
+        type=click.IntRange(1, 1024),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Train the SCRIPT, written for one GPU, on N of this host; each batch is divided among them.",
+    )(function)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from advisor.cli.help import Command
-from advisor.cli.parameters import SCRIPT_CONTEXT, known_words_argument, module_option, verbosity_options
+from advisor.cli.parameters import SCRIPT_CONTEXT, gpus_options, known_words_argument, module_option, verbosity_options
 from advisor.cli.progress import Progress
 
 
@@ -21,23 +21,41 @@ from advisor.cli.progress import Progress
     help="Train with this plan: a file, a run's folder, or `last`, the newest of SCRIPT in advisor-runs/ here.",
 )
 @click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
+@gpus_options
 @verbosity_options
 @module_option
 @known_words_argument
-def run(words: tuple[str, ...], *, module: bool, plan: Path, strict: bool, quiet: bool, verbose: bool) -> int:
+def run(
+    words: tuple[str, ...],
+    *,
+    module: bool,
+    plan: Path,
+    strict: bool,
+    gpus: int,
+    allow: str | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
     """Train with a proved plan, to the end, no search. The exit code is the script's own.
 
     A plan item that no longer fits the script, the model or the machine is named and left out, unless --strict. With
     no SCRIPT, the script and arguments that the plan was proved on are run.
+
+    With --gpus a SCRIPT written for one GPU trains on N, unedited: each rank takes its part of each batch, so batches,
+    their order and the training are those of one process. That is proved by short runs first, unless a plan says that
+    it was; what cannot be divided is refused with its line.
 
     \b
     Examples:
       advisor run train.py --lr 0.1     the last proved plan
       advisor run                       the last proved plan with its own script
       advisor run --plan plan.yaml train.py --lr 0.1
+      advisor run --gpus 4 train.py --lr 0.1
       advisor run -- torchrun --nproc-per-node 4 train.py
     """
     from advisor import pipeline
 
     with Progress(quiet=quiet, verbose=verbose) as say:
-        return int(pipeline.run(words, module=module, plan=plan, strict=strict, say=say))
+        return int(
+            pipeline.run(words, module=module, plan=plan, strict=strict, gpus=gpus, allow=allow is not None, say=say)
+        )

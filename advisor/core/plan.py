@@ -44,3 +44,5 @@ class Plan:
     hashes: PlanHashes = field(default_factory=PlanHashes)
     speedup: str = ""  # "3.10× (3.05 to 3.14)"
     run: str = ""  # folder of the search that proved it
+    gpus: int = 1  # ranks that the script was proved to train alike on, by `--gpus`
+    norms: str = ""  # of those: "local" where each has batch norm statistics of its own

@@ -51,12 +51,20 @@ class BrokenScript(AdvisorError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
     """What to run. `name` is the script or module as the user wrote it; `literal` says that `argv` is a command of the
-    user's own (torchrun, a shell script), in which some descendant trains."""
+    user's own (torchrun, a shell script), in which some descendant trains. `agent` starts the script as several ranks: it stands in
+    the interpreter's place (distributed/starting.py)."""
 
     argv: tuple[str, ...]
     name: str
     arguments: tuple[str, ...] = ()
     literal: bool = False
+    agent: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()  # for its environment
+
+    @property
+    def started(self) -> tuple[str, ...]:
+        """The words of the process that is started."""
+        return (*self.agent, *self.argv[1:]) if self.agent else self.argv
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -205,14 +213,14 @@ def launch(
         raise AdvisorError(f"cannot write to {folder} ({error.strerror})", fix="Name another folder with -o.") from None
     try:
         child = (ahead() if ahead is not None else None) or subprocess.Popen(
-            command.argv,
+            command.started,
             env=variables,
             cwd=cwd,
             stdout=stream,
             stderr=subprocess.STDOUT if stream is not None else None,
         )
     except OSError as error:
-        raise AdvisorError(f"cannot start {command.argv[0]} ({error.strerror})") from None
+        raise AdvisorError(f"cannot start {command.started[0]} ({error.strerror})") from None
     finally:
         if stream is not None:
             stream.close()
@@ -276,14 +284,14 @@ def launch(
 
 def child_environment(command: ScriptCommand, session: Session, extra: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: this process's, the orders, and the bootstrap folder in front of `PYTHONPATH`."""
-    variables = {**os.environ, **extra}
+    variables = {**os.environ, **extra, **dict(command.variables)}
     if disabled(variables):
         return variables  # a true no-op
     old = variables.get("PYTHONPATH", "")
     # An empty entry would put the working directory on the child's path: no trailing separator.
     variables["PYTHONPATH"] = os.pathsep.join(part for part in (str(BOOTSTRAP), old) if part)
     variables[SESSION_VARIABLE] = str((session.folder / SESSION_FILE).resolve())
-    variables[SUPERVISOR_VARIABLE] = "0" if command.literal else str(os.getpid())
+    variables[SUPERVISOR_VARIABLE] = "0" if command.literal or command.agent else str(os.getpid())
     variables.pop(ATTACHED_VARIABLE, None)  # but not where an outer run, that is thrown away, sets files aside
     if session.protect_files:
         variables[FILES_VARIABLE] = str(session.protecting.resolve())

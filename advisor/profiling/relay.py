@@ -88,7 +88,13 @@ class Relay:
         """As `launcher.launch`. The process may have been started with an earlier call's environment and output."""
         waiting, self._next = self._next, None
         variables = environment or {}
-        if self._fit and session.protect_files and output is not None and not command.literal and not disabled():
+        if (
+            self._fit
+            and session.protect_files
+            and output is not None
+            and not disabled()
+            and not (command.literal or command.agent)
+        ):
             self._next = Standby(command, session, variables, output)
 
         options = {"environment": variables, "output": output, **options}

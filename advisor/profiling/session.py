@@ -62,6 +62,8 @@ class Session:
     seed: int | None = None  # measure: seed every generator at import, so that two arms see the same data
     watched: tuple[str, ...] = ()  # measure: source files of which is told whether they were loaded
     strict: bool = False  # run: a plan item that does not fit is an error
+    rotate: float = 0.0  # measure: each training batch begins at this share of it: the same sums in another order
+    prints: int = 0  # measure: gradients and buffers of so many steps are noted (distributed/prints.py)
     model_hash: str = ""  # run: the model that the plan was proved on; another one trains without the plan
 
     @property

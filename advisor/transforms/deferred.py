@@ -224,11 +224,19 @@ class Deferred:
         return ~self._compute()
 
 
+class Across:
+    """Where one script runs as several ranks, `ranks` makes a rank's number the whole batch's (distributed/readings.py)."""
+
+    ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
 def defer(tensor: torch.Tensor) -> Deferred | None:
     """The number in a one-element tensor, to come; None when its dtype has no deferred form."""
     kind = _KINDS.get(tensor.dtype)
     if kind is None or tensor.numel() != 1:
         return None
+    if Across.ranks is not None:
+        tensor = Across.ranks(tensor)
     return Deferred(kind, write=HostWrite(tensor))
 
 

@@ -36,6 +36,7 @@ CAPTURED = 25  # what those at CAPTURE share
 CAPTURE = 30
 GRAPH = 40
 WRAPPER = 50  # around a root that only calls the module in it
+REPLICATED = 60  # where `--gpus N` puts DistributedDataParallel
 
 _Key = tuple[tuple[int, Layer], ...]
 

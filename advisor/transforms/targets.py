@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -27,9 +28,21 @@ def targets(training: Training) -> list[torch.nn.Module]:
     return found
 
 
+# Module → the DistributedDataParallel that `--gpus N` has put around its forward, and not into its place.
+_around: WeakKeyDictionary[torch.nn.Module, ref[torch.nn.parallel.DistributedDataParallel]] = WeakKeyDictionary()
+
+
+def replicate(module: torch.nn.Module, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """From now on `ddp` is known to stand around the module."""
+    _around[module] = ref(ddp)
+
+
 def data_parallel(module: torch.nn.Module) -> list[torch.nn.parallel.DistributedDataParallel]:
-    """The module itself, or those inside it: torch.compile may stand around one, or a module that also holds the loss."""
-    return [m for m in module.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
+    """The module itself, those inside it (torch.compile may stand around one, or a module that also holds the loss), or one around it."""
+    inside = [m for m in module.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
+    known = _around.get(module)
+    around = known() if known is not None else None
+    return inside if around is None else [*inside, around]
 
 
 def sharded(parameters: Iterable[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from advisor.core import storage
+from advisor.distributed import joining, prints
 from advisor.ops import nvrtc
 from advisor.profiling import ranks
 from advisor.profiling.attach import attach_training
@@ -70,6 +71,7 @@ class MeasureDriver:
         self._first_ns = 0
         self._clean = self._seen = 0
         self._written = False
+        self._prints: dict[str, tuple[float, ...]] = {}
         self._rank, self._ranks = 0, 1
         self._timing = session.protecting / TIMING_FILE
         self._process = os.getpid()
@@ -92,6 +94,8 @@ class MeasureDriver:
         self._first_ns = self._first_ns or event.host_ns
         if self._seen <= self.session.warmup + self.session.steps + 1:
             self._losses.append(event.loss)
+        if self._seen <= self.session.prints:
+            self._prints |= prints.of(self.training, self._seen)
         self._take(event)
         if self._is_over():
             self._write(complete=self._ranks == 1 or self._clean >= self.session.steps)
@@ -136,12 +140,12 @@ class MeasureDriver:
 
     def _write(self, *, complete: bool) -> None:
         self._written = complete
+        losses = joining.mean([float("nan") if loss is None else float(loss) for loss in self._losses])
         if self._rank:
             return
         with contextlib.suppress(OSError):
             self._timing.unlink()
         times = step_times(self._boundaries)
-        losses = [float("nan") if loss is None else float(loss) for loss in self._losses]
         record = records.Measurement(
             step_us=times.step_us,
             wall_us=times.wall_us,
@@ -155,6 +159,7 @@ class MeasureDriver:
             left_out=dict(self.kept.left_out),
             kernels=tuple(sorted(nvrtc.launched)),
             loaded=loaded(self.session.watched),
+            prints=self._prints,
             ranks=self._ranks,
             complete=complete,
         )

@@ -37,7 +37,10 @@ def write(path: Path, plan: Plan) -> None:
     q = _quoted
     lines = [_HEAD.format(name=path.name), f"schema_version: {storage.SCHEMA_VERSION}", f"script: {q(plan.script)}"]
     lines.append("argv: [" + ", ".join(q(a) for a in plan.argv) + "]")
-    lines += [f"created: {q(plan.created)}", f"run: {q(plan.run)}", f"speedup: {q(plan.speedup)}", ""]
+    lines += [f"created: {q(plan.created)}", f"run: {q(plan.run)}", f"speedup: {q(plan.speedup)}"]
+    if plan.gpus > 1:
+        lines += [f"gpus: {plan.gpus}", f"norms: {q(plan.norms)}"]
+    lines.append("")
     lines.append(
         "# What the plan was proved on. When something here no longer fits, advisor says what and trains without the plan."
     )
@@ -130,7 +133,7 @@ class _Reader:
         return value
 
     def plan(self, root: yaml.Node | None) -> Plan:
-        keys = ("schema_version", "script", "argv", "created", "run", "speedup", "hashes", "items")
+        keys = ("schema_version", "script", "argv", "created", "run", "speedup", "gpus", "norms", "hashes", "items")
         top = self.mapping(root, "the plan", keys)
         if "schema_version" not in top:
             raise self.fail(root, "schema_version is missing", str(storage.SCHEMA_VERSION))
@@ -160,7 +163,15 @@ class _Reader:
             hashes=PlanHashes(**{name: self.text(node, name) for name, node in hashes.items()}),
             speedup=self.text(top["speedup"], "speedup") if "speedup" in top else "",
             run=self.text(top["run"], "run") if "run" in top else "",
+            gpus=self.count(top["gpus"], "gpus") if "gpus" in top else 1,
+            norms=self.text(top["norms"], "norms") if "norms" in top else "",
         )
+
+    def count(self, node: yaml.Node, what: str) -> int:
+        text = self.text(node, what)
+        if not text.isdigit() or not int(text):
+            raise self.fail(node, f"{what} is {text!r}", "a whole number from 1 on")
+        return int(text)
 
     def item(self, node: yaml.Node, number: int) -> PlanItem:
         what = f"item {number}"

@@ -109,6 +109,9 @@ class Measurement:
     left_out: dict[str, str] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # sources of the bundled kernels that ran
     loaded: tuple[str, ...] = ()  # of the source files that were watched
+    prints: dict[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # of gradients and buffers: distributed/prints.py
     ranks: int = 1  # processes that train together: the times and losses are of rank 0, the batch is all of theirs
     complete: bool = False
 

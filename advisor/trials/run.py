@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan
 from advisor.core.transform_table import having
 from advisor.core.verdict import KEPT, UNCONFIRMED
+from advisor.distributed import starting
+from advisor.distributed.place import FAILED, REFUSED
 from advisor.profiling import environment, launcher
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.session import DISABLE_VARIABLE, Session, disabled
@@ -78,6 +80,9 @@ def run_plan(
     events: set[object] = set()
 
     def note(event: dict[str, Any]) -> None:
+        if event.get("event") == FAILED and FAILED not in events:
+            log = f"; its output: {starting.log_of(run_dir, int(event['rank']))}" if event.get("rank") else ""
+            say(f"rank {event.get('rank')}: {event.get('error')}{log}")
         events.add(event.get("event"))
 
     ended = launch(command, session, on_progress=note)
@@ -91,7 +96,7 @@ def run_plan(
             "no training step was seen, or too few: the script has trained without what the plan changes in a model or an "
             "optimizer (processes that it starts are followed only where they join a process group)"
         )
-    return ended.code
+    return int(ExitCode.USAGE) if REFUSED in events else ended.code
 
 
 def _environment_text() -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from advisor.distributed.place import FAILED, REFUSED
 from advisor.profiling import bytecode
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
@@ -73,6 +74,8 @@ class Script:
     failed: bool = False  # whatever candidate is on
     fault: str = ""  # of advisor's own: no process can be measured
     stepless: str = ""  # why processes have no steps
+    refused: str = ""  # why a rank has refused to divide it
+    rank_failed: str = ""  # the first rank that ended by an exception, and which
     code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _said_from: int = 0  # in the file of its output, where the latest process's begins
@@ -183,6 +186,10 @@ class Script:
             self.say(f"{name}: {event.get('reason')}; its turn comes again behind CUDA graphs")
         elif kind == WAITING:
             self.say(str(event.get("text")))
+        elif kind == REFUSED:
+            self.refused = f"{event.get('text')}. {event.get('fix') or ''}".rstrip()
+        elif kind == FAILED:
+            self.rank_failed = self.rank_failed or f"rank {event.get('rank')}: {event.get('error')}"
         elif kind == "fault":
             self.say(f"advisor switched itself off in the script: {event.get('error')}")
 

@@ -44,7 +44,7 @@ class Guard:
     def __init__(self, run_dir: Path, *, waits: bool = False) -> None:
         self.root = journal.root_of(run_dir)
         self._run_dir = run_dir
-        self._skipped = (str(run_dir.resolve()) + os.sep, *_SYSTEM_ROOTS, *_cache_folders())
+        self._skipped = (str(run_dir.resolve()) + os.sep, *system_folders())
         self._settled: set[str] = set()
         self._set: set[str] = set()  # those whose settings are noted
         self.program_bytes = 0
@@ -268,10 +268,7 @@ class Guard:
         text = _real(path)
         if text is None or text.startswith(self._skipped):
             return None
-        parts = Path(text).parts
-        if not _CACHE_PARTS.isdisjoint(parts) or any(p.startswith(_CACHE_PREFIXES) for p in parts):
-            return None
-        return text
+        return None if in_cache(text) else text
 
     def holds(self, path: object) -> bool:
         """Whether what was set aside lies at or below `path`, or `path` is in there."""
@@ -334,6 +331,13 @@ def _real(path: object) -> str | None:
     return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text.rstrip("/")))
 
 
-def _cache_folders() -> tuple[str, ...]:
+def in_cache(text: str) -> bool:
+    """Whether this path, in full, is in a folder that is a cache by its name."""
+    parts = Path(text).parts
+    return not _CACHE_PARTS.isdisjoint(parts) or any(p.startswith(_CACHE_PREFIXES) for p in parts)
+
+
+def system_folders() -> tuple[str, ...]:
+    """Where nothing is the user's, each with a separator behind it: the system's, and caches that variables name."""
     named = [os.environ[v] for v in _CACHE_VARIABLES if os.environ.get(v)]
-    return tuple(os.path.realpath(folder) + os.sep for folder in named)
+    return (*_SYSTEM_ROOTS, *(os.path.realpath(folder) + os.sep for folder in named))

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Told = Callable[[str | bytes | os.PathLike[str], bool], None]  # a path about to be written; whether it is written anew
+# A path about to be written, and whether it is written anew; returned is where to write in its place, or None.
+Told = Callable[[str | bytes | os.PathLike[str], bool], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,11 @@ def _announced(writer: Writer, plain: Callable[..., Any], told: Told) -> Callabl
         path = _given(writer.keyword, writer.position, args, kwargs)
         mode = _given(writer.mode, writer.position + 1, args, kwargs) if writer.mode else "w"
         if isinstance(path, (str, bytes, os.PathLike)) and mode not in (None, "r"):
-            told(path, mode == "w")
+            instead = told(path, mode == "w")
+            if instead is not None and len(args) > writer.position:
+                args = (*args[: writer.position], instead, *args[writer.position + 1 :])
+            elif instead is not None:
+                kwargs[writer.keyword] = instead
         return plain(*args, **kwargs)
 
     return announced

@@ -276,6 +276,19 @@ def _attach(how: str, *, rank: bool = False) -> None:
         _switched_off(f"{type(error).__name__}: {error}")
 
 
+def _take_place() -> None:
+    """Of the ranks that `--gpus N` has started: this one's GPU, console and files."""
+    if (
+        "ADVISOR_GPUS" in os.environ
+        and not _disabled()
+        and ("LOCAL_RANK" in os.environ or "ADVISOR_RANK" in os.environ)
+    ):
+        _make_importable()
+        from importlib import import_module
+
+        import_module("advisor.distributed.place").take()
+
+
 def _guard_files() -> None:
     """In a search: from here on, before torch or anything else of the script's is imported, its files are set aside."""
     global _guard
@@ -335,6 +348,7 @@ finally:  # a fault in the user's own sitecustomize is shown by Python, as ever
             os._exit(75)  # it would not wait
         try:
             _guard_files()
+            _take_place()
         except Exception as _error:
             if _trains:
                 _why = f"the script is not started, its files could not be set aside: {type(_error).__name__}: {_error}"

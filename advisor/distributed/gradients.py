@@ -1,0 +1,264 @@
+"""Gradients of the whole batch: DistributedDataParallel around the model that the script's optimizer trains.
+
+Which model that is shows in the first step. Its gradients are averaged by one call behind each backward pass; when the optimizer steps, the
+model that was called and holds the optimizer's parameters gets a DistributedDataParallel around its forward (transforms/forward.py: the
+module, its parameters and its `state_dict` stay what they are). The next optimizer, of another phase or fold, begins in the same way.
+
+Where parts differ in size, the loss is weighted by the rank's share before it goes backward: what is averaged is the whole batch's mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import distributed
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from advisor.distributed.refused import refuse
+from advisor.distributed.shards import Loaders
+from advisor.profiling.patches import Patches
+from advisor.profiling.sources import shown, user_line
+from advisor.transforms import targets
+from advisor.transforms.forward import REPLICATED, ForwardStack
+
+
+class Gradients:
+    """Averages gradients over all ranks, from `install` on.
+
+    Attributes:
+        wrapped: modules with a DistributedDataParallel around them, in the order in which they came.
+    """
+
+    def __init__(
+        self, loaders: Loaders, *, settings: Mapping[str, Any] | None = None, synchronised: bool = True
+    ) -> None:
+        self._loaders, self._settings, self._synchronised = loaders, dict(settings or {}), synchronised
+        self._rank, self._ranks = loaders.rank, loaders.ranks
+        self._depth = 0
+        self._called: dict[int, torch.nn.Module] = {}  # roots called with gradients, that are not wrapped
+        self._lines: dict[int, str] = {}
+        self._checked: set[int] = set()
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._covered: set[int] = set()  # parameters whose gradients a wrapper averages
+        self.wrapped: list[torch.nn.Module] = []
+        self._process = os.getpid()
+
+    def install(self, patches: Patches) -> None:
+        """Hook module calls, backward passes and optimizers."""
+        for handle in (
+            register_module_forward_pre_hook(self._enters),
+            register_module_forward_hook(self._leaves, always_call=True),
+            register_optimizer_step_pre_hook(self._steps),
+        ):
+            patches.undo(handle.remove)
+        patches.replace(torch.autograd, "backward", self._backward(torch.autograd.backward))
+
+    @property
+    def inside_model(self) -> bool:
+        """Whether a module's forward is running."""
+        return self._depth > 0
+
+    # -- what is called ---------------------------------------------------------------------------------------------
+
+    def _enters(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled() or not module.training or id(module) in self._called:
+            return
+        if any(id(p) not in self._covered for p in _trained(module)):
+            self._called[id(module)] = module
+            self._lines[id(module)] = user_line()
+
+    def _leaves(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth = max(0, self._depth - 1)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _backward(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != self._process or self._depth:  # a checkpoint's own backward
+                return plain(tensors, grad_tensors, *args, **kwargs)
+            if not self._loaders.divided:
+                line = user_line()
+                refuse("what is trained on was not loaded by a DataLoader, so its batches cannot be divided", line)
+            result = plain(tensors, self._weighted(tensors, grad_tensors), *args, **kwargs)
+            self._average_unwrapped()
+            return result
+
+        return backward
+
+    def _weighted(self, tensors: Any, given: Any) -> Any:
+        """The gradients to begin with: this rank's share of the batch, in units of an even one."""
+        weight = self._loaders.share * self._ranks
+        if weight == 1.0:
+            return given
+        single = isinstance(tensors, torch.Tensor)
+        losses = (tensors,) if single else tuple(tensors)
+        begins = [None] * len(losses) if given is None else [given] if isinstance(given, torch.Tensor) else list(given)
+        weighted = [
+            torch.full_like(loss, weight) if begin is None else begin * weight
+            for loss, begin in zip(losses, begins, strict=True)
+        ]
+        return weighted[0] if single else weighted
+
+    def _average_unwrapped(self) -> None:
+        """Gradients that no wrapper has averaged."""
+        gradients = []
+        for module in self._called.values():
+            if id(module) not in self._checked:
+                self._checked.add(id(module))
+                self._check_alike(module)
+            gradients += [p.grad for p in _trained(module) if p.grad is not None and id(p) not in self._covered]
+        for gradient in {id(g): g for g in gradients}.values():
+            gradient /= self._ranks
+            distributed.all_reduce(gradient)
+
+    def _check_alike(self, module: torch.nn.Module) -> None:
+        """Leave the script where the ranks have not begun with the same weights."""
+        named = dict(module.named_parameters())
+        other = _differing([p.detach().double().sum() for p in named.values()], 0.0)
+        if other is not None:
+            name = list(named)[other]
+            refuse(
+                f"the ranks have begun with different weights in {name}",
+                self._lines[id(module)],
+                "Seed what draws them.",
+            )
+
+    # -- the optimizer ----------------------------------------------------------------------------------------------
+
+    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process or optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        params = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        missing = {key: p for key, p in params.items() if key not in self._covered and p.grad is not None}
+        if not missing:
+            return
+        roots = [m for m in self._called.values() if any(id(p) in missing for p in m.parameters())]
+        line = user_line()
+        if len(roots) + len(self.wrapped) > 1 and not self._same_make(roots):
+            names = ", ".join(type(m).__name__ for m in (*self.wrapped, *roots))
+            refuse(f"several models are trained together ({names}), each with losses of the other's", line)
+        reached = {id(p) for root in roots for p in root.parameters()}
+        if left := [key for key in missing if key not in reached]:
+            shapes = ", ".join(str(tuple(missing[key].shape)) for key in left[:3])
+            refuse(f"the optimizer has parameters ({shapes}) that no model's call leads to", line)
+        for root in roots:
+            self._check_state(root)
+            self._wrap(root)
+
+    def _same_make(self, roots: Iterable[torch.nn.Module]) -> bool:
+        """One model after another of a kind: a fold each."""
+        return len(list(roots)) == 1 and all(type(root) is type(known) for root in roots for known in self.wrapped)
+
+    def _check_state(self, root: torch.nn.Module) -> None:
+        """Leave the script where a step has left different state in the ranks: a memory bank, a queue, a running sum."""
+        found = [
+            (f"{path}.{name}" if path else name, module, buffer)
+            for path, module in root.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.numel() and (self._synchronised or not isinstance(module, _NormBase))
+        ]
+        other = _differing([buffer.detach().double().norm() for _, _, buffer in found], 1e-3)
+        if other is not None:
+            name, module, _ = found[other]
+            refuse(
+                f"a step leaves other values in the buffer {name} on each rank: {type(module).__name__} keeps something of the batch",
+                _defined(module),
+            )
+
+    def _wrap(self, root: torch.nn.Module) -> None:
+        unused = any(p.grad is None for p in _trained(root))
+        layer = Replicated(
+            root, self._loaders, {"find_unused_parameters": unused, **self._settings}, self._synchronised
+        )
+        ForwardStack.of(root).set(REPLICATED, layer)
+        targets.replicate(root, layer.ddp)
+        self._covered.update(id(p) for p in root.parameters())
+        self._called.pop(id(root), None)
+        self.wrapped.append(root)
+        if next(root.parameters()).is_cuda and len(self.wrapped) == 1:
+            # Dropout and noise on the device are each rank's own.
+            torch.cuda.manual_seed(torch.cuda.initial_seed() + 7_919 * (self._rank + 1))
+
+
+# What torch calls "rank 0's buffers are everybody's at each forward", from 2.13 on and before.
+_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+
+
+class _Shell(torch.nn.Module):
+    """What DistributedDataParallel holds in the script's module's place: a call is that of the layers inside."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.inner: Callable[..., Any] = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class Replicated:
+    """A layer for the root's ForwardStack: calls with gradients go through `ddp`."""
+
+    def __init__(
+        self, root: torch.nn.Module, loaders: Loaders, settings: Mapping[str, Any], synchronised: bool
+    ) -> None:
+        self._shell, self._loaders = _Shell(root), loaders
+        self._on_cpu = not next(root.parameters()).is_cuda
+        # Synchronised batch norms leave the same statistics everywhere; without, rank 0's are everybody's at each step.
+        chosen = {_BUFFERS: not synchronised, **settings}
+        self.ddp = DistributedDataParallel(self._shell, **chosen)
+
+    def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (module.training and torch.is_grad_enabled()):
+                return inner(*args, **kwargs)
+            self._shell.inner = inner
+            if not self._on_cpu:
+                return self.ddp(*args, **kwargs)
+            with self._loaders.generators.in_place():  # dropout draws from the host's generator
+                return self.ddp(*args, **kwargs)
+
+        return forward
+
+
+def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _differing(values: list[torch.Tensor], tolerance: float) -> int | None:
+    """Index of the first value that is not the same on all ranks, within `tolerance` of its size; None where all are."""
+    if not values:
+        return None
+    own = torch.stack([value.cpu() for value in values])
+    low, high = own.clone(), own.clone()
+    distributed.all_reduce(low, distributed.ReduceOp.MIN)
+    distributed.all_reduce(high, distributed.ReduceOp.MAX)
+    apart = (high - low) > tolerance * torch.maximum(high.abs(), low.abs())
+    return int(apart.nonzero()[0]) if bool(apart.any()) else None
+
+
+def _defined(module: torch.nn.Module) -> str:
+    """Where the module's class stands."""
+    try:
+        return f"{shown(inspect.getfile(type(module)))}:{inspect.getsourcelines(type(module))[1]}"
+    except (OSError, TypeError):
+        return ""

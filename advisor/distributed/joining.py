@@ -1,0 +1,112 @@
+"""Makes this process a rank, once torch is imported and before the script goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import distributed
+
+from advisor.distributed import norms, place
+from advisor.distributed.gradients import Gradients
+from advisor.distributed.readings import Readings
+from advisor.distributed.refused import refuse
+from advisor.distributed.shards import Loaders, part, rotated
+from advisor.profiling.patches import Patches
+from advisor.profiling.session import Session, tell
+from advisor.profiling.sources import user_line
+from advisor.transforms import deferred
+
+
+class Joined:
+    """What was put into this process; None while it is no rank."""
+
+    loaders: Loaders | None = None
+    gradients: Gradients | None = None
+
+
+def join(session: Session) -> None:
+    """One of `place.ranks()`, one process in one's stead, or by the session's orders one with its batches in another order."""
+    if place.ranks() > 1:
+        _become_rank(session)
+    elif (share := place.share()) > 1:
+        Joined.loaders = Loaders(0, 1, order=lambda indices: part(indices, 0, share))
+        Joined.loaders.install(Patches())
+    elif session.rotate:
+        by = session.rotate
+        Joined.loaders = Loaders(0, 1, order=lambda indices: rotated(indices, by))
+        Joined.loaders.install(Patches())
+
+
+def mean(values: list[float]) -> list[float]:
+    """Each value's mean over all ranks; as they are in a process that is no rank of ours. All ranks call this together.
+
+    Nothing where the script has left the group already.
+    """
+    if place.ranks() == 1 or not values:
+        return values
+    if not distributed.is_initialized():
+        return []
+    own = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(own)
+    return (own / place.ranks()).tolist()
+
+
+def _become_rank(session: Session) -> None:
+    rank, ranks = place.rank(), place.ranks()
+    cuda = torch.cuda.is_available()
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    place.hide()
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(place.common_seed() % 2**32)
+    random.seed(place.common_seed())
+    patches = Patches()  # never taken back: the script is N ranks to its end
+    loaders = Loaders(rank, ranks)
+    gradients = Gradients(loaders, synchronised=not place.local_norms())
+    loaders.install(patches)
+    gradients.install(patches)
+    readings = Readings(loaders, lambda: gradients.inside_model)
+    readings.install(patches)
+    deferred.Across.ranks = readings.ahead
+    if not place.local_norms():
+        norms.install(patches)
+    _refuse_others(patches)
+    _tell_failures(session, rank)
+    Joined.loaders, Joined.gradients = loaders, gradients
+    tell(session, "joined", rank=rank, ranks=ranks)
+
+
+def _refuse_others(patches: Patches) -> None:
+    """Scripts that train in several processes by themselves."""
+
+    def own_group(*args: Any, **kwargs: Any) -> Any:
+        refuse("the script makes a process group of its own", user_line(), "Start it with torchrun.")
+
+    patches.replace(distributed, "init_process_group", own_group)
+    plain = torch.nn.DataParallel.__init__
+
+    def several(module: Any, *args: Any, **kwargs: Any) -> None:
+        plain(module, *args, **kwargs)
+        if len(getattr(module, "device_ids", ())) > 1:
+            refuse("nn.DataParallel over several GPUs divides the batch already", user_line())
+
+    patches.replace(torch.nn.DataParallel, "__init__", several)
+
+
+def _tell_failures(session: Session, rank: int) -> None:
+    plain = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        last = traceback.extract_tb(trace)[-1:] if trace is not None else []
+        where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+        tell(session, place.FAILED, rank=rank, error=f"{kind.__name__}: {error}".splitlines()[0] + where)
+        plain(kind, error, trace)
+
+    sys.excepthook = told

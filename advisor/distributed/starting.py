@@ -1,0 +1,59 @@
+"""The command that starts a script as several ranks: torchrun's agent, in the interpreter's place."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from advisor.core.errors import AdvisorError
+from advisor.distributed import place
+from advisor.profiling.hostload import cpu_count
+from advisor.profiling.launcher import ScriptCommand
+
+
+def on_ranks(command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, norms: str = "") -> ScriptCommand:
+    """The command as `ranks` processes of one host that train together. What they write lies in the run folder.
+
+    Args:
+        seed: of Python's and NumPy's generators and of the order of Python's sets, which are each process's own otherwise.
+        norms: "local" for batch norms by each rank's own statistics.
+
+    Raises:
+        AdvisorError: for a command that is no Python script.
+    """
+    if command.literal:
+        raise AdvisorError(
+            f"{command.name} is started by a command of its own",
+            expected="a Python script with --gpus",
+            fix="Leave --gpus out, or name the script itself.",
+        )
+    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    threads = max(1, cpu_count() // ranks)
+    variables = {
+        place.RANKS_VARIABLE: str(ranks),
+        place.FOLDER_VARIABLE: str(run_dir.resolve()),
+        place.SEED_VARIABLE: str(seed),
+        place.NORMS_VARIABLE: norms,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),  # torchrun would set 1, and say so
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(seed % 2**32)),
+    }
+    return dataclasses.replace(command, agent=agent, variables=tuple(variables.items()))
+
+
+def one_of(command: ScriptCommand, ranks: int) -> ScriptCommand:
+    """The command as one process that trains on what one of `ranks` would be given."""
+    return dataclasses.replace(command, variables=((place.SHARE_VARIABLE, str(ranks)),))
+
+
+def clear(run_dir: Path, ranks: int) -> None:
+    """Remove the copies of files that all ranks but the first have written."""
+    for number in range(1, ranks):
+        shutil.rmtree(place.folder(number, run_dir) / "files", ignore_errors=True)
+
+
+def log_of(run_dir: Path, rank: int) -> Path:
+    """What this rank has printed; rank 0 prints where the script does."""
+    return place.folder(rank, run_dir) / "output.log"

@@ -1,0 +1,268 @@
+"""Do N ranks train as one process does, on the same batches: fresh runs of both, and what they leave.
+
+The same sums in another order give other last bits, and where layers drop or data are augmented other numbers; training makes more
+of either. How much is measured: one process runs twice more with each batch's samples in another order. What N ranks leave may be as far
+from the first run as a few times that: gradients behind their reduction and buffers, by their prints (distributed/prints.py), and the losses.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.plan import Plan
+from advisor.core.units import counted, percent_text
+from advisor.core.verdict import Check, TrialLog
+from advisor.distributed import place, refusals, starting
+from advisor.profiling import launcher
+from advisor.profiling.launcher import ScriptCommand
+from advisor.trials import fresh, losses, planfile, records
+from advisor.trials.proof import ratio
+from advisor.trials.records import Measurement
+from advisor.trials.script import GRACE_S, Launch, Say, Script
+from advisor.userfiles import owners
+
+ORDERS = (1 / 2, 1 / 3)  # where a batch begins in the runs that tell the noise
+STEPS = 3  # whose gradients and buffers are compared
+# Allowed, beside this many times the noise: what fp32 sums leave in any case. Statistics of a part of the batch in place of the
+# whole's, or a gradient that is not reduced, are off by 10 % and more.
+FACTOR, FLOOR, WINDOW = 4.0, 2e-5, 5
+PHASE = "ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksProof:
+    """What the runs say. `speedup`: low, point, high of N ranks over one process, for the same batch; None where too few steps were timed."""
+
+    ranks: int
+    check: Check
+    speedup: tuple[float, float, float] | None = None
+    one: tuple[Measurement, ...] = field(default=(), repr=False)
+    all: tuple[Measurement, ...] = field(default=(), repr=False)
+
+
+def checked(command: ScriptCommand, ranks: int, *, gpus: int, allowed: bool) -> None:
+    """Refuse what the script's text or the machine says against it, before anything runs.
+
+    Args:
+        gpus: of this machine; 0 for a training on its CPU.
+        allowed: a training that is not the same is allowed: losses over a part of the batch.
+
+    Raises:
+        AdvisorError: with file and line.
+    """
+    if 0 < gpus < ranks:
+        raise AdvisorError(
+            f"--gpus {ranks} on a machine with {counted(gpus, 'GPU')}", expected="at most one rank a GPU"
+        )
+    script = Path(command.name)
+    found = [] if allowed or not script.is_file() else refusals.read(script)
+    if found:
+        more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
+        raise AdvisorError(
+            f"{found[0].line}: {found[0].why}{more}",
+            expected="a loss that is the mean of its parts' losses, so that ranks with parts of a batch train alike",
+            fix="`--allow training` trains on the parts all the same.",
+        )
+
+
+def norms(allowed: bool) -> str:
+    """How batch norms take their statistics: of each rank's own part where another training is allowed, else over all."""
+    return place.LOCAL if allowed else ""
+
+
+def new_seed() -> int:
+    """For generators that no script has to seed: another one each time, the same on all ranks."""
+    return secrets.randbits(31)
+
+
+def plan_for(
+    command: ScriptCommand, name: Path, ranks: int, norms: str, *, find: Callable[..., tuple[Path, Plan]]
+) -> tuple[Path, Plan | None]:
+    """The plan by this name with its file, if it was proved for so many ranks; None where there is none such."""
+    try:
+        path, plan = find(name, lambda known: known.gpus == ranks and known.norms == norms, command.name)
+    except AdvisorError:
+        if str(name) != "last":
+            raise
+        return name, None
+    if planfile.another_script(plan, command.name) or (plan.gpus, plan.norms) != (ranks, norms):
+        return path, None
+    return path, plan
+
+
+def prove_alone(command: ScriptCommand, ranks: int, run_dir: Path, *, norms: str, say: Say) -> RanksProof:
+    """`prove`, by itself: the user's files are put back, also where it raises."""
+    owners.hold(run_dir)
+    script = Script(command, run_dir, launcher.launch, say)
+    try:
+        return prove(command, ranks, script, seed=fresh.SEED, norms=norms, launch=launcher.launch, say=say)
+    finally:
+        script.put_back()
+        starting.clear(run_dir, ranks)
+
+
+def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, norms: str, *, environment: str) -> Plan:
+    """A plan without changes: that so many ranks train as one process does."""
+    return Plan(
+        script=command.words[0],
+        argv=command.words[1:],
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        items=(),
+        hashes=planfile.hashes_here(command.name, model=proof.one[0].model_hash, environment=environment),
+        run=str(run_dir),
+        gpus=proof.ranks,
+        norms=norms,
+    )
+
+
+def bare_log(command: ScriptCommand, proof: RanksProof) -> TrialLog:
+    """What `apply` shows where nothing else was kept."""
+    return TrialLog(script=command.words[0], argv=command.words[1:], notes=(told(proof),))
+
+
+def told(proof: RanksProof) -> str:
+    """One line for people."""
+    text = f"{proof.ranks} ranks against one process, same batches: {proof.check.detail}"
+    if proof.speedup is not None:
+        text += f"; {proof.speedup[1]:.2f}× as fast ({proof.speedup[0]:.2f} to {proof.speedup[2]:.2f})"
+    return text
+
+
+def prove(
+    command: ScriptCommand, ranks: int, script: Script, *, seed: int, norms: str, launch: Launch, say: Say
+) -> RanksProof:
+    """Run the script as one process three times, and once as `ranks`.
+
+    Raises:
+        AdvisorError: where it does not run to its measurement, where a rank has refused it, and where the ranks do not train alike.
+    """
+    say("one process, as a reference")
+    plain = _run(script, seed)
+    others = []
+    for turn, by in enumerate(ORDERS, 1):
+        say(f"one process with each batch in another order, for its own noise ({turn} of {len(ORDERS)})")
+        others.append(_run(script, seed, rotate=by))
+    say(f"{ranks} ranks, each with its part of the batch")
+    spread_command = starting.on_ranks(command, ranks, script.run_dir, seed=seed, norms=norms)
+    together = Script(spread_command, script.run_dir, launch, say)
+    spread = _run(together, seed)
+    script.seconds.update(together.seconds)
+    check = alike(plain, others, spread, same=norms != place.LOCAL)
+    if check.passed is not True:
+        raise AdvisorError(
+            f"{ranks} ranks do not train as one process does: {check.detail}",
+            expected=f"no more than {FACTOR:g} times the noise of one process",
+            fix="`--allow training` trains all the same." if norms != place.LOCAL else "",
+            exit_code=ExitCode.FINDINGS if check.passed is False else ExitCode.INCONCLUSIVE,
+        )
+    return RanksProof(
+        ranks=ranks,
+        check=check,
+        speedup=ratio([plain], [spread], flow=False).bounds,
+        one=(plain, *others),
+        all=(spread,),
+    )
+
+
+def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement, *, same: bool = True) -> Check:
+    """Whether `spread` is no further from `plain` than `others` are, by a factor; without `same` maths, whether its losses are in the
+    envelope of theirs (losses.py).
+    """
+    if not same:
+        return losses.compare([plain.losses, *(o.losses for o in others)], [spread.losses])
+    told: list[str] = []
+    numbers: dict[str, float] = {}
+    worst = 0.0
+    for kind in ("gradient", "buffer"):
+        for step in range(1, STEPS + 1):
+            off, noise = _apart(plain, spread, kind, step), max(_apart(plain, o, kind, step) for o in others)
+            if math.isnan(off):
+                continue
+            of_bound = off / (FACTOR * noise + FLOOR)
+            numbers |= {f"{kind}_{step}": off, f"{kind}_{step}_noise": noise}
+            if of_bound >= worst:
+                worst, told = of_bound, [f"{kind}s of step {step} are {off:.1e} apart, {noise:.1e} by noise"]
+    of_bound, line = _losses(plain.losses, [o.losses for o in others], spread.losses)
+    numbers |= {"losses_of_bound": of_bound, "steps": float(len(spread.losses))}
+    if not numbers or not spread.losses:
+        return Check(passed=None, detail="the script's steps have no loss or gradients that advisor can see")
+    told.append(line)
+    worst = max(worst, of_bound)
+    numbers["of_bound"] = worst
+    return Check(passed=worst <= 1.0, detail="; ".join(told), numbers=numbers)
+
+
+def _apart(one: Measurement, other: Measurement, kind: str, step: int) -> float:
+    """Distance of all tensors of a kind, relative to their size; NaN where there are none, infinite where they are others."""
+    names = [name for name in one.prints if name.startswith(f"{step} {kind} ")]
+    if not names:
+        return math.nan
+    if any(name not in other.prints for name in names):
+        return math.inf
+    size = math.fsum(one.prints[name][0] ** 2 for name in names)
+    off = math.fsum(
+        math.fsum((a - b) ** 2 for a, b in zip(one.prints[name][1:], other.prints[name][1:], strict=True))
+        / max(1, len(one.prints[name]) - 1)
+        for name in names
+    )
+    if not math.isfinite(off):
+        return math.inf
+    return math.sqrt(off / size) if size else math.sqrt(off)
+
+
+def _losses(plain: Sequence[float], others: Sequence[Sequence[float]], spread: Sequence[float]) -> tuple[float, str]:
+    """How far the curve is off, of what is allowed: means over windows, and the noise's largest so far."""
+    length = min(len(plain), len(spread), *(len(o) for o in others))
+    scale = math.fsum(abs(v) for v in plain[:length]) / max(1, length)
+    worst = noise = 0.0
+    for start in range(0, length, WINDOW):
+        at = range(start, min(start + WINDOW, length))
+        off = math.fsum(abs(spread[i] - plain[i]) for i in at) / len(at)
+        noise = max(noise, *(math.fsum(abs(o[i] - plain[i]) for i in at) / len(at) for o in others))
+        allowed = FACTOR * noise + FLOOR * scale
+        worst = max(worst, off / allowed) if math.isfinite(off) and allowed else math.inf
+    return worst, f"losses of {length} steps at {percent_text(worst)} of what noise allows"
+
+
+def _run(script: Script, seed: int, **orders: object) -> Measurement:
+    """One fresh run.
+
+    Raises:
+        AdvisorError: as `prove` does.
+    """
+    path = script.run_dir / records.MEASURE_FILE
+    path.unlink(missing_ok=True)
+    warmup, steps = fresh.lengths(None)
+    ended = script.start(
+        "measure",
+        phase=PHASE,
+        timeout_s=fresh.TIMEOUT_S + GRACE_S,
+        warmup=warmup,
+        steps=steps,
+        seed=seed,
+        prints=STEPS,
+        **orders,
+    )
+    if script.interrupted:
+        raise KeyboardInterrupt
+    if refused := script.refused:
+        raise AdvisorError(refused)
+    try:
+        return storage.load(path, Measurement)
+    except AdvisorError:
+        pass
+    code = ExitCode.FINDINGS if ended.failed else ExitCode.INCONCLUSIVE
+    last = "; ".join(filter(None, (script.rank_failed, script.last_line)))
+    raise AdvisorError(
+        f"the script gave no measurement ({last or script.why_over or 'it ended early'})",
+        expected=f"{warmup + steps} training steps",
+        fix=f"What it printed: {script.run_dir / records.OUTPUT_FILE}.",
+        exit_code=code,
+    )

@@ -1,0 +1,60 @@
+"""Do N ranks train as one process does: what their runs say."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.profiling.launcher import ScriptCommand
+from advisor.trials import ranks
+from advisor.trials.records import Measurement
+
+
+def measured(*, gradient: float = 0.0, loss: float = 0.0, seed: int = 0) -> Measurement:
+    """A run whose gradients and losses are off by these shares, at random."""
+    drawn, prints = random.Random(seed), {}
+    for step in (1, 2, 3):
+        for name in ("gradient Net.weight", "buffer Net.mean"):
+            off = [gradient * drawn.gauss(0, 1) for _ in range(8)]
+            prints[f"{step} {name}"] = (1.0, *(1.0 + each for each in off))
+    losses = tuple((2.0 - 0.01 * i) * (1 + loss * drawn.gauss(0, 1)) for i in range(43))
+    return Measurement(prints=prints, losses=losses)
+
+
+OTHERS = [measured(gradient=1e-6, loss=1e-6, seed=seed) for seed in (1, 2)]
+
+
+def test_what_differs_as_much_as_the_noise_trains_alike() -> None:
+    check = ranks.alike(measured(), OTHERS, measured(gradient=2e-6, loss=2e-6, seed=3))
+    assert check.passed
+    assert check.numbers["gradient_1"] < 1e-5
+
+
+@pytest.mark.parametrize("planted", [{"gradient": 1e-2}, {"loss": 1e-2}, {"loss": math.nan}])
+def test_what_differs_by_more_does_not(planted: dict[str, float]) -> None:
+    assert ranks.alike(measured(), OTHERS, measured(**planted, seed=3)).passed is False
+
+
+def test_a_gradient_that_is_missing_is_no_match() -> None:
+    other = measured(seed=3)
+    prints = {name: value for name, value in other.prints.items() if name != "1 gradient Net.weight"}
+    assert ranks.alike(measured(), OTHERS, Measurement(prints=prints, losses=other.losses)).passed is False
+
+
+def test_nothing_seen_is_no_proof() -> None:
+    assert ranks.alike(Measurement(), [Measurement()], Measurement()).passed is None
+
+
+def test_what_is_known_before_anything_runs_is_said_then(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("z = 1\nlogits = z @ z.t()\n")
+    command = ScriptCommand.parse((str(script),))
+    with pytest.raises(AdvisorError, match=r"train\.py:2: each sample"):
+        ranks.checked(command, 2, gpus=0, allowed=False)
+    ranks.checked(command, 2, gpus=2, allowed=True)
+    with pytest.raises(AdvisorError, match="--gpus 4 on a machine with 2 GPUs"):
+        ranks.checked(command, 4, gpus=2, allowed=True)
