@@ -21,6 +21,7 @@ from advisor.cli.parameters import (
     rules_option,
     verbosity_options,
 )
+from advisor.cli.plan import show_diff
 from advisor.cli.progress import Progress
 
 
@@ -45,6 +46,9 @@ from advisor.cli.progress import Progress
     metavar="PLAN",
     help="Do not search: prove again, here and now, what this plan keeps (a file, a run's folder, or `last`).",
 )
+@click.option(
+    "--diff", is_flag=True, help="At the end, print what is kept as a diff of the script; see `advisor plan show`."
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @gpus_options
 @rules_option
@@ -64,6 +68,7 @@ def apply(
     max_time: float,
     max_pairs: int,
     plan: Path | None,
+    diff: bool,
     out: Path | None,
     gpus: int,
     allow: str | None,
@@ -168,6 +173,8 @@ def apply(
                 stream=stream,
             )
         )
+    if diff and result.plan is not None:
+        show_diff(result.plan)
     if not quiet:
         output.say(output.files_text(result.run_dir, plan=result.plan_file))
     return int(result.exit_code)

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "recommend": ("recommend", "recommend", "Say what would make a recorded run faster, and by how much."),
     "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
     "try": ("try_command", "try_", "Try one change or one patch, and say whether it is right and faster."),
+    "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
     "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),

@@ -558,3 +558,45 @@ def test_operators_of_a_run_are_listed_to_be_repeated(invoke):
     result = invoke("repro", "last")
     assert result.exit_code == 0
     assert "aten::convolution" in result.stdout
+
+
+PLAN_TEXT = """\
+schema_version: 1
+script: "train.py"
+speedup: "1.50× (1.40 to 1.60)"
+items:
+  - transform: cudnn_benchmark
+    status: kept
+    reason: "faster"
+  - transform: cuda_graphs
+    status: kept
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(PLAN_TEXT, encoding="utf-8")
+    (tmp_path / "train.py").write_text("import torch\n\nprint(1)\n")
+    return tmp_path
+
+
+def test_a_plan_is_shown_and_written_as_python(invoke, planned):
+    text = invoke("plan", "show", "plan.yaml").stdout
+    assert "train.py: 1.50× (1.40 to 1.60)" in text
+    assert "cudnn_benchmark" in text
+    assert 'advisor.enable("plan.yaml")' in invoke("plan", "show", "plan.yaml", "--as-python").stdout
+    assert invoke("plan", "show", "plan.yaml", "--diff", "--write").exit_code == ExitCode.USAGE
+
+
+def test_a_plans_diff_changes_the_script_only_with_write(invoke, planned):
+    before = (planned / "train.py").read_text()
+    found = invoke("plan", "show", "plan.yaml", "--diff")
+    assert "+torch.backends.cudnn.benchmark = True" in found.stdout
+    assert "not in the diff: cuda_graphs" in found.stderr
+    assert (planned / "train.py").read_text() == before
+    assert invoke("plan", "show", "plan.yaml", "--write").exit_code == 0
+    assert "torch.backends.cudnn.benchmark = True" in (planned / "train.py").read_text()
+    assert (planned / "train.py.orig").read_text() == before
+    again = invoke("plan", "show", "plan.yaml", "--write")
+    assert (again.exit_code, "is there already" in again.stderr) == (ExitCode.USAGE, True)

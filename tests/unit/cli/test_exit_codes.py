@@ -18,6 +18,7 @@ CALLS = {
     "apply": ("apply", "--auto", "train.py"),
     "apply --plan": ("apply", "--plan", "plan.yaml", "train.py"),
     "try": ("try", "--patch", "idea.patch", "train.py"),
+    "plan show": ("plan", "show", "plan.yaml"),
     "run": ("run", "train.py"),
     "recommend": ("recommend", "last"),
     "report": ("report", "last"),
@@ -38,6 +39,7 @@ CALLS = {
 }
 # Where each command does its work: a fault planted there is the command's.
 WORK = {
+    "plan show": "advisor.runs.find_plan",
     "runs": "advisor.runs.listing.listed",
     "runs clean": "advisor.runs.listing.listed",
     "rules list": "advisor.rules.load",
@@ -54,6 +56,7 @@ WORK = {
 def sound(monkeypatch, tmp_path):
     """Every command of CALLS has what it needs, and none leaves this folder."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text("schema_version: 1\nscript: train.py\nitems: []\n", encoding="utf-8")
     monkeypatch.setattr("advisor.bench.ops.run", lambda **_: ExitCode.OK)
     monkeypatch.setattr("advisor.profiling.doctor.checks", lambda *, measure: ())
     monkeypatch.setattr("advisor.trials.ledger.told_here", lambda: "")
@@ -84,7 +87,7 @@ def test_0_done(invoke, sound, command):
 
 @pytest.mark.parametrize("command", CALLS)
 def test_2_wrong_usage_is_one_line(invoke, sound, command):
-    words = command.split()[:2] if command.split()[0] in ("rules", "kernels") else command.split()[:1]
+    words = command.split()[:2] if command.split()[0] in ("rules", "kernels", "plan") else command.split()[:1]
     result = invoke(*words, "--no-such-option")
     assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
     assert result.stderr.startswith("advisor: No such option '--no-such-option'")
