@@ -19,6 +19,10 @@ def __getattr__(name: str) -> object:
         from advisor import pipeline
 
         return getattr(pipeline, name)
+    if name == "load_ipython_extension":  # asked for by `%load_ext advisor`
+        from advisor.profiling.jupyter import load_ipython_extension
+
+        return load_ipython_extension
     raise AttributeError(f"module 'advisor' has no attribute {name!r}")
 
 

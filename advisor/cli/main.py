@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from advisor import __version__
+from advisor.cli import settings
 from advisor.cli.help import Group
 from advisor.core.errors import AdvisorError, ExitCode, first_line
 
@@ -46,6 +47,10 @@ class AdvisorGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.load(cmd_name)
+
+    def load(self, cmd_name: str) -> click.Command | None:
+        """A command by its name, imported now."""
         if cmd_name not in COMMANDS:
             return None
         module, attribute, _ = COMMANDS[cmd_name]
@@ -64,7 +69,12 @@ class AdvisorGroup(Group):
             else:
                 fix = f"Did you mean `advisor {close[0]}`?" if close else "See `advisor --help`."
             raise AdvisorError(f"no command {name!r}", expected="one of " + ", ".join(COMMANDS), fix=fix)
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        chosen, command, _ = found
+        if command is not None and chosen is not None:
+            # Only where a command runs: its help and its page in the docs are the same everywhere.
+            ctx.default_map = {**(ctx.default_map or {}), chosen: settings.defaults(command, chosen, tuple(COMMANDS))}
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

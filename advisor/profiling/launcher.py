@@ -28,6 +28,7 @@ from typing import Any
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
+from advisor.profiling import notebooks
 from advisor.profiling.records import PROGRESS_FILE, SESSION_FILE
 from advisor.profiling.session import LEAVING, SESSION_VARIABLE, Session, disabled
 from advisor.profiling.waiting import WAITING, Stage, Waiting
@@ -92,6 +93,10 @@ class ScriptCommand:
                 _compile(source)
             return cls(argv=(sys.executable, "-m", first, *arguments), name=first, arguments=arguments)
         path = Path(first)
+        if path.suffix == notebooks.SUFFIX:
+            made = notebooks.as_script(path)
+            _compile(made)
+            return cls(argv=(sys.executable, str(made), *arguments), name=first, arguments=arguments)
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise AdvisorError(f"{first} is a folder", expected="a Python script", fix=_scripts_in(path))
         # A program of Python's (torchrun) has an interpreter of its own, so it is run as it is.

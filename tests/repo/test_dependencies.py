@@ -30,12 +30,14 @@ MODULES = {
 ASKED_FOR = {
     "PIL": ("the script, whose images are its own", {"profiling/normalising.py"}),
     "triton": ("CUDA builds of torch", {"transforms/compile.py", "profiling/environment.py"}),
+    "IPython": ("the notebook that loads the extension", {"profiling/jupyter.py"}),
     "sitecustomize": ("the user", {"profiling/bootstrap/sitecustomize.py"}),
 }
 # What an extra brings is for these parts alone, which say so where it is absent.
 OPTIONAL = {
     "cupy": {"ops/cuda_driver.py", "ops/nvrtc.py"},
     "nvidia": {"profiling/cupti.py"},
+    "mcp": {"agents/server.py"},
     "torchvision": {"bench/hosts.py"},
     "pytest": {"testing/options.py", "testing/plugin.py"},
 }

@@ -1,0 +1,1 @@
+"""For coding agents: advisor's commands as calls with short answers (calls.py), and as an MCP server (server.py)."""

@@ -1,0 +1,6 @@
+"""The sample runs of the reports' tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
