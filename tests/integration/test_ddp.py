@@ -27,26 +27,24 @@ RUN = {
 }  # fmt: skip
 
 
-def train_all_ways(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
+def train(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
+    """One way of the two: the folder has its name."""
     from emulation import device
 
     patch = pytest.MonkeyPatch()
     running = device.emulated.__wrapped__(patch)
     next(running)
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 1024  # a bucket a layer: Dynamo would cut graphs there
-    for name, options in WAYS.items():
-        yield name, data_parallel.trained(torch.device("cpu"), steps=2, bucket_cap_mb=1 / 1024, **options)
+    yield folder.name, data_parallel.trained(torch.device("cpu"), steps=2, bucket_cap_mb=1 / 1024, **WAYS[folder.name])
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], str]:
-    folder = tmp_path_factory.mktemp("ddp")
-    return data_parallel.in_two_processes(train_all_ways, folder, backend="gloo")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_training_with_kernels_is_pytorchs_and_the_same_on_both_ranks(found, way: str) -> None:
-    ways, why = found
+@pytest.mark.parametrize(
+    "way", ["no_sync, views, unused parameters", pytest.param("static graph", marks=pytest.mark.long)]
+)
+def test_a_training_with_kernels_is_pytorchs_and_the_same_on_both_ranks(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / way
+    folder.mkdir()
+    ways, why = data_parallel.in_two_processes(train, folder, backend="gloo")
     assert way in ways, why
     for rank in ways[way]:
         assert rank["same_on_all_ranks"]

@@ -20,7 +20,7 @@ from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
 
 Shapes = st.SearchStrategy[tuple[int, int, int, int]]
 MOST = 4096  # elements: what an example takes is the emulator's time for them
-FEW, MANY = 5, 200  # examples of a family, in every run and with `make test-long`
+FEW, MANY = 3, 200  # examples of a family, in every run and with `make test-long`
 
 
 def cases_of(family: str) -> Any:

@@ -278,6 +278,7 @@ def test_a_fault_planted_in_the_frozen_kernels_is_found(emulated, monkeypatch: p
     assert not passes_with(monkeypatch, FAMILY, frozen, *FROZEN_FAULTS[fault])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sm_count", "tile"), [(8, 8), (50, 2), (132, 2)])
 def test_every_width_of_a_tile_in_one_launch_gives_the_same_result(emulated, sm_count: int, tile: int) -> None:
     emulated.use(sm_count=sm_count)
@@ -500,6 +501,7 @@ def test_the_operations_of_the_library(emulated, activation: str, residual: bool
     )
 
 
+@pytest.mark.long
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("activation", "residual"), [("none", False), ("silu", False), ("relu", True), ("none", True)])

@@ -254,6 +254,7 @@ def captured(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend=match.backend({FAMILY.id: match.MatchReport()}, mode=None), dynamic=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [True, False])
 def test_a_chain_of_blocks_trains_as_the_plain_one_without_autograds_sums(emulated, activation: bool) -> None:
     model = chain(activation).to(memory_format=torch.channels_last)

@@ -364,6 +364,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_few_stages_are_right_too_where_each_is_one_warpgroups(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the faults below are planted in."""
     emulated.use(sm_count=1)

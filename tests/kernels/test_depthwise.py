@@ -412,6 +412,7 @@ def test_patterns_are_found_and_train_as_before() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "label",
     [

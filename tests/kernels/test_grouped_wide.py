@@ -182,6 +182,7 @@ BESIDE_1, BESIDE_2 = ("grouped 3x3 of 56 s1", (2, 112, 7, 6)), ("grouped 3x3 of 
 EVERY = (STRIDE_1, STRIDE_2, BESIDE_1, BESIDE_2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", EVERY, ids=[name for name, _ in EVERY])
 def test_one_tile_ahead_is_right_too(emulated, monkeypatch: pytest.MonkeyPatch, which: tuple) -> None:
     """What the faults below are planted in."""
