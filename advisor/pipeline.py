@@ -797,7 +797,7 @@ def apply_on_ranks(
     from advisor.profiling import environment
     from advisor.profiling.launcher import ScriptCommand
     from advisor.trials import planfile, ranks
-    from advisor.trials.prove import prove_plan, wanted
+    from advisor.trials.prove import TO_PROVE, prove_plan, wanted
 
     command = ScriptCommand.parse(words, module=module)
     norms, machine = ranks.norms(allow), environment.probe()
@@ -825,15 +825,28 @@ def apply_on_ranks(
         found = find_plan(plan, lambda known: True, command.name)[1]
     here = planfile.environment_text(machine)
     bare = ranks.bare_plan(command, proof, run_dir, norms, environment=here)
-    if found is None or not any(item.status in ("kept", "unconfirmed") for item in found.items):
+    items = [item for item in found.items if item.status in TO_PROVE] if found is not None else []
+    together = starting.on_ranks(command, gpus, run_dir, seed=ranks.new_seed(), norms=norms)
+    if plan is None:
+        passes = searched.profile.model.backwards if searched is not None and searched.profile is not None else 1
+        items += ranks.search(
+            together,
+            items,
+            run_dir,
+            passes=passes,
+            only=only,
+            skip=skip,
+            min_gain=search.get("min_gain", 0.01),
+            say=say,
+        )
+    if not items:
         planfile.write(run_dir / "plan.yaml", bare)
         return ApplyResult(
             run_dir=run_dir, exit_code=0, profile=searched.profile if searched else None,
-            findings=searched.findings if searched else None, log=ranks.bare_log(command, proof), plan=bare,
+            findings=searched.findings if searched else None, log=ranks.bare_log(command, proof, run_dir), plan=bare,
             plan_file=run_dir / "plan.yaml",
         )  # fmt: skip
-    loaded = replace(wanted(found, only=only, skip=skip), gpus=gpus, norms=norms)
-    together = starting.on_ranks(command, gpus, run_dir, seed=ranks.new_seed(), norms=norms)
+    loaded = wanted(replace(bare, items=tuple(items)), only=only, skip=skip)
     log, proved, exit_code = prove_plan(
         together, loaded, environment=here, max_time_s=max_time_s, run_dir=run_dir, say=say
     )
@@ -875,6 +888,10 @@ def attach(session: Session) -> None:
         from advisor.trials.live.driver import attach_search
 
         attach_search(session)
+    elif session.mode == "across":
+        from advisor.trials.across import attach_across
+
+        attach_across(session)
     elif session.mode == "measure":
         from advisor.trials.measure import attach_measure
 
@@ -884,7 +901,7 @@ def attach(session: Session) -> None:
 
         attach_run(session)
     else:
-        raise AdvisorError(f"session mode {session.mode!r}", expected="profile, search, measure or run")
+        raise AdvisorError(f"session mode {session.mode!r}", expected="profile, search, across, measure or run")
     _prefer_torch()
 
 

@@ -50,6 +50,7 @@ class Stage(IntEnum):
     ALGORITHMS = auto()
     COMPILER = auto()
     AUTOTUNING = auto()
+    RANKS = auto()  # in all ranks of `--gpus N` (trials/across.py), behind what one of them can be searched for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +325,53 @@ _ALL = (
         predictor="launch:cuda_graphs",
         stage=Stage.GRAPHS,
         part="graphs",
+    ),
+    Row(
+        id="ddp_bucket_views",
+        title="gradients as views of DDP's buckets",
+        code="ddp:BucketViews",
+        stage=Stage.RANKS,
+        semantics=Semantics.EXACT,
+        needs_gpu=False,
+    ),
+    Row(
+        id="ddp_buckets",
+        title="DDP buckets of another size",
+        code="ddp:Buckets",
+        stage=Stage.RANKS,
+        needs_gpu=False,
+    ),
+    Row(
+        id="ddp_static_graph",
+        title="DDP's static graph",
+        code="ddp:StaticGraph",
+        stage=Stage.RANKS,
+        needs_gpu=False,
+    ),
+    Row(
+        id="ddp_no_sync",
+        title="gradients sent once a step under accumulation",
+        code="ddp:SentOnce",
+        stage=Stage.RANKS,
+        needs_gpu=False,
+    ),
+    Row(
+        id="ddp_bf16_gradients",
+        title="gradients sent as bf16",
+        code="ddp:SentAsBf16",
+        stage=Stage.RANKS,
+        semantics=Semantics.PRECISION,
+        conflicts=("ddp_fp16_gradients",),
+        needs_gpu=False,
+    ),
+    Row(
+        id="ddp_fp16_gradients",
+        title="gradients sent as fp16",
+        code="ddp:SentAsFp16",
+        stage=Stage.RANKS,
+        semantics=Semantics.PRECISION,
+        conflicts=("ddp_bf16_gradients",),
+        needs_gpu=False,
     ),
     Row(
         id="gradient_stream",

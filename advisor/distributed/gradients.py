@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,7 @@ class Gradients:
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._covered: set[int] = set()  # parameters whose gradients a wrapper averages
         self.wrapped: list[torch.nn.Module] = []
+        self._layers: list[Replicated] = []
         self._process = os.getpid()
 
     def install(self, patches: Patches) -> None:
@@ -140,7 +142,11 @@ class Gradients:
     # -- the optimizer ----------------------------------------------------------------------------------------------
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._process or optimizer in self._known:
+        if os.getpid() != self._process:
+            return
+        for layer in self._layers:
+            layer.stepped()
+        if optimizer in self._known:
             return
         self._known.add(optimizer)
         params = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -186,7 +192,7 @@ class Gradients:
             root, self._loaders, {"find_unused_parameters": unused, **self._settings}, self._synchronised
         )
         ForwardStack.of(root).set(REPLICATED, layer)
-        targets.replicate(root, layer.ddp)
+        self._layers.append(layer)
         self._covered.update(id(p) for p in root.parameters())
         self._called.pop(id(root), None)
         self.wrapped.append(root)
@@ -216,22 +222,54 @@ class _Shell(torch.nn.Module):
 
 
 class Replicated:
-    """A layer for the root's ForwardStack: calls with gradients go through `ddp`."""
+    """A layer for the root's ForwardStack: calls with gradients go through `ddp`.
+
+    Attributes:
+        settings: DistributedDataParallel's own, and `sent_as` ("bf16", "fp16") for how gradients travel, `passes` for how many
+            backward passes a step has, of which the last one sends.
+        held_back: calls whose backward did not send.
+    """
 
     def __init__(
         self, root: torch.nn.Module, loaders: Loaders, settings: Mapping[str, Any], synchronised: bool
     ) -> None:
-        self._shell, self._loaders = _Shell(root), loaders
+        self._root, self._loaders = root, loaders
         self._on_cpu = not next(root.parameters()).is_cuda
+        self._calls = 0  # since the last step
+        self.held_back = 0
         # Synchronised batch norms leave the same statistics everywhere; without, rank 0's are everybody's at each step.
-        chosen = {_BUFFERS: not synchronised, **settings}
-        self.ddp = DistributedDataParallel(self._shell, **chosen)
+        self.settings: dict[str, Any] = {}
+        self.ddp: DistributedDataParallel
+        self.change({_BUFFERS: not synchronised, **settings})
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Another DistributedDataParallel stands around the root, with these settings. All ranks call this together, between steps."""
+        own = {name: value for name, value in settings.items() if name not in ("sent_as", "passes")}
+        self._shell = _Shell(self._root)
+        self.ddp = DistributedDataParallel(self._shell, **own)  # the one before takes its hooks along
+        if (kind := settings.get("sent_as")) is not None:
+            hook = default_hooks.bf16_compress_hook if kind == "bf16" else default_hooks.fp16_compress_hook
+            self.ddp.register_comm_hook(None, hook)
+        self.settings, self._calls = dict(settings), 0
+        targets.replicate(self._root, self.ddp)
+
+    def stepped(self) -> None:
+        """Before the optimizer's step: what was held back and not sent since is averaged now."""
+        if self._calls and not self.ddp.require_backward_grad_sync:
+            for parameter in _trained(self._root):
+                if parameter.grad is not None:
+                    parameter.grad /= distributed.get_world_size()
+                    distributed.all_reduce(parameter.grad)
+        self._calls = 0
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 return inner(*args, **kwargs)
             self._shell.inner = inner
+            self._calls += 1
+            self.ddp.require_backward_grad_sync = self._calls % self.settings.get("passes", 1) == 0
+            self.held_back += not self.ddp.require_backward_grad_sync
             if not self._on_cpu:
                 return self.ddp(*args, **kwargs)
             with self._loaders.generators.in_place():  # dropout draws from the host's generator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.util
 import random
 import sys
@@ -16,7 +18,7 @@ from advisor.distributed import norms, place
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import refuse
-from advisor.distributed.shards import Loaders, part, rotated
+from advisor.distributed.shards import Items, Loaders, part, rotated
 from advisor.profiling.patches import Patches
 from advisor.profiling.session import Session, tell
 from advisor.profiling.sources import user_line
@@ -32,6 +34,8 @@ class Joined:
 
 def join(session: Session) -> None:
     """One of `place.ranks()`, one process in one's stead, or by the session's orders one with its batches in another order."""
+    if session.prints:
+        Items(session.seed or 0).install(Patches())
     if place.ranks() > 1:
         _become_rank(session)
     elif (share := place.share()) > 1:
@@ -67,6 +71,8 @@ def _become_rank(session: Session) -> None:
 
         numpy.random.seed(place.common_seed() % 2**32)
     random.seed(place.common_seed())
+    torch.manual_seed(place.common_seed())
+    atexit.register(_leave_group)  # before any other is: it is called last
     patches = Patches()  # never taken back: the script is N ranks to its end
     loaders = Loaders(rank, ranks)
     gradients = Gradients(loaders, synchronised=not place.local_norms())
@@ -81,6 +87,11 @@ def _become_rank(session: Session) -> None:
     _tell_failures(session, rank)
     Joined.loaders, Joined.gradients = loaders, gradients
     tell(session, "joined", rank=rank, ranks=ranks)
+
+
+def _leave_group() -> None:
+    with contextlib.suppress(Exception):  # the script has left it, or another rank has gone
+        distributed.destroy_process_group()
 
 
 def _refuse_others(patches: Patches) -> None:

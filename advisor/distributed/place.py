@@ -14,8 +14,9 @@ from pathlib import Path
 RANKS_VARIABLE, FOLDER_VARIABLE, RANK_VARIABLE = "ADVISOR_GPUS", "ADVISOR_RANKS_DIR", "ADVISOR_RANK"
 SEED_VARIABLE, NORMS_VARIABLE, LOCAL = "ADVISOR_COMMON_SEED", "ADVISOR_NORMS", "local"
 SHARE_VARIABLE = "ADVISOR_SHARE"  # one process alone, that loads of each batch what one of so many ranks would
-# Events of ranks: one that ends by an exception of the script's; all that end because the script cannot be divided.
-FAILED, REFUSED = "rank failed", "refused"
+# Events of ranks: one that ends by an exception of the script's; one that does not come to where the others wait; all that end because
+# the script cannot be divided.
+FAILED, LOST, REFUSED = "rank failed", "rank lost", "refused"
 # What torchrun tells its ranks. A script that asks for these would take up its own way of training in several processes.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
              "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from advisor.core.errors import ExitCode
 from advisor.core.stderr import say
 from advisor.distributed import place
 from advisor.profiling.session import from_environment, tell
 
 
 class Refused(SystemExit):
-    """Ends the script: `code` is that of wrong usage."""
+    """Ends a rank of the script, in good order, so that torchrun has nothing to tell; the command ends as wrong usage does."""
 
 
 def refuse(why: str, line: str = "", fix: str = "") -> NoReturn:
@@ -27,4 +26,4 @@ def refuse(why: str, line: str = "", fix: str = "") -> NoReturn:
         say(f"--gpus {place.ranks()} refused: {told}. {fix}".rstrip())
         if session is not None:
             tell(session, place.REFUSED, text=told, fix=fix, pid=os.getpid())
-    raise Refused(int(ExitCode.USAGE))
+    raise Refused(0)

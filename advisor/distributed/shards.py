@@ -55,11 +55,7 @@ class Generators:
         """Inside, draws are this rank's own; behind it, the common generators stand where they stood."""
         common = _states()
         if self._state is None:
-            seed = (torch.initial_seed() + self._seed) % 2**32
-            random.seed(seed)
-            torch.default_generator.manual_seed(seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(seed)
+            _seed((torch.initial_seed() + self._seed) % 2**32)
         else:
             _set(self._state)
         try:
@@ -166,6 +162,34 @@ class Loaders:
         return fetch
 
 
+class Items:
+    """In a proof: what a data set draws for an item hangs on the item alone, not on who loads it or what was loaded before."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def install(self, patches: Patches) -> None:
+        """Hook how items are fetched, in this process and in workers that it forks."""
+        patches.replace(_MapDatasetFetcher, "fetch", self._fetches(_MapDatasetFetcher.fetch))
+
+    def _fetches(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def fetch(fetcher: Any, indices: Any) -> Any:
+            if not fetcher.auto_collation or getattr(fetcher.dataset, "__getitems__", None):
+                return plain(fetcher, indices)
+            states = _states()
+            try:
+                return fetcher.collate_fn([self._item(fetcher.dataset, index) for index in indices])
+            finally:
+                _set(states)
+
+        return fetch
+
+    def _item(self, dataset: Any, index: Any) -> Any:
+        _seed(zlib.crc32(repr(index).encode(), self._seed & 0xFFFFFFFF))
+        return dataset[index]
+
+
 class Batches:
     """In the place of a loader's batch sampler: its batches, each this rank's part of it.
 
@@ -238,6 +262,14 @@ def _checksum_of(dataset: Any) -> int:
         return zlib.crc32(str(len(dataset)).encode(), found)
     except TypeError:
         return found
+
+
+def _seed(seed: int) -> None:
+    """The host's generators, from 32 bits."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
 
 
 def _states() -> list[Any]:

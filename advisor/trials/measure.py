@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from advisor.core import storage
-from advisor.distributed import joining, prints
+from advisor.distributed import joining, place, prints
 from advisor.ops import nvrtc
 from advisor.profiling import ranks
 from advisor.profiling.attach import attach_training
@@ -64,13 +64,14 @@ class MeasureDriver:
             seed_everything(session.seed)
         self.kept = KeptChanges(training, session.kept, find)
         self._settled = self.kept.settle()
-        self._losses: list[torch.Tensor | None] = []
+        self._losses: list[torch.Tensor | float | None] = []
         self._boundaries: list[StepEvent] = []
         self._unsettled: list[StepEvent] = []  # boundaries behind the warm-up, before `session.settle_s` were over
         self._settling = session.settle_s > 0
         self._first_ns = 0
         self._clean = self._seen = 0
         self._written = False
+        self._read = False
         self._prints: dict[str, tuple[float, ...]] = {}
         self._rank, self._ranks = 0, 1
         self._timing = session.protecting / TIMING_FILE
@@ -94,12 +95,20 @@ class MeasureDriver:
         self._first_ns = self._first_ns or event.host_ns
         if self._seen <= self.session.warmup + self.session.steps + 1:
             self._losses.append(event.loss)
+            if place.ranks() > 1 and self._seen > self.session.warmup + self.session.steps:
+                self._read_losses()  # all ranks are here; at the end one may be gone
         if self._seen <= self.session.prints:
             self._prints |= prints.of(self.training, self._seen)
         self._take(event)
         if self._is_over():
             self._write(complete=self._ranks == 1 or self._clean >= self.session.steps)
             stop(self.session, "measured")
+
+    def _read_losses(self) -> None:
+        """They are numbers from now on: of ranks of ours the means of all."""
+        if not self._read and any(loss is not None for loss in self._losses):
+            self._losses = list(joining.mean([float("nan") if loss is None else float(loss) for loss in self._losses]))
+        self._read = True
 
     def _take(self, event: StepEvent) -> None:
         """Keep the boundary of a step that is to be timed."""
@@ -140,7 +149,7 @@ class MeasureDriver:
 
     def _write(self, *, complete: bool) -> None:
         self._written = complete
-        losses = joining.mean([float("nan") if loss is None else float(loss) for loss in self._losses])
+        self._read_losses()
         if self._rank:
             return
         with contextlib.suppress(OSError):
@@ -152,7 +161,7 @@ class MeasureDriver:
             device_us=times.device_us,
             every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
             held=tuple(b.reason if b.reason in SCHEDULED else "" for b in self._boundaries[1:]),
-            losses=tuple(losses) if any(loss is not None for loss in self._losses) else (),
+            losses=tuple(float(loss) for loss in self._losses if loss is not None),
             batch_size=self.training.batch_size * self._ranks,
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             applied=tuple(s.transform.id for s in self.kept.standing),

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from advisor.distributed.place import FAILED, REFUSED
+from advisor.distributed.place import FAILED, LOST, REFUSED
 from advisor.profiling import bytecode
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.session import Session
@@ -190,6 +190,8 @@ class Script:
             self.refused = f"{event.get('text')}. {event.get('fix') or ''}".rstrip()
         elif kind == FAILED:
             self.rank_failed = self.rank_failed or f"rank {event.get('rank')}: {event.get('error')}"
+        elif kind == LOST:
+            self.rank_failed = self.rank_failed or str(event.get("error"))
         elif kind == "fault":
             self.say(f"advisor switched itself off in the script: {event.get('error')}")
 

@@ -14,9 +14,27 @@ TRACE, BLOCKS, UNDO = "effect checks", "timed blocks", "taking back"
 # Whole processes of another kind.
 ROUNDS, PAIRS, STACK = "profiles of later rounds", "pairs of fresh runs", "whole against plain"
 ON_TOP, LEFT_OUT = "changes on top of the whole", "whole without each change"
+RANKS = "several ranks"  # that they train as one process does, and what is tried in all of them
 REST = "rest"  # rules, files, the supervisor's own
 
-PHASES = (PROFILE, START, LOOK, GATE, FIRST, SETTLE, TRACE, BLOCKS, UNDO, ROUNDS, PAIRS, STACK, ON_TOP, LEFT_OUT, REST)
+PHASES = (
+    PROFILE,
+    START,
+    LOOK,
+    GATE,
+    FIRST,
+    SETTLE,
+    TRACE,
+    BLOCKS,
+    UNDO,
+    ROUNDS,
+    PAIRS,
+    STACK,
+    ON_TOP,
+    LEFT_OUT,
+    RANKS,
+    REST,
+)
 
 
 class Stopwatch:

@@ -83,12 +83,11 @@ def test_what_cannot_be_divided_is_refused_with_its_line(
     patches = Patches()
     shards.Loaders(0, 2).install(patches)
     try:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(Refused):
             next(iter(loader))
     finally:
         patches.restore_all()
     told = capsys.readouterr().err
-    assert refused.value.code == 2
     assert why in told
     assert "test_shards.py:" in told
 
