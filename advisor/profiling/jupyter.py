@@ -35,7 +35,8 @@ def run(shell: Any, line: str, cell: str) -> Any:
     if words[0] not in COMMANDS:
         print(f"advisor: {words[0]!r} is no command for a cell; write one of {', '.join(COMMANDS)}", file=sys.stderr)
         return None
-    earlier = [definitions(text) for text in shell.user_ns.get("In", [])[:-1]]
+    # This cell may be the last of them already; as a call of a magic it defines nothing.
+    earlier = [definitions(text) for text in shell.user_ns.get("In", []) if not text.lstrip().startswith("%%")]
     script = written("cell", [*filter(None, earlier), cell], Path.cwd())
     before = set(_reports())
     command = [sys.executable, "-m", "advisor", *words, str(script)]
