@@ -58,6 +58,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "advisor recommend RUN": (("recommend", "{profiled}"), 0, "train.py"),
     "advisor report RUN": (("report", "{applied}"), 0, "fused optimizer"),
     "advisor conv RUN": (("conv", "{profiled}"), 0, "No convolution was traced"),
+    "advisor plan show": (("plan", "show"), 0, "fused_optimizer"),
+    "advisor repro RUN": (("repro", "{profiled}"), 0, "aten::"),
     "advisor compare A B": (("compare", "{profiled}", "{applied}"), 0, "step"),
     "advisor apply --plan last": (("apply", "--plan", "last"), 0, "Proved"),
     "advisor runs": (("runs",), 0, "train-"),
@@ -82,14 +84,15 @@ QUICK_START = (
 # Forms of the three with what may be left away, and what other tests run.
 ELSEWHERE = {
     "advisor profile SCRIPT [ARGS]": QUICK_START[0],
-    "advisor profile": QUICK_START[0],
     "advisor apply [--auto] [SCRIPT [ARGS]]": QUICK_START[1],
     "advisor apply --auto": QUICK_START[1],
     "advisor run [--plan PLAN] [SCRIPT [ARGS]]": QUICK_START[2],
     "advisor run": QUICK_START[2],
     "advisor apply --plan PLAN [SCRIPT [ARGS]]": "advisor apply --plan last",
     "advisor apply --plan": "advisor apply --plan last",
-    "advisor bench": "advisor bench ops",
+    "advisor profile --trace FILE": "tests/unit/profiling/test_kineto.py",
+    "advisor try --change ID SCRIPT": "tests/unit/cli/test_commands.py",
+    "advisor try --patch FILE SCRIPT": "tests/unit/trials/test_patched.py",
     "advisor apply --plan last -- torchrun --nproc-per-node 8 train.py": "tests/integration/test_ddp.py",
     "make demo": "tests/repo/test_demo.py",  # and .ci/run, as it stands
     "make test": ".ci/run",
