@@ -5,15 +5,17 @@ Here a kernel writes the scalar into pinned memory behind the step, and a number
 compared or otherwise needed; then the host waits for what is left. The numbers are bit-equal.
 
 Only at call sites whose source proves that the value cannot leave as anything but a plain number (`scalar_flow`): accumulated in
-local names, or given to the `update` of a meter whose attributes are then read as plain numbers. Other sites are listed with the
-reason. What gains nothing: scripts that print the value in each step.
+local names, or given to the `update` of a meter whose attributes are then read as plain numbers (`meters`); in the functions that run the
+step, and in the script's own that these call. A value that is only asked whether it is finite, to end the program where it is not, is
+asked before the optimizer's step. Other sites are listed with the reason. What gains nothing: scripts that print the value in each step.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -25,11 +27,13 @@ from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms import deferred
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.deferred import Deferred, plain
+from advisor.transforms.deferred import Deferred
+from advisor.transforms.meters import Meter, read_plainly, update_lines
 from advisor.transforms.patch import all_or_nothing, replace_attribute, script_frames
-from advisor.transforms.scalar_flow import analyse, lines_of, safe_update, scope_of
+from advisor.transforms.scalar_flow import Flow, analyse
+from advisor.transforms.source import Resolve, called, of_frame, own, own_nodes, scope_of
 
-_counts = {"deferred": 0}
+_counts = {"deferred": 0, "waited": 0}  # calls, and waits until transforms/deferred.py had begun to count them
 _lines: set[str] = set()  # "file:line" of what is deferred now
 
 
@@ -53,7 +57,7 @@ class DeferSync(Transform):
         lazy = {(plan.code, line) for plan in plans for line in plan.lazy}
         device_type = training.device.type
         plain_item = torch.Tensor.item
-        _counts["deferred"] = 0
+        _counts.update(deferred=0, waited=deferred.waits())
 
         @functools.wraps(plain_item)
         def item(self: torch.Tensor) -> Any:
@@ -72,11 +76,15 @@ class DeferSync(Transform):
             return plain_item(self)
 
         with all_or_nothing() as undo:
-            for plan in plans:
-                for meter, code in plan.meters.items():
-                    lines = {(code, line) for line in _update_lines(code)}
-                    lazy |= lines
-                    _read_plainly(undo, meter, code)
+            undo.push(deferred.decide)
+            for meter in {meter.cls: meter for plan in plans for meter in plan.meters}.values():
+                lazy |= {(meter.update, line) for line in update_lines(meter.update)}
+                read_plainly(undo, meter.cls, meter.update)
+            guards = {(plan.code, line): code for plan in plans for line, code in plan.guards.items()}
+            if guards:
+                _decide_before_updates(undo, training)
+            undo.push(lambda: [Deferred.guards.pop(guard, None) for guard in guards])
+            Deferred.guards.update(guards)
             here = {f"{code.co_filename}:{line}" for code, line in sites}
             undo.push(lambda: _lines.difference_update(here))
             _lines.update(here)
@@ -86,35 +94,50 @@ class DeferSync(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        count = _counts["deferred"]
+        count, waited = _counts["deferred"], deferred.waits() - _counts["waited"]
         if count == 0:
             return Check(passed=False, detail="no .item() call was deferred")
-        numbers = {"deferred": float(count)}
-        # A trace that tells no lines cannot tell the waits of these from those of a step that prints.
-        if before is None or after is None or (before.syncs and not any(site.source for site in before.syncs)):
-            return Check(passed=True, detail=f"{count} .item() calls did not wait", numbers=numbers)
+        numbers = {"deferred": float(count), "waited": float(waited)}
         # Of the lines that defer, where the trace knows them: in a step that prints, other lines wait, and for more than one number.
-        known = any(site.source in _lines for site in before.syncs)
-        waits = [
-            sum(site.calls for site in profile.syncs if not known or site.source in _lines)
-            for profile in (before, after)
-        ]
+        if before is None or after is None or not any(site.source in _lines for site in before.syncs):
+            detail = f"{count} reads were deferred, {waited} of them waited for before they had come"
+            return Check(passed=2 * waited <= count, detail=detail, numbers=numbers)
+        waits = [sum(site.calls for site in profile.syncs if site.source in _lines) for profile in (before, after)]
         numbers |= {"waits_before": waits[0], "waits_after": waits[1]}
         return Check(
             passed=waits[1] < waits[0], detail=f"host waits a step: {waits[0]:g} → {waits[1]:g}", numbers=numbers
         )
 
 
+def _decide_before_updates(undo: Undo, training: Training) -> None:
+    """What passed for finite is asked again before it could change a weight."""
+
+    def decide(*_: Any) -> None:
+        deferred.decide()
+
+    for optimizer in training.optimizers:
+        undo.push(optimizer.register_step_pre_hook(decide).remove)
+    for scaler in training.scalers:  # which leaves an optimizer's step out where a gradient is not finite
+        plain_step = scaler.step
+
+        def step(*args: Any, plain_step: Any = plain_step, **kwargs: Any) -> Any:
+            deferred.decide()
+            return plain_step(*args, **kwargs)
+
+        replace_attribute(undo, scaler, "step", step)
+
+
 @dataclass(slots=True)
 class _Plan:
-    """What to do in one running function."""
+    """What to do in one function."""
 
     code: CodeType
     calls: set[int]
     sites: set[int]
     lazy: set[int]
     refused: dict[int, str]
-    meters: dict[type, CodeType] = field(default_factory=dict)
+    meters: list[Meter] = field(default_factory=list)
+    guards: dict[int, CodeType] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -122,73 +145,61 @@ class _Plan:
 
 
 def _plans(frame: FrameType | None) -> list[_Plan]:
-    """Plans for the functions of the script on the stack: those that run the training step."""
-    return [plan for script in script_frames(frame) if (plan := _plan(script)) is not None]
+    """Plans for the functions of the script on the stack, those that run the training step, and for those that they call."""
+    found: dict[CodeType, _Plan] = {}
+    frames = list(script_frames(frame))
+    for at, script in enumerate(frames):
+        caught = any(_in_try(above) for above in frames[at + 1 :])
+        for code, resolve, line in _functions(script):
+            if code in found or (scope := scope_of(code)) is None:
+                continue
+            plan = _plan(code, analyse(scope, resolve, line=line), guarded=line > 0 and not caught)
+            for meter in list(plan.meters):
+                _hand_on(meter, found)
+            if plan.sites or plan.refused:
+                found[code] = plan
+    return list(found.values())
 
 
-def _plan(frame: FrameType) -> _Plan | None:
-    scope = scope_of(frame.f_code)
-    if scope is None:
-        return None
-    meters: dict[str, tuple[type, CodeType]] = {}
-
-    def meter_of(name: str) -> CodeType | str:
-        owner = frame.f_locals.get(name, frame.f_globals.get(name))
-        found = _update_code(owner)
-        if not isinstance(found, str):
-            meters[name] = (type(owner), found)
-        return found
-
-    flow = analyse(scope, meter_of)
-    if not flow.sites and not flow.refused:
-        return None
-    chosen = {cls: code for name, (cls, code) in meters.items() if name in flow.meters}
-    return _Plan(frame.f_code, flow.calls, flow.sites, flow.lazy, flow.refused, chosen)
+def _functions(script: FrameType) -> Iterator[tuple[CodeType, Resolve, int]]:
+    """A running function with its line, and those that it calls, without one."""
+    resolve = of_frame(script)
+    yield script.f_code, resolve, script.f_lineno
+    scope = scope_of(script.f_code)
+    if scope is not None:
+        for function, below in called(scope, resolve):
+            yield function.__code__, below, 0
 
 
-def _update_code(owner: Any) -> CodeType | str:
-    """The code of a meter's `update`, or why its values cannot be deferred."""
-    cls = type(owner)
-    update = vars(cls).get("update")
-    if not hasattr(update, "__code__"):
-        return f"{cls.__name__} has no update method of its own"
-    if any("__getattribute__" in vars(base) for base in cls.__mro__[:-1]) or not hasattr(owner, "__dict__"):
-        return f"{cls.__name__} handles its attributes itself"
-    if any(base.__module__.partition(".")[0] == "torch" for base in cls.__mro__):
-        return f"{cls.__name__} is a torch class"
-    method = scope_of(update.__code__)
-    if method is None:
-        return f"the source of {cls.__name__}.update is not to be had"
-    why_not = safe_update(method, 1)
-    return f"{cls.__name__}: {why_not}" if why_not else update.__code__
+def _plan(code: CodeType, flow: Flow, *, guarded: bool) -> _Plan:
+    """`guarded`: whether a branch that ends the program does, in whichever line it is run."""
+    guards = {
+        line: compile(ast.Module([branch], []), code.co_filename, "exec")
+        for line, branch in flow.guards.items()
+        if guarded
+    }
+    return _Plan(code, flow.calls, flow.sites, flow.lazy, flow.refused, flow.meters, guards)
 
 
-def _update_lines(code: CodeType) -> set[int]:
-    method = scope_of(code)
-    return set().union(*(lines_of(statement) for statement in method.body)) if method is not None else set()
+def _hand_on(meter: Meter, found: dict[CodeType, _Plan]) -> None:
+    """An `update` that hands tensors' numbers on to meters reads them itself."""
+    through = meter.through
+    scope = scope_of(through) if through is not None else None
+    if through is None or scope is None or through in found:
+        return
+    lines = {
+        node.lineno
+        for node in own_nodes(scope)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "item"
+    }
+    if lines:
+        found[through] = _Plan(through, lines, set(lines), set(), {}, [meter])
 
 
-def _read_plainly(undo: Undo, meter: type, update: CodeType) -> None:
-    """Outside its `update`, this class's attributes read as plain numbers."""
-    holders: dict[int, Any] = {}
-    ordinary: Callable[[Any, str], Any] = object.__getattribute__
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        value = ordinary(self, name)
-        if type(value) is Deferred:
-            holders[id(self)] = self
-            if sys._getframe(1).f_code is not update:
-                value = ordinary(self, "__dict__")[name] = plain(value)
-        elif name == "__dict__":
-            settle(value)
-        return value
-
-    def settle(attributes: dict[str, Any]) -> None:
-        attributes.update({name: plain(value) for name, value in attributes.items() if type(value) is Deferred})
-
-    def settle_all() -> None:
-        for holder in holders.values():
-            settle(ordinary(holder, "__dict__"))
-
-    undo.push(settle_all)
-    replace_attribute(undo, meter, "__getattribute__", __getattribute__)
+def _in_try(frame: FrameType) -> bool:
+    """Whether the line that runs there is inside a `try` of the script's own, which may catch what ends the program."""
+    scope = scope_of(frame.f_code) if own(frame.f_code) else None
+    return scope is not None and any(
+        isinstance(node, ast.Try) and node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
+        for node in own_nodes(scope)
+    )

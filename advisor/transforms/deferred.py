@@ -12,13 +12,15 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, ClassVar
 
 import torch
 
 # Arithmetic written down before it is done, at most: then the oldest is waited for, which bounds memory and recursion.
 _DEEPEST = 64
+
+_MOST_ASKED = 8  # steps without an update (accumulated gradients) before a number that passes for finite is waited for
 
 _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 _NUMBERS = (int, float, bool)
@@ -103,6 +105,10 @@ class Deferred:
     lazy: ClassVar[set[tuple[CodeType, int]]] = set()
     """Lines, by code object and number, whose arithmetic stays deferred."""
 
+    guards: ClassVar[dict[tuple[CodeType, int], CodeType]] = {}
+    """Lines that ask a number only whether it is finite, to end the program where it is not, with the code of that `if`. Asked there, it
+    passes for finite until `decide`."""
+
     def __init__(
         self, kind: type, write: Any = None, function: Any = None, left: Any = None, right: Any = None
     ) -> None:
@@ -142,8 +148,22 @@ class Deferred:
         return True
 
     def _compute(self) -> Any:
-        self._settle(wait=True)
+        if _asked:
+            decide()
+        if not self._settle(wait=False):
+            _waits[0] += 1
+            self._settle(wait=True)
         return self._value
+
+    def _passes(self, frame: FrameType) -> bool:
+        """Whether it passes for finite in what this frame asks, until it is known."""
+        code = Deferred.guards.get((frame.f_code, frame.f_lineno))
+        if code is None or self._settle(wait=False):
+            return False
+        if len(_asked) >= _MOST_ASKED:
+            decide()
+        _asked.append((self, code, frame.f_globals, dict(frame.f_locals)))
+        return True
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         value = self._compute()
@@ -159,6 +179,8 @@ class Deferred:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """What NumPy does with us, also in an array's own place (`array += number`)."""
+        if Deferred.guards and self._passes(sys._getframe(1)):
+            return getattr(ufunc, method)(0.0)
         return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
 
     @classmethod
@@ -173,6 +195,8 @@ class Deferred:
         return bool(self._compute())
 
     def __float__(self) -> float:
+        if Deferred.guards and self._passes(sys._getframe(1)):
+            return 0.0
         return float(self._compute())
 
     def __int__(self) -> int:
@@ -238,6 +262,30 @@ def defer(tensor: torch.Tensor) -> Deferred | None:
     if Across.ranks is not None:
         tensor = Across.ranks(tensor)
     return Deferred(kind, write=HostWrite(tensor))
+
+
+_waits = [0]
+
+
+def waits() -> int:
+    """How often somebody has waited for a number, since the process began."""
+    return _waits[0]
+
+
+_asked: list[tuple[Deferred, CodeType, dict[str, Any], dict[str, Any]]] = []  # what passes for finite
+
+
+def decide() -> None:
+    """Ask those that passed for finite once more, now that they can be waited for: where one is not, the script's own `if` runs.
+
+    Raises:
+        BaseException: what that branch raises: SystemExit, most often.
+    """
+    while _asked:
+        number, code, names, own = _asked.pop(0)
+        if not math.isfinite(number._compute()):
+            _asked.clear()
+            FunctionType(code, {**names, **own})()  # the script's own lines, compiled from its file
 
 
 def plain(value: Any) -> Any:

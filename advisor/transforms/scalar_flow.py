@@ -8,91 +8,56 @@ lines that are not listed as lazy make plain numbers, so what leaves through the
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+import math
+import sys
 from dataclasses import dataclass, field
-from types import CodeType
+from typing import Any
 
-_NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+from advisor.transforms.meters import Meter, meter_of
+from advisor.transforms.source import NESTED, Resolve, Scope, lines_of
+
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _PLAIN_CALLS = frozenset({"print", "str", "repr", "float", "int", "round", "bool", "format"})
 _SPIES = frozenset({"locals", "vars", "exec", "eval", "globals", "dir"})
-
-Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
-MeterOf = Callable[[str], "CodeType | str"]
-"""Name of a local → code of its `update` method when that is safe, else why it is not."""
+_TESTS = frozenset({"isfinite", "isnan", "isinf"})
+_ENDS = frozenset({"sys.exit", "exit", "quit", "os._exit", "os.abort"})
+_COPIES = frozenset({"cpu", "numpy", "tolist"})
+COPIES = "copies a tensor to the host, which waits; what is done with it there needs it"
 
 
 @dataclass(slots=True)
 class Flow:
-    """Lines of one scope: where to defer, where arithmetic stays deferred, and why other sites are left alone."""
+    """Lines of one scope: where to defer, where arithmetic stays deferred, and why other sites are left alone.
+
+    Attributes:
+        guards: by line, `if`s that only end the program where a number is not finite. They may be decided later, before the next update.
+    """
 
     calls: set[int] = field(default_factory=set)  # first lines of the calls to defer
     sites: set[int] = field(default_factory=set)  # all their lines
     lazy: set[int] = field(default_factory=set)
     refused: dict[int, str] = field(default_factory=dict)
-    meters: set[str] = field(default_factory=set)
+    meters: list[Meter] = field(default_factory=list)
+    guards: dict[int, ast.If] = field(default_factory=dict)
 
 
-@functools.lru_cache(maxsize=64)
-def scope_of(code: CodeType) -> Scope | None:
-    """The syntax tree that `code` was compiled from; None when its file is gone, edited since, or it is no plain function."""
-    try:
-        with open(code.co_filename, "rb") as stream:
-            source = stream.read()
-        tree = ast.parse(source)
-        if not any(
-            _same(code, candidate) for candidate in _codes(compile(source, code.co_filename, "exec", dont_inherit=True))
-        ):
-            return None
-    except (OSError, SyntaxError, ValueError):
-        return None
-    if code.co_name == "<module>":
-        return tree
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first == code.co_firstlineno:
-                return node
-    return None
+def analyse(scope: Scope, resolve: Resolve, *, line: int = 0) -> Flow:
+    """Sort the `.item()` calls of this scope, nested functions left out.
 
-
-def analyse(scope: Scope, meter_of: MeterOf) -> Flow:
-    """Sort the `.item()` calls of this scope, nested functions left out."""
-    return _Analysis(scope, meter_of).run()
-
-
-def safe_update(method: Scope, deferred: int) -> str:
-    """Why a meter's `update(self, …)` must not be given deferred values as its first `deferred` arguments; "" when it may.
-
-    Allowed are assignments of arithmetic, on its arguments and its own attributes, to its own attributes.
+    Args:
+        resolve: what names there stand for.
+        line: where it runs now: copies to the host are told in the loop around it.
     """
-    if not isinstance(method, ast.FunctionDef) or method.args.vararg or method.args.kwarg or method.decorator_list:
-        return "its update is no plain method"
-    names = [argument.arg for argument in method.args.args]
-    if len(names) <= deferred:
-        return "its update takes other arguments"
-    for statement in method.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # a docstring
-        if isinstance(statement, (ast.Assign, ast.AugAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            if all(_own_attribute(t, names[0]) for t in targets) and _is_arithmetic(statement.value, names):
-                continue
-        return f"its update does more than arithmetic (line {statement.lineno})"
-    return ""
-
-
-def lines_of(node: ast.stmt) -> set[int]:
-    """All lines of a statement."""
-    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return _Analysis(scope, resolve).run(line)
 
 
 class _Analysis:
-    def __init__(self, scope: Scope, meter_of: MeterOf) -> None:
+    def __init__(self, scope: Scope, resolve: Resolve) -> None:
         self.scope = scope
-        self.meter_of = meter_of
+        self.resolve = resolve
+        self.guards: dict[int, ast.If] = {}
+        self._meters: dict[str, Meter | str] = {}
         self.parents: dict[ast.AST, ast.AST] = {}
         self.own: list[ast.AST] = []
         self.foreign: set[str] = set()  # names that nested scopes read, or that live elsewhere
@@ -107,13 +72,13 @@ class _Analysis:
                 self.foreign.update(node.names)
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
-                if isinstance(child, (*_NESTED, *_COMPREHENSIONS)):
+                if isinstance(child, (*NESTED, *_COMPREHENSIONS)):
                     self.foreign.update(_reads(child))
                 else:
                     stack.append(child)
 
-    def run(self) -> Flow:
-        flow = Flow()
+    def run(self, line: int) -> Flow:
+        flow = Flow(guards=self.guards)
         items = [node for node in self.own if isinstance(node, ast.Call) and _is_item(node)]
         if any(isinstance(n, ast.Name) and n.id in _SPIES for n in self.own):
             flow.refused = {node.lineno: "the function looks at its own variables" for node in items}
@@ -126,6 +91,7 @@ class _Analysis:
                 break
             bad |= found
         crowded = self._crowded_lines()
+        flow.refused |= self._copies(line)
         for node in items:
             why = self._refuses(node, bad, crowded)
             if why:
@@ -137,14 +103,28 @@ class _Analysis:
             if statement is not None and not lines_of(statement) & refused_lines:
                 flow.calls.add(node.lineno)
                 flow.sites |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-                meter = self._meter_call(self._top(node))
-                if meter is not None:
-                    flow.meters.add(meter)
                 flow.lazy |= lines_of(statement) - crowded
         for statement in statements:
             if not lines_of(statement) & (refused_lines | crowded):
                 flow.lazy |= lines_of(statement)
+        flow.meters = [meter for meter in self._meters.values() if isinstance(meter, Meter)]
         return flow
+
+    def _copies(self, line: int) -> dict[int, str]:
+        """Lines of the loop around `line` that copy a tensor to the host."""
+        loops = [n for n in self.own if isinstance(n, (ast.For, ast.While)) and line in lines_of(n)]
+        if not loops:
+            return {}
+        within = lines_of(max(loops, key=lambda loop: loop.lineno))
+        return {
+            n.lineno: COPIES
+            for n in self.own
+            if isinstance(n, ast.Call)
+            and isinstance(n.func, ast.Attribute)
+            and n.func.attr in _COPIES
+            and not n.args
+            and n.lineno in within
+        }
 
     def _top(self, node: ast.AST) -> ast.AST:
         """The arithmetic expression around `node`."""
@@ -178,18 +158,27 @@ class _Analysis:
             return parent.targets[0].id
         return None
 
-    def _meter_call(self, top: ast.AST) -> str | None:
-        call = self.parents.get(top)
-        if (
+    def _meter_call(self, top: ast.AST) -> Meter | str | None:
+        """The meter that this expression is given to, or why that may not be; None where it is given to none."""
+        parent = self.parents.get(top)
+        keyword = isinstance(parent, ast.keyword) and parent.value is top
+        call = self.parents.get(parent) if keyword and parent is not None else parent
+        if not (
             isinstance(call, ast.Call)
             and isinstance(call.func, ast.Attribute)
             and call.func.attr == "update"
-            and isinstance(call.func.value, ast.Name)
-            and call.args[:1] == [top]
+            and (keyword or call.args[:1] == [top])
             and isinstance(self.parents.get(call), ast.Expr)
         ):
-            return call.func.value.id
-        return None
+            return None
+        name = ast.unparse(call.func.value)
+        if name not in self._meters:
+            owner = self.resolve(call.func.value)
+            self._meters[name] = meter_of(owner) if owner is not None else f"{name} is not known before it is called"
+        found = self._meters[name]
+        if isinstance(found, Meter) and found.keywords is not keyword:
+            return f"{name} takes its numbers {'by name' if found.keywords else 'by their place'}"
+        return found
 
     def _refuses(self, node: ast.Call, bad: dict[str, str], crowded: set[int]) -> str:
         statement = self._statement(node)
@@ -200,9 +189,56 @@ class _Analysis:
             return f"{target} {bad[target]}" if target in bad else ""
         meter = self._meter_call(self._top(node))
         if meter is not None:
-            update = self.meter_of(meter)
-            return update if isinstance(update, str) else ""
+            return meter if isinstance(meter, str) else ""
+        if self._guards(node):
+            return ""
         return "its value is needed at once, or leaves the function"
+
+    def _looks(self, node: ast.AST) -> bool:
+        """Whether `node` is an argument of a call of `math`, or of NumPy's for each element: which only computes."""
+        call = self.parents.get(node)
+        if not (isinstance(call, ast.Call) and node in call.args and isinstance(call.func, ast.Attribute)):
+            return False
+        module = self.resolve(call.func.value)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and module is numpy:
+            return isinstance(getattr(numpy, call.func.attr, None), numpy.ufunc)
+        return module is math
+
+    def _guards(self, node: ast.AST) -> bool:
+        """Whether `node` is only asked if it is finite, by an `if` whose one branch ends the program."""
+        call = self.parents.get(node)
+        if not (isinstance(call, ast.Call) and self._looks(node) and getattr(call.func, "attr", "") in _TESTS):
+            return False
+        above: ast.AST = call
+        while not isinstance(above, ast.stmt):
+            above = self.parents[above]
+            if not isinstance(above, (ast.UnaryOp, ast.stmt)):
+                return False
+        if not isinstance(above, ast.If) or above.orelse or not _ends(above) or self._in_try(above):
+            return False
+        negated = isinstance(above.test, ast.UnaryOp) and isinstance(above.test.op, ast.Not)
+        if negated is not (getattr(call.func, "attr", "") == "isfinite"):
+            return False  # a finite number would end it
+        self.guards[call.lineno] = above
+        return True
+
+    def _at_the_end(self, node: ast.AST) -> bool:
+        """Whether this is where the program ends because a number is not finite."""
+        child, above = node, self.parents.get(node)
+        while above is not None:
+            if isinstance(above, ast.If) and child in above.body:
+                asked = [n for n in ast.walk(above.test) if isinstance(n, ast.Name) and self._guards(n)]
+                if asked:
+                    return True
+            child, above = above, self.parents.get(above)
+        return False
+
+    def _in_try(self, node: ast.AST) -> bool:
+        above: ast.AST | None = node
+        while above is not None and not isinstance(above, ast.Try):
+            above = self.parents.get(above)
+        return above is not None
 
     def _propagate(self, items: list[ast.Call], bad: dict[str, str]) -> tuple[set[str], list[ast.stmt]]:
         """Names that hold deferred values, and the statements that pass them on."""
@@ -246,6 +282,13 @@ class _Analysis:
                 continue
             if isinstance(parent, ast.keyword) and _only_formats(self.parents[parent]):
                 continue
+            if (
+                isinstance(self._meter_call(node), Meter)
+                or self._guards(node)
+                or self._looks(node)
+                or self._at_the_end(node)
+            ):
+                continue
             return f"leaves the function on line {node.lineno}"
         return ""
 
@@ -257,7 +300,7 @@ class _Analysis:
             top, statement = self._top(node), self._statement(node)
             if top is node or not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
                 continue
-            if self._target(node) is None and self._meter_call(top) is None:
+            if self._target(node) is None and not isinstance(self._meter_call(top), Meter):
                 lines |= lines_of(statement)
         return lines
 
@@ -273,17 +316,6 @@ class _Analysis:
         return {line for line, n in count.items() if n > 1}
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _same(left: CodeType, right: CodeType) -> bool:
-    return (left.co_name, left.co_firstlineno, left.co_code) == (right.co_name, right.co_firstlineno, right.co_code)
-
-
 def _is_item(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr == "item" and not call.args and not call.keywords
 
@@ -296,6 +328,16 @@ def _asks_identity(compare: ast.Compare, node: ast.expr) -> bool:
         and any(a is node and not (isinstance(b, ast.Constant) and b.value is None) for a, b in (pair, pair[::-1]))
         for op, pair in zip(compare.ops, itertools.pairwise(sides), strict=True)
     )
+
+
+def _ends(branch: ast.If) -> bool:
+    """Whether what is done there ends the program, and nothing in it leads elsewhere."""
+    last = branch.body[-1]
+    ends = isinstance(last, ast.Raise) or (
+        isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _ENDS
+    )
+    elsewhere = (ast.Return, ast.Continue, ast.Break, ast.Yield, ast.YieldFrom, ast.Await)
+    return ends and not any(isinstance(node, elsewhere) for statement in branch.body for node in ast.walk(statement))
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -321,17 +363,3 @@ def _reads(nested: ast.AST) -> set[str]:
     stores = {n.id for n in ast.walk(nested) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     arguments = {n.arg for n in ast.walk(nested) if isinstance(n, ast.arg)}
     return (loads - stores - arguments) | declared
-
-
-def _own_attribute(node: ast.AST, owner: str) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
-
-
-def _is_arithmetic(node: ast.AST, names: list[str]) -> bool:
-    if isinstance(node, ast.BinOp):
-        return _is_arithmetic(node.left, names) and _is_arithmetic(node.right, names)
-    if isinstance(node, ast.UnaryOp):
-        return _is_arithmetic(node.operand, names)
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, (int, float))
-    return (isinstance(node, ast.Name) and node.id in names[1:]) or _own_attribute(node, names[0])

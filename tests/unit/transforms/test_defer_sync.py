@@ -369,10 +369,12 @@ def test_only_the_gpu_and_only_with_an_effect(profile) -> None:
     assert "host already" in DeferSync().match(loop.training, {}).reason
     defer_sync._counts["deferred"] = 0
     assert DeferSync().effect(loop.training, None, None).passed is False
-    defer_sync._counts["deferred"] = 4
     waiting = replace(profile(), syncs=(Site(source="a:1", what="item", calls=1, time_us=5),))
-    assert DeferSync().effect(loop.training, waiting, profile()).passed
-    assert DeferSync().effect(loop.training, waiting, waiting).passed is False
+    for waited in (0, 3):  # the trace knows of no line that defers: it is left to the count
+        defer_sync._counts.update(deferred=4, waited=deferred.waits() - waited)
+        check = DeferSync().effect(loop.training, waiting, waiting)
+        assert check.passed is (waited == 0)
+        assert f"{waited} of them waited for" in check.detail
 
 
 def test_a_step_that_prints_is_judged_by_the_lines_that_defer(profile, monkeypatch) -> None:
@@ -398,6 +400,7 @@ def test_a_trace_without_lines_leaves_it_to_the_count(profile, monkeypatch) -> N
     waiting = replace(profile(), syncs=(Site(source="", what="item", calls=1, time_us=5),))
     for count, passed in ((4, True), (0, False)):
         monkeypatch.setitem(defer_sync._counts, "deferred", count)
+        monkeypatch.setitem(defer_sync._counts, "waited", deferred.waits())
         assert DeferSync().effect(loop.training, waiting, waiting).passed is passed
 
 

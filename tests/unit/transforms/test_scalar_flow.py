@@ -7,13 +7,15 @@ import textwrap
 
 import pytest
 
-from advisor.transforms.scalar_flow import analyse, safe_update, scope_of
+from advisor.transforms.meters import safe_update
+from advisor.transforms.scalar_flow import analyse
+from advisor.transforms.source import resolving, scope_of
 
 
-def flow(source: str, meter="no such meter"):
+def flow(source: str, line: int = 0, **known: object):
     tree = ast.parse(textwrap.dedent(source))
     scope = tree.body[0] if isinstance(tree.body[0], ast.FunctionDef) else tree
-    return analyse(scope, lambda name: meter)
+    return analyse(scope, resolving(known), line=line)
 
 
 ACCEPTED = {
@@ -105,7 +107,7 @@ REFUSED = {
     "asked whether it is True": ("v = x.item()\n    while v is True:\n        pass", "asked what it is"),
     "asked whether it is not another": ("v = 0\n    v += x.item()\n    log(0 < d is not v)", "asked what it is"),
     "told by a failed assertion": ("v = x.item()\n    assert y, v", "leaves the function"),
-    "unknown meter": ("meter.update(x.item())", "no such meter"),
+    "unknown meter": ("meter.update(x.item())", "meter is not known"),
 }
 
 
