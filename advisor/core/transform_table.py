@@ -255,7 +255,7 @@ _ALL = (
     ),
     Row(
         id="single_device",
-        title="no detour through nn.DataParallel",
+        title="no detour through a wrapper of one device",
         code="single_device:SingleDevice",
         predictor="launch:single_device",
         stage=Stage.OPTIMIZER,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from advisor.profiling.training import Training
+from advisor.transforms.forward import WRAPPER, ForwardStack
 
 # Dynamo has compiled the optimizer's step for these tensors, their strides, and the hooks and settings that it has: torch 2.13 goes on
 # with other strides until generated code asserts on them, and traces hooks of ours.
@@ -17,29 +20,47 @@ UPDATES_COMPILED = (
 
 
 def targets(training: Training) -> list[torch.nn.Module]:
-    """The root modules; of a DataParallel over one device the module inside, which it calls unchanged."""
+    """The root modules; of a wrapper of one device or one process the module inside, which it calls unchanged."""
     found: list[torch.nn.Module] = []
     for root in training.roots:
-        module = root.module
-        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids or [0]) == 1:
+        module: Any = root.module
+        while of_one(module):
             module = module.module
         if module not in found:
             found.append(module)
     return found
 
 
+def of_one(module: torch.nn.Module) -> bool:
+    """Whether this is a DataParallel over one device, or a DistributedDataParallel of one process."""
+    if isinstance(module, torch.nn.DataParallel):
+        return len(module.device_ids or [0]) == 1
+    return isinstance(module, DistributedDataParallel) and module.process_group.size() == 1
+
+
+def single_process(training: Training) -> list[DistributedDataParallel]:
+    """The roots that are a DistributedDataParallel of one process."""
+    found = {id(root.module): root.module for root in training.roots}.values()
+    return [module for module in found if isinstance(module, DistributedDataParallel) and of_one(module)]
+
+
+def passed_by(wrapper: torch.nn.Module) -> bool:
+    """Whether calls of this wrapper go to the module in it (single_device.py): its reducer then counts no gradients."""
+    return ForwardStack.of(wrapper).get(WRAPPER) is not None
+
+
 # Module → the DistributedDataParallel that `--gpus N` has put around its forward, and not into its place.
-_around: WeakKeyDictionary[torch.nn.Module, ref[torch.nn.parallel.DistributedDataParallel]] = WeakKeyDictionary()
+_around: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 
 
-def replicate(module: torch.nn.Module, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+def replicate(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
     """From now on `ddp` is known to stand around the module."""
     _around[module] = ref(ddp)
 
 
-def data_parallel(module: torch.nn.Module) -> list[torch.nn.parallel.DistributedDataParallel]:
+def data_parallel(module: torch.nn.Module) -> list[DistributedDataParallel]:
     """The module itself, those inside it (torch.compile may stand around one, or a module that also holds the loss), or one around it."""
-    inside = [m for m in module.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
+    inside = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
     known = _around.get(module)
     around = known() if known is not None else None
     return inside if around is None else [*inside, around]

@@ -23,7 +23,7 @@ from advisor.analysis.view import (
     launches,
 )
 from advisor.analysis.whatif import GRAPH_NODE_US, GRAPH_NODE_WORST_US, OP_LOW_US, Change, Saving, Step
-from advisor.core.units import counted, percent_text, time_text
+from advisor.core.units import bytes_text, counted, percent_text, time_text
 
 # A compiled batch norm reads at 88 % of DRAM bandwidth (KernelBench's H100 timings, 64x64x512x512 fp32).
 COMPILED_BEST = 0.88
@@ -38,6 +38,7 @@ BESIDE_BEST_US, BESIDE_LOSS = 8.0, 0.02
 # nn.DataParallel's walk as profiled, called over and over, took 275 us; a step of a ResNet-18 on CIFAR whose host was the limit got 720 to
 # 860 us shorter without it.
 WALK_COLD = 3.0
+_BUCKET_BYTES = 16  # of a parameter: its fp32 gradient read and written, twice
 _POINTWISE = ("activation", "elementwise", "dropout", "copy", "loss")
 
 
@@ -62,10 +63,14 @@ def defer_sync(view: View, step: Step, parameters: Mapping[str, str]) -> Change 
 
 def single_device(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
     """No walk through all tensors before each forward."""
-    walk_us = view.profile.model.data_parallel_us
+    facts = view.profile.model
+    walk_us, calls = facts.data_parallel_us, facts.backwards
+    if walk_us is None and facts.distributed == "ddp" and facts.world_size == 1:
+        return _one_process(view)
     if walk_us is None:
-        return nothing("no model is wrapped in nn.DataParallel over one device")
-    calls = view.profile.model.backwards
+        return nothing(
+            "no model is wrapped in nn.DataParallel over one device or DistributedDataParallel of one process"
+        )
     return Change(
         worst=Saving(host_us=0.0),
         best=Saving(host_us=calls * walk_us * WALK_COLD),
@@ -73,6 +78,19 @@ def single_device(view: View, step: Step, parameters: Mapping[str, str]) -> Chan
             f"nn.DataParallel looks for {time_text(walk_us)} where its tensors lie when it is asked over and over, up to {WALK_COLD:.0f} times "
             f"as long within a step; {counted(calls, 'time')} a step"
         ),
+    )
+
+
+def _one_process(view: View) -> Change | None:
+    """No gradients copied into buckets and back. What that costs in launches, two a tensor, is not counted."""
+    bandwidth = view.profile.environment.copy_gbps
+    if not bandwidth:
+        return None
+    moved = _BUCKET_BYTES * view.profile.model.parameters
+    return Change(
+        worst=Saving(),
+        best=Saving(device_us=moved / bandwidth / 1e3),
+        basis=f"DistributedDataParallel of one process copies gradients into its buckets and back: {bytes_text(moved)} a step",
     )
 
 

@@ -262,13 +262,15 @@ class _Quiet:
 
 
 def _attach(how: str, *, rank: bool = False) -> None:
-    """Hand over to advisor proper, to this function of its pipeline. A rank of the script's own is measured or trains with the plan; none is searched in."""
+    """Hand over to advisor proper, to this function of its pipeline. A rank of the script's own is measured or trains with the plan; searched
+    in is only one that is alone.
+    """
     try:
         _make_importable()
         from advisor.profiling.session import from_environment
 
         session = from_environment()
-        if session is not None and not (rank and session.mode == "search"):
+        if session is not None and not (rank and session.mode == "search" and _ranks() > 1):
             from importlib import import_module
 
             getattr(import_module("advisor.pipeline"), how)(session)
@@ -287,6 +289,12 @@ def _take_place() -> None:
         from importlib import import_module
 
         import_module("advisor.distributed.place").take()
+
+
+def _ranks() -> int:
+    """How many processes train together."""
+    distributed: Any = getattr(sys.modules["torch"], "distributed", None)
+    return int(distributed.get_world_size()) if distributed.is_initialized() else 1
 
 
 def _guard_files() -> None:

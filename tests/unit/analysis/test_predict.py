@@ -730,3 +730,13 @@ def test_no_prediction_exceeds_the_share_of_what_it_touches(
 
 def test_every_transform_states_what_it_touches() -> None:
     assert set(TOUCHES) == set(ROWS)
+
+
+def test_passing_by_data_parallel_of_one_process_saves_its_buckets() -> None:
+    plain = profiles.resnet50()
+    of_one = replace(plain, model=replace(plain.model, distributed="ddp", world_size=1))
+    moved_us = 16 * plain.model.parameters / plain.environment.copy_gbps / 1e3
+    assert gain(of_one, "single_device").low == 0.0
+    assert gain(of_one, "single_device").high == pytest.approx(moved_us / plain.step_us.median, rel=0.05)
+    of_two = replace(plain, model=replace(plain.model, distributed="ddp", world_size=2))
+    assert "no model is wrapped" in gain(of_two, "single_device").basis

@@ -204,3 +204,83 @@ def test_sharded_parameters_are_fused_where_torch_can(optimizer) -> None:
     assert match.applies or "sharded" in match.reason
     FusedOptimizer().apply(loop.training, {})
     loop.run(2)
+
+
+class Muon(torch.optim.Optimizer):
+    """An optimizer of the script's own, which works on a matrix at a time."""
+
+    def __init__(self, params, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad / (parameter.grad.norm() + 1e-6), alpha=-group["lr"])
+
+
+class Several:
+    """Two optimizers behind one backward, gradients zeroed by the script itself, an average of weights behind the updates."""
+
+    def __init__(self, first, second, dtype: torch.dtype = torch.float32) -> None:
+        loop = make_loop(steps=0)
+        self.net, self.training = loop.model.to(dtype), loop.training
+        parameters = list(self.net.parameters())
+        self.optimizers = [first(parameters[:4], lr=1e-2), second(parameters[4:], lr=1e-2)]
+        self.training.optimizers[:] = self.optimizers
+        self.average = [p.detach().clone() for p in parameters]
+
+    def run(self, steps: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        for _ in range(steps):
+            for p in self.net.parameters():
+                if p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.zero_()
+            x = torch.randn(4, 3, 8, 8, dtype=next(self.net.parameters()).dtype)
+            torch.nn.functional.cross_entropy(self.net(x).float(), torch.arange(4)).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for target, source in zip(self.average, self.net.parameters(), strict=True):
+                target.detach().mul_(0.9).add_(source.detach(), alpha=0.1)
+        named = dict(self.net.named_parameters())
+        averages = zip(named, self.average, strict=True)
+        found = {**named, **{f"{name} averaged": average for name, average in averages}}
+        return {name: value.detach().float().clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("second", FUSED)
+def test_two_optimizers_with_an_average_behind_them(second) -> None:
+    plain, fused = (Several(torch.optim.AdamW, second) for _ in range(2))
+    fused.net.load_state_dict(plain.net.state_dict())
+    fused.average = [t.clone() for t in plain.average]
+    transform = FusedOptimizer()
+    match = transform.match(fused.training, {})
+    assert len(match.sites) == 2
+    undo = transform.apply(fused.training, {})
+    assert_close(fused.run(5), plain.run(5), 1e-4)
+    assert all(group["fused"] for optimizer in fused.optimizers for group in optimizer.param_groups)
+    undo.run()
+    assert_close(fused.run(2), plain.run(2), 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision(dtype: torch.dtype) -> None:
+    """All-half trainings: the fused kernel computes each update in fp32 and rounds once, PyTorch's loop after each operation."""
+    plain, fused = (Several(torch.optim.SGD, torch.optim.SGD, dtype) for _ in range(2))
+    fused.net.load_state_dict(plain.net.state_dict())
+    fused.average = [t.clone() for t in plain.average]
+    assert FusedOptimizer().match(fused.training, {}).applies
+    FusedOptimizer().apply(fused.training, {})
+    assert_close(fused.run(3), plain.run(3), 3e-2)
+
+
+def test_an_optimizer_of_the_scripts_own_is_told() -> None:
+    mixed = Several(torch.optim.AdamW, torch.optim.AdamW)
+    mixed.optimizers[1] = mixed.training.optimizers[1] = Muon(list(mixed.net.parameters())[4:])
+    match = FusedOptimizer().match(mixed.training, {})
+    assert match.sites == ("AdamW (fused)",)
+    assert match.unmatched == ("Muon: has neither a fused nor a multi-tensor implementation",)
+    FusedOptimizer().apply(mixed.training, {})
+    mixed.run(2)
