@@ -27,9 +27,9 @@ from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 from advisor.profiling import layouts, ranks
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, INPUT_LAYOUT, ForwardStack
+from advisor.transforms.graphs import calls
 from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, replace_attribute, tensors_in
 from advisor.transforms.replay import replay
 from advisor.transforms.targets import replicated, targets
@@ -109,7 +109,7 @@ class ChannelsLast(Transform):
         if any(stack.get(CAPTURE) for stack in stacks):  # looking would compile the hooks in
             return Check(passed=None, detail="the model is compiled, and no trace was taken")
         try:
-            with cuda_graphs.paused():  # a replay runs no hooks
+            with calls.paused():  # a replay runs no hooks
                 seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
         except Exception as error:  # the forward is the script's own code
             return Check(passed=None, detail=f"the forward could not be run again ({type(error).__name__}: {error})")

@@ -28,6 +28,8 @@ from advisor.transforms.patch import replace_attribute
 
 _ENGINE = "_engine_run_backward"  # what both autograd.grad and autograd.backward call
 _MARK = "advisor: seen"
+# Forwards between two looks at who holds a parameter's AccumulateGrad, and those after which it counts as watched.
+_ASKED_EVERY, _PATIENCE = 8, 256
 
 
 def available() -> bool:
@@ -46,7 +48,8 @@ class ParameterGradients:
         anchor: the leaf that stands for all parameters in a forward without edges to them.
         watched: whether somebody else holds a parameter's AccumulateGrad, and may have hooks on it; None until it is known.
             Such a node lives only as long as someone refers to it: whoever has hooks on it (Horovod), or the graph of a loss
-            that is kept. The graph of the last loss before this is known is one, so one forward without edges comes first.
+            that is kept. The graph of the last loss before this is known is one, so one forward without edges comes first; and a script
+            that adds up losses for its next report lets go of them there, so it is asked for again for some hundred steps.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], static: list[torch.Tensor | None]) -> None:
@@ -64,7 +67,7 @@ class ParameterGradients:
         device = next((p.device for p in parameters), None)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.watched: bool | None = None
-        self._tried = False
+        self._tried = 0  # forwards
 
     def _paired(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         return [(p, g) for p, g in zip(self._parameters, self._static, strict=True) if g is not None]
@@ -138,9 +141,12 @@ class ParameterGradients:
 
     def direct(self) -> bool:
         """Before a forward: whether it goes without edges to the parameters."""
-        if self.watched is None and self._tried:
-            self.watched = any(_accumulator_is_held(parameter) for parameter, _ in self._pairs)
-        self._tried = True
+        if self.watched is None and self._tried and (self._tried - 1) % _ASKED_EVERY == 0:
+            if not any(_accumulator_is_held(parameter) for parameter, _ in self._pairs):
+                self.watched = False
+            elif self._tried > _PATIENCE:
+                self.watched = True
+        self._tried += 1
         return not self.watched and not self._hooked()
 
     def _hooked(self) -> bool:

@@ -9,8 +9,8 @@ import torch
 
 from advisor.profiling.layouts import LayoutWatch
 from advisor.profiling.training import Training
-from advisor.transforms import cuda_graphs
 from advisor.transforms.forward import CAPTURED, ForwardStack
+from advisor.transforms.graphs import calls
 from advisor.transforms.patch import target_of
 from advisor.transforms.replay import replay
 
@@ -33,7 +33,7 @@ def layout_losses(training: Training) -> tuple[str, ...]:
     hooks = [h for m in modules for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
     try:
         with (
-            cuda_graphs.paused(),
+            calls.paused(),
             ForwardStack.without([target_of(training, root) for root in training.roots], CAPTURED),
         ):
             for root in training.roots:

@@ -125,6 +125,11 @@ def parameters_of(training: Training) -> list[torch.nn.Parameter]:
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """From inside a step: the functions on the stack that run it, innermost first, without torch's and our own."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_OURS_AND_TORCHS, "<")):
+        if is_script(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
+
+
+def is_script(filename: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not filename.startswith((*_OURS_AND_TORCHS, "<"))

@@ -19,8 +19,9 @@ from advisor.profiling.driver import ProfileDriver
 from advisor.profiling.session import Session, tell
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import StepEvent, Training
-from advisor.transforms import capture, cuda_graphs, registry
+from advisor.transforms import capture, registry
 from advisor.transforms.base import Transform
+from advisor.transforms.graphs import calls
 from advisor.transforms.patch import target_of
 from advisor.trials.kept import KeptChanges
 
@@ -70,7 +71,7 @@ class KeptProfileDriver(ProfileDriver):
         self.phase = "warm-up"
 
     def _begin_trace(self, step: StepEvent) -> None:
-        self._paused.enter_context(cuda_graphs.paused())
+        self._paused.enter_context(calls.paused())
         super()._begin_trace(step)
 
     def _let_go(self) -> None:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs
+from advisor.transforms import direct_gradients
 from advisor.transforms.cuda_graphs import CudaGraphs
+from advisor.transforms.graphs import calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -127,7 +128,7 @@ def test_shapes_that_change_are_computed_all_the_same(pair: Callable[..., Pair])
     for _ in range(5):  # every size often enough to be captured, were there no limit
         for batch, size in sizes:
             found.step((batch, 3, size, size))
-    assert found.replays == 2 * cuda_graphs._MAX_SIGNATURES
+    assert found.replays == 2 * calls.MAX_SIGNATURES
     found.assert_alike()
     found.training.fixed_shapes = False
     assert not found.transform.match(found.training, {}).applies
@@ -153,7 +154,7 @@ def test_gradients_accumulate_under_graphs(pair: Callable[..., Pair]) -> None:
 
 
 def test_gradients_that_are_not_kept_are_seen(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs.ParameterGradients, "keep", lambda captured: {})
+    monkeypatch.setattr(direct_gradients.ParameterGradients, "keep", lambda captured: {})
     assert max(accumulated(pair())) > 0.1
 
 

@@ -14,7 +14,7 @@ import torch
 from advisor.core.verdict import INCONCLUSIVE
 from advisor.profiling.timing import lags_us, mark, step_times
 from advisor.profiling.training import StepEvent
-from advisor.transforms import cuda_graphs
+from advisor.transforms.graphs import captured
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.sizes import Part
@@ -116,7 +116,7 @@ class TimedBlocks:
         arm, device = times.on if on else times.off, loop.training.device
         if loop.on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-            cuda_graphs.reset_peak_memory()
+            captured.reset_peak_memory()
         start = time.perf_counter()
         idle = mark(device)
         boundaries = [(yield)]
@@ -143,7 +143,7 @@ class TimedBlocks:
             lags = lags_us(idle, boundaries[1:])
             if lags and found.step_us:
                 arm.lags.append(median(lags) / max(median(found.step_us), 1.0))
-            arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device) + cuda_graphs.hidden_bytes())
+            arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device) + captured.hidden_bytes())
         # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
         wall_us = math.nan if unclean or not loop.on_gpu else wall / len(boundaries)
         times.add(arm, Part(found.step_us, elements, wall_us, found.device_us))

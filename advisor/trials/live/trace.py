@@ -12,7 +12,7 @@ from advisor.profiling.aggregate import aggregate
 from advisor.profiling.collector import TraceCollector
 from advisor.profiling.facts import model_facts
 from advisor.profiling.training import StepEvent
-from advisor.transforms import cuda_graphs
+from advisor.transforms.graphs import calls
 from advisor.trials.live.loop import Loop
 
 _TRIES = 3
@@ -25,7 +25,7 @@ def traced_step(loop: Loop) -> Generator[None, StepEvent, StepProfile | None]:
         collector = TraceCollector(training.device, plain)
         ends: list[int] = []
         try:
-            with cuda_graphs.paused():  # the kernels of a replay belong to no operator
+            with calls.paused():  # the kernels of a replay belong to no operator
                 collector.start()
                 ends.append(time.perf_counter_ns())
                 event = yield

@@ -342,7 +342,7 @@ def test_a_graph_with_a_second_stream_takes_the_other_ones_place() -> None:
     assert beside is not None
     assert (plain.beside, beside.beside) == (False, True)
     assert torch.equal(net(x), expected)
-    assert [forward.beside for forward in beside.forwards] == [True]
+    assert [forward.layer.beside for forward in beside.forwards] == [True]
     back.run()
     assert cuda_graphs.current(net) is plain
     stream.release(training)

@@ -25,9 +25,9 @@ from torch import nn
 from advisor.core.profile import KernelRow
 from advisor.profiling import ranks
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
+from advisor.transforms.graphs import calls
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -278,7 +278,7 @@ def test_behind_captured_graphs_the_inputs_are_seen_in_an_eager_forward() -> Non
 
     def replays(inner, module):
         def forward(*args):
-            paused.append(cuda_graphs._paused)
+            paused.append(calls._paused)
             return inner(*args)
 
         return forward

@@ -8,9 +8,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.gradient_stream import GradientStream
+from advisor.transforms.graphs import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -55,16 +55,16 @@ def test_what_replays_take_counts_as_peak_memory() -> None:
         for _ in range(6):
             net(x).sum().backward()
         torch.cuda.reset_peak_memory_stats()
-        cuda_graphs.reset_peak_memory()
+        captured.reset_peak_memory()
         net(x).sum().backward()
-        return torch.cuda.max_memory_allocated() + cuda_graphs.hidden_bytes() - others
+        return torch.cuda.max_memory_allocated() + captured.hidden_bytes() - others
 
     eager = peak_bytes()
-    assert cuda_graphs.hidden_bytes() == 0
+    assert captured.hidden_bytes() == 0
     undo = CudaGraphs().apply(training, {})
     try:
         assert 0.95 * eager < peak_bytes() < 2.5 * eager
-        assert cuda_graphs.hidden_bytes() > 8 * x.nbytes  # what the convolutions have read
+        assert captured.hidden_bytes() > 8 * x.nbytes  # what the convolutions have read
     finally:
         undo.run()
 

@@ -11,9 +11,15 @@ import torch
 from torch import nn
 
 from advisor.profiling.training import RootModule, Training
-from advisor.transforms import cuda_graphs, direct_gradients
+from advisor.transforms import direct_gradients
 from advisor.transforms.base import Undo
+from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.direct_gradients import ParameterGradients
+from advisor.transforms.graphs import arguments, calls
+from advisor.transforms.graphs import captured as capturing
+from advisor.transforms.graphs.layer import GraphLayer
+from advisor.transforms.graphs.layout import Layout
+from advisor.transforms.graphs.replaying import Replay, serve
 
 
 class Net(nn.Module):
@@ -33,7 +39,7 @@ class Net(nn.Module):
         return self.head(torch.relu(self.norm(self.body(x))))
 
 
-class Replayed(cuda_graphs._Captured):
+class Replayed(capturing.Captured):
     """As captured, with replays that run the module's forward and write into the static tensors."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
@@ -41,9 +47,11 @@ class Replayed(cuda_graphs._Captured):
         self.by_id = {id(p): p for p in self.parameters}
         self.inputs = (x.detach().clone().requires_grad_(x.requires_grad),)
         self.in_flight, self.replays, self.differentiable, self.structure = None, 0, [True], None
+        self.computed, self.constants, self.twice, self._zeros = [], {}, False, [False]
+        self.leaves, self.places = self.parameters, [*range(len(self.parameters))]
         self.module = module
         # Like a captured one, it computes on other leaves over the same memory.
-        self.leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        self.others = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
         out = self._run()
         self.outputs, self.output_grads = [out.detach().clone()], [torch.empty_like(out)]
         self.input_grads = [torch.empty_like(x) if x.requires_grad else None]
@@ -54,14 +62,14 @@ class Replayed(cuda_graphs._Captured):
 
     def _run(self) -> torch.Tensor:
         with torch.enable_grad():
-            self.graph = torch.func.functional_call(self.module, self.leaves, self.inputs)
+            self.graph = torch.func.functional_call(self.module, self.others, self.inputs)
         return self.graph
 
     def _forward(self) -> None:
         self.outputs[0].copy_(self._run().detach())
 
     def _backward(self) -> None:
-        sources = [*(x for x in self.inputs if x.requires_grad), *self.leaves.values()]
+        sources = [*(x for x in self.inputs if x.requires_grad), *self.others.values()]
         found = torch.autograd.grad(self.graph, sources, self.output_grads[0], retain_graph=True)
         for static, gradient in zip(
             [*(g for g in self.input_grads if g is not None), *self.memory], found, strict=True
@@ -83,7 +91,7 @@ class Loop:
         direct = self.captured.gradients.direct()
         self.directly.append(direct)
         given = [self.captured.gradients.anchor] if direct else self.captured.parameters
-        (out,) = cuda_graphs._Replay.apply(self.captured, direct, x, *given)
+        (out,) = Replay.apply(self.captured, direct, x, *given)
         return out
 
     def settle(self) -> None:
@@ -105,7 +113,7 @@ class Loop:
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     undo = Undo()
-    cuda_graphs._serve(undo)
+    serve(undo)
     yield Loop()
     undo.run()
     assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
@@ -300,15 +308,19 @@ def test_hooks_of_a_parameter_run(loop: Loop, register: Callable[[torch.Tensor],
     assert len(handles) == 2
 
 
-def test_hooks_of_an_accumulator_run_as_horovod_has_them() -> None:
+@pytest.mark.parametrize("patience", [0, 4])
+def test_hooks_of_an_accumulator_run_as_horovod_has_them(monkeypatch: pytest.MonkeyPatch, patience: int) -> None:
+    """With an edge each, as soon as it is known that somebody holds them for good."""
+    monkeypatch.setattr(direct_gradients, "_PATIENCE", patience)
+    monkeypatch.setattr(direct_gradients, "_ASKED_EVERY", 1)
     loop, ran = Loop(), []
     nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in loop.net.parameters()]
     for node in nodes:
         node.register_hook(lambda *given: ran.append(1))
-    for _ in range(3):
+    for _ in range(patience + 3):
         loop().sum().backward()
-    assert len(ran) == 3 * len(nodes)
-    assert loop.directly == [True, False, False]  # with an edge each, as soon as that is known
+    assert len(ran) == (patience + 3) * len(nodes)
+    assert loop.directly == [*[True] * (patience + 1), False, False]
 
 
 def test_nobody_watches_where_only_the_last_loss_is_kept() -> None:
@@ -321,13 +333,19 @@ def test_nobody_watches_where_only_the_last_loss_is_kept() -> None:
     assert loss.grad_fn is not None
 
 
-def test_losses_that_are_kept_keep_the_edges() -> None:
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_losses_that_are_kept_keep_the_edges(monkeypatch: pytest.MonkeyPatch, lets_go: bool) -> None:
+    """For good only where the script keeps them for long: a sum of losses ends with the script's next report."""
+    monkeypatch.setattr(direct_gradients, "_PATIENCE", 16)
     loop = Loop()
     kept = [loop.net(loop.x).sum()]  # of an eager step before the capture
-    for _ in range(3):
+    for step in range(30):
+        if step == 10 and lets_go:
+            kept.clear()
         loop().sum().backward()
-    assert loop.directly == [True, False, False]
-    assert kept
+    assert loop.directly == [True] * 30 if lets_go else [*[True] * 17, *[False] * 13]
+    assert loop.captured.gradients.watched is not lets_go
+    assert bool(kept) is not lets_go
 
 
 @pytest.mark.parametrize("which", [[0], [1, 4], [0, 1, 2, 3, 4, 5]])
@@ -354,7 +372,7 @@ def test_a_backward_for_some_inputs_writes_theirs_alone(loop: Loop) -> None:
 
 def test_gradients_of_the_input_alone_touch_no_parameter() -> None:
     undo = Undo()
-    cuda_graphs._serve(undo)
+    serve(undo)
     loop = Loop(torch.randn(5, 6, requires_grad=True))
     loop.settle()
     ours = torch.autograd.grad(loop().square().sum(), loop.x)
@@ -383,8 +401,8 @@ def test_second_derivatives_are_refused_in_words(loop: Loop) -> None:
 def test_two_applications_are_served_until_both_are_undone() -> None:
     plain = torch.autograd._engine_run_backward
     first, second = Undo(), Undo()
-    cuda_graphs._serve(first)
-    cuda_graphs._serve(second)
+    serve(first)
+    serve(second)
     first.run()
     assert torch.autograd._engine_run_backward is not plain
     second.run()
@@ -521,7 +539,7 @@ def _forward(net: Net) -> None:
 )
 def test_a_module_that_changed_is_seen(change: Callable[[Net], None]) -> None:
     net = Net()
-    layout = cuda_graphs._Layout(net)
+    layout = Layout(net)
     net(torch.randn(4, 6)).sum().backward()
     torch.optim.SGD(net.parameters(), lr=0.1).step()
     assert not layout.changed()
@@ -535,24 +553,24 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     made: list[Replayed] = []
 
     class Captured(Replayed):
-        def __init__(self, inner: object, module: nn.Module, args: tuple[torch.Tensor, ...], *, beside: bool) -> None:
-            super().__init__(module, *args)
+        def __init__(self, inner: object, module: nn.Module, given: arguments.Arguments, **options: object) -> None:
+            super().__init__(module, *given.tensors)
             self.parameters = [p for p in module.parameters() if p.requires_grad]
-            self.layout = cuda_graphs._Layout(module)
+            self.layout = Layout(module)
             self.structure = torch.utils._pytree.tree_structure(torch.zeros(1))
             made.append(self)
 
-    monkeypatch.setattr(cuda_graphs, "_Captured", Captured)
+    monkeypatch.setattr(calls, "Captured", Captured)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
 
-@pytest.mark.parametrize(("every", "made"), [(1, 3), (cuda_graphs._WORTH_REPLAYS * 2, 5)])
+@pytest.mark.parametrize(("every", "made"), [(1, 3), (calls.WORTH_REPLAYS * 2, 5)])
 def test_numbers_that_change_every_few_steps_end_the_captures(captures: list[Replayed], every: int, made: int) -> None:
     net = Net()
-    forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
-    for step in range(cuda_graphs._WORTH_REPLAYS * 2 * 5):
+    forward = calls.GraphedForward(net.forward, net, GraphLayer(False))
+    for step in range(calls.WORTH_REPLAYS * 2 * 5):
         net.done = step // every
         forward(torch.randn(5, 6))
     assert len(captures) == made
@@ -561,30 +579,31 @@ def test_numbers_that_change_every_few_steps_end_the_captures(captures: list[Rep
 
 def test_what_has_hooks_by_now_is_not_captured(captures: list[Replayed]) -> None:
     net = Net()
-    forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
-    for _ in range(cuda_graphs._WARM_CALLS + 1):
+    forward = calls.GraphedForward(net.forward, net, GraphLayer(False))
+    for _ in range(calls.WARM_CALLS + 1):
         forward(torch.randn(5, 6))
     seen: list[torch.Tensor] = []
     net.head.register_forward_hook(lambda _module, _args, out: seen.append(out))
-    for _ in range(cuda_graphs._WARM_CALLS + 2):
+    for _ in range(calls.WARM_CALLS + 2):
         forward(torch.randn(5, 6))
     assert len(captures) == 1
-    assert len(seen) == cuda_graphs._WARM_CALLS + 2
-    assert list(forward.failed.values()) == ["head has hooks, which a replay would not run"]
+    assert len(seen) == calls.WARM_CALLS + 2
+    (why,) = forward.failed.values()
+    assert why.startswith("head has a hook (test_what_has_hooks_by_now_is_not_captured.<locals>.<lambda>, ")
 
 
 @pytest.mark.parametrize("change", ["thaw", "evaluate"])
 def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, captures: list[Replayed]) -> None:
     net = Net()
     net.body.requires_grad_(change != "thaw")
-    forward = cuda_graphs.GraphedForward(net.forward, net, beside=False)
-    for _ in range(cuda_graphs._WARM_CALLS + 2):
+    forward = calls.GraphedForward(net.forward, net, GraphLayer(False))
+    for _ in range(calls.WARM_CALLS + 2):
         forward(torch.randn(5, 6))
     assert [captured.replays for captured in captures] == [2]
     net.body.requires_grad_(True)
     net.norm.train(change != "evaluate")
     statistics = net.norm.running_mean.clone()
-    for _ in range(cuda_graphs._WARM_CALLS):
+    for _ in range(calls.WARM_CALLS):
         forward(torch.randn(5, 6)).sum().backward()
     assert net.body.weight.grad is not None
     assert torch.equal(net.norm.running_mean, statistics) == (change == "evaluate")
@@ -593,7 +612,7 @@ def test_what_is_thawed_or_frozen_later_is_captured_anew(change: str, captures: 
 
 
 def captured_in_place_of(net: Net, forward: Callable[[], object]) -> None:
-    with cuda_graphs._tensors_stay(net):
+    with capturing.tensors_stay(net):
         forward()
 
 
@@ -636,14 +655,14 @@ def test_memory_that_replays_use_and_the_allocator_counts_as_free() -> None:
         {"segment_pool_id": (0, 2), "total_size": 50, "allocated_size": 50},
         {"segment_pool_id": (0, 3), "total_size": 70, "allocated_size": 0},  # another graph's
     ]
-    assert cuda_graphs._free_bytes(segments, {(0, 1), (0, 2)}) == 70
+    assert capturing.free_bytes(segments, {(0, 1), (0, 2)}) == 70
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [nn.Identity(), nn.Sequential, lambda held: torch.compile(held, backend="eager")])
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda held: torch.compile(held, backend="eager")])
 def test_what_data_parallel_is_to_hear_of_is_not_graphed(wrap: Callable[..., nn.Module]) -> None:
-    """Gradients of a replay go past its hooks: no rank would send any."""
+    """Its forward would be in the graph, with all that it does for the other ranks."""
     root = RootModule(module=wrap(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), name="Linear")
-    match = cuda_graphs.CudaGraphs().match(Training(device=torch.device("cuda"), roots=[root]), {})
+    match = CudaGraphs().match(Training(device=torch.device("cuda"), roots=[root]), {})
     assert not match.applies
     assert "DistributedDataParallel does work of its own" in match.reason
