@@ -36,6 +36,7 @@ from advisor.runs import (
 from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
+    from advisor.analysis.scaling import Foretold, Link
     from advisor.core.attempt import Attempt
     from advisor.core.environment import Environment
     from advisor.profiling.launcher import Exit, ScriptCommand
@@ -850,11 +851,74 @@ def apply_on_ranks(
     log, proved, exit_code = prove_plan(
         together, loaded, environment=here, max_time_s=max_time_s, run_dir=run_dir, say=say
     )
-    log = replace(log, notes=(ranks.told(proof), *log.notes))
+    foretold = _foretold(searched.profile if searched else None, log, gpus, synchronised=not norms)
+    log = replace(log, notes=(ranks.told(proof), *foretold, *log.notes))
     storage.save(run_dir / "trials.json", log)
     starting.clear(run_dir, gpus)
     return ApplyResult(
         run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=_beside(proved, run_dir, say)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleResult:
+    """`links`: what was assumed of them, a line each."""
+
+    rows: Sequence[Foretold]
+    one_us: float
+    links: tuple[str, ...]
+
+
+def scale(
+    run: str | Path, gpus: Sequence[int], *, link: str, between: str, host: int = 8, local_norms: bool = False
+) -> ScaleResult:
+    """A step of several GPUs, foretold from a run's profile.
+
+    Raises:
+        AdvisorError: when the run cannot be read or does not serve, or a link cannot be measured or has no such name.
+    """
+    from advisor.analysis import scaling
+
+    _, measured = load_profile(run)
+    inside, outside = _link(link), scaling.link(between)
+    rows = scaling.foretell(measured, gpus, inside=inside, between=outside, host=host, synchronised=not local_norms)
+    told = tuple(
+        f"{where}: {one.latency_us:.1f} µs and {one.gbps:.0f} GB/s ({one.basis})"
+        for where, one in (("inside a host", inside), ("between hosts", outside))
+        if where == "inside a host" or max(gpus) > host
+    )
+    return ScaleResult(rows=rows, one_us=measured.typical_us, links=told)
+
+
+def _link(name: str, ranks: int = 2) -> Link:
+    import tempfile
+
+    from advisor.analysis import scaling
+    from advisor.distributed import links
+
+    if name != "measured":
+        return scaling.link(name)
+    with tempfile.TemporaryDirectory() as folder:
+        return scaling.link(name, links.measure(ranks, Path(folder) / "link.json"))
+
+
+def _foretold(profile: StepProfile | None, log: TrialLog, gpus: int, *, synchronised: bool) -> tuple[str, ...]:
+    """What the profile of one rank's share had foretold of the plain step of all, beside what was measured; nothing without either."""
+    from advisor.analysis import scaling
+
+    if profile is None or log.stack is None or not log.stack.plain_us:
+        return ()
+    try:
+        link = _link("measured", gpus)
+        (row,) = scaling.foretell(profile, (gpus,), inside=link, between=link, host=gpus, synchronised=synchronised)
+    except AdvisorError as error:
+        return (f"nothing was foretold of {gpus} ranks: {error}",)
+    took = sum(log.stack.plain_us) / len(log.stack.plain_us)
+    low, high = (us / 1e3 for us in row.step_us)
+    return (
+        f"foretold from one rank's profile: {low:.2f} to {high:.2f} ms a step of {gpus} ranks, {row.exposed_us / 1e3:.2f} of it exposed "
+        f"communication (link {link.latency_us:.1f} µs, {link.gbps:.0f} GB/s); measured {took / 1e3:.2f}: "
+        f"{abs(row.middle_us / took - 1):.1%} off",
     )
 
 

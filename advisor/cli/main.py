@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
+    "scale": ("scale", "scale", "Foretell a step of several GPUs from a recorded run of one."),
     "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
     "repro": ("repro", "repro", "Print a script that repeats one operator of a run, without the model."),

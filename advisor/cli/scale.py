@@ -1,0 +1,77 @@
+"""`advisor scale`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from advisor.cli import output
+from advisor.cli.help import Command
+from advisor.cli.parameters import format_option
+
+
+@click.command(cls=Command)
+@click.option(
+    "--gpus", "ranks", multiple=True, type=click.IntRange(1, 100_000), metavar="N", help="Foretell N (repeatable)."
+)
+@click.option(
+    "--link",
+    default="measured",
+    metavar="NAME",
+    show_default=True,
+    help="Inside a host: `measured` here over two ranks in some seconds, nvlink, pcie, or LATENCY_US,GB_PER_S.",
+)
+@click.option(
+    "--between",
+    default="ib400",
+    show_default=True,
+    metavar="NAME",
+    help="Between hosts: ib400, or LATENCY_US,GB_PER_S.",
+)
+@click.option("--host", default=8, show_default=True, type=click.IntRange(1, 64), metavar="N", help="GPUs of one host.")
+@click.option("--epochs", type=float, metavar="E", help="Foretell the GPU-hours of so many epochs, of --samples each.")
+@click.option("--samples", type=float, metavar="N", help="Samples of an epoch.")
+@click.option("--local-norms", is_flag=True, help="Batch norms take each rank's own statistics.")
+@format_option("text", "json")
+@click.argument("run", default="last")
+def scale(
+    run: str,
+    *,
+    ranks: tuple[int, ...],
+    link: str,
+    between: str,
+    host: int,
+    epochs: float | None,
+    samples: float | None,
+    local_norms: bool,
+    form: str,
+) -> int:
+    """Foretell a step of N GPUs from the profile of one: RUN, a folder or `last`. Each GPU has the batch that was profiled.
+
+    \b
+    Examples:
+      advisor scale                                 the last profile
+      advisor scale --gpus 4 --link nvlink last
+      advisor scale --epochs 90 --samples 1281167   and what a training would take
+    """
+    from advisor import pipeline
+
+    if (epochs is None) != (samples is None):
+        raise click.UsageError("--epochs and --samples belong together", click.get_current_context())
+    found = pipeline.scale(
+        run, ranks or (2, 4, 8, 64, 1024), link=link, between=between, host=host, local_norms=local_norms
+    )
+    whole = epochs * samples if epochs is not None and samples is not None else None
+    if form == "json":
+        rows = [
+            {name: getattr(one, name) for name in one.__slots__}
+            | ({"gpu_hours": one.gpu_hours(whole)} if whole else {})
+            for one in found.rows
+        ]
+        click.echo(json.dumps({"links": found.links, "one_us": found.one_us, "foretold": rows}))
+        return 0
+    from advisor.reporting import scaling
+
+    output.say(scaling.text(found.rows, one_us=found.one_us, links=found.links, samples=whole))
+    return 0

@@ -1,0 +1,79 @@
+"""A step of several GPUs, foretold from the profile of one."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.analysis import scaling
+from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
+from advisor.core.profile import ConvFact, KernelRow, ModelFacts, Spread, StepProfile
+from advisor.reporting import scaling as page
+
+FREE = scaling.Link(name="free", latency_us=0.0, gbps=1e12, basis="none")
+
+
+def conv(name: str, channels: int) -> ConvFact:
+    return ConvFact(
+        module=name, in_channels=channels, out_channels=channels, kernel=(3, 3), stride=(1, 1), padding=(1, 1),
+        dilation=(1, 1), groups=1, bias=False,
+    )  # fmt: skip
+
+
+def profile(**facts: object) -> StepProfile:
+    """10 ms a step, 6 of them backward: 1 ms of the late layer's, which holds most weights, 5 of the early one's."""
+    convs = (conv("early", 64), conv("late", 1024))
+    parameters = sum(9 * c.in_channels * c.out_channels for c in convs)
+    model = ModelFacts(**{"convs": convs, "parameters": parameters, "batch_size": 32, **facts})
+    rows = [
+        KernelRow(name="dgrad", kind="conv", module=name, phase="backward", time_us=us)
+        for name, us in (("early", 5e3), ("late", 1e3))
+    ]
+    spread = Spread(n=3, median=1e4, p10=1e4, p90=1e4, raw=(1e4, 1e4, 1e4))
+    return StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(), step_kind="optimizer", step_us=spread, wall_us=None,
+        kernels=tuple(rows), model=model, phase_us={"forward": 3e3, "backward": 6e3, "optimizer": 1e3},
+    )  # fmt: skip
+
+
+def one(link: scaling.Link, ranks: int = 2, **facts: object) -> scaling.Foretold:
+    return scaling.foretell(profile(**facts), [ranks], inside=link, between=link)[0]
+
+
+def test_communication_that_costs_nothing_leaves_the_step_as_it_is() -> None:
+    found = one(FREE)
+    assert found.step_us == pytest.approx((1e4, 1e4))
+    assert found.efficiency == pytest.approx((1.0, 1.0))
+    assert found.samples_per_s[0] == pytest.approx(6400, rel=1e-3)
+
+
+def test_what_is_sent_early_is_hidden_behind_the_rest_of_the_backward() -> None:
+    # 37.7 MB of the late layer are ready after 1 ms: over 10 GB/s they take 3.8 ms, and 5 ms are left.
+    late = one(scaling.Link(name="", latency_us=0.0, gbps=10.0, basis=""))
+    assert late.communication_us == pytest.approx(3790, rel=0.01)
+    assert late.exposed_us == pytest.approx(14.7, rel=0.1)  # the last, small bucket
+    slow = one(scaling.Link(name="", latency_us=0.0, gbps=5.0, basis=""))
+    assert slow.exposed_us == pytest.approx(1e3 + 7.57e3 - 6e3, rel=0.02)
+
+
+def test_synchronised_norms_cost_their_latency_and_stragglers_their_deviations() -> None:
+    link = scaling.Link(name="", latency_us=10.0, gbps=1e6, basis="")
+    assert one(link, module_counts={"BatchNorm2d": 50}).norms_us == pytest.approx(50 * 2 * 20, rel=0.01)
+    assert one(link, 4, module_counts={"BatchNorm2d": 50}).norms_us == pytest.approx(50 * 2 * 60, rel=0.01)
+
+
+def test_more_ranks_are_never_foretold_to_be_more_efficient() -> None:
+    link = scaling.LINKS["nvlink"]
+    rows = scaling.foretell(profile(), [2, 4, 8, 64, 1024], inside=link, between=scaling.LINKS["ib400"])
+    shares = [row.efficiency[1] for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert "1024" in page.text(rows, one_us=1e4, links=("a link",), samples=1e6)
+    assert rows[0].gpu_hours(3600 * rows[0].samples_per_s[1])[0] == pytest.approx(2.0)
+
+
+def test_what_does_not_serve_is_told() -> None:
+    with pytest.raises(AdvisorError, match="of 4 processes"):
+        one(FREE, world_size=4)
+    with pytest.raises(AdvisorError, match="no link 'string'"):
+        scaling.link("string")
+    assert scaling.link("2,50").gbps == 50.0
