@@ -3,6 +3,7 @@
 # make test-long   those, of parameters' products all cases, and what measures this machine
 # make test-load   make test's ten times over, in random order, beside two busy processes
 # make lint        ruff, mypy, import-linter, rules, generated pages
+# make docs        build the docs as a site into build/site; a dead link or anchor fails
 # make reliability run the fault suite and write docs/reliability.md
 # make sanitize    memcheck, racecheck and initcheck of every kernel, with the CUDA toolkit's compute-sanitizer
 #                  (a part of it: SANITIZE="--tool initcheck pooling")
@@ -39,7 +40,7 @@ DEMO := docs/examples/cifar.py --epochs 200
 DEMO_TIME := 3m
 endif
 
-.PHONY: demo test test-long test-load lint reliability reliability-gpu sanitize test-gpu clean
+.PHONY: demo test test-long test-load lint docs reliability reliability-gpu sanitize test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,6 +76,14 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/advisor rules lint
 	$(BIN)/advisor rules test
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP_INSTALL) --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 reliability: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/page.py --run cpu
