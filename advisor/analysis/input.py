@@ -67,7 +67,8 @@ def _epochs(view: View, table: MetricTable) -> None:
     """What beginning an epoch costs: in all, and a share of the training, which is its steps and these."""
     stats = view.profile.input
     table.set("iterators_per_step", stats.iterators_per_step)
-    again = stats.workers > 0 and stats.iterators > 1 and stats.iterators_per_step < EACH_STEP
+    comes_again = stats.iterators > 1 or stats.epochs_in_loop
+    again = stats.workers > 0 and comes_again and stats.iterators_per_step < EACH_STEP
     remade, lasting = stats.loaders > 1, stats.persistent_workers
     table.set(
         "workers_restarted_by",

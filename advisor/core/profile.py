@@ -147,6 +147,7 @@ class InputStats:
     iterators_per_step: float = 0.0  # made in the timed steps
     loaders: int = 0  # DataLoader objects that iterators were made of so far
     iterators: int = 0  # made so far
+    epochs_in_loop: bool = False  # the script makes them in a loop: further epochs come
     batch_size: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False

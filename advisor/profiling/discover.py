@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ from advisor.profiling.compiles import is_compiled
 from advisor.profiling.epochs import Epochs
 from advisor.profiling.forwards import ForwardWatch
 from advisor.profiling.layouts import LayoutWatch, is_channels_last
+from advisor.profiling.loops import in_loop
 from advisor.profiling.patches import Patch
 from advisor.profiling.sources import user_line
 from advisor.profiling.steps import EPOCH, EVALUATION, FORWARD, StepWatcher
@@ -631,7 +633,7 @@ class Discovery:
     def _observe_iter(self, loader: DataLoader[Any], iterator: Any, nanoseconds: int) -> None:
         self._iterators[iterator] = loader
         if self._in_training_thread():
-            self.epochs.made(iterator, loader, nanoseconds)
+            self.epochs.made(iterator, loader, nanoseconds, again=in_loop(sys._getframe()))
             self.watcher.note(EPOCH)
 
     def _time_draw(self, before: tuple[torch.cuda.Event | None, int]) -> None:

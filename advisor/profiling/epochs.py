@@ -30,6 +30,7 @@ class Start:
     ended_ns: int = 0  # in the `next()` that found it exhausted
     begun: int = 0  # draws from all of them before its own first, and up to its latest
     latest: int = 0
+    again: bool = False  # it stands in a loop of the script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class EpochCost:
     first_us: float = 0.0
     batches: float = 0.0  # of an epoch; 0.0: not known
     loaders: int = 0  # DataLoader objects that the starts were of
+    again: bool = False  # the script makes iterators in a loop: further epochs come
 
 
 class Epochs:
@@ -64,13 +66,13 @@ class Epochs:
         """Iterators that the training has drawn from so far."""
         return self._count
 
-    def made(self, iterator: Any, loader: DataLoader[Any], nanoseconds: int) -> None:
-        """`iter(loader)` has returned; it may be for an evaluation. Workers that persist have one iterator for all epochs."""
+    def made(self, iterator: Any, loader: DataLoader[Any], nanoseconds: int, *, again: bool = False) -> None:
+        """`iter(loader)` has returned, `again`: in a loop; it may be for an evaluation. Workers that persist have one iterator for all epochs."""
         if loader not in self._ordinals:
             self._ordinals[loader] = next(self._numbers)
         ordinal = self._ordinals[loader]
         self._open.pop(iterator, None)
-        self._made[iterator] = Start(ordinal, nanoseconds, id(loader.dataset))
+        self._made[iterator] = Start(ordinal, nanoseconds, id(loader.dataset), again=again)
 
     def drawn(self, iterator: Any, loader: DataLoader[Any] | None, nanoseconds: int) -> int:
         """The training has drawn a batch; returns what `iter(loader)` took where it is the first, ns."""
@@ -131,6 +133,7 @@ class Epochs:
             first_us=first_us,
             batches=known[0] if known else 0.0,
             loaders=len({start.loader for start in starts}),
+            again=any(start.again for start in starts),
         )
 
 

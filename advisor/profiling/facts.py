@@ -176,6 +176,7 @@ def input_stats(
         epoch_batches=cost.batches,
         loaders=cost.loaders,
         iterators=cost.starts,
+        epochs_in_loop=cost.again,
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+import timeit
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -84,7 +85,19 @@ class Fault:
     machines: tuple[str, ...] = ("gpu", "cpu")
     cured: Mapping[str, str] | None = None  # slots of the same training without the fault
     priced: bool = False  # the cure is the user's alone, so that its cost must lie in the card's interval
+    needs: Callable[[], bool] = lambda: True  # whether it is a fault on this machine
     after: Mapping[str, str] = field(default_factory=dict)  # text behind a slot's own, such as a line behind the update
+
+
+def bf16_is_slow() -> bool:
+    """Whether this processor multiplies in bf16 slower than in fp32: there are those with units for it, and those without."""
+    import torch
+
+    def fastest_s(dtype: torch.dtype) -> float:
+        a = torch.ones(384, 384, dtype=dtype)
+        return min(timeit.repeat(lambda: a @ a, number=1, repeat=7))
+
+    return fastest_s(torch.bfloat16) > 1.1 * fastest_s(torch.float32)
 
 
 def scripts(machine: str) -> list[tuple[str, Fault, str]]:
@@ -321,6 +334,7 @@ FAULTS: tuple[Fault, ...] = (
         styles=("flat", "functions"),
         machines=("cpu",),
         cured={},
+        needs=lambda: bf16_is_slow(),  # below, so not yet named
     ),
     Fault(
         id="one-thread",

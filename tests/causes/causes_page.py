@@ -55,7 +55,7 @@ def trainings(machine: str, folders: Sequence[Path] = ()) -> list[Training]:
     found = [
         Training(name, text, fault.expect, fault.priced)
         for name, fault, text in causes_catalogue.scripts(machine)
-        if fault.priced or not name.endswith(CURED)
+        if (fault.priced or not name.endswith(CURED)) and fault.needs()
     ]
     for folder in folders:
         for path in sorted(folder.glob("*.py")):

@@ -139,3 +139,9 @@ def test_the_interval_holds_what_was_measured_when_the_loader_was_kept(make_us, 
     assert gain is not None
     assert gain.low <= measured <= gain.high
     assert gain.low > 0.15
+
+
+@pytest.mark.parametrize(("stats", "told"), [({"epochs_in_loop": True}, True), ({}, False)])
+def test_one_epoch_in_a_loop_of_the_script_is_enough_to_know_that_workers_start_again(stats, told) -> None:
+    profile = loading(profiles.laptop(), **{**STARTS, "iterators": 1, "loaders": 1, **stats})
+    assert ("workers-restart" in fired(profile)) is told

@@ -163,6 +163,7 @@ def test_starts_are_counted_however_the_loop_is_written(attached, loop, loaders,
     found = input_stats(attached.training, attached.discovery)
     assert (found.loaders, found.iterators, found.epoch_batches) == (loaders, starts, batches)
     assert found.epoch_make_us > 0
+    assert found.epochs_in_loop
     assert len(attached.training.loaders) == 1  # those that were made anew are not held, nor are their workers
 
 
