@@ -2,6 +2,7 @@
 # make test        install into .venv, run the tests that need no GPU, but for those marked long: others go the same ways
 # make test-long   those, of parameters' products all cases, and what measures this machine
 # make test-load   make test's ten times over, in random order, beside two busy processes
+# make test-pythons  advisor under every other Python from 3.10 on that is installed here
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make docs        build the docs as a site into build/site; a dead link or anchor fails
 # make reliability run the fault suite and write docs/reliability.md
@@ -40,7 +41,7 @@ DEMO := docs/examples/cifar.py --epochs 200
 DEMO_TIME := 3m
 endif
 
-.PHONY: demo test test-long test-load lint docs reliability reliability-gpu sanitize test-gpu clean
+.PHONY: demo test test-long test-load test-pythons lint docs reliability reliability-gpu sanitize test-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +69,9 @@ test-long: $(VENV)/.installed-test
 
 test-load: $(VENV)/.installed-test
 	$(BIN)/python tests/under_load.py
+
+test-pythons:
+	.ci/pythons
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ from advisor.core.units import unbroken
 
 PREFIX = "[advisor] "
 _NUMBERS = re.compile(r"\d[\d.,]*")
+_COUNT = re.compile(r"(\d+) of (\d+)")
+LONG_S = 5.0  # what takes longer in all says how long it still takes
 REPEAT_AFTER_S = 10.0  # how long a message that only counts on stays unsaid where lines cannot be replaced
 
 
@@ -31,6 +33,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._live = live and not verbose and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._quiet, self._verbose = quiet, verbose
+        self._from = (0, 0.0)  # the count that a message began with, and when
         self._shape, self._said_at, self._open, self._cut, self._said = "", 0.0, False, "", False
 
     def __call__(self, text: str) -> None:
@@ -38,6 +41,7 @@ class Progress:
             return
         line = PREFIX + " ".join(text.split())
         shape = _NUMBERS.sub("#", line)
+        line += self._left(line, shape)
         try:
             if self._live:
                 self._redraw(line, same=shape == self._shape)
@@ -49,6 +53,21 @@ class Progress:
         except (OSError, ValueError):  # a closed or full stderr must not end a training run
             self._quiet = True
         self._shape = shape
+
+    def _left(self, line: str, shape: str) -> str:
+        """For a message that counts on, how long it still takes at the pace so far; "" where that is short or not known."""
+        found, now = _COUNT.search(line), time.monotonic()
+        if found is None:
+            return ""
+        done, total = map(int, found.groups())
+        if shape != self._shape or done < self._from[0]:
+            self._from = (done, now)
+            return ""
+        begun, since = self._from
+        if done == begun or done >= total:
+            return ""
+        left = (total - done) * (now - since) / (done - begun)
+        return f", about {left:.0f} s left" if now - since + left >= LONG_S and left >= 1 else ""
 
     def _redraw(self, line: str, *, same: bool) -> None:
         if self._open and not same:

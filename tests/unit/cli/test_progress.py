@@ -125,3 +125,26 @@ def test_a_line_that_the_script_has_ended_leaves_no_blank_one():
         stream.flush()
         lines = screen.shown(master, 40)
     assert lines == ["x" * 40, "[advisor] running train.py", "x" * 40, "[advisor] reading the trace", "the report", ""]
+
+
+def test_what_takes_long_says_how_long_it_still_takes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    loud = Terminal()
+    say = Progress(loud, verbose=True)
+    for done, passed in ((2, 0), (3, 2), (6, 6), (10, 8)):
+        now[0] = 100.0 + passed
+        say(f"timed: {done} of 10 steps")
+    told = [line for line in loud.getvalue().replace("\r\x1b[K", "\n").splitlines() if "timed" in line]
+    assert [line.partition(" steps")[2] for line in told] == ["", ", about 14 s left", ", about 6 s left", ""]
+
+
+def test_what_is_short_does_not(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stream = Terminal()
+    say = Progress(stream, verbose=True)
+    for done in range(4):
+        now[0] += 0.1
+        say(f"timed: {done} of 10 steps")
+    assert "left" not in stream.getvalue()

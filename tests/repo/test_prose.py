@@ -1,0 +1,85 @@
+"""Pages for users are easy to read: short sentences, and lines that fit beside code."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+COLUMNS, MEDIAN, MOST = 100, 25, 40
+# What people read to use advisor. Records, results and pages for who works on it speak to others.
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "index",
+            "first-training",
+            "reading-a-report",
+            "inconclusive",
+            "support",
+            "troubleshooting",
+            "performance-guide",
+            "privacy",
+            "comparison",
+            "glossary",
+            "guides/ci",
+            "guides/agents",
+            "guides/tools",
+        )
+    ),
+]
+
+
+def blocks(text: str) -> Iterator[list[str]]:
+    """The lines of each paragraph and list item; no code, tables, headings or pictures."""
+    text = re.sub(r"^```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ +```.*?^ +```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    block: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if not line.strip() or re.match(r"\s*([|#!<]|---|\*\*Exit codes)", line):
+            if block:
+                yield block
+            block = []
+        elif re.match(r"\s*([-*]|\d+\.) ", line) and block:
+            yield block
+            block = [line]
+        else:
+            block.append(line)
+
+
+def sentences(text: str) -> list[str]:
+    found = []
+    for block in blocks(text):
+        joined = " ".join(line.strip() for line in block)
+        joined = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "code", joined))
+        found += [s for s in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])", joined) if len(s.split()) > 2]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page: str) -> None:
+    lengths = {s: len(s.split()) for s in sentences((REPO / page).read_text(encoding="utf-8"))}
+    assert [s for s, words in lengths.items() if words > MOST] == []
+    assert not lengths or statistics.median(lengths.values()) <= MEDIAN
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_fit_beside_code(page: str) -> None:
+    text = (REPO / page).read_text(encoding="utf-8")
+    assert [line for block in blocks(text) for line in block if len(line) > COLUMNS and " " in line.strip()] == []
+
+
+def test_a_long_sentence_and_a_long_line_are_found() -> None:
+    long = "Word " + "word " * 40 + "end. A short one follows."
+    assert [
+        len(s.split()) for s in sentences(f"# Head\n\n{long}\n\n```sh\n{long}\n```\n\n- an item that counts\n")
+    ] == [42, 4, 5]
+    assert list(blocks("| a |\n\n1. one\n2. two\n   more\n")) == [["1. one"], ["2. two", "   more"]]
