@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 
 import click
 
@@ -69,9 +69,10 @@ def scale(
             | ({"gpu_hours": one.gpu_hours(whole)} if whole else {})
             for one in found.rows
         ]
-        click.echo(json.dumps({"links": found.links, "one_us": found.one_us, "foretold": rows}))
+        told = {"links": list(found.links), "one_us": found.one_us, "foretold": rows}
+        output.say(output.document("scaling", told), sys.stdout)
         return 0
     from advisor.reporting import scaling
 
-    output.say(scaling.text(found.rows, one_us=found.one_us, links=found.links, samples=whole))
+    output.say(scaling.text(found.rows, one_us=found.one_us, links=found.links, samples=whole), sys.stdout)
     return 0

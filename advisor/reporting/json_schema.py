@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from advisor.analysis.convolutions import Product
+from advisor.analysis.scaling import Foretold
 from advisor.core.attempt import Attempt
 from advisor.core.findings import Card, Findings
 from advisor.core.profile import StepProfile
@@ -172,6 +173,11 @@ DOCUMENTS: dict[str, Document] = {
             "settings": list[str],
             "products": [{**_fields(Product), "total_us": float, "tflops": float, "of_limit": float | None}],
         },
+    ),
+    "scaling": Document(
+        commands=("scale",),
+        about="A step of several GPUs, foretold; pairs are low and high. `gpu_hours` is there with `--epochs`.",
+        fields={"links": list[str], "one_us": float, "foretold": [_fields(Foretold)]},
     ),
     "runs": Document(commands=("runs",), about="The runs in advisor-runs/ here.", fields={"runs": [_RUN]}),
     "rules": Document(commands=("rules list",), about="Every rule.", fields={"rules": [RULE]}),

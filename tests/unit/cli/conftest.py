@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import advisor
+from advisor.analysis import scaling
 from advisor.cli.main import cli
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
@@ -71,6 +72,12 @@ class FakePipeline(types.ModuleType):
         return SimpleNamespace(
             run_dir=self.run_dir, exit_code=0, profile=samples.resnet50(), findings=samples.findings()
         )
+
+    def scale(self, run, gpus, **kwargs):
+        self._record("scale", run, gpus, **kwargs)
+        inside, outside = scaling.link("nvlink"), scaling.link("ib400")
+        rows = scaling.foretell(samples.resnet50(), gpus, inside=inside, between=outside, host=8)
+        return SimpleNamespace(rows=rows, one_us=116_600.0, links=("inside a host: 3 µs",))
 
     def try_patch(self, words, patch, **kwargs):
         self._record("try_patch", words, patch=patch, **kwargs)

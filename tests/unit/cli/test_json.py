@@ -24,6 +24,7 @@ KINDS = {
     "try": "attempt",
     "compare": "comparison",
     "conv": "convolutions",
+    "scale": "scaling",
     "runs": "runs",
     "rules list": "rules",
     "rules metrics": "metrics",
