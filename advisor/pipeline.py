@@ -36,9 +36,11 @@ from advisor.runs import (
 from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
+    from advisor.analysis.activations import Alternative
     from advisor.analysis.scaling import Foretold, Link
     from advisor.core.attempt import Attempt
     from advisor.core.environment import Environment
+    from advisor.core.held import MemoryLook
     from advisor.profiling.launcher import Exit, ScriptCommand
     from advisor.profiling.session import Session
     from advisor.trials.choosing import Ask
@@ -861,6 +863,85 @@ def apply_on_ranks(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryResult:
+    """What a step holds, and what other ways would; `batch`: samples that `memory_bytes` would hold."""
+
+    look: MemoryLook
+    others: Sequence[Alternative]
+    batch: int
+    memory_bytes: int
+
+
+def memory(
+    words: Sequence[str],
+    *,
+    module: bool = False,
+    memory_bytes: int = 0,
+    gpus: int = 1,
+    out: Path | None = None,
+    say: Say,
+) -> MemoryResult:
+    """Watch one step of the script for what it holds.
+
+    Raises:
+        AdvisorError: for a script that cannot be started, or that shows no step.
+    """
+    from advisor.analysis import activations
+    from advisor.profiling import launcher
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials.memory import watched
+    from advisor.trials.script import Script
+    from advisor.userfiles import owners
+
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = _begin(command.name, out, say)
+    owners.hold(run_dir)
+    script = Script(command, run_dir, launcher.launch, say)
+    try:
+        look = watched(script, ())
+    finally:
+        script.put_back()
+    if look is None:
+        raise AdvisorError(
+            f"no step could be watched ({script.last_line or 'the script ended early'})",
+            exit_code=ExitCode.INCONCLUSIVE,
+        )
+    there = memory_bytes or look.total_bytes
+    return MemoryResult(
+        look=look,
+        others=activations.alternatives(look, gpus),
+        batch=activations.largest_batch(look, there) if there else 0,
+        memory_bytes=there,
+    )
+
+
+def reach_memory(
+    words: Sequence[str],
+    *,
+    module: bool = False,
+    cost: float = 0.05,
+    limit_bytes: int = 0,
+    out: Path | None = None,
+    say: Say,
+) -> ApplyResult:
+    """Make a step hold less, for at most `cost` of its time, and prove it: trials/memory.py.
+
+    Raises:
+        AdvisorError: for a script that cannot be started, or that shows no step.
+    """
+    from advisor.profiling import environment
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials import planfile
+    from advisor.trials.memory import reach
+
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = _begin(command.name, out, say)
+    machine = planfile.environment_text(environment.probe())
+    log, plan, _, exit_code = reach(command, run_dir, cost=cost, limit_bytes=limit_bytes, environment=machine, say=say)
+    return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=plan, plan_file=_beside(plan, run_dir, say))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleResult:
     """`links`: what was assumed of them, a line each."""
 
@@ -952,6 +1033,10 @@ def attach(session: Session) -> None:
         from advisor.trials.live.driver import attach_search
 
         attach_search(session)
+    elif session.mode == "memory":
+        from advisor.trials.look import attach_look
+
+        attach_look(session)
     elif session.mode == "across":
         from advisor.trials.across import attach_across
 
@@ -965,7 +1050,7 @@ def attach(session: Session) -> None:
 
         attach_run(session)
     else:
-        raise AdvisorError(f"session mode {session.mode!r}", expected="profile, search, across, measure or run")
+        raise AdvisorError(f"session mode {session.mode!r}", expected="profile, search, across, memory, measure or run")
     _prefer_torch()
 
 

@@ -12,6 +12,7 @@ from advisor.cli import ask, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import (
     SCRIPT_CONTEXT,
+    Bytes,
     Duration,
     Percent,
     format_option,
@@ -50,6 +51,23 @@ from advisor.cli.progress import Progress
     "--diff", is_flag=True, help="At the end, print what is kept as a diff of the script; see `advisor plan show`."
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
+@click.option(
+    "--goal",
+    type=click.Choice(["speed", "memory"]),
+    default="speed",
+    show_default=True,
+    help="What to make better: `memory` computes activations again where that costs least.",
+)
+@click.option(
+    "--memory", type=Bytes(), default="0", metavar="SIZE", help="With --goal memory: what a step may hold, as 24GiB."
+)
+@click.option(
+    "--max-cost",
+    type=Percent(),
+    default="5%",
+    show_default=True,
+    help="With --goal memory: the step's time that it may take.",
+)
 @gpus_options
 @rules_option
 @format_option("text", "json", "md")
@@ -70,6 +88,9 @@ def apply(
     plan: Path | None,
     diff: bool,
     out: Path | None,
+    goal: str,
+    memory: int,
+    max_cost: float,
     gpus: int,
     allow: str | None,
     rules_dirs: tuple[Path, ...],
@@ -100,6 +121,7 @@ def apply(
       advisor apply --dry-run train.py
       advisor apply --only channels_last --only amp_bf16 --min-gain 2% train.py
       advisor apply --plan last         the newest plan here, with its own script
+      advisor apply --auto --goal memory train.py --lr 0.1
       advisor apply --auto --gpus 4 train.py --lr 0.1
       advisor apply --plan plan.yaml -- torchrun --nproc-per-node 4 train.py
     """
@@ -109,6 +131,8 @@ def apply(
         raise click.UsageError(
             "no script; name one, or use --auto for the one that was profiled last", click.get_current_context()
         )
+    if goal == "memory" and (not words or not auto or plan is not None or gpus > 1):
+        raise click.UsageError("--goal memory needs --auto and a SCRIPT, in one process", click.get_current_context())
     if gpus > 1 and (not words or dry_run or not (auto or plan is not None)):
         raise click.UsageError("--gpus needs a SCRIPT, and --auto or --plan", click.get_current_context())
     if clash := set(only) & set(skip):
@@ -118,7 +142,9 @@ def apply(
     from advisor import pipeline
 
     with Progress(live=auto or plan is not None, quiet=quiet, verbose=verbose) as say:
-        if gpus > 1:
+        if goal == "memory":
+            result = pipeline.reach_memory(words, module=module, cost=max_cost, limit_bytes=memory, out=out, say=say)
+        elif gpus > 1:
             search = (
                 {} if plan is not None else {"min_gain": min_gain, "max_pairs": max_pairs, "rules_dirs": rules_dirs}
             )

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
     "run": ("run", "run", "Train with a proved plan, no search."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
+    "memory": ("memory", "memory", "Show what holds the memory of a step, and what other ways would hold."),
     "scale": ("scale", "scale", "Foretell a step of several GPUs from a recorded run of one."),
     "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),

@@ -58,6 +58,26 @@ class Part(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4
         return number, parts
 
 
+# Binary and decimal: "gib" and "gb".
+_SIZES = {f"{prefix}{end}": base**n for n, prefix in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))}
+_SIZES |= {"": 1, "b": 1}
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """A size: `24GiB`, `800MB`; a bare number counts bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+        if match is None or match.group(2) not in _SIZES:
+            self.fail(f"{value!r} is not a size; write 24GiB or 800MB", param, ctx)
+        return int(float(match.group(1)) * _SIZES[match.group(2)])
+
+
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
     """A time span: `90s`, `10m`, `1h30m`; a bare number counts seconds."""
 

@@ -50,6 +50,7 @@ class Stage(IntEnum):
     ALGORITHMS = auto()
     COMPILER = auto()
     AUTOTUNING = auto()
+    MEMORY = auto()  # for `--goal memory` alone (trials/memory.py)
     RANKS = auto()  # in all ranks of `--gpus N` (trials/across.py), behind what one of them can be searched for
 
 
@@ -325,6 +326,22 @@ _ALL = (
         predictor="launch:cuda_graphs",
         stage=Stage.GRAPHS,
         part="graphs",
+    ),
+    Row(
+        id="checkpoint_activations",
+        title="activations computed again",
+        code="checkpoint:CheckpointActivations",
+        stage=Stage.MEMORY,
+        semantics=Semantics.EXACT,
+        needs_gpu=False,
+    ),
+    Row(
+        id="expandable_segments",
+        title="expandable segments of the allocator",
+        code="allocator:ExpandableSegments",
+        stage=Stage.MEMORY,
+        semantics=Semantics.EXACT,
+        live=False,
     ),
     Row(
         id="ddp_bucket_views",

@@ -15,6 +15,7 @@ TRACE, BLOCKS, UNDO = "effect checks", "timed blocks", "taking back"
 ROUNDS, PAIRS, STACK = "profiles of later rounds", "pairs of fresh runs", "whole against plain"
 ON_TOP, LEFT_OUT = "changes on top of the whole", "whole without each change"
 RANKS = "several ranks"  # that they train as one process does, and what is tried in all of them
+MEMORY = "less memory"
 REST = "rest"  # rules, files, the supervisor's own
 
 PHASES = (

@@ -1,0 +1,66 @@
+"""`advisor memory`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from advisor.cli import output
+from advisor.cli.help import Command
+from advisor.cli.parameters import (
+    SCRIPT_CONTEXT,
+    Bytes,
+    format_option,
+    module_option,
+    verbosity_options,
+    words_argument,
+)
+from advisor.cli.progress import Progress
+
+
+@click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
+@click.option(
+    "--memory", type=Bytes(), metavar="SIZE", default="0", help="What there is, as 24GiB; the device's where left out."
+)
+@click.option(
+    "--gpus", type=click.IntRange(1, 1024), metavar="N", default=1, help="Show what N of them would share, too."
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
+@format_option("text", "json")
+@verbosity_options
+@module_option
+@words_argument
+def memory(
+    words: tuple[str, ...],
+    *,
+    module: bool,
+    memory: int,
+    gpus: int,
+    out: Path | None,
+    form: str,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Show what holds the memory of a step of SCRIPT, with the lines that made it, and what other ways would hold.
+
+    One step is watched; the script is stopped behind it, and its files are put back. `advisor apply --goal memory`
+    makes it smaller, and proves that.
+
+    \b
+    Examples:
+      advisor memory train.py --lr 0.1
+      advisor memory --memory 24GiB --gpus 4 train.py
+    """
+    from advisor import pipeline
+    from advisor.core import storage
+    from advisor.reporting import held
+
+    with Progress(quiet=quiet, verbose=verbose) as say:
+        found = pipeline.memory(words, module=module, memory_bytes=memory, gpus=gpus, out=out, say=say)
+    if form == "json":
+        click.echo(json.dumps(storage.to_plain(found.look)))
+        return 0
+    output.say(held.text(found.look, found.others, batch=found.batch, memory_bytes=found.memory_bytes))
+    return 0
