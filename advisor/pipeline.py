@@ -20,8 +20,8 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
 from advisor.core.plan import Plan
 from advisor.core.profile import StepProfile
-from advisor.core.transform_table import row
-from advisor.core.verdict import TrialLog
+from advisor.core.transform_table import ROWS, row
+from advisor.core.verdict import KEPT, TrialLog
 from advisor.runs import (
     FINDINGS_FILE,
     PROFILE_FILE,
@@ -493,6 +493,7 @@ def apply(
         say(f"starting from {_shown(source.run_dir)}")
         storage.save(run_dir / PROFILE_FILE, measured)
         storage.save(run_dir / FINDINGS_FILE, found)
+    _check_kind(only, measured)
     candidates = _chosen(found.recommendations, only, skip)
     forward = measured.step_kind == "forward"
     if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
@@ -639,6 +640,21 @@ def _check_apply(only: Sequence[str], skip: Sequence[str]) -> None:
         row(name)
     if disabled():
         raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
+
+
+def _check_kind(only: Sequence[str], measured: StepProfile) -> None:
+    """Said before a search: what was asked for by name is for another kind of loop.
+
+    Raises:
+        AdvisorError: for such a change.
+    """
+    alone = measured.model.flags.get("cupy_alone", False)
+    for name in only:
+        if row(name).cupy != alone:
+            raise AdvisorError(
+                f"{name} is for loops of {'PyTorch' if alone else 'CuPy alone'}, and this loop is {'CuPy' if alone else 'PyTorch'}'s",
+                fix="Leave it out.",
+            )
 
 
 def _chosen(
@@ -1061,8 +1077,6 @@ def attach_to_cupy(session: Session) -> None:
     """
     from advisor.cupy_loops import attach as cupy_loop
 
-    if session.mode not in cupy_loop.MODES:
-        return
     use.hold(session.folder)
     if session.protect_files:
         from advisor.userfiles.protect import protect
@@ -1101,17 +1115,30 @@ def enable(plan: str | Path) -> None:
     if disabled() or os.environ.get(SESSION_VARIABLE):
         return
     from advisor.core import stderr
-    from advisor.trials import kept, planfile
+    from advisor.trials import planfile
 
     loaded, script = planfile.read(Path(plan)), sys.argv[0]
     use.hold(Path(plan).parent)
     if script.endswith(".py") and (other := planfile.another_script(loaded, script)):
         stderr.say(f"plan: {other}")
+    kept_items = tuple(item for item in loaded.items if item.status == KEPT)
+    if any(item.transform in ROWS and ROWS[item.transform].cupy for item in kept_items):
+        import cupy
+
+        from advisor.cupy_loops import attach as cupy_loop
+
+        cupy_loop.put_on(kept_items, cupy)
+        return
+    from advisor.trials import kept
+
     kept.enable(loaded)
 
 
 def disable() -> None:
     """Take back what `enable` applied. Does nothing when nothing is applied."""
+    cupy_loop = sys.modules.get("advisor.cupy_loops.attach")
+    if cupy_loop is not None:
+        cupy_loop.take_off()
     if "torch" in sys.modules:
         from advisor.trials import kept
 

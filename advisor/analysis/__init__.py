@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.analysis import (
     comm,
     conv,
+    cupy_loop,
     cures,
     elsewhere,
     idle,
@@ -40,6 +41,7 @@ QUESTIONS = (
     conv,
     sync,
     model,
+    cupy_loop,
     optimizer,
     comm,
     cures,

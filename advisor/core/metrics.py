@@ -403,6 +403,18 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("uses_cupy", "the script imports CuPy"),
     _f("cupy_alone", "the training loop is CuPy's, without PyTorch"),
     _n("cupy_kernel_frac", "frac", "share of device time in CuPy kernels", _GPU),
+    _n("cupy_kernels_made", "count", "kernel objects that a CuPy loop makes per step, whatever their source"),
+    _n("cupy_compiles", "count", "modules of compiled kernels that a CuPy loop loads per step", _GPU),
+    _f("cupy_pool", "arrays of a CuPy loop come from a memory pool"),
+    _n("cupy_columns_frac", "frac", "share of device time in which a CuPy loop turns images into columns or back"),
+    _n("cupy_scatter_frac", "frac", "share of device time in a CuPy loop's additions at indices"),
+    _n("cupy_sums_frac", "frac", "share of device time in a CuPy loop's sums, means and variances"),
+    _n("cupy_raw_frac", "frac", "share of device time in a CuPy loop's own RawKernels"),
+    _n(
+        "cupy_passes_frac",
+        "frac",
+        "share of device time in a CuPy loop's elementwise operations, casts and reductions, each a pass of its own",
+    ),
     _n("custom_kernel_frac", "frac", "share of device time in kernels that belong to no torch operator", _GPU),
     _n("advisor_kernel_frac", "frac", "share of device time in advisor's own kernels", _GPU),
     _Section(

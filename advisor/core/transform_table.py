@@ -129,6 +129,19 @@ def _family(identifier: str, title: str, *, stage: Stage = Stage.KERNELS, nhwc: 
     )
 
 
+def _cupy(identifier: str, title: str, stage: Stage, semantics: Semantics, *, part: Part) -> Row:
+    return Row(
+        id=identifier,
+        title=title,
+        code="cupy",
+        stage=stage,
+        semantics=semantics,
+        live=False,
+        part=part,
+        cupy=True,
+    )
+
+
 _ALL = (
     Row(
         id="amp_bf16",
@@ -400,6 +413,16 @@ _ALL = (
         after=("cuda_graphs",),
         part="kernels",
     ),
+    _cupy("cupy_kernels_once", "kernel objects made once", Stage.HOST, Semantics.EXACT, part="host"),
+    _cupy("cupy_tf32", "TF32 for CuPy's fp32 matrix products", Stage.TF32, Semantics.PRECISION, part="precision"),
+    _cupy(
+        "cupy_graphs",
+        "the step recorded and replayed as CUDA graphs",
+        Stage.GRAPHS,
+        Semantics.REASSOCIATED,
+        part="graphs",
+    ),
+    _cupy("cupy_single", "fp32 where fp64 came in by accident", Stage.HALF, Semantics.PRECISION, part="precision"),
 )
 
 

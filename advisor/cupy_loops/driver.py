@@ -19,6 +19,7 @@ from advisor.core.profile import MemoryStats
 from advisor.core.stderr import say
 from advisor.cupy_loops.clock import on_device
 from advisor.cupy_loops.facts import PoolReadings, model_facts
+from advisor.cupy_loops.standing import Standing
 from advisor.cupy_loops.watch import Watcher
 from advisor.cupy_loops.window import Window as TraceWindow
 from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, Window, save_trace
@@ -38,8 +39,8 @@ TELL_EVERY_S = 0.25
 class CupyProfile:
     """A listener of a `Watcher`. `phase` goes warm-up, timed, traced, done."""
 
-    def __init__(self, module: Any, session: Session, watcher: Watcher) -> None:
-        self.module, self.session, self.watcher = module, session, watcher
+    def __init__(self, module: Any, session: Session, watcher: Watcher, standing: Standing) -> None:
+        self.module, self.session, self.watcher, self.standing = module, session, watcher, standing
         self.phase = "warm-up"
         self._process = os.getpid()
         self._warm: list[StepEvent] = []
@@ -77,6 +78,7 @@ class CupyProfile:
     def let_go(self) -> None:
         """Another driver has this process: nothing is written, nothing is left."""
         self.phase = "done"
+        self.standing.undo()
         self.watcher.detach()
 
     def _saw(self, name: str, line: str, result: Any) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 REPEATS = 3  # of the period, at least, at the end of the sequence
-LEAST_SHARE = 0.5  # of all calls seen, in those repeats
+LEAST_SHARE = 0.2  # of all calls seen, in those repeats; a print every seventh step leaves no more
+EARLY = 2000  # calls before a period that brings no batch is one: a loop over layers or parameters, inside a step, has one too
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,9 @@ def find_anchor(calls: Sequence[tuple[str, str]], preferred: Sequence[str] = ())
     if not period or covered < LEAST_SHARE * len(calls):
         return None
     step = calls[len(calls) - period :]
+    again = {key for key, times in Counter(calls).items() if times > 1 and key[0] in preferred}
+    if again.isdisjoint(step) if again else len(calls) < EARLY:
+        return None
     by_key, by_name = Counter(step), Counter(name for name, _ in step)
     key = min(by_key, key=lambda k: (by_key[k], k[0] not in preferred, by_name[k[0]], step.index(k)))
     return Anchor(key=key, count=by_key[key], period=period)

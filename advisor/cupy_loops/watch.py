@@ -14,8 +14,8 @@ from typing import Any
 
 from advisor.cupy_loops.clock import record
 from advisor.cupy_loops.period import Anchor, find_anchor
-from advisor.cupy_loops.surface import Surface
 from advisor.profiling import stop
+from advisor.profiling.cupy_surface import Surface
 from advisor.profiling.patches import Patches
 from advisor.profiling.sources import Lines
 from advisor.profiling.training import StepEvent

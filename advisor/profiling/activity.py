@@ -16,7 +16,7 @@ from typing import Any
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import DeviceTable, RuntimeTable
 from advisor.profiling import cupti
-from advisor.profiling.hostcalls import is_allocation, is_launch, is_wait
+from advisor.profiling.hostcalls import is_allocation, is_launch, is_load, is_wait
 
 # CUpti_ActivityKind
 MEMCPY, MEMSET, KERNEL, DRIVER, RUNTIME, CONCURRENT_KERNEL = 1, 2, 3, 4, 5, 10
@@ -153,7 +153,14 @@ class _Found:
     def _call(self, kind: int, address: int) -> None:
         number, start, end, _, thread, link = _unpack(_CALL, address + 4)
         name = self._name(DRIVER_DOMAIN if kind == DRIVER else RUNTIME_DOMAIN, number)
-        if kind == RUNTIME or is_launch(name) or is_wait(name) or is_allocation(name) or "Memcpy" in name:
+        if (
+            kind == RUNTIME
+            or is_launch(name)
+            or is_wait(name)
+            or is_allocation(name)
+            or is_load(name)
+            or "Memcpy" in name
+        ):
             self._calls.append((start, end, name, thread, link, kind == DRIVER))
 
     def _name(self, domain: int, number: int) -> str:

@@ -15,7 +15,8 @@ from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
 from advisor.core.trace import DeviceTable, Trace
 from advisor.core.units import percent_text
 from advisor.profiling import bylines, dram, kinds, promotions, rows, transfers
-from advisor.profiling.hostcalls import copy_kind, is_allocation, is_launch, is_wait
+from advisor.profiling.cupy_names import MADE, PREFIX
+from advisor.profiling.hostcalls import copy_kind, is_allocation, is_launch, is_load, is_wait
 from advisor.profiling.hosttree import AVERAGE, CLOSURE, ENGINE, OPTIMIZER, OPTIMIZER_STEP, HostTree, build, is_activity
 from advisor.profiling.idle import HostActivity, Piece, device_idle, host_idle
 from advisor.profiling.intervals import Interval, clip, overlap_ns, subtract, total, union
@@ -57,6 +58,8 @@ class Aggregate:
     allocating_us: float = 0.0  # the host in calls that take memory from the driver or give it back
     allocating_idle_us: float = 0.0  # of these, with the device idle
     comm_exposed_us: float = 0.0
+    cupy_made: float | None = None  # kernel objects of CuPy's; None where none of its calls was seen
+    cupy_compiles: float | None = None  # modules of compiled kernels loaded
     dram_bytes: float | None = None  # all of it, kernels' and copies'
     coverage_frac: float | None = None  # launches with a device record; None when no launch was seen
     events: int = 0
@@ -182,7 +185,10 @@ def _device_steps(
     # The counters are those of one GPU.
     moved = dram.spread(device, trace.dram) if trace.dram.start_ns and gpus == 1 else None
     table, limit = rows.rows([_work(device, r, moved) for r in compute], trace, tree, environment, precision, steps)
+    made, loaded = _of_cupy(trace, inside, steps)
     return Aggregate(
+        cupy_made=made,
+        cupy_compiles=loaded,
         steps=steps,
         step_us=(end - start) / 1e3 / steps,
         kernels=table,
@@ -211,6 +217,19 @@ def _device_steps(
         events=events,
         notes=tuple(notes),
     )
+
+
+def _of_cupy(trace: Trace, inside: list[bool], steps: int) -> tuple[float | None, float | None]:
+    """Kernel objects that CuPy made per step, and modules that were loaded; None where the loop is not CuPy's."""
+    ops, first, last = trace.ops, trace.step_bounds_ns[0], trace.step_bounds_ns[-1]
+    if not any(name.startswith(PREFIX) for name in ops.name):
+        return None, None
+    made = sum(
+        name.startswith(PREFIX) and name.endswith(MADE) and first <= start < last
+        for name, start in zip(ops.name, ops.start_ns, strict=True)
+    )
+    loaded = sum(held and is_load(name) for held, name in zip(inside, trace.runtime.name, strict=True))
+    return made / steps, loaded / steps
 
 
 def _records(trace: Trace, tree: HostTree) -> list[_Record]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from advisor.profiling.compiles import compiled_code_in_use
+from advisor.profiling.cupy_lines import CupyLines
 from advisor.profiling.sources import Lines
 from advisor.profiling.training import RootModule, Training
 from advisor.profiling.weights import WeightLines
@@ -149,6 +150,7 @@ class Annotator:
         self._ranges: list[Any] = []  # torch's and the script's own, opened since `start`
         self._training = training
         self._weights: WeightLines | None = None  # while lines that write weights are looked for
+        self._cupy = CupyLines(lambda line: _open(LINE + line))
         self._running = threading.local()  # `.modules`: how many are running
 
     def start(self, *, compiled: bool | None = None) -> None:
@@ -167,6 +169,7 @@ class Annotator:
             _insert_below(self._mode)
             self.lines = True
             self._patch_waits()
+            self._cupy.start()
 
     def settle(self) -> None:
         """A step has ended. Lines that write weights are looked for until some are found: that takes time of the steps to come."""
@@ -195,6 +198,7 @@ class Annotator:
             if owner.__dict__.get(name) is ours:
                 setattr(owner, name, original)
         self._waits.clear()
+        self._cupy.stop()
 
     def open_module(self, module: torch.nn.Module) -> _RecordFunctionFast | None:
         """An open range named after the module, or None. Never raises."""

@@ -199,6 +199,8 @@ def _from_trace(found: Aggregate, loading_frac: float) -> dict[str, Quantity]:
         "host_frac": min(found.host_us / found.step_us, max(0.0, 1 - loading_frac)) if found.step_us > 0 else None,
         "comm_exposed_frac": found.comm_exposed_us / found.step_us if found.step_us > 0 else None,
         "dram_gb_per_step": found.dram_bytes,
+        "cupy_kernels_made": found.cupy_made,
+        "cupy_compiles": found.cupy_compiles,
     }
     return {
         name: Quantity(value=value, provenance=Provenance.MEASURED, reason=traced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PREFIX = "cupy::"
+MADE = ".made"  # behind a kernel class's name: an object of it is made
 
 _SAME = {
     "add": "__add__ __radd__ add",

@@ -60,6 +60,11 @@ def is_allocation(name: str) -> bool:
     return name.removesuffix("_ptsz").removesuffix("_v2") in _ALLOCATIONS
 
 
+def is_load(name: str) -> bool:
+    """True for calls that load compiled kernels into the process."""
+    return name.startswith(("cuModuleLoad", "cuLibraryLoad", "cudaLibraryLoad"))
+
+
 def is_wait(name: str) -> bool:
     """True for calls that wait for the device whatever their arguments."""
     return name.removesuffix("_ptsz") in _WAITS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from advisor.core import layers
+from advisor.core import cupy_rows, layers
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
 from advisor.core.units import bytes_text, count_text, percent_text, shape_text, time_text
 
@@ -248,6 +248,11 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "layout_breaks": _layout_breaks,
     "layout_changes": _kinds("layout"),
     "device_copies": _kinds("copy", "layout"),
+    "cupy_columns": lambda p: _rows(p, cupy_rows.columns, lambda row: row.time_us),
+    "cupy_sums": lambda p: _rows(p, cupy_rows.sums, lambda row: row.time_us),
+    "cupy_scatters": lambda p: _rows(p, cupy_rows.scatters, lambda row: row.time_us),
+    "cupy_raw": lambda p: _rows(p, cupy_rows.raw, lambda row: row.time_us),
+    "cupy_passes": lambda p: _rows(p, cupy_rows.short_elementwise, lambda row: row.time_us),
     "fills": _kinds("memset"),
     "upsampling": _kinds("upsample"),
     "concatenation": _kinds("concat"),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from advisor.core import storage
+from advisor.core import storage, transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
@@ -32,6 +32,9 @@ from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
 from advisor.userfiles import owners
+
+# Of a CuPy loop's changes, what is left out first where all of them together give no measurement.
+FROM_START = ("graphs", "precision", "")
 
 
 def apply_search(
@@ -127,6 +130,10 @@ class Search:
     def run(self, recommendations: Sequence[Recommendation]) -> None:
         """Try what is recommended, and prove what is kept."""
         processes, script = self.processes, self.script
+        from_start = [c for c in planner.order(recommendations, self.profile) if transform_table.row(c.transform).cupy]
+        if from_start:
+            self._prove_from_start(from_start)
+            return
         processes.on_whole = self._prove_at_once  # in the first round
         self.rounds.run(planner.order(recommendations, self.profile), self.profile)
         if not records.kept_items(script.run_dir):
@@ -140,6 +147,28 @@ class Search:
             self.proved = self.stack.add_on_top(self.proved, processes.on_top, share=CHEAP_SHARE)
             self.proved = self.stack.leave_one_out(self.proved)
             self.proved = self.stack.add_on_top(self.proved, processes.on_top)
+
+    def _prove_from_start(self, candidates: Sequence[Recommendation]) -> None:
+        """A loop of CuPy alone: its changes are on from the script's start, all at once, and are proved so and left out one by one.
+
+        Where all at once do not run to an end, what takes the most liberties is left out.
+        """
+        self.rounds.known = tuple(candidates)
+        wanted = self.choose(candidates)
+        for part in FROM_START:
+            for candidate in wanted:
+                others = tuple(c.transform for c in wanted if c is not candidate)
+                verdict = records.verdict_on(candidate, KEPT, "on from the script's start", together=others)
+                records.save_verdict(self.script.run_dir, verdict)
+            self.proved = self.stack.prove(quick=True)
+            rest = [c for c in wanted if transform_table.row(c.transform).part != part]
+            if self.proved is None or self.proved.holds or self.proved.stack or self.script.over or not rest:
+                break
+            wanted = rest
+        if self.proved is not None and self.proved.holds:
+            self._save_proved()
+            self.proved = self.stack.confirm(self.proved)
+            self.proved = self.stack.leave_one_out(self.proved)
 
     def _prove_at_once(self) -> None:
         """What was tried as one is compared with the plain script before anything else is tried, and so is what feeds it."""

@@ -59,9 +59,14 @@ def detailed() -> StepProfile:
 def sources() -> set[str]:
     """Metrics that the profiles' own fields give, and those that the sampler, the steps and the trace bring along."""
     built = [replace(build(), utilization={}) for build in profiles.ALL.values()]
-    known = {name for profile in (*built, detailed()) for name, metric in metrics(profile) if metric.value is not None}
+    cupy = replace(detailed(), model=replace(detailed().model, flags={"uses_cupy": True, "cupy_alone": True}))
+    known = {
+        name for profile in (*built, detailed(), cupy) for name, metric in metrics(profile) if metric.value is not None
+    }
     spread = Spread(median=1.0, p10=1.0, p90=1.0, n=3)
-    traced = Aggregate(steps=1, step_us=1.0, kernels=(ROW,), coverage_frac=1.0, dram_bytes=1.0)
+    traced = Aggregate(
+        steps=1, step_us=1.0, kernels=(ROW,), coverage_frac=1.0, dram_bytes=1.0, cupy_made=1.0, cupy_compiles=0.0
+    )
     return {
         *known,
         *summarise(Recording()),

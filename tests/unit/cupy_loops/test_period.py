@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advisor.cupy_loops.period import find_anchor, period_of
+from advisor.cupy_loops.period import EARLY, find_anchor, period_of
 
 STEP = [("array", "t.py:1"), ("dot", "t.py:2"), *[("__isub__", "t.py:9")] * 4, ("sum", "t.py:4")]
 
@@ -31,6 +31,15 @@ def test_a_print_between_steps_is_passed_over() -> None:
 
 
 def test_where_each_call_comes_several_times_one_is_counted() -> None:
-    found = find_anchor([("dot", "t.py:1"), ("dot", "t.py:1"), ("add", "t.py:2"), ("add", "t.py:2")] * 4)
+    found = find_anchor([("dot", "t.py:1"), ("dot", "t.py:1"), ("add", "t.py:2"), ("add", "t.py:2")] * EARLY)
     assert found is not None
     assert (found.count, found.period) == (2, 4)
+
+
+def test_a_loop_inside_the_first_step_is_no_step() -> None:
+    step = [("array", "t.py:1"), *[("add", "t.py:2"), ("mul", "t.py:3")] * 100]
+    assert find_anchor(step, ("array",)) is None
+    assert find_anchor(step * 2 + step[:80], ("array",)) is None
+    found = find_anchor(step * 3, ("array",))
+    assert found is not None
+    assert found.period == len(step)

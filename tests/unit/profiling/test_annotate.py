@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import stub_cupy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -211,3 +213,19 @@ def test_a_closure_runs_inside_a_range_of_its_own_while_a_window_is_open(monkeyp
     finally:
         annotator.stop()
     assert log == ["advisor:closure", "end"]
+
+
+def test_calls_of_cupy_beside_torch_have_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = stub_cupy.module()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    before = dict(vars(cupy))
+    annotator = annotate.Annotator()
+    with torch.autograd.profiler.profile() as prof:
+        annotator.start(compiled=False)
+        cupy.asnumpy(cupy.ones(3) + 1.0)
+        annotator.stop()
+    assert not annotator.failure
+    assert vars(cupy) == before
+    lines = [event.name for event in prof.function_events if event.name.startswith(annotate.LINE)]
+    assert len(lines) == 3
+    assert all("test_annotate.py:" in line for line in lines)

@@ -13,8 +13,10 @@ from advisor.core.errors import AdvisorError
 from advisor.core.transform_table import ROWS
 from advisor.transforms import registry
 
+OF_TORCH = [name for name, row in ROWS.items() if not row.cupy]
 
-@pytest.mark.parametrize("identifier", ROWS)
+
+@pytest.mark.parametrize("identifier", OF_TORCH)
 def test_each_id_leads_to_its_transform(identifier: str) -> None:
     transform, row = registry.get(identifier), ROWS[identifier]
     assert transform.id == identifier
@@ -24,7 +26,7 @@ def test_each_id_leads_to_its_transform(identifier: str) -> None:
     assert not row.predictor or callable(_predictor(row.predictor))
 
 
-@pytest.mark.parametrize("identifier", ROWS)
+@pytest.mark.parametrize("identifier", OF_TORCH)
 def test_each_says_on_a_cpu_whether_it_applies(identifier: str) -> None:
     match = registry.get(identifier).match(make_loop(steps=1).training, {})
     assert match.sites if match.applies else match.reason
@@ -33,6 +35,11 @@ def test_each_says_on_a_cpu_whether_it_applies(identifier: str) -> None:
 def test_an_unknown_id_is_told() -> None:
     with pytest.raises(AdvisorError, match="no transform 'amp'"):
         registry.get("amp")
+
+
+def test_one_for_loops_of_cupy_is_none_of_these() -> None:
+    with pytest.raises(AdvisorError, match="cupy_graphs is for loops of CuPy alone"):
+        registry.get("cupy_graphs")
 
 
 @pytest.mark.parametrize(

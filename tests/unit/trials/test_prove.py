@@ -164,8 +164,10 @@ def test_a_loader_is_given_time_to_settle_and_judged_by_the_whole_flow(tmp_path)
 
 
 def test_restarted_are_the_changes_that_no_running_loop_can_take():
-    not_live = {name for name in transform_table.ROWS if not registry.get(name).live}
+    of_torch = (name for name, row in transform_table.ROWS.items() if not row.cupy)
+    not_live = {name for name in of_torch if not registry.get(name).live}
     assert not_live <= planner.ON_TOP
+    assert {name for name, row in transform_table.ROWS.items() if row.cupy} <= planner.ON_TOP
     assert not_live >= planner.RESTARTED
 
 

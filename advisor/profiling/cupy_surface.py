@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from advisor.profiling.cupy_names import MADE
 from advisor.profiling.patches import Patches
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -49,8 +50,12 @@ _IDLE = _names(
     clear_memo fuse show_runtime disable_experimental_feature_warning einsum_path mintypecode obj2sctype
     sctype2char finfo may_share_memory shares_memory isfortran"""
 )
+# Attributes that make another array of the same memory.
+PROPERTIES = ("T", "mT")
+SEES = "_advisor_sees"  # an attribute of the classes that stand around CuPy's kernel classes
 _KERNELS = ("ElementwiseKernel", "ReductionKernel", "RawKernel")
-_MODULES = ("linalg", "fft", "random")
+_OF_UFUNCS = ("at", "reduce", "accumulate", "outer", "reduceat")
+_MODULES = ("linalg", "fft", "random", "lib.stride_tricks")
 EXTRA = (
     "cupyx",
     "cupyx.scipy.ndimage",
@@ -64,27 +69,40 @@ EXTRA = (
 class Called:
     """A function or ufunc in whose place this stands: all but the call is the original's."""
 
-    def __init__(self, plain: Any, call: Callable[..., Any]) -> None:
-        self._plain, self._call = plain, call
+    def __init__(self, plain: Any, name: str, wrap: Callable[[str, Any], Callable[..., Any]]) -> None:
+        self._plain, self._name, self._wrap = plain, name, wrap
+        self._call = wrap(name, plain)
         functools.update_wrapper(self, plain, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
+        found = getattr(self._plain, name)
+        return self._wrap(f"{self._name}.{name}", found) if name in _OF_UFUNCS else found
 
     def __repr__(self) -> str:
         return repr(self._plain)
 
 
 class Surface:
-    """Wraps `module`'s public surface; `patch` puts the wrappers on, `patches.restore_all` takes them off."""
+    """Wraps `module`'s public surface; `patch` puts the wrappers on, `patches.restore_all` takes them off.
 
-    def __init__(self, module: Any, handler: Handler, patches: Patches) -> None:
+    Args:
+        wrap: makes what stands in the place of a function of this name; None: the handler around its outermost calls.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        handler: Handler,
+        patches: Patches,
+        wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
         self.module, self.handler, self.patches = module, handler, patches
         self.inside = False
         self.thread = threading.get_ident()
+        self.wrap = wrap or self._wrapped
 
     def patch(self, names: Iterable[str] | None = None) -> None:
         """Wrap all of it, or only what the handler would be told under one of these names."""
@@ -93,10 +111,17 @@ class Surface:
         for name in METHODS:
             plain = getattr(array, name, None)
             if plain is not None and plain is not getattr(object, name, None) and (wanted is None or name in wanted):
-                self.patches.replace(array, name, self._wrapped(name, plain))
+                self.patches.replace(array, name, self.wrap(name, plain))
+        for name in PROPERTIES:
+            plain = getattr(array, name, None)
+            if plain is not None and (wanted is None or name in wanted):
+                self.patches.replace(array, name, property(self.wrap(name, plain.__get__)))
         self._patch_functions(self.module, "", wanted)
         for name in _MODULES:
-            if (part := getattr(self.module, name, None)) is not None:
+            part: Any = self.module
+            for step in name.split("."):
+                part = getattr(part, step, None)
+            if part is not None:
                 self._patch_functions(part, f"{name}.", wanted)
         for name in EXTRA:
             if name.split(".")[0] == "cupyx" and self.module.__name__ == "cupy" and name in sys.modules:
@@ -109,29 +134,33 @@ class Surface:
     def _patch_functions(self, owner: Any, prefix: str, wanted: frozenset[str] | None) -> None:
         ufunc = getattr(self.module, "ufunc", ())
         for name, plain in list(vars(owner).items()):
-            if name.startswith("_") or name in _IDLE or isinstance(plain, (type, types.ModuleType, Called)):
+            if name.startswith("_") or name in _IDLE or isinstance(plain, (type, types.ModuleType)):
                 continue
-            is_function = isinstance(plain, (types.FunctionType, types.BuiltinFunctionType, types.MethodType))
+            is_function = isinstance(plain, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, Called))
             if not (is_function or isinstance(plain, ufunc) or type(plain).__name__ == "cython_function_or_method"):
                 continue
             if wanted is None or prefix + name in wanted:
-                self.patches.replace(owner, name, Called(plain, self._wrapped(prefix + name, plain)))
+                self.patches.replace(owner, name, Called(plain, prefix + name, self.wrap))
 
     def _kernel(self, name: str, kind: Any) -> type:
         """A subclass whose call is told: `isinstance` and everything else stay as they are."""
         surface = self
 
         def call(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            told = f"{name}:{getattr(kernel, 'name', '')}"
-            return surface._told(told, functools.partial(kind.__call__, kernel), args, kwargs)
+            return surface.wrap(f"{name}:{getattr(kernel, 'name', '')}", kind.__call__)(kernel, *args, **kwargs)
 
-        return type(name, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
+        def made(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            surface.wrap(name + MADE, kind.__init__)(kernel, *args, **kwargs)
+
+        return type(
+            name, (kind,), {"__call__": call, "__init__": made, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        )
 
     def _wrapped(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        get_ident = threading.get_ident
+        get_ident, patches = threading.get_ident, self.patches
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.inside or get_ident() != self.thread:
+            if self.inside or not patches.active or get_ident() != self.thread:
                 return plain(*args, **kwargs)
             self.inside = True
             try:
@@ -140,12 +169,3 @@ class Surface:
                 self.inside = False
 
         return call
-
-    def _told(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.inside or threading.get_ident() != self.thread or not self.patches.active:
-            return plain(*args, **kwargs)
-        self.inside = True
-        try:
-            return self.handler(name, plain, args, kwargs)
-        finally:
-            self.inside = False

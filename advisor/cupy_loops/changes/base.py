@@ -1,0 +1,36 @@
+"""What every change is: it is put on right behind `import cupy`, and taken back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from advisor.core import transform_table
+from advisor.profiling.patches import Patches
+
+
+class Unfit(Exception):
+    """Why a change does not fit this process."""
+
+
+class Change(ABC):
+    """One change; an instance is one that is on."""
+
+    id: ClassVar[str]
+
+    @abstractmethod
+    def apply(self, module: Any, patches: Patches) -> None:
+        """Switch it on; `patches` takes it back.
+
+        Raises:
+            Unfit: it cannot be on here.
+        """
+
+    def effect(self) -> str:
+        """What it has done so far, as people read it; "" for nothing."""
+        return ""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return transform_table.title(self.id)

@@ -1,0 +1,57 @@
+"""The step of a CuPy loop recorded once and replayed: see advisor.cupy_loops.replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from advisor.cupy_loops.changes.base import Change
+from advisor.cupy_loops.changes.kernels import KernelsOnce
+from advisor.cupy_loops.replay.recorder import Recorder
+from advisor.profiling.cupy_surface import Surface
+from advisor.profiling.patches import Patches
+
+# Attributes by which others reach an array's memory.
+MEMORY = ("data", "__cuda_array_interface__", "cstruct", "flat", "mdspan")
+
+
+class Graphs(Change):
+    """Steps answered by CUDA graphs."""
+
+    id = "cupy_graphs"
+
+    def __init__(self, backend: Callable[[], Any] | None = None) -> None:
+        self.backend = backend
+        self.recorder: Recorder | None = None
+
+    def apply(self, module: Any, patches: Patches) -> None:
+        KernelsOnce().apply(module, patches)  # a kernel made anew would be another one in each step
+
+        def backend() -> Any:
+            from advisor.cupy_loops.replay.cuda import Graphs as Backend
+
+            return Backend(module)
+
+        recorder = self.recorder = Recorder(module, patches, self.backend or backend)
+        Surface(module, recorder.handle, patches, recorder.wrap).patch()
+        for name in MEMORY:
+            plain = getattr(module.ndarray, name, None)
+            if plain is not None and hasattr(plain, "__get__"):
+                patches.replace(module.ndarray, name, property(_looked_at(recorder, plain)))
+
+    def effect(self) -> str:
+        found = self.recorder
+        return f"{found.replayed} of the last steps replayed" if found is not None and found.replayed else ""
+
+
+def _looked_at(recorder: Recorder, plain: Any) -> Any:
+    def read(array: Any) -> Any:
+        if not recorder.inside:
+            recorder.inside = True
+            try:
+                recorder.look()
+            finally:
+                recorder.inside = False
+        return plain.__get__(array)
+
+    return read

@@ -1,0 +1,165 @@
+"""A step's calls as data: what each takes, by where that came from, and what it gives.
+
+A place is where an array of a step lives, by number. Each is one of: the result of a call of this step; an array that is the same object in
+each step (kept); an array that comes from the step before, or from where nobody sees it (given).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+# Calls whose results come from the host or from a generator: made as ever in each step, their arrays copied to where the graph reads them.
+SOURCES = frozenset({"array", "asarray", "asanyarray", "ascontiguousarray"})
+# What only the host can tell the shape of, and what makes the host wait: as ever in each step.
+HOSTED = frozenset(
+    {"nonzero", "argwhere", "flatnonzero", "unique", "bincount", "histogram", "compress", "extract", "set"}
+)
+IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor", "floordiv", "mod")
+)
+# What changes its first argument.
+WRITERS = frozenset(
+    [
+        "__setitem__",
+        "fill",
+        "sort",
+        "partition",
+        "put",
+        "set",
+        "scatter_add",
+        "scatter_max",
+        "scatter_min",
+        "cupyx.scatter_add",
+        "cupyx.scatter_max",
+        "cupyx.scatter_min",
+        "copyto",
+        "putmask",
+        "place",
+        "fill_diagonal",
+        "add.at",
+        "subtract.at",
+        "multiply.at",
+    ]
+)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call as it was made; `result` holds its arrays alive while a step is recorded."""
+
+    name: str
+    plain: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    line: str = ""
+    augmented: bool = False  # it is one of the three calls of `a[mask] op= value`
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One call of the recorded step.
+
+    arrays: (position among `flat`, place) of what it takes; scalars: (position, number) of numbers that differ from step to step;
+    constants: (position, value) of all else. nested: (position, items) of lists that hold arrays; an item is (place, None), or (-1, value)
+    of what is no array. gives: the places of its results, in order; `single` where it returns one array by itself.
+    how: "run" in the graph; "made" in each step, by the plain call (sources, and what a graph cannot hold); "look": made, and the host sees
+    values; "constant": an array that is the same in each step; "placeholder": its result is nobody's (see augmented.py).
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    size: int
+    keys: tuple[str, ...]
+    arrays: tuple[tuple[int, int], ...] = ()
+    scalars: tuple[tuple[int, int], ...] = ()
+    constants: tuple[tuple[int, Any], ...] = ()
+    nested: tuple[tuple[int, tuple[tuple[int, Any], ...]], ...] = ()
+    gives: tuple[int, ...] = ()
+    single: bool = True
+    how: str = "run"
+    value: Any = None  # what it returns where that is no array
+    samples: list[Any] = field(
+        default_factory=list
+    )  # the arrays that it gave while it was recorded, until there is an arena
+    run: Callable[..., Any] | None = None  # in place of `plain`, in the graph
+    takes: tuple[int, ...] | None = None  # positions that this is called with; None: all
+    # Answered by a look at its arrays and constants alone; and the entry of the next call.
+    quick: bool = False
+    next: Entry | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """A recorded step."""
+
+    entries: list[Entry]
+    places: int
+    results: dict[int, int] = field(default_factory=dict)  # place → entry that gives it
+    kept: dict[int, Any] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)  # place → an array like it
+    written: set[int] = field(default_factory=set)  # given and made places whose arrays the step changes in place
+    scalars: int = 0
+    scalar_dtypes: list[Any] = field(default_factory=list)
+
+    def link(self) -> None:
+        """Each entry knows the next, and whether a look at its arguments is all that a call of it takes."""
+        for entry, after in zip(self.entries, [*self.entries[1:], None], strict=True):
+            entry.next = after
+            plain = not (entry.nested or entry.scalars or entry.keys)
+            entry.quick = plain and entry.single and entry.how in ("run", "placeholder", "constant")
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Stretches of calls that are launched as one: they end where a call needs what they give."""
+        found, first = [], 0
+        for number, entry in enumerate(self.entries):
+            if entry.how in ("look", "made") and (entry.arrays or entry.nested):
+                if number > first:
+                    found.append((first, number))
+                first = number + 1
+        if first < len(self.entries):
+            found.append((first, len(self.entries)))
+        return found
+
+    def forget(self, at: list[Any]) -> None:
+        """Arrays of the recorded steps are the script's alone again; `at` has arrays like those that come in."""
+        for entry in self.entries:
+            entry.samples = []
+        self.given = {place: at[place] for place in self.given}
+
+
+def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[str, ...]]:
+    """All arguments in a row: those by position, then those by name in the order of their names."""
+    if not kwargs:
+        return list(args), ()
+    keys = tuple(sorted(kwargs))
+    return [*args, *(kwargs[key] for key in keys)], keys
+
+
+def arrays_of(value: Any, array: Any) -> Iterator[Any]:
+    """The arrays that a result holds, in order."""
+    if isinstance(value, array):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, array):
+                yield item
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two arguments that are no arrays say the same."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except Exception:  # NumPy's arrays, and what cannot be compared
+        return False
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether one array may stand for the other in a recorded call."""
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.strides == b.strides)

@@ -1,0 +1,143 @@
+"""Matrix products by cuBLAS with a workspace of their own, so that a stream that captures takes them.
+
+CuPy refuses cuBLAS during capture (its workspace would be taken from the driver then): issue 6290 there. With one set beforehand cuBLAS may be
+captured (cuBLAS documentation, "CUDA Graphs support").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from advisor.cupy_loops.facts import tf32
+
+WORKSPACE = 32 << 20  # bytes; what cuBLAS recommends for sm_90
+# cudaDataType, cublasComputeType_t and the type of alpha and beta, by NumPy's name
+_TYPES = {"float32": (0, 68, ctypes.c_float), "float64": (1, 70, ctypes.c_double), "float16": (2, 68, ctypes.c_float)}
+_FAST_TF32 = 77
+_NAMES = ("libcublas.so.13", "libcublas.so.12")
+
+
+class CublasUnavailable(Exception):
+    """Why there are no products."""
+
+
+class Products:
+    """A handle of cuBLAS's on the current device."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._library = _library()
+        self._handle = ctypes.c_void_p()
+        self._check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
+        self._workspace = module.empty(WORKSPACE, dtype="uint8")
+
+    def dot(self, a: Any, b: Any, out: Any = None) -> Any:
+        """As `cupy.dot` for arrays of one or more dimensions."""
+        self._refuse(out)
+        if a.ndim == 0 or b.ndim == 0 or (a.ndim == 1 and b.ndim == 1):
+            raise CublasUnavailable("a product of vectors or numbers")
+        return self.tensordot(a, b, (a.ndim - 1, max(0, b.ndim - 2)))
+
+    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+        """As `cupy.matmul`; batches one by one."""
+        self._refuse(out)
+        if a.ndim <= 2 and b.ndim <= 2:
+            return self.dot(a, b)
+        if b.ndim == 2:
+            return self.dot(a, b)
+        if a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2]:
+            raise CublasUnavailable("a product of batches that are broadcast")
+        shape = (*a.shape[:-1], b.shape[-1])
+        result = self.module.empty((_size(a.shape[:-2]), *shape[-2:]), dtype=self._dtype(a, b))
+        left, right = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+        for i in range(len(result)):
+            self._gemm(left[i], right[i], result[i])
+        return result.reshape(shape)
+
+    def rmatmul(self, b: Any, a: Any) -> Any:
+        """`b.__rmatmul__(a)`."""
+        return self.matmul(a, b)
+
+    def tensordot(self, a: Any, b: Any, axes: Any = 2) -> Any:
+        """As `cupy.tensordot`."""
+        if isinstance(axes, int):
+            first, second = list(range(a.ndim - axes, a.ndim)), list(range(axes))
+        else:
+            first, second = ([x] if isinstance(x, int) else list(x) for x in axes)
+        first, second = [x % a.ndim for x in first], [x % b.ndim for x in second]
+        left = [i for i in range(a.ndim) if i not in first]
+        right = [i for i in range(b.ndim) if i not in second]
+        k = _size([a.shape[i] for i in first])
+        matrix_a = a.transpose([*left, *first]).reshape(-1, k) if k else None
+        matrix_b = b.transpose([*second, *right]).reshape(k, -1) if k else None
+        if matrix_a is None or matrix_b is None or not a.size or not b.size:
+            raise CublasUnavailable("a product of nothing")
+        result = self.module.empty((matrix_a.shape[0], matrix_b.shape[1]), dtype=self._dtype(a, b))
+        self._gemm(matrix_a, matrix_b, result)
+        return result.reshape([*(a.shape[i] for i in left), *(b.shape[i] for i in right)])
+
+    def _dtype(self, a: Any, b: Any) -> Any:
+        if str(a.dtype) not in _TYPES or a.dtype != b.dtype:
+            raise CublasUnavailable(f"a product of {a.dtype} and {b.dtype}")
+        return a.dtype
+
+    @staticmethod
+    def _refuse(out: Any) -> None:
+        if out is not None:
+            raise CublasUnavailable("a product into a given array")
+
+    def _gemm(self, a: Any, b: Any, out: Any) -> None:
+        """out = a b, of matrices. Row by row that is, column by column, the product of the transposed ones the other way round."""
+        (a, turn_a, lead_a), (b, turn_b, lead_b) = self._laid(a), self._laid(b)
+        (m, k), n = a.shape, b.shape[1]
+        kind, compute, scalar = _TYPES[str(out.dtype)]
+        if kind == 0 and tf32(self.module):
+            compute = _FAST_TF32
+        stream = self.module.cuda.get_current_stream()
+        library, handle = self._library, self._handle
+        self._check(library.cublasSetStream_v2(handle, ctypes.c_void_p(stream.ptr)))
+        workspace = ctypes.c_void_p(int(self._workspace.data.ptr))
+        self._check(library.cublasSetWorkspace_v2(handle, workspace, ctypes.c_size_t(WORKSPACE)))
+        one, zero = scalar(1.0), scalar(0.0)
+        pointers = [ctypes.c_void_p(int(x.data.ptr)) for x in (b, a, out)]
+        self._check(
+            library.cublasGemmEx(
+                handle, int(turn_b), int(turn_a), n, m, k, ctypes.byref(one), pointers[0], kind, lead_b,
+                pointers[1], kind, lead_a, ctypes.byref(zero), pointers[2], kind, n, compute, -1,
+            )
+        )  # fmt: skip
+
+    def _laid(self, matrix: Any) -> tuple[Any, bool, int]:
+        """The matrix, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""
+        rows, columns = matrix.shape
+        step_row, step_column = (stride // matrix.itemsize for stride in matrix.strides)
+        if (columns == 1 or step_column == 1) and (rows == 1 or step_row >= columns):
+            return matrix, False, step_row if rows > 1 else columns
+        if (rows == 1 or step_row == 1) and (columns == 1 or step_column >= rows):
+            return matrix, True, step_column if columns > 1 else rows
+        copied = self.module.ascontiguousarray(matrix)
+        return copied, False, columns
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise CublasUnavailable(f"cuBLAS refused (status {status})")
+
+
+@functools.cache
+def _library() -> Any:
+    for name in _NAMES:
+        try:
+            return ctypes.CDLL(name)  # CuPy has loaded it already
+        except OSError:
+            continue
+    raise CublasUnavailable("no " + " or ".join(_NAMES))
+
+
+def _size(shape: Any) -> int:
+    size = 1
+    for length in shape:
+        size *= int(length)
+    return size

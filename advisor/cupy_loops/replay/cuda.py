@@ -1,0 +1,98 @@
+"""CUDA graphs for the segments of a step: the calls are made once on a stream that captures, with memory that nobody else is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from advisor.core.units import bytes_text
+from advisor.cupy_loops.changes.base import Unfit
+from advisor.cupy_loops.replay.arena import Arena
+from advisor.cupy_loops.replay.calls import Program
+from advisor.cupy_loops.replay.cublas import CublasUnavailable, Products
+from advisor.cupy_loops.replay.sums import Sums
+from advisor.cupy_loops.replay.understand import CannotCapture, NotAStep
+
+RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be taken from the driver meanwhile
+MOST_MEMORY = 0.4  # of what is free, for the arrays of one arena
+
+
+class Graphs:
+    """The backend on a GPU."""
+
+    def __init__(self, module: Any) -> None:
+        if not hasattr(module, "cuda") or not module.cuda.is_available():
+            raise Unfit("CUDA graphs need a CUDA GPU")
+        try:
+            self.products = Products(module)
+        except CublasUnavailable as error:
+            raise Unfit(str(error)) from None
+        self.module = module
+        self.stream = module.cuda.Stream(non_blocking=True)
+        sums = Sums(module)
+        self._instead: dict[str, Callable[..., Any]] = {
+            "dot": self.products.dot,
+            "matmul": self.products.matmul,
+            "__matmul__": self.products.matmul,
+            "__rmatmul__": self.products.rmatmul,
+            "tensordot": self.products.tensordot,
+            "sum": sums.sum,
+            "mean": sums.mean,
+            "var": sums.var,
+        }
+        self._masked: dict[str, Any] = {}
+
+    def build(self, program: Program, module: Any, segments: list[tuple[int, int]]) -> Arena:
+        """An arena with a graph for each segment. Nothing is executed.
+
+        Raises:
+            CannotCapture: a call is refused.
+            NotAStep: the arrays of a step do not fit beside the loop.
+        """
+        needed = sum(value.nbytes for entry in program.entries for value in entry.samples)
+        free = module.cuda.runtime.memGetInfo()[0] + module.get_default_memory_pool().free_bytes()
+        if needed > MOST_MEMORY * free:
+            raise NotAStep(f"the arrays of a step take {bytes_text(needed)}, and {bytes_text(free)} are free")
+        for entry in program.entries:
+            if entry.how == "run" and entry.run is None:
+                entry.run = self._instead.get(entry.name)
+        arena = Arena(program, module)
+        arena.pool = module.cuda.MemoryPool()
+        module.cuda.runtime.deviceSynchronize()
+        for segment in segments:
+            arena.graphs[segment] = self._captured(arena, segment)
+        return arena
+
+    def launch(self, arena: Arena, segment: tuple[int, int]) -> None:
+        """Fill what the calls of this segment give, in the order of the current stream."""
+        arena.graphs[segment].launch()
+
+    def masked(self, name: str) -> Callable[..., Any]:
+        """What does `target[mask] op= number` in place, of target, mask and number; "" is an assignment."""
+        sign = {"": "", "__iadd__": "y +", "__isub__": "y -", "__imul__": "y *", "__itruediv__": "y /"}[name]
+        if name not in self._masked:
+            kernel = self.module.ElementwiseKernel("bool m, T s", "T y", f"if (m) y = {sign} s", "advisor_masked")
+            self._masked[name] = lambda target, mask, number: _nothing(kernel(mask, number, target))
+        return self._masked[name]  # type: ignore[no-any-return]
+
+    def _captured(self, arena: Arena, segment: tuple[int, int]) -> Any:
+        entries, number, failed = arena.program.entries, segment[0], None
+        with self.module.cuda.using_allocator(arena.pool.malloc), self.stream:
+            self.stream.begin_capture(RELAXED)
+            try:
+                for number in range(*segment):
+                    if entries[number].how == "run":
+                        arena.first(entries[number])
+            except Exception as error:
+                failed = error
+            try:
+                graph = self.stream.end_capture()
+            except Exception as error:  # what has failed has ended it
+                failed = failed or error
+        if failed is not None:
+            raise CannotCapture(number, f"{entries[number].name}: {type(failed).__name__}: {failed}") from None
+        return graph
+
+
+def _nothing(result: Any) -> None:
+    return None

@@ -1,0 +1,374 @@
+"""Sees every call of a CuPy loop, records a step when its period shows, and from then on answers the calls of each step from arrays that
+are filled by a graph: at the end of the step, or as soon as somebody looks.
+
+A call that is not the recorded one ends the replay of that step: what was answered so far is made for real, in order, and the step goes on
+as it was written. A loop in which that happens too often is left alone from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from advisor.core.errors import first_line
+from advisor.cupy_loops.replay import augmented
+from advisor.cupy_loops.replay.arena import Arena
+from advisor.cupy_loops.replay.calls import Entry, Program, arrays_of, flat, same
+from advisor.cupy_loops.replay.finding import Finder
+from advisor.cupy_loops.replay.understand import CannotCapture, NotAStep, understand
+from advisor.profiling.patches import Patches
+
+MOST_REFUSED = 24  # calls that a graph cannot hold
+ATTEMPTS = 8  # programs made, before the loop is left alone
+STEADY = 200  # replayed steps behind which earlier attempts are forgotten
+LEARN_AGAIN = 2  # broken steps in a row
+JUDGED, LEAST_REPLAYED = 60, 0.7  # steps, and the share of them that must have been replayed to the end
+FIND, REPLAY, OFF = "find", "replay", "off"
+
+
+class Recorder:
+    """The handler of a `Surface`.
+
+    Args:
+        backend: makes what makes arenas and launches them (`arena.Plain`, `cuda.Graphs`), once there is a step: a script may still choose
+            its device.
+    """
+
+    def __init__(self, module: Any, patches: Patches, backend: Callable[[], Any]) -> None:
+        self.module, self.patches = module, patches
+        self.array = module.ndarray
+        self.backend: Any = None
+        self.finder = Finder(self.array)
+        self.phase, self.why = FIND, ""
+        self.refused: list[str] = []  # calls that a graph cannot hold, and why
+        self.replayed = self.broken = self.programs = 0
+        self.inside = False
+        self.program: Program | None = None
+        self.segments: list[tuple[int, int]] = []
+        # The entry of the next call inside a replayed step; None: between steps, or no step is replayed.
+        self.expected: Entry | None = None
+        self._make_backend = backend
+        self._thread = threading.get_ident()
+        self._varying: set[tuple[int, int]] = set()
+        self._arenas: list[Arena] = []
+        self._turn = 0
+        self._at: list[Any] = []  # by place: what the script holds of this step
+        self._bound: dict[int, Any] = {}  # place → what came in there, and is not yet where the graph reads it
+        self._outside: dict[int, Any] = {}  # place → what came in there in this step
+        self._numbers: dict[int, Any] = {}
+        self._cursor = self._launched = 0
+        self._judged = self._since = self._in_a_row = 0
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def wrap(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in the place of `plain`. The usual call, the recorded one with the recorded arrays, is answered right here."""
+        get_ident, thread, patches = threading.get_ident, self._thread, self.patches
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.inside or not patches.active or get_ident() != thread:
+                return plain(*args, **kwargs)
+            entry = self.expected
+            if entry is not None and entry.name == name and entry.quick and not kwargs and len(args) == entry.size:
+                at = self._at
+                for position, place in entry.arrays:
+                    if args[position] is not at[place]:
+                        break
+                else:
+                    for position, constant in entry.constants:
+                        value = args[position]
+                        if value is not constant and not same(value, constant):
+                            break
+                    else:
+                        result = at[entry.gives[0]]
+                        self._cursor += 1
+                        self.expected = entry.next
+                        if entry.next is None:
+                            self.inside = True
+                            try:
+                                self._end()
+                            finally:
+                                self.inside = False
+                        return result
+            self.inside = True
+            try:
+                return self.handle(name, plain, args, kwargs)
+            finally:
+                self.inside = False
+
+        return call
+
+    def handle(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One outermost call of the loop's."""
+        if self.phase == FIND:
+            begins, result = self.finder.see(name, plain, args, kwargs)
+            if self.finder.given_up:
+                self.leave(self.finder.given_up)
+            if not begins:
+                return result
+            self._build()
+        if self.phase == REPLAY:
+            return self._replay(name, plain, args, kwargs)
+        return plain(*args, **kwargs)
+
+    def look(self) -> None:
+        """Somebody is about to look at memory past the calls: all that was answered is made."""
+        if self.phase == REPLAY and self._cursor > self._launched:
+            self._break("somebody looks at memory")
+
+    def leave(self, why: str) -> None:
+        """The loop is left alone from now on."""
+        if self.phase == REPLAY and self._cursor > self._launched:
+            self._make_real()
+        self.phase, self.why, self.expected = OFF, why, None
+        self._arenas, self._at, self.program = [], [], None
+        self.patches.restore_all()
+
+    # -- making a program -------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self.programs += 1
+        steps = self.finder.take()
+        try:
+            self.backend = self.backend or self._make_backend()
+            program = understand(steps[0], steps[1], self.array, self._varying)
+            augmented.fold(program, steps[1], self.backend.masked)
+            steps.clear()
+            self._arenas = self._two_arenas(program)
+        except NotAStep as error:
+            self.finder.fail(str(error))
+            if self.finder.given_up:
+                self.leave(self.finder.given_up)
+            return
+        except Exception as error:
+            self.leave(f"the step cannot be replayed: {first_line(error)}")
+            return
+        program.link()
+        self.program, self.phase = program, REPLAY
+        self._turn = self._cursor = self._launched = self._since = 0
+
+    def _two_arenas(self, program: Program) -> list[Arena]:
+        """Arenas, with what a graph cannot hold made as ever.
+
+        Raises:
+            NotAStep: too much of the step is of that kind.
+        """
+        for _ in range(MOST_REFUSED):
+            self.segments = program.segments()
+            try:
+                arenas = [self.backend.build(program, self.module, self.segments) for _ in range(2)]
+            except CannotCapture as error:
+                entry = program.entries[error.number]
+                if entry.how != "run":
+                    raise
+                entry.how, entry.run, entry.takes = "made", None, None
+                self.refused.append(str(error))
+                continue
+            program.forget(arenas[0].at)
+            for arena in arenas:
+                arena.settle()
+            return arenas
+        raise NotAStep(f"a graph holds too little of the step: {self.refused[-1]}")
+
+    # -- replaying --------------------------------------------------------------------------------------------------
+
+    def _replay(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self.program
+        assert program is not None
+        cursor = self._cursor
+        entry = program.entries[cursor]
+        if cursor == 0:
+            if not self._begins(entry, name, args, kwargs):
+                return plain(*args, **kwargs)
+        elif entry.name != name or not self._fits(entry, args, kwargs):
+            return self._differs(entry, name, plain, args, kwargs)
+        self._cursor, self.expected = cursor + 1, entry.next
+        if entry.how in ("look", "made"):
+            result = self._make(entry, cursor, plain, args, kwargs)
+        elif entry.single:
+            result = self._at[entry.gives[0]]
+        else:
+            result = [self._at[place] for place in entry.gives] if entry.gives else entry.value
+        if self.program is program and self._cursor == len(program.entries):
+            self._end()
+        return result
+
+    def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
+        if entry.name != name:
+            return False
+        self._at = []
+        arena = self._arenas[self._turn]
+        if arena.held():
+            self._turn = 1 - self._turn
+            arena = self._arenas[self._turn]
+            if arena.held():
+                self._note_broken("the script holds arrays of earlier steps")
+                return False
+        self._at = list(arena.at)
+        self._clear()
+        return self._fits(entry, args, kwargs)
+
+    def _clear(self) -> None:
+        self._bound.clear()
+        self._outside.clear()
+        self._numbers.clear()
+
+    def _fits(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if len(args) != entry.size or ((kwargs or entry.keys) and tuple(sorted(kwargs)) != entry.keys):
+            return False
+        values: Any = args if not kwargs else flat(args, kwargs)[0]
+        at = self._at
+        for position, place in entry.arrays:
+            value = values[position]
+            if value is not at[place] and not self._comes_in(place, value):
+                return False
+        for position, constant in entry.constants:
+            value = values[position]
+            if value is not constant and not same(value, constant):
+                return False
+        for position, number in entry.scalars:
+            value = values[position]
+            if type(value) not in (float, int, np.float64):
+                return False
+            self._numbers[number] = value
+        for position, places in entry.nested:
+            items = values[position]
+            if not isinstance(items, (list, tuple)) or len(items) != len(places):
+                return False
+            for item, (place, constant) in zip(items, places, strict=True):
+                if place < 0:
+                    if item is not constant and not same(item, constant):
+                        return False
+                elif item is not at[place] and not self._comes_in(place, item):
+                    return False
+        return True
+
+    def _comes_in(self, place: int, value: Any) -> bool:
+        """Whether this array may come in at a place that is filled from outside; then it does, once a step."""
+        program = self.program
+        assert program is not None
+        like = program.given.get(place)
+        if like is None or place in self._outside or not isinstance(value, self.array):
+            return False
+        if value.shape != like.shape or value.dtype != like.dtype:
+            return False
+        self._at[place] = self._bound[place] = self._outside[place] = value
+        return True
+
+    def _make(self, entry: Entry, cursor: int, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call that is made in each step: its arrays go to where the graph reads them."""
+        if entry.arrays or entry.nested:
+            self._launch(cursor)
+        result = plain(*args, **kwargs)
+        for _, place in entry.arrays:
+            if place in self._outside:  # it may have been changed
+                self._bound[place] = self._outside[place]
+        if entry.how != "made":
+            return result
+        values, arena = list(arrays_of(result, self.array)), self._arenas[self._turn]
+        alike = len(values) == len(entry.gives) and all(
+            value.shape == arena.at[place].shape and value.dtype == arena.at[place].dtype
+            for place, value in zip(entry.gives, values, strict=True)
+        )
+        if not alike:
+            self._break(f"{entry.name} gives another shape")
+            return result
+        for place, value in zip(entry.gives, values, strict=True):
+            if value is not self._at[place]:
+                self._at[place] = self._bound[place] = self._outside[place] = value
+        return result
+
+    def _launch(self, until: int) -> None:
+        """Fill what the calls up to `until` have promised."""
+        arena = self._arenas[self._turn]
+        self._fill(arena)
+        for segment in self.segments:
+            if self._launched <= segment[0] and segment[1] <= until:
+                self.backend.launch(arena, segment)
+        self._launched = until
+        self._copy_back(arena)
+
+    def _fill(self, arena: Arena) -> None:
+        for place, value in self._bound.items():
+            arena.at[place][...] = value
+        self._bound.clear()
+        for number, value in self._numbers.items():
+            arena.scalars[number].fill(value)
+        self._numbers.clear()
+
+    def _copy_back(self, arena: Arena) -> None:
+        """What came from outside and is changed in place, the script sees changed."""
+        program = self.program
+        assert program is not None
+        for place in program.written:
+            value = self._outside.get(place)
+            if value is not None:
+                value[...] = arena.at[place]
+
+    def _end(self) -> None:
+        program = self.program
+        assert program is not None
+        self._launch(len(program.entries))
+        self._cursor = self._launched = 0
+        self.expected = None
+        self._turn = 1 - self._turn
+        self._at = []
+        self._clear()
+        self.replayed += 1
+        self._since += 1
+        self._in_a_row = 0
+        if self._since > STEADY:
+            self.programs = 0
+        self._judge()
+
+    # -- steps that go another way ----------------------------------------------------------------------------------
+
+    def _differs(self, entry: Entry, name: str, plain: Any, args: Any, kwargs: Any) -> Any:
+        if entry.name == name and len(args) == entry.size:
+            for position, constant in entry.constants:
+                if position < len(args) and not same(args[position], constant) and type(args[position]) in (float, int):
+                    self._varying.add((self._cursor, position))
+        self._break(f"{name} in the place of {entry.name}")
+        return plain(*args, **kwargs)
+
+    def _break(self, why: str) -> None:
+        """This step goes on as it was written."""
+        self._make_real()
+        self._note_broken(why)
+
+    def _make_real(self) -> None:
+        """What was answered in this step and not filled is made, call by call."""
+        arena = self._arenas[self._turn]
+        self._fill(arena)
+        arena.again(self._launched, self._cursor)
+        self._copy_back(arena)
+        self._cursor = self._launched = 0
+        self.expected = None
+        self._turn = 1 - self._turn
+        self._at = []
+        self._clear()
+
+    def _note_broken(self, why: str) -> None:
+        self.broken += 1
+        self.why = why
+        self._in_a_row += 1
+        if self._in_a_row >= LEARN_AGAIN:  # the loop has changed: another epoch's arrays, a number that varies
+            self._in_a_row = 0
+            self.finder.anew()
+            self.phase, self.expected = FIND, None
+            self._arenas, self.program, self._at = [], None, []
+            if self.programs >= ATTEMPTS:
+                self.leave(why)
+                return
+        self._judge()
+
+    def _judge(self) -> None:
+        self._judged += 1
+        if self._judged >= JUDGED:
+            if self.replayed < LEAST_REPLAYED * self._judged:
+                self.leave(f"too few of its steps are alike: {self.why}")
+            self._judged = self.replayed = self.broken = 0

@@ -1,0 +1,58 @@
+"""The changes of a plan that are on in this process, and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from advisor.core.errors import first_line
+from advisor.core.plan import PlanItem
+from advisor.core.transform_table import ROWS
+from advisor.cupy_loops.changes.base import Change, Unfit
+from advisor.cupy_loops.changes.registry import CHANGES
+from advisor.profiling.patches import Patches
+
+
+@dataclass(slots=True, eq=False)
+class Standing:
+    """Changes of CuPy's that are on; `undo` takes them off, last first."""
+
+    module: Any
+    on: list[tuple[Change, Patches]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def put_on(self, items: Iterable[PlanItem]) -> None:
+        """Put these on, in the order in which they have to be."""
+        wanted = {item.transform for item in items}
+        for name in wanted - set(CHANGES):
+            self.left_out[name] = "it is for loops of PyTorch's"
+        for name, make in CHANGES.items():
+            if name not in wanted:
+                continue
+            change, patches = make(), Patches()
+            try:
+                change.apply(self.module, patches)
+            except Unfit as error:
+                patches.restore_all()
+                self.left_out[name] = str(error)
+            except Exception as error:
+                patches.restore_all()
+                self.left_out[name] = first_line(error)
+            else:
+                self.on.append((change, patches))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ids of what is on."""
+        return tuple(change.id for change, _ in self.on)
+
+    def undo(self) -> None:
+        """The process is as without them."""
+        while self.on:
+            self.on.pop()[1].restore_all()
+
+
+def of_cupy(items: Iterable[PlanItem]) -> tuple[PlanItem, ...]:
+    """Those of a plan's kept items that are for loops of CuPy alone."""
+    return tuple(item for item in items if item.transform in ROWS and ROWS[item.transform].cupy)

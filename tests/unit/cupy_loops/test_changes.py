@@ -1,0 +1,92 @@
+"""What is changed from a script's start, on NumPy's arrays: it does what it says, and is taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stub_cupy
+from test_profile import train
+
+from advisor.core import storage
+from advisor.core.plan import PlanItem
+from advisor.cupy_loops import attach
+from advisor.cupy_loops.changes.kernels import KernelsOnce
+from advisor.cupy_loops.changes.single import Single
+from advisor.profiling import stop
+from advisor.profiling.patches import Patches
+from advisor.profiling.session import Session
+from advisor.trials.records import MEASURE_FILE, Measurement
+
+
+def on(change: Any) -> tuple[Any, Any, Patches]:
+    cp, patches = stub_cupy.module(), Patches()
+    change.apply(cp, patches)
+    return cp, change, patches
+
+
+def test_fp64_that_nobody_asked_for_becomes_fp32() -> None:
+    cp, change, patches = on(Single())
+    weights = cp.array(0.02 * np.ones((3, 2)))
+    assert weights.dtype == np.float32
+    assert cp.zeros(3).dtype == np.float32
+    assert cp.random.randn(2).dtype == np.float32
+    assert (cp.arange(3) * cp.ones(3)).dtype == np.float32
+    assert (weights * np.float64(2.0)).dtype == np.float32
+    assert cp.arange(4).mean().dtype == np.float32
+    assert change.made > 0
+    patches.restore_all()
+    assert cp.zeros(3).dtype == np.float64
+
+
+def test_fp64_by_name_stays() -> None:
+    cp, change, _ = on(Single())
+    asked = cp.zeros(3, dtype=np.float64)
+    assert asked.dtype == np.float64
+    assert cp.array([1.0], np.float64).dtype == np.float64
+    assert cp.ones(3).astype(np.float64).dtype == np.float64
+    assert (asked * cp.ones(3)).dtype == np.float64
+    assert cp.arange(3).dtype == np.int64
+    assert change.made == 2  # the ones
+
+
+def test_a_kernel_of_equal_arguments_is_made_once() -> None:
+    cp, change, patches = on(KernelsOnce())
+
+    def body(x: Any) -> Any:
+        return x
+
+    first = cp.ElementwiseKernel("T x", "T y", body, "a")
+    assert cp.ElementwiseKernel("T x", "T y", body, name="a") is not first
+    assert cp.ElementwiseKernel("T x", "T y", body, "a") is first
+    assert cp.ElementwiseKernel("T x", "T y", body, "b") is not first
+    assert isinstance(first, cp.ElementwiseKernel)
+    assert not isinstance(3, cp.ElementwiseKernel)
+    assert cp.ElementwiseKernel("T x", [], body, "c") is not cp.ElementwiseKernel("T x", [], body, "c")
+    patches.restore_all()
+    assert isinstance(first, cp.ElementwiseKernel)
+    assert change.again == 1
+
+
+@pytest.mark.parametrize("kept", [(), ("cupy_single", "cupy_tf32")], ids=["plain", "changed"])
+def test_an_arm_has_times_and_losses(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    cp = stub_cupy.module()
+    items = tuple(PlanItem(transform=name, status="kept") for name in kept)
+    session = Session(mode="measure", run_dir=str(tmp_path), script="train.py", warmup=3, steps=12, kept=items, seed=3)
+    attach.attach(session, cp)
+    try:
+        with pytest.raises(stop.StopTraining):
+            train(cp, 300)
+    finally:
+        stop.forget()
+        attach.let_go()
+    found = storage.load(tmp_path / MEASURE_FILE, Measurement)
+    assert found.complete
+    assert len(found.every_us) >= 12
+    assert len(found.losses) == 3 + 12
+    assert all(0.0 < loss < 10.0 for loss in found.losses)
+    assert found.applied == tuple(name for name in kept if name == "cupy_single")
+    assert found.left_out == ({"cupy_tf32": "this CuPy has no set_compute_type"} if kept else {})
+    assert cp.zeros(1).dtype == np.float64

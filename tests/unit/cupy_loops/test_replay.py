@@ -1,0 +1,145 @@
+"""A recorded step gives what the plain one gives, whatever comes between, on NumPy's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import stub_cupy
+
+from advisor.cupy_loops.changes.graphs import Graphs
+from advisor.cupy_loops.replay.arena import Plain
+from advisor.cupy_loops.replay.recorder import OFF, REPLAY, Recorder
+from advisor.profiling.patches import Patches
+
+Loop = Callable[[Any, int], list[Any]]
+
+
+def rebinding(cp: Any, steps: int) -> list[Any]:
+    """Weights are new arrays in each step; losses are kept as numbers."""
+    rng, losses = np.random.default_rng(0), []
+    w = cp.array(rng.normal(size=(4, 3)))
+    for _ in range(steps):
+        x = cp.array(rng.normal(size=(8, 4)))
+        h = cp.tanh(x.dot(w))
+        losses.append(float((h * h).mean()))
+        w = w - 0.1 * x.T.dot(h * (1.0 - h * h)) / 8
+    return [losses, w]
+
+
+def in_place(cp: Any, steps: int) -> list[Any]:
+    """Momentum, leaky relu by masks, a learning rate that falls, a print now and then, a batch scaled in place."""
+    rng, losses = np.random.default_rng(1), []
+    w, v = cp.array(rng.normal(size=(4, 3))), cp.zeros((4, 3))
+    for i in range(steps):
+        x = cp.array(rng.normal(size=(8, 4)))
+        x /= 2.0
+        y = x.dot(w)
+        h = y.copy()
+        h[y <= 0] *= 0.2
+        slope = (y > 0).astype(np.float64)
+        slope[slope <= 0] = 0.2
+        loss = (h * h).mean()
+        g = x.T.dot(h * slope)
+        v *= 0.9
+        v -= (0.1 / (1 + i)) * g
+        w += v
+        if i % 13 == 5:
+            losses.append(float(loss) + float(x.sum()))
+    return [losses, w, v]
+
+
+def hoarding(cp: Any, steps: int) -> list[Any]:
+    """Every loss is held as an array for all of the loop."""
+    rng, losses = np.random.default_rng(2), []
+    w = cp.array(rng.normal(size=(4, 3)))
+    for _ in range(steps):
+        x = cp.array(rng.normal(size=(8, 4)))
+        h = x.dot(w)
+        losses.append((h * h).mean())
+        w -= 0.01 * x.T.dot(h)
+    return [[float(loss) for loss in losses], w]
+
+
+def evaluating(cp: Any, steps: int) -> list[Any]:
+    """An evaluation that begins as a step does and goes another way, and a last batch of another size."""
+    rng, told = np.random.default_rng(3), []
+    w = cp.array(rng.normal(size=(4, 3)))
+    for i in range(steps):
+        x = cp.array(rng.normal(size=(5 if i % 20 == 19 else 8, 4)))
+        h = cp.maximum(x.dot(w), 0.0)
+        w -= 0.05 * x.T.dot(h)
+        if i % 20 == 19:
+            y = cp.array(rng.normal(size=(8, 4)))
+            told.append(float(cp.exp(y.dot(w)).sum()))
+    return [told, w]
+
+
+def numbers(found: list[Any]) -> list[Any]:
+    return [np.array(value) for value in found]
+
+
+def replayed(loop: Loop, steps: int) -> tuple[list[Any], Recorder]:
+    cp, patches = stub_cupy.module(), Patches()
+    change = Graphs(Plain)
+    change.apply(cp, patches)
+    assert change.recorder is not None
+    found = numbers(loop(cp, steps))
+    recorder = change.recorder
+    patches.restore_all()
+    return found, recorder
+
+
+@pytest.mark.parametrize("loop", [rebinding, in_place, evaluating])
+def test_a_replayed_loop_gives_what_the_plain_one_gives(loop: Loop) -> None:
+    plain = numbers(loop(stub_cupy.module(), 58))
+    found, recorder = replayed(loop, 58)
+    for a, b in zip(plain, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert recorder.phase == REPLAY, recorder.why
+    assert recorder.replayed >= 25
+
+
+def test_values_that_are_held_are_not_overwritten() -> None:
+    plain = numbers(hoarding(stub_cupy.module(), 200))
+    found, recorder = replayed(hoarding, 200)
+    for a, b in zip(plain, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert recorder.phase == OFF
+
+
+def test_a_loop_without_a_period_is_left_alone() -> None:
+    def random_walk(cp: Any, steps: int) -> list[Any]:
+        rng, x = np.random.default_rng(4), cp.zeros(3)
+        for _ in range(steps):
+            for _ in range(rng.integers(1, 6)):
+                x += 1.0
+            x = cp.exp(-x)
+        return [x]
+
+    plain = numbers(random_walk(stub_cupy.module(), 200))
+    found, recorder = replayed(random_walk, 200)
+    np.testing.assert_array_equal(plain[0], found[0])
+    assert not recorder.replayed
+
+
+def test_an_augmented_assignment_under_a_mask_needs_no_host() -> None:
+    def slopes(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(5), cp.ones((4, 3))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(8, 4)))
+            y = x.dot(w)
+            y[y <= 0] *= 0.2
+            y[y > 1.5] = 1.5
+            w += 0.01 * x.T.dot(y)
+        return [w]
+
+    plain = numbers(slopes(stub_cupy.module(), 40))
+    found, recorder = replayed(slopes, 40)
+    np.testing.assert_array_equal(plain[0], found[0])
+    assert recorder.phase == REPLAY
+    assert recorder.program is not None
+    hows = {(entry.name, entry.how) for entry in recorder.program.entries if "item__" in entry.name}
+    assert hows == {("__getitem__", "placeholder"), ("__setitem__", "run")}
