@@ -75,7 +75,7 @@ from advisor.cli.progress import Progress
     metavar="DIR",
     help="`bench models`: leave the searches' run folders in DIR, for `advisor report`.",
 )
-@click.argument("what", type=click.Choice(("ops", "models", "hosts", "tune")))
+@click.argument("what", type=click.Choice(("ops", "models", "hosts", "tune", "conv")))
 def bench(
     what: str,
     *,
@@ -92,9 +92,10 @@ def bench(
 ) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
     `hosts`, what a step of a small network costs the host, plain and with the kernels, without CUDA graphs; `tune`, each kernel with every
-    combination of its launch constants, by turns with the present ones.
+    combination of its launch constants, by turns with the present ones; `conv`, where the installed cuDNN falls off a cliff: sweeps of
+    channels, sides, batches, taps, dilation, groups, strides and transposed convolutions.
 
-    Rows of ops, models and hosts are written as they are measured, into the place of earlier rows of the same case; other rows stay.
+    Rows of ops, models, hosts and conv are written as they are measured, into the place of earlier rows of the same case; other rows stay.
 
     \b
     Examples:
@@ -108,9 +109,10 @@ def bench(
       advisor bench models --filter resnet50 --max-time 4m -o models.json
       advisor bench models --changed
       advisor bench hosts --filter resnet
+      advisor bench conv --filter channels -o conv.json
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
     """
-    from advisor.bench import hosts, models, ops, tune
+    from advisor.bench import hosts, models, ops, sweep, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
@@ -123,6 +125,8 @@ def bench(
     with Progress(live=True) as say:
         if what == "tune":
             return int(tune.run(pattern=pattern, out=out, say=say))
+        if what == "conv":
+            return int(sweep.run(pattern=pattern, out=out, say=say))
         if what == "hosts":
             return int(hosts.run(pattern=pattern, out=out, say=say))
         if what == "ops":

@@ -15,6 +15,9 @@ def _averages_cumulatively(norm: Any) -> bool:
     return norm.momentum is None and norm.track_running_stats
 
 
+LARGE_TAPS = 11  # as in the specs of large_depthwise and fft_conv, which are not read for a model without such a module
+
+
 # In the order in which their rewrites see a captured graph: a family whose pattern contains another's stands before it.
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -97,6 +100,14 @@ FAMILIES: tuple[Family, ...] = (
         functions=("group_norm", "instance_norm"),
     ),
     Family(
+        id="large_depthwise",
+        replaces="conv2d with as many groups as channels and 11 to 63 taps, stride 1",
+        transform="large_depthwise_conv",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups > 1 and max(conv.kernel_size) >= LARGE_TAPS,
+        holds="in channels_last a copy of each tensor as planes",
+    ),
+    Family(
         id="depthwise",
         replaces="conv2d with as many groups as channels, channels_last",
         transform="depthwise_conv",
@@ -109,6 +120,14 @@ FAMILIES: tuple[Family, ...] = (
         transform="grouped_conv",
         modules=("Conv2d",),
         having=lambda conv: 1 < conv.groups < conv.in_channels == conv.out_channels,
+    ),
+    Family(
+        id="fft_conv",
+        replaces="conv2d of one group with 11 taps or more along either side, stride 1, fp32",
+        transform="fft_conv",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups == 1 and max(conv.kernel_size) >= LARGE_TAPS,
+        holds="transforms of its operands, two to four times as large as these",
     ),
     Family(
         id="bias_act",
@@ -130,6 +149,14 @@ FAMILIES: tuple[Family, ...] = (
         transform="conv3x3",
         modules=("Conv2d",),
         having=lambda conv: conv.groups == 1 and conv.kernel_size == (3, 3) and conv.stride == (1, 1),
+    ),
+    Family(
+        id="exact_conv",
+        replaces="conv2d in fp32 with TF32 off, channels_last",
+        transform="exact_conv",
+        modules=("Conv2d",),
+        having=lambda conv: conv.groups == 1 or conv.groups < conv.in_channels,
+        holds="fp16 parts of its operands, as large as these",
     ),
     Family(
         id="pointwise",

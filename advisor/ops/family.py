@@ -97,6 +97,7 @@ class Family:
         functions: names in torch.nn.functional, or else in torch; a model without such a module is looked at when its forward
             calls one of these.
         deterministic: two runs on the same inputs are bit-equal.
+        holds: what a pass holds while it runs beyond PyTorch's own, in words; empty for nothing that grows with the batch.
         captured: its operations stand in the graph of the model's forward, where `rewrite` finds them. Otherwise it has no
             `rewrite`, and its transform is a class of its own.
     """
@@ -110,6 +111,7 @@ class Family:
     functions: tuple[str, ...] = ()
     deterministic: bool = True
     captured: bool = True
+    holds: str = ""
 
     def module(self, name: str) -> Any:
         """`advisor.ops.<id>.<name>`, imported now. All but `spec` need torch."""

@@ -159,6 +159,39 @@ def depthwise() -> st.SearchStrategy[Case]:
     return alone | normed
 
 
+def large_depthwise() -> st.SearchStrategy[Case]:
+    cases = cases_of("large_depthwise")
+    taps = one_of((11, 11), (13, 5), (1, 11), (15, 15))
+    return st.builds(
+        lambda s, d, t, bias: cases._case(s, t, d, bias=bias),
+        shapes(st.integers(1, 3), most=MOST // 8),
+        DTYPES,
+        taps,
+        st.booleans(),
+    )
+
+
+def fft_conv() -> st.SearchStrategy[Case]:
+    return st.builds(
+        lambda s, outputs, t: cases_of("fft_conv")._case(s, outputs, t),
+        shapes(st.integers(1, 3), most=MOST // 8),
+        st.integers(1, 4),
+        one_of((11, 11), (11, 13)),
+    )
+
+
+def exact_conv() -> st.SearchStrategy[Case]:
+    cases = cases_of("exact_conv")
+    taps = one_of(((3, 3), 1), ((3, 3), 2), ((1, 1), 1), ((1, 1), 2), ((5, 3), 1))
+    return st.builds(
+        lambda s, outputs, t, bias: cases._case(s, outputs, *t, bias=bias),
+        shapes(st.integers(1, 40), most=MOST // 4),
+        st.integers(1, 90),
+        taps,
+        st.booleans(),
+    )
+
+
 def grouped() -> st.SearchStrategy[Case]:
     variants = one_of((4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2), (24, 1), (32, 1), (64, 1), (40, 1))
 
@@ -242,7 +275,7 @@ DRAWN = {
     drawn.__name__.replace("images", "input"): drawn
     for drawn in (
         batchnorm_max_pool, batchnorm_concat, batchnorm_act, squeeze_excite, pooling, upsample, layer_norm, group_norm,
-        depthwise, grouped, bias_act, first_conv, conv3x3, pointwise, strided_pointwise, images, casts,
+        large_depthwise, depthwise, grouped, fft_conv, bias_act, exact_conv, first_conv, conv3x3, pointwise, strided_pointwise, images, casts,
     )
 }  # fmt: skip
 

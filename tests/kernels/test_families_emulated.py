@@ -16,7 +16,16 @@ from advisor.ops import catalog, dispatch, verify
 from advisor.ops.family import Case, Family
 
 # Names tell cases apart by channels, taps and strides, which tests of their own vary too.
-BY_NUMBERS = {"pointwise", "first_conv", "depthwise", "grouped", "conv3x3", "strided_pointwise"}
+BY_NUMBERS = {
+    "pointwise",
+    "first_conv",
+    "depthwise",
+    "grouped",
+    "conv3x3",
+    "strided_pointwise",
+    "large_depthwise",
+    "exact_conv",
+}
 
 
 def _features(family: Family, case: Case) -> dict[str, int]:

@@ -69,6 +69,8 @@ def faults(cases: Sequence[Case], rows: Sequence[Row], tie: float = 0.0) -> list
 def test_dispatch_follows_the_results(family: Family, rows: list[Row]) -> None:
     """A kernel that changed after its last pass on a GPU has no valid results: run `advisor bench ops` again."""
     on_each = [json.loads(file.read_text())["rows"] for file in FILES]
+    # A GPU on which nothing of the family was ever measured says nothing of it, where another one does.
+    on_each = [one for one in on_each if any(of(case, one) for case in family.benchmark)] or on_each
     assert set.intersection(*(set(faults(family.benchmark, one)) for one in on_each)) == set()
     assert [faults(family.benchmark, one, TIE) for one in on_each] == [[] for _ in on_each]
     if not any(of(case, rows) for case in family.benchmark):
@@ -156,7 +158,8 @@ def greedy(rows: Iterable[Row]) -> list[str]:
 
 
 def test_no_kernel_takes_more_memory_than_what_it_replaces(rows: list[Row]) -> None:
-    assert greedy(row for row in rows if row["advisor_peak_bytes"] is not None) == []
+    said = {case.name for family in catalog.FAMILIES if family.holds for case in family.benchmark}
+    assert greedy(r for r in rows if r["advisor_peak_bytes"] is not None and r["name"] not in said) == []
 
 
 def test_a_kept_activation_would_be_seen() -> None:

@@ -18,8 +18,10 @@ from torch import nn
 from advisor.ops import catalog, dispatch, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.conv3x3 import spec as conv3x3
+from advisor.ops.fft_conv import spec as fft_conv
 from advisor.ops.first_conv import spec as first_conv
 from advisor.ops.grouped import spec as grouped
+from advisor.ops.large_depthwise import spec as large_depthwise
 from advisor.ops.pointwise import spec as pointwise
 from advisor.ops.strided_pointwise import spec as strided_pointwise
 
@@ -161,7 +163,10 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "squeeze_excite": lambda model: _count(model, lambda m: type(m).__name__ in _SQUEEZE_EXCITE),
     "layer_norm": lambda model: _count(model, lambda m: isinstance(m, nn.LayerNorm)),
     "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
+    "large_depthwise": lambda model: _count(model, lambda module: _known_to(large_depthwise, module)),
     "depthwise": lambda model: _count(model, _is_depthwise),
+    "fft_conv": lambda model: _count(model, lambda module: _known_to(fft_conv, module)),
+    "exact_conv": lambda model: 0,  # under autocast no convolution is computed in fp32
     "grouped": lambda model: _count(model, _is_grouped),
     "bias_act": _bias_act_sites,
     "first_conv": lambda model: _count(model, _sees_an_image),
@@ -190,6 +195,7 @@ def build(package: str, name: str) -> nn.Module:
 @pytest.fixture(autouse=True)
 def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The sites are those of autocast, which meta tensors have none of.
+    monkeypatch.setattr(catalog.get("exact_conv").module("rewrite"), "COMPUTED", "nothing")
     monkeypatch.setattr(first_conv, "COMPUTE", (*first_conv.COMPUTE, "float32"))
     for family in (grouped, conv3x3, pointwise, strided_pointwise):
         monkeypatch.setattr(family, "STORAGE", {**family.STORAGE, "float32": 0})

@@ -17,12 +17,14 @@ from advisor.analysis.predictions.basis import (
     trained,
 )
 from advisor.analysis.view import (
+    SINGLE,
     Geometry,
     View,
     is_batchnorm,
     is_groupnorm,
     is_layernorm,
     is_own,
+    is_strict_fp32,
     parent,
 )
 from advisor.analysis.whatif import Change, Saving, Step
@@ -53,6 +55,13 @@ POINTWISE_MERGED = 0.7
 # in bf16: 0.65 of what cuDNN's two gradients take at 256 -> 64 channels, a third at 24 -> 72, where the norm's tensor is the smaller.
 # Past this many operations a byte (CI * CO / (CI + CO)) it is not dispatched.
 BEHIND_NORM_MERGED, BEHIND_NORM_INTENSITY = 0.65, 108
+
+
+# Depthwise taps of 13 to 31 on one H200: forward and backward together took 1 to 6 % of cuDNN's time. Dense 31 x 31 taps by transforms: a
+# tenth, of 15 half.
+LARGE_TAPS, LARGE_DEPTHWISE_BEST, FFT_BEST = 11, 0.98, 0.9
+# Three fp16 products in place of one of fp32, at the most: a quarter of strict fp32's time.
+EXACT_BEST = 0.75
 
 
 def fused_bn_act(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
@@ -186,6 +195,24 @@ def _depthwise(view: View) -> list[KernelRow]:
     return list(filter(view.conv(lambda g: g.depthwise), view.rows))
 
 
+def _large(geometry: Geometry) -> bool:
+    return max(geometry.kernel, default=0) >= LARGE_TAPS and geometry.unit_stride and not geometry.transposed
+
+
+def _large_depthwise(view: View) -> list[KernelRow]:
+    return list(filter(view.conv(lambda g: g.depthwise and _large(g)), view.rows))
+
+
+def _large_dense(view: View) -> list[KernelRow]:
+    of_the_kind = view.conv(lambda g: g.groups == 1 and _large(g))
+    return [row for row in view.rows if row.dtype in SINGLE and of_the_kind(row)]
+
+
+def _strict_dense(view: View) -> list[KernelRow]:
+    of_the_kind = view.conv(lambda g: not g.depthwise and not g.transposed)
+    return [row for row in view.rows if is_strict_fp32(row) and of_the_kind(row)]
+
+
 def _first_convolution(view: View) -> list[KernelRow]:
     return list(filter(view.conv(lambda g: g.in_channels == 3), view.rows))
 
@@ -284,6 +311,11 @@ fused_squeeze_excite = _kernel_family(_squeeze_excite, "squeeze-and-excite", mer
 fused_bias_act = _kernel_family(
     _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED
 )
+large_depthwise_conv = _kernel_family(
+    _large_depthwise, "depthwise convolutions with large taps", merged=LARGE_DEPTHWISE_BEST, most=LARGE_DEPTHWISE_BEST
+)
+fft_conv = _kernel_family(_large_dense, "dense fp32 convolutions with large taps", merged=FFT_BEST, most=FFT_BEST)
+exact_conv = _kernel_family(_strict_dense, "strict fp32 convolutions", merged=EXACT_BEST, most=EXACT_BEST)
 depthwise_conv = _kernel_family(_depthwise, "depthwise convolutions")
 first_conv = _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST)
 conv3x3 = _kernel_family(_narrow, "3x3 convolutions between few channels", most=NARROW_BEST)

@@ -1,0 +1,105 @@
+"""Shapes at which the kernels for convolutions in strict fp32 are measured and verified."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from advisor.ops.exact_conv import api, reference, spec, tf32
+from advisor.ops.family import Arguments, Case, Work
+
+
+def _inputs(generator: torch.Generator, n: int, *, call: spec.Call, bias: bool, scale: float) -> Arguments:
+    """x [n, I, H, W] channels_last of deviation `scale`; weight [O, I / groups, R, S] of a deviation that keeps y's near that; bias [O]."""
+    device, nhwc = generator.device, torch.channels_last
+    inputs = call.inputs // call.groups
+    x = torch.randn(n, call.inputs, call.height, call.width, device=device, generator=generator) * scale
+    weight = torch.randn(call.outputs, inputs, call.taps_h, call.taps_w, device=device, generator=generator)
+    weight = weight / (inputs * call.taps_h * call.taps_w) ** 0.5
+    return (
+        x.contiguous(memory_format=nhwc).requires_grad_(),
+        weight.contiguous(memory_format=nhwc).requires_grad_(),
+        (torch.randn(call.outputs, device=device, generator=generator) * scale).requires_grad_() if bias else None,
+        *(call.stride, (call.pad_h, call.pad_w), call.dilation, call.groups),
+    )
+
+
+class _Strict(torch.autograd.Function):
+    """PyTorch's own in strict fp32 in both directions, whatever the process allows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *numbers: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.numbers = numbers
+        with tf32.forbidden():
+            return reference.exact_conv2d(x, weight, bias, *numbers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.numbers
+        sizes = None if bias is None else list(bias.shape)
+        with tf32.forbidden():
+            found = torch.ops.aten.convolution_backward(
+                *(gradients[0], x, weight, sizes, [stride] * 2, list(padding), [dilation] * 2, False, [0, 0], groups),
+                list(ctx.needs_input_grad[:3]),
+            )
+        return (*found, *(None,) * 4)
+
+
+def _eager(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """As a script with TF32 off runs it."""
+    found: torch.Tensor = _Strict.apply(x, *arguments)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _case(
+    shape: tuple[int, ...],
+    outputs: int,
+    taps: tuple[int, int],
+    stride: int = 1,
+    *,
+    padding: tuple[int, int] | None = None,
+    dilation: int = 1,
+    groups: int = 1,
+    bias: bool = False,
+    scale: float = 1.0,
+) -> Case:
+    padding = (taps[0] // 2 * dilation, taps[1] // 2 * dilation) if padding is None else padding
+    call = spec.call(shape, (outputs, shape[1] // groups, *taps), stride, padding, dilation, groups)
+    nbytes, flops = spec.bytes_moved(call), spec.flops(call)
+    return Case(
+        name=spec.name(call) + (" bias" if bias else ""),
+        kind=spec.KIND,
+        shape=shape,
+        dtype="float32",
+        passes={
+            # Three fp16 products make one of fp32.
+            "forward": Work(kernels=spec.SOURCES, nbytes=nbytes[0], flops=3 * flops[0], unit="matrix"),
+            "backward": Work(kernels=spec.SOURCES, nbytes=nbytes[1], flops=3 * flops[1], unit="matrix"),
+        },
+        inputs=partial(_inputs, call=call, bias=bias, scale=scale),
+        ours=api.exact_conv2d,
+        eager=_eager,
+        reference=reference.exact_conv2d,
+        wins=partial(spec.wins, call),
+    )
+
+
+BENCHMARK = tuple(
+    _case((n, inputs, side, side), outputs, (k, k), stride) for n, inputs, outputs, side, k, stride in spec.TRAINED
+)
+# Few channels and channels that fill no tile, strides with taps that reach no pixel, groups, dilation, strips of taps, magnitudes near both
+# ends of fp32's range.
+VERIFICATION = (
+    _case((2, 16, 9, 11), 24, (3, 3), bias=True),
+    _case((1, 3, 13, 12), 70, (7, 7), 2),
+    _case((2, 8, 6, 6), 130, (1, 1), 2, scale=1e25),
+    _case((1, 16, 9, 9), 16, (3, 3), dilation=2, groups=2),
+    _case((1, 40, 5, 7), 7, (1, 5), bias=True, scale=1e-25),
+    _case((1, 24, 10, 9), 8, (3, 3), 2, padding=(0, 1)),
+)

@@ -1,0 +1,148 @@
+"""Launches of the kernels for exact fp32 convolutions. Shapes and dtypes have been checked by the caller (spec)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from advisor.ops import nvrtc
+from advisor.ops.alignment import empty_nhwc
+from advisor.ops.exact_conv import spec
+from advisor.ops.exact_conv.spec import Call
+
+
+class Parts(NamedTuple):
+    """An fp32 tensor as two fp16 parts, and the bits of its largest magnitude (include/two_parts.cuh)."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+    most: torch.Tensor
+
+    def pointers(self) -> tuple[int, int]:
+        """Addresses of the two."""
+        return self.high.data_ptr(), self.low.data_ptr()
+
+
+def _hopper() -> bool:
+    """Whether the compiler here makes Hopper's products."""
+    return not nvrtc.refused(spec.HOPPER)
+
+
+@lru_cache(maxsize=64)
+def _flat(entry: str, device: int) -> Any:
+    return nvrtc.function(spec.PARTS, entry, (), device)
+
+
+def _blocks(threads: int, device: int) -> tuple[int, int, int]:
+    return max(1, min(-(-threads // spec.FLAT_THREADS), 8 * nvrtc.sm_count(device))), 1, 1
+
+
+def _largest(x: torch.Tensor, device: int) -> torch.Tensor:
+    most = torch.zeros(1, dtype=torch.int32, device=x.device)
+    grid = _blocks(-(-x.numel() // 16), device)
+    arguments = x.data_ptr(), most.data_ptr(), np.int64(x.numel())
+    _flat("exact_conv_largest", device)(grid, (spec.FLAT_THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
+    return most
+
+
+def _room(rows: int, columns: int, most: torch.Tensor) -> Parts:
+    shape = rows, spec.octets(columns) * spec.OCTET
+    high, low = (torch.empty(shape, dtype=torch.float16, device=most.device) for _ in range(2))
+    return Parts(high, low, most)
+
+
+def split(x: torch.Tensor) -> Parts:
+    """The parts of x [N, C, H, W] fp32, channels_last and 16-byte aligned, as rows of pixels, C filled up to a multiple of 8."""
+    n, c, h, w = x.shape
+    device = x.device.index or 0
+    parts = _room(n * h * w, c, _largest(x, device))
+    octets = parts.high.numel() // spec.OCTET
+    arguments = x.data_ptr(), parts.most.data_ptr(), *parts.pointers(), np.int64(octets), np.int32(c)
+    kernel = _flat("exact_conv_split", device)
+    kernel(_blocks(octets, device), (spec.FLAT_THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
+    return parts
+
+
+def split_weight(weight: torch.Tensor, groups: int, *, gradient: bool) -> Parts:
+    """The parts of a weight [O, I, R, S] fp32, dense in memory: rows of outputs [O][R][S][I]; for the input's gradient rows of inputs
+    [groups][I][R][S][O of a group]."""
+    device = weight.device.index or 0
+    most = _largest(weight, device)
+    outputs, inputs, r, s = weight.shape
+    rows, columns = (inputs, outputs // groups) if gradient else (outputs, inputs)
+    parts = _room(groups * rows * r * s if gradient else rows * r * s, columns, most)
+    strides = weight.stride()
+    order = (strides[1], strides[0]) if gradient else (strides[0], strides[1])
+    kernel = _flat("exact_conv_weight", device)
+    each = rows * r * s * spec.octets(columns)
+    for group in range(groups if gradient else 1):
+        ahead, begin = group * each * 16, group * columns * strides[0] * 4
+        pointers = (weight.data_ptr() + begin, most.data_ptr(), *(at + ahead for at in parts.pointers()))
+        sizes = (*map(np.int32, (rows, columns, r, s)), *map(np.int64, (*order, *strides[2:])))
+        kernel(_blocks(each, device), (spec.FLAT_THREADS, 1, 1), (*pointers, *sizes), 0, nvrtc.stream(device))
+    return parts
+
+
+def _conv(
+    a: Parts, b: Parts, bias: torch.Tensor | None, y: torch.Tensor, walk: spec.Walk, call: Call, *, gradient: bool
+) -> None:
+    device = y.device.index or 0
+    inputs, outputs = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)
+    size = (call.out_height, call.out_width) if gradient else (call.height, call.width)
+    units, columns = spec.octets(inputs // call.groups), outputs // call.groups
+    plan = spec.plan(columns, nvrtc.arch(device), hopper=_hopper())
+    macros = (*plan.macros, ("BIAS", int(bias is not None)))
+    kernel = nvrtc.function(plan.source, spec.KERNELS[plan.source][0], macros, device, plan.shared_bytes)
+    rows = call.batch * walk.rows[0] * walk.rows[1]
+    sizes = (
+        *(rows, *walk.rows, *size, *y.shape[2:], units, units * call.groups, columns),
+        *(*walk.first, walk.out_step, walk.in_step, *walk.origin, walk.reach, walk.reach, *walk.taps),
+        *(*walk.begin, walk.tap_step, call.taps_h, call.taps_w),
+    )
+    pointers = (*a.pointers(), *b.pointers(), a.most.data_ptr(), b.most.data_ptr(), nvrtc.address(bias), y.data_ptr())
+    grid = -(-rows // plan.rows), -(-columns // plan.columns), call.groups
+    arguments = (*pointers, *map(np.int32, sizes))
+    kernel(grid, (plan.threads, 1, 1), arguments, plan.shared_bytes, nvrtc.stream(device))
+
+
+def forward(x: Parts, weight: Parts, bias: torch.Tensor | None, like: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns y [N, O, OH, OW] fp32, channels_last, on the device of `like`."""
+    y = empty_nhwc((call.batch, call.outputs, call.out_height, call.out_width), like, torch.float32)
+    _conv(x, weight, bias, y, spec.forward_walk(call), call, gradient=False)
+    return y
+
+
+def backward_data(dy: Parts, weight: Parts, like: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dx [N, I, H, W] fp32, channels_last. `weight`: split for the gradient."""
+    dx = empty_nhwc((call.batch, call.inputs, call.height, call.width), like, torch.float32)
+    for walk in spec.gradient_walks(call):
+        _conv(dy, weight, None, dx, walk, call, gradient=True)
+    return dx
+
+
+def backward_weight(dy: Parts, x: Parts, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dweight [O, I / groups, R, S] fp32, channels_last."""
+    device = weight.device.index or 0
+    plan = spec.weight_plan(call, nvrtc.sm_count(device), nvrtc.arch(device), hopper=_hopper())
+    outputs, inputs = call.outputs // call.groups, call.inputs // call.groups
+    units, taps = spec.octets(inputs), call.taps_h * call.taps_w
+    left = torch.empty((plan.splits, call.outputs, taps, inputs), dtype=torch.float32, device=weight.device)
+    kernel = nvrtc.function(plan.source, spec.KERNELS[plan.source][0], plan.macros, device, plan.shared_bytes)
+    sizes = (
+        *(call.batch * call.out_height * call.out_width, call.height, call.width, call.out_height, call.out_width),
+        *(spec.octets(outputs), units, call.groups, outputs, inputs, call.stride, call.pad_h, call.pad_w),
+        *(call.dilation, call.dilation, call.taps_h, call.taps_w, plan.split_rows),
+    )
+    pointers = (*dy.pointers(), *x.pointers(), dy.most.data_ptr(), x.most.data_ptr(), left.data_ptr())
+    grid = (
+        -(-outputs // plan.rows),
+        -(-taps * units * spec.OCTET // plan.columns),
+        plan.splits * call.groups,
+    )
+    arguments = (*pointers, *map(np.int32, sizes))
+    kernel(grid, (plan.threads, 1, 1), arguments, plan.shared_bytes, nvrtc.stream(device))
+    total = left[0] if plan.splits == 1 else left.sum(0)
+    return total.view(call.outputs, call.taps_h, call.taps_w, inputs).permute(0, 3, 1, 2)

@@ -1,0 +1,57 @@
+"""Finds convolutions in strict fp32 in a captured graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from advisor.ops import dispatch, match
+from advisor.ops.exact_conv import api, spec, tf32
+
+COMPUTED = "float32"
+
+
+def _strict(node: fx.Node) -> match.Conv2d | str:
+    """The convolution that the kernels take, or why it is left alone; "" where it is not computed in fp32."""
+    result = match.value(node)
+    if result is None or match.dtype_name(result) != COMPUTED:
+        return ""
+    call = match.conv2d(node)
+    if isinstance(call, str):
+        return call
+    if call.groups == call.channels and call.groups > 1:
+        return ""  # depthwise
+    reason = call.unsupported(spec)
+    if reason:
+        return reason
+    x = match.value(call.x)
+    shape = None if x is None else match.static_shape(x)
+    if shape is None:
+        return "its sizes are not known"
+    sized = spec.call(shape, call.weight_shape, call.stride[0], call.padding, call.dilation[0], call.groups)
+    return (
+        dispatch.refusal("", tf32.ALLOWED if tf32.allowed() else match.said_of(spec.name(sized), spec.wins(sized)))
+        or call
+    )
+
+
+def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
+    """Put the operation in where a convolution is computed in fp32 and TF32 is off.
+
+    With `compiled` the graph goes on to Inductor, which needs the torch.library operation. `report` gains one entry for each
+    convolution in fp32.
+    """
+    graph = graph_module.graph
+    for node, call in match.convolutions(graph, report, _strict):
+        numbers = (call.stride[0], call.padding, call.dilation[0], call.groups)
+        with graph.inserting_before(node):
+            if compiled:
+                flat = [numbers[0], *call.padding, *numbers[2:]]
+                arguments = (match.in_dtype_of(node, call.x), call.weight, call.bias, flat)
+                new = graph.call_function(torch.ops.advisor.exact_conv2d.default, arguments)
+            else:
+                new = graph.call_function(api.exact_conv2d, (call.x, call.weight, call.bias, *numbers))
+        report.matched[match.path(node)] = (
+            f"{spec.KIND} k{call.weight_shape[2]}x{call.weight_shape[3]} s{call.stride[0]}"
+        )
+        match.replace(node, new)

@@ -1,0 +1,343 @@
+"""What the kernels for exact fp32 convolutions on tensor cores support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from advisor.ops import dispatch, shared_memory
+from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
+from advisor.ops.storage import MIN_ARCH
+
+PARTS = "exact_conv/exact_conv_parts.cu"
+CONV = "exact_conv/exact_conv.cu"
+BACKWARD_WEIGHT = "exact_conv/exact_conv_backward_weight.cu"
+HOPPER = "exact_conv/exact_conv_hopper.cu"
+HOPPER_WEIGHT = "exact_conv/exact_conv_hopper_weight.cu"
+KERNELS = {
+    PARTS: ("exact_conv_largest", "exact_conv_split", "exact_conv_weight"),
+    CONV: ("exact_conv",),
+    BACKWARD_WEIGHT: ("exact_conv_backward_weight",),
+    HOPPER: ("exact_conv_hopper",),
+    HOPPER_WEIGHT: ("exact_conv_hopper_weight",),
+}
+SOURCES = tuple(KERNELS)
+NEEDS_ARCH = {HOPPER: 90, HOPPER_WEIGHT: 90}
+HOPPERS = 90  # the one architecture with products of warpgroups
+OCTET = 8
+DEPTH, HOPPER_DEPTH = 32, 64  # of a stage
+FLAT_THREADS = 256
+# (rows, columns, warps down, warps across, stages) of a block of CONV and BACKWARD_WEIGHT.
+WIDE, NARROW = (128, 128, 2, 4, 4), (128, 64, 4, 2, 3)
+# (warpgroups, columns, stages) of HOPPER and HOPPER_WEIGHT.
+HOPPER_WIDE, HOPPER_NARROW = (2, 128, 3), (2, 64, 3)
+PROMOTE, HOPPER_PROMOTE = 1, 32  # stages, or values of the depth, after which sums are taken over by the fp32 pipes
+BLOCKS_AN_SM = 4  # of BACKWARD_WEIGHT at least, in splits
+TUNABLE = {"PROMOTE": (1, 2, 4), "HOPPER_PROMOTE": (16, 32, 64), "BLOCKS_AN_SM": (2, 4, 8)}
+
+
+class Call(NamedTuple):
+    """A convolution of [batch, inputs, height, width] to `outputs` channels."""
+
+    batch: int
+    inputs: int
+    outputs: int
+    height: int
+    width: int
+    taps_h: int
+    taps_w: int
+    stride: int
+    pad_h: int
+    pad_w: int
+    dilation: int
+    groups: int
+
+    @property
+    def out_height(self) -> int:
+        """Rows of the result."""
+        return (self.height + 2 * self.pad_h - self.dilation * (self.taps_h - 1) - 1) // self.stride + 1
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the result."""
+        return (self.width + 2 * self.pad_w - self.dilation * (self.taps_w - 1) - 1) // self.stride + 1
+
+
+@lru_cache(maxsize=4096)
+def call(
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: int,
+    padding: tuple[int, int],
+    dilation: int,
+    groups: int,
+) -> Call:
+    """The convolution of an input of `shape` [N, I, H, W] by a weight [O, I / groups, R, S]."""
+    n, inputs, h, w = shape
+    return Call(n, inputs, weight_shape[0], h, w, weight_shape[2], weight_shape[3], stride, *padding, dilation, groups)
+
+
+def octets(channels: int) -> int:
+    """16-byte units of fp16 that hold so many channels."""
+    return -(-channels // OCTET)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One launch of CONV: the result's rows and columns first, first + step .., and which taps meet which pixels (see the source)."""
+
+    first: tuple[int, int]
+    rows: tuple[int, int]
+    out_step: int
+    in_step: int
+    origin: tuple[int, int]
+    reach: int
+    taps: tuple[int, int]
+    begin: tuple[int, int]
+    tap_step: int
+
+
+def forward_walk(call: Call) -> Walk:
+    """The one launch of the forward."""
+    return Walk(
+        first=(0, 0),
+        rows=(call.out_height, call.out_width),
+        out_step=1,
+        in_step=call.stride,
+        origin=(-call.pad_h, -call.pad_w),
+        reach=call.dilation,
+        taps=(call.taps_h, call.taps_w),
+        begin=(0, 0),
+        tap_step=1,
+    )
+
+
+def _class(at: int, size: int, pad: int, taps: int, call: Call) -> tuple[int, int, int, int]:
+    """Of the input's rows `at`, `at` + stride ..: how many, taps that reach one, the first of these, and the row of dy that it takes."""
+    rows = -(-(size - at) // call.stride)
+    begin = (at + pad) % call.stride
+    count = -(-(taps - begin) // call.stride) if begin < taps else 0
+    return rows, count, begin, (at + pad - begin * call.dilation) // call.stride
+
+
+def gradient_walks(call: Call) -> Iterator[Walk]:
+    """The launches of the input's gradient: one for each row and column of a stride, whose pixels meet the same taps.
+
+    With a stride of 1 every tap reaches every row, `dilation` rows apart; else the dilation is 1.
+    """
+    for at_h in range(min(call.stride, call.height)):
+        for at_w in range(min(call.stride, call.width)):
+            h = _class(at_h, call.height, call.pad_h, call.taps_h, call)
+            w = _class(at_w, call.width, call.pad_w, call.taps_w, call)
+            yield Walk(
+                first=(at_h, at_w),
+                rows=(h[0], w[0]),
+                out_step=call.stride,
+                in_step=1,
+                origin=(h[3], w[3]),
+                reach=-call.dilation,
+                taps=(h[1], w[1]),
+                begin=(h[2], w[2]),
+                tap_step=call.stride,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch of CONV or BACKWARD_WEIGHT, or of their twins for Hopper: blocks of `rows` by `columns`, `stages` of the ring."""
+
+    source: str
+    rows: int
+    columns: int
+    threads: int
+    stages: int
+    shared_bytes: int
+    macros: tuple[tuple[str, int], ...]
+    splits: int = 1
+    split_rows: int = 0
+
+
+def _general(source: str, columns: int, arch: int) -> Plan:
+    rows, wide, down, across, stages = WIDE if columns > NARROW[1] else NARROW
+    units = (rows + wide) * (DEPTH // OCTET + 1) if source == CONV else DEPTH * (rows // OCTET + wide // OCTET + 2)
+    while stages > 2 and stages * 32 * units + 2048 > shared_memory.of_a_block(arch):
+        stages -= 1
+    sizes = {"BM": rows, "BN": wide, "WARPS_M": down, "WARPS_N": across, "STAGES": stages, "PROMOTE": PROMOTE}
+    return Plan(source, rows, wide, 32 * down * across, stages, stages * 32 * units, tuple(sizes.items()))
+
+
+def _hopper(source: str, columns: int) -> Plan:
+    groups, wide, stages = HOPPER_WIDE if columns > HOPPER_NARROW[1] else HOPPER_NARROW
+    rows = 64 * groups
+    beside = 4 * rows if source == HOPPER else 4 * 2 * 3 * HOPPER_DEPTH  # places of pixels
+    nbytes = stages * 2 * (rows + wide) * 2 * HOPPER_DEPTH + beside
+    sizes = {"GROUPS": groups, "WGMMA_N": wide, "STAGES": stages, "PROMOTE": HOPPER_PROMOTE}
+    return Plan(source, rows, wide, 128 * groups, stages, nbytes, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=4096)
+def plan(columns: int, arch: int, *, hopper: bool = True) -> Plan:
+    """The launch of CONV or HOPPER for a result of so many channels a group."""
+    return _hopper(HOPPER, columns) if hopper and arch == HOPPERS else _general(CONV, columns, arch)
+
+
+@lru_cache(maxsize=4096)
+def weight_plan(call: Call, sm_count: int, arch: int, *, hopper: bool = True) -> Plan:
+    """The launch of BACKWARD_WEIGHT or HOPPER_WEIGHT: the pixels in as many splits as give every SM some blocks."""
+    outputs, units = call.outputs // call.groups, octets(call.inputs // call.groups)
+    columns = call.taps_h * call.taps_w * units * OCTET
+    if hopper and arch == HOPPERS:
+        chosen, depth = _hopper(HOPPER_WEIGHT, columns), HOPPER_DEPTH
+    else:
+        chosen, depth = _general(BACKWARD_WEIGHT, columns, arch), DEPTH
+    blocks = -(-outputs // chosen.rows) * -(-columns // chosen.columns) * call.groups
+    rows = call.batch * call.out_height * call.out_width
+    splits = max(1, min(-(-rows // (8 * depth)), -(-BLOCKS_AN_SM * sm_count // blocks)))
+    each = -(-rows // (splits * depth)) * depth
+    return replace(chosen, splits=-(-rows // each), split_rows=each)
+
+
+# ---- where it wins
+
+FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
+GRADIENTS = (GRADIENT, WEIGHT)
+KIND = "exact conv"
+
+
+def name(call: Call) -> str:
+    """`exact conv k3x3 s1 64->128`."""
+    groups = f" g{call.groups}" if call.groups > 1 else ""
+    return f"{KIND} k{call.taps_h}x{call.taps_w} s{call.stride} {call.inputs}->{call.outputs}{groups}"
+
+
+@lru_cache(maxsize=4096)
+def product_wins(call: Call, product: str) -> str:
+    """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
+    return UNMEASURED
+
+
+def product_left(call: Call, product: str) -> str:
+    """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernels make it."""
+    return dispatch.refusal("", product_wins(call, product))
+
+
+@lru_cache(maxsize=4096)
+def wins(call: Call) -> str:
+    """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
+    reasons = [product_wins(call, product) for product in (FORWARD, *GRADIENTS)]
+    return reasons[0] if all(reasons) else ""
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes: its three products are told apart by sizes alone."""
+    return ()
+
+
+INFERRED: tuple[Inferred, ...] = ()
+SIZES_ASKED = "of each product its operations, channels and taps"
+
+
+# ---- what is supported
+
+MAX_COUNT = 2**31 - 1 - 4096
+
+
+def unsupported(
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    weight_shape: tuple[int, ...],
+    weight_dtype: str,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    arch: int,
+) -> str:
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, I, H, W], channels_last."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    reason = unsupported_convolution(
+        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
+    if reason:
+        return reason
+    if dtype != "float32" or weight_dtype != "float32":
+        return f"dtype {dtype if dtype != 'float32' else weight_dtype}"
+    sized = call(shape, weight_shape, stride[0], padding, dilation[0], groups)
+    if 0 in shape or sized.out_height < 1 or sized.out_width < 1:
+        return "empty input or result"
+    x = sized.batch * sized.height * sized.width * octets(sized.inputs)
+    y = sized.batch * sized.out_height * sized.out_width * octets(sized.outputs)
+    return "more pixels or channels than 32 bits count" if max(x, y) > MAX_COUNT else ""
+
+
+def unsupported_convolution(
+    *,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> str:
+    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if stride[0] != stride[1] or dilation[0] != dilation[1]:
+        return "stride or dilation differ along the sides"
+    if stride[0] > 1 and dilation[0] > 1:
+        return f"stride {stride[0]} with dilation {dilation[0]}"
+    if groups > 1 and (weight_shape[1] % OCTET or weight_shape[0] // groups % OCTET):
+        return f"{weight_shape[1]} to {weight_shape[0] // groups} channels a group are no multiples of {OCTET}"
+    return ""
+
+
+# (batch, inputs, outputs, side, taps, stride) of convolutions in trained networks: VGG-16, ResNet-50, UNet, EDSR.
+TRAINED = (
+    (128, 256, 256, 56, 3, 1),
+    (128, 512, 512, 28, 3, 1),
+    (128, 128, 128, 112, 3, 1),
+    (256, 64, 64, 56, 3, 1),
+    (256, 128, 128, 28, 3, 1),
+    (256, 512, 512, 7, 3, 1),
+    (256, 256, 64, 56, 1, 1),
+    (256, 64, 256, 56, 1, 1),
+    (256, 1024, 256, 14, 1, 1),
+    (256, 128, 128, 56, 3, 2),
+    (256, 256, 512, 56, 1, 2),
+    (256, 3, 64, 224, 7, 2),
+    (32, 512, 512, 32, 3, 1),
+    (16, 256, 256, 48, 3, 1),
+)
+_SMS = 132
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant of `source`, for a wide result and a narrow one."""
+    if source == PARTS:
+        return ({},)
+    found = []
+    for columns in (64, 128):
+        hopper, weight = source in (HOPPER, HOPPER_WEIGHT), source in (BACKWARD_WEIGHT, HOPPER_WEIGHT)
+        planned = _hopper(source, columns) if hopper else _general(source, columns, HOPPERS)
+        found += [
+            {**dict(planned.macros), **({} if weight else {"BIAS": bias})} for bias in (0, 1)[: 1 if weight else 2]
+        ]
+    return tuple(found)
+
+
+def bytes_moved(call: Call) -> tuple[int, int]:
+    """Bytes of forward and backward: x in and y out; x and dy in, dx out. Weights are left out."""
+    x = 4 * call.batch * call.inputs * call.height * call.width
+    y = 4 * call.batch * call.outputs * call.out_height * call.out_width
+    return x + y, 2 * x + y
+
+
+def flops(call: Call) -> tuple[int, int]:
+    """Operations of forward and backward (both gradients), three times as many on the tensor cores."""
+    values = call.batch * call.outputs * call.out_height * call.out_width
+    products = 2 * call.taps_h * call.taps_w * (call.inputs // call.groups) * values
+    return products, 2 * products
