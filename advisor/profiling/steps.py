@@ -530,9 +530,14 @@ class StepWatcher:
             self._signatures = counts = +counts
         usual = counts[self._usual_signature]
         total = counts.total()
-        other = signature != self._usual_signature
-        if other and (not _smaller_batch(signature, self._usual_signature) or 5 * (total - usual) > total > 10):
-            # Not the epoch's last, smaller batch: the shapes vary from step to step.
+        others, other = total - usual, signature != self._usual_signature
+        vary = (
+            5 * others > total > 10
+            if _smaller_batch(signature, self._usual_signature)
+            else others > 1 and 20 * others > total
+        )
+        if other and vary:
+            # Neither the epoch's last, smaller batch nor one odd step, such as a first that sizes a model by its data.
             self.training.fixed_shapes = False
         return other and 2 * usual > total
 

@@ -387,6 +387,19 @@ def test_shapes_that_always_vary_are_no_reason(loop: Loop) -> None:
     assert not any(event.reason == steps.SHAPES for event in late)
 
 
+@pytest.mark.parametrize(("every", "fixed"), [(0, True), (40, True), (5, False)])
+def test_an_odd_step_leaves_shapes_fixed(loop: Loop, every: int, fixed: bool) -> None:
+    """A GAN's first step, which sizes a net by its data with forwards more; a look at a larger image now and then. Not each fifth one."""
+    model = nn.Conv2d(1, 1, 3)
+    optimizer = sgd(model)
+    for number in range(90):
+        odd = number == 0 if every == 0 else number % every == every - 1
+        for size in (16, 16) if odd else (8, 8, 12):
+            model(torch.randn(2, 1, size, 8)).sum().backward()
+        optimizer.step()
+    assert loop.training.fixed_shapes is fixed
+
+
 def test_a_new_iterator_each_step_is_part_of_the_step(loop: Loop) -> None:
     model = nn.Linear(3, 2)
     optimizer = sgd(model)
