@@ -53,17 +53,19 @@ class DeferSync(Transform):
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         plans = _plans(sys._getframe(1))
-        sites = {(plan.code, line) for plan in plans for line in plan.sites}
+        sites = {(plan.code, line): plan.callers for plan in plans for line in plan.sites}
         lazy = {(plan.code, line) for plan in plans for line in plan.lazy}
         device_type = training.device.type
-        plain_item = torch.Tensor.item
+        plain_item, nowhere = torch.Tensor.item, frozenset[tuple[CodeType, int]]()
         _counts.update(deferred=0, waited=deferred.waits())
 
         @functools.wraps(plain_item)
         def item(self: torch.Tensor) -> Any:
             if self.device.type == device_type:
                 frame = sys._getframe(1)
-                if (frame.f_code, frame.f_lineno) in sites:
+                callers = sites.get((frame.f_code, frame.f_lineno), nowhere)
+                above = frame.f_back
+                if callers is None or (above is not None and (above.f_code, above.f_lineno) in callers):
                     try:
                         number = deferred.defer(self)
                     except (
@@ -138,6 +140,9 @@ class _Plan:
     refused: dict[int, str]
     meters: list[Meter] = field(default_factory=list)
     guards: dict[int, CodeType] = field(default_factory=dict)
+    callers: set[tuple[CodeType, int]] | None = (
+        None  # which take what it returns as a deferred value; None: it returns none
+    )
 
     @property
     def file(self) -> str:
@@ -147,18 +152,44 @@ class _Plan:
 def _plans(frame: FrameType | None) -> list[_Plan]:
     """Plans for the functions of the script on the stack, those that run the training step, and for those that they call."""
     found: dict[CodeType, _Plan] = {}
+    taken: dict[CodeType, tuple[ast.Call, ...]] = {}  # calls in a function that give it a deferred value
     frames = list(script_frames(frame))
     for at, script in enumerate(frames):
         caught = any(_in_try(above) for above in frames[at + 1 :])
         for code, resolve, line in _functions(script):
             if code in found or (scope := scope_of(code)) is None:
                 continue
-            plan = _plan(code, analyse(scope, resolve, line=line), guarded=line > 0 and not caught)
+            above = frames[at + 1] if line and at + 1 < len(frames) else None
+            callers, sources = (set(), ()) if above is None else _callers(code, above)
+            flow = analyse(scope, resolve, line=line, sources=taken.get(code, ()), returns=bool(callers))
+            plan = _plan(code, flow, guarded=line > 0 and not caught)
+            plan.callers = callers if flow.returns else None
+            if flow.returns and above is not None:
+                taken[above.f_code] = sources
             for meter in list(plan.meters):
                 _hand_on(meter, found)
             if plan.sites or plan.refused:
                 found[code] = plan
     return list(found.values())
+
+
+def _callers(code: CodeType, above: FrameType) -> tuple[set[tuple[CodeType, int]], tuple[ast.Call, ...]]:
+    """The lines of the function above from which this one is called, and the calls, where it takes what they give as it would a read."""
+    scope = scope_of(above.f_code)
+    if scope is None:
+        return set(), ()
+    calls = tuple(
+        node
+        for node in own_nodes(scope)
+        if isinstance(node, ast.Call)
+        and node.lineno <= above.f_lineno <= (node.end_lineno or node.lineno)
+        and ast.unparse(node.func).rpartition(".")[2] == code.co_name
+    )
+    refused = analyse(scope, of_frame(above), sources=calls).refused if calls else {}
+    if not calls or any(call.lineno in refused for call in calls):
+        return set(), ()
+    lines = {line for call in calls for line in range(call.lineno, (call.end_lineno or call.lineno) + 1)}
+    return {(above.f_code, line) for line in lines}, calls
 
 
 def _functions(script: FrameType) -> Iterator[tuple[CodeType, Resolve, int]]:

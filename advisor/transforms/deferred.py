@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 
@@ -261,9 +262,15 @@ def defer(tensor: torch.Tensor) -> Deferred | None:
         return None
     if Across.ranks is not None:
         tensor = Across.ranks(tensor)
-    return Deferred(kind, write=HostWrite(tensor))
+    # What has come by now need not hold its place in pinned memory: a list may keep the numbers of an epoch.
+    while _coming and ((oldest := _coming[0]()) is None or oldest._settle(wait=False)):
+        _coming.popleft()
+    number = Deferred(kind, write=HostWrite(tensor))
+    _coming.append(ref(number))
+    return number
 
 
+_coming: deque[ref[Deferred]] = deque()
 _waits = [0]
 
 

@@ -8,20 +8,28 @@ lines that are not listed as lazy make plain numbers, so what leaves through the
 from __future__ import annotations
 
 import ast
-import itertools
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from advisor.transforms.meters import Meter, meter_of
 from advisor.transforms.source import NESTED, Resolve, Scope, lines_of
+from advisor.transforms.uses import (
+    COMPREHENSIONS,
+    asks_identity,
+    ends,
+    is_item,
+    is_text,
+    only_formats,
+    only_looks,
+    reads,
+)
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_PLAIN_CALLS = frozenset({"print", "str", "repr", "float", "int", "round", "bool", "format"})
 _SPIES = frozenset({"locals", "vars", "exec", "eval", "globals", "dir"})
 _TESTS = frozenset({"isfinite", "isnan", "isinf"})
-_ENDS = frozenset({"sys.exit", "exit", "quit", "os._exit", "os.abort"})
+_SUMS = frozenset({"mean", "sum", "median", "std", "var", "array", "asarray", "nanmean"})
 _COPIES = frozenset({"cpu", "numpy", "tolist"})
 COPIES = "copies a tensor to the host, which waits; what is done with it there needs it"
 
@@ -32,6 +40,7 @@ class Flow:
 
     Attributes:
         guards: by line, `if`s that only end the program where a number is not finite. They may be decided later, before the next update.
+        returns: whether a deferred value is returned as it is: the callers have to take it as one.
     """
 
     calls: set[int] = field(default_factory=set)  # first lines of the calls to defer
@@ -40,21 +49,27 @@ class Flow:
     refused: dict[int, str] = field(default_factory=dict)
     meters: list[Meter] = field(default_factory=list)
     guards: dict[int, ast.If] = field(default_factory=dict)
+    returns: bool = False
 
 
-def analyse(scope: Scope, resolve: Resolve, *, line: int = 0) -> Flow:
+def analyse(
+    scope: Scope, resolve: Resolve, *, line: int = 0, sources: Collection[ast.Call] = (), returns: bool = False
+) -> Flow:
     """Sort the `.item()` calls of this scope, nested functions left out.
 
     Args:
         resolve: what names there stand for.
         line: where it runs now: copies to the host are told in the loop around it.
+        sources: calls in the scope that give a deferred value too.
+        returns: a value may be returned as it is.
     """
-    return _Analysis(scope, resolve).run(line)
+    return _Analysis(scope, resolve, returns).run(line, sources)
 
 
 class _Analysis:
-    def __init__(self, scope: Scope, resolve: Resolve) -> None:
+    def __init__(self, scope: Scope, resolve: Resolve, returns: bool) -> None:
         self.scope = scope
+        self.may_return, self.returns = returns, False
         self.resolve = resolve
         self.guards: dict[int, ast.If] = {}
         self._meters: dict[str, Meter | str] = {}
@@ -72,14 +87,14 @@ class _Analysis:
                 self.foreign.update(node.names)
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
-                if isinstance(child, (*NESTED, *_COMPREHENSIONS)):
-                    self.foreign.update(_reads(child))
+                if isinstance(child, (*NESTED, *COMPREHENSIONS)):
+                    self.foreign.update(reads(child))
                 else:
                     stack.append(child)
 
-    def run(self, line: int) -> Flow:
+    def run(self, line: int, sources: Collection[ast.Call]) -> Flow:
         flow = Flow(guards=self.guards)
-        items = [node for node in self.own if isinstance(node, ast.Call) and _is_item(node)]
+        items = [node for node in self.own if isinstance(node, ast.Call) and (is_item(node) or node in sources)]
         if any(isinstance(n, ast.Name) and n.id in _SPIES for n in self.own):
             flow.refused = {node.lineno: "the function looks at its own variables" for node in items}
             return flow
@@ -107,6 +122,7 @@ class _Analysis:
         for statement in statements:
             if not lines_of(statement) & (refused_lines | crowded):
                 flow.lazy |= lines_of(statement)
+        flow.returns = self.returns
         flow.meters = [meter for meter in self._meters.values() if isinstance(meter, Meter)]
         return flow
 
@@ -139,7 +155,7 @@ class _Analysis:
             isinstance(parent, ast.BinOp)
             and isinstance(parent.op, ast.Mod)
             and parent.right is node
-            and (isinstance(parent.left, ast.JoinedStr) or _is_text(parent.left))
+            and (isinstance(parent.left, ast.JoinedStr) or is_text(parent.left))
         )
 
     def _statement(self, node: ast.AST) -> ast.stmt | None:
@@ -190,7 +206,7 @@ class _Analysis:
         meter = self._meter_call(self._top(node))
         if meter is not None:
             return meter if isinstance(meter, str) else ""
-        if self._guards(node):
+        if self._guards(node) or self._kept(self._top(node)) or self._returned(self._top(node)):
             return ""
         return "its value is needed at once, or leaves the function"
 
@@ -205,6 +221,48 @@ class _Analysis:
             return isinstance(getattr(numpy, call.func.attr, None), numpy.ufunc)
         return module is math
 
+    def _returned(self, node: ast.AST) -> bool:
+        """Whether this is what the function gives back, to callers that are known to take it as a deferred value."""
+        found = self.may_return and isinstance(self.parents.get(node), ast.Return)
+        self.returns |= found
+        return found
+
+    def _kept(self, node: ast.AST) -> bool:
+        """Whether `node` is put into a list of the function's own of which it only makes means, sums and counts."""
+        call = self.parents.get(node)
+        if not (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == "append"
+            and call.args == [node]
+            and isinstance(self.parents.get(call), ast.Expr)
+            and isinstance(call.func.value, ast.Name)
+        ):
+            return False
+        name = call.func.value.id
+        if name in self.foreign or type(self.resolve(call.func.value)) is not list:
+            return False
+        loads = [n for n in self.own if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        return all(map(self._sums_up, loads))
+
+    def _sums_up(self, name: ast.AST) -> bool:
+        """Whether a list is used there without one of its values being given away."""
+        node = name
+        above = self.parents[node]
+        if isinstance(above, ast.Attribute) and above.attr in ("append", "clear"):
+            return True
+        if isinstance(above, ast.Subscript) and isinstance(above.slice, ast.Slice):
+            node, above = above, self.parents[above]
+        if isinstance(above, (ast.If, ast.While)) and above.test is node:
+            return True
+        if not (isinstance(above, ast.Call) and above.args[:1] == [node]):
+            return False
+        if isinstance(above.func, ast.Name):
+            return above.func.id in ("sum", "len") and self.resolve(above.func) is None
+        numpy: Any = sys.modules.get("numpy")
+        found = isinstance(above.func, ast.Attribute) and above.func.attr in _SUMS
+        return found and numpy is not None and self.resolve(above.func.value) is numpy  # type: ignore[attr-defined]
+
     def _guards(self, node: ast.AST) -> bool:
         """Whether `node` is only asked if it is finite, by an `if` whose one branch ends the program."""
         call = self.parents.get(node)
@@ -215,7 +273,7 @@ class _Analysis:
             above = self.parents[above]
             if not isinstance(above, (ast.UnaryOp, ast.stmt)):
                 return False
-        if not isinstance(above, ast.If) or above.orelse or not _ends(above) or self._in_try(above):
+        if not isinstance(above, ast.If) or above.orelse or not ends(above) or self._in_try(above):
             return False
         negated = isinstance(above.test, ast.UnaryOp) and isinstance(above.test.op, ast.Not)
         if negated is not (getattr(call.func, "attr", "") == "isfinite"):
@@ -269,7 +327,7 @@ class _Analysis:
             if isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.FormattedValue, ast.AugAssign)):
                 continue
             if isinstance(parent, ast.Compare):
-                if _asks_identity(parent, node):
+                if asks_identity(parent, node):
                     return f"is asked what it is on line {node.lineno}"
                 continue
             if isinstance(parent, (ast.If, ast.While, ast.Assert)) and parent.test is node:
@@ -278,15 +336,17 @@ class _Analysis:
                 continue
             if isinstance(parent, ast.Tuple) and self._formats(parent):
                 continue
-            if isinstance(parent, ast.Call) and node in parent.args and _only_looks(parent.func):
+            if isinstance(parent, ast.Call) and node in parent.args and only_looks(parent.func):
                 continue
-            if isinstance(parent, ast.keyword) and _only_formats(self.parents[parent]):
+            if isinstance(parent, ast.keyword) and only_formats(self.parents[parent]):
                 continue
             if (
                 isinstance(self._meter_call(node), Meter)
                 or self._guards(node)
                 or self._looks(node)
                 or self._at_the_end(node)
+                or self._kept(node)
+                or self._returned(node)
             ):
                 continue
             return f"leaves the function on line {node.lineno}"
@@ -314,52 +374,3 @@ class _Analysis:
                 for line in {node.lineno, *range(node.lineno, last)}:
                     count[line] = count.get(line, 0) + 1
         return {line for line, n in count.items() if n > 1}
-
-
-def _is_item(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "item" and not call.args and not call.keywords
-
-
-def _asks_identity(compare: ast.Compare, node: ast.expr) -> bool:
-    """Whether `compare` asks if `node` is some object; not where that is None, which no number is."""
-    sides = [compare.left, *compare.comparators]
-    return any(
-        isinstance(op, (ast.Is, ast.IsNot))
-        and any(a is node and not (isinstance(b, ast.Constant) and b.value is None) for a, b in (pair, pair[::-1]))
-        for op, pair in zip(compare.ops, itertools.pairwise(sides), strict=True)
-    )
-
-
-def _ends(branch: ast.If) -> bool:
-    """Whether what is done there ends the program, and nothing in it leads elsewhere."""
-    last = branch.body[-1]
-    ends = isinstance(last, ast.Raise) or (
-        isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _ENDS
-    )
-    elsewhere = (ast.Return, ast.Continue, ast.Break, ast.Yield, ast.YieldFrom, ast.Await)
-    return ends and not any(isinstance(node, elsewhere) for statement in branch.body for node in ast.walk(statement))
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _only_looks(function: ast.expr) -> bool:
-    return (isinstance(function, ast.Name) and function.id in _PLAIN_CALLS) or (
-        isinstance(function, ast.Attribute) and function.attr == "format" and _is_text(function.value)
-    )
-
-
-def _only_formats(call: ast.AST) -> bool:
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _only_looks(call.func)
-
-
-def _reads(nested: ast.AST) -> set[str]:
-    """Names that a nested scope takes from outside: what it loads and neither stores nor has as an argument."""
-    loads = {n.id for n in ast.walk(nested) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    declared = {name for n in ast.walk(nested) if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
-    if isinstance(nested, (ast.ClassDef, *_COMPREHENSIONS)):
-        return loads | declared
-    stores = {n.id for n in ast.walk(nested) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    arguments = {n.arg for n in ast.walk(nested) if isinstance(n, ast.arg)}
-    return (loads - stores - arguments) | declared

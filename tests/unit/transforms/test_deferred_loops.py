@@ -238,3 +238,92 @@ def test_a_copy_to_the_host_is_told_with_its_line() -> None:
         copies.__code__.co_firstlineno
         + 4: "copies a tensor to the host, which waits; what is done with it there needs it"
     }
+
+
+def kept(switch: Switch, steps: int = 8) -> list[Any]:
+    losses, told = [], []
+    for i in range(steps):
+        switch()
+        losses.append(torch.tensor(0.3 * i).item())
+        if i % 4 == 3:
+            told.append((float(np.mean(losses)), sum(losses) / len(losses), float(np.std(losses[-3:]))))
+    return told
+
+
+def given_on(switch: Switch, steps: int = 8) -> list[float]:
+    losses = []
+    for i in range(steps):
+        switch()
+        losses.append(torch.tensor(0.3 * i).item())
+    return losses
+
+
+def test_a_list_of_which_a_mean_is_made() -> None:
+    switch, expected = Switch(), kept(Switch(on=False))
+    assert kept(switch) == expected
+    assert defer_sync._counts["deferred"] == 6
+    assert DeferSync().effect(switch.loop.training, None, None).numbers["waited"] <= 6
+    switch.undo.run()
+    switch = Switch()
+    assert given_on(switch) == given_on(Switch(on=False))
+    assert "needed at once" in switch.refused()
+
+
+def test_numbers_in_a_list_give_their_places_back() -> None:
+    deferred._coming.clear()
+    numbers = [deferred.defer(torch.tensor(float(i))) for i in range(50)]
+    for number in numbers[:40]:
+        number._write.here = True
+    last = deferred.defer(torch.tensor(1.0))
+    assert [number._write is None for number in numbers] == [True] * 40 + [False] * 10
+    assert last is not None
+
+
+class Stepper:
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+
+    def train_step(self, i: int) -> float:
+        loss = torch.tensor(0.3 * i)
+        self.switch()
+        return loss.item()
+
+    def doubled(self, i: int) -> float:
+        value = torch.tensor(0.3 * i).item()
+        self.switch()
+        return value
+
+
+@pytest.mark.parametrize("name", ["train_step", "doubled"])
+def test_what_a_step_returns_is_deferred_where_its_caller_adds_it_up(name: str) -> None:
+    def loop(stepper: Stepper, steps: int = 10) -> list[float]:
+        total, told = 0.0, []
+        for i in range(steps):
+            if name == "doubled":
+                total += stepper.doubled(i) * 2
+            else:
+                total += stepper.train_step(i)
+            if i % 5 == 4:
+                told.append(total / 5)
+        told.append(stepper.train_step(3))  # another caller, which keeps it
+        return told
+
+    switch, expected = Switch(), loop(Stepper(Switch(on=False)))
+    found = loop(Stepper(switch))
+    assert found == expected
+    assert all(type(value) is float for value in found)
+    assert defer_sync._counts["deferred"] >= 7
+    assert defer_sync._counts["deferred"] <= 8
+
+
+def test_what_a_step_returns_to_a_caller_that_keeps_it_is_read_at_once() -> None:
+    def loop(stepper: Stepper) -> dict[str, float]:
+        history = {}
+        for i in range(6):
+            history[str(i)] = stepper.train_step(i)
+        return history
+
+    switch = Switch()
+    found = loop(Stepper(switch))
+    assert all(type(value) is float for value in found.values())
+    assert "needed at once, or leaves the function" in switch.refused()
