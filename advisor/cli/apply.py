@@ -39,7 +39,7 @@ from advisor.cli.progress import Progress
     metavar="N",
     default=20,
     show_default="20",
-    help="Compare at most so many pairs, 3 to 20; fewer are sooner done and prove only large gains.",
+    help="Compare at most N pairs, 3 to 20. Fewer pairs finish sooner, but can only confirm large gains.",
 )
 @click.option(
     "--plan",

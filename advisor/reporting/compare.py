@@ -103,14 +103,18 @@ class Comparison:
             return RegressionVerdict(
                 outcome=Regression.UNDECIDED, detail="too few step times were recorded to decide on a regression"
             )
-        measured = f"B takes {_ratio_text(self.ratio, self.low, self.high)} of A's time"
+        measured = f"B is {_ratio_text(self.ratio, self.low, self.high)}"
         if self.low > 1 + tolerance:
-            return RegressionVerdict(outcome=Regression.YES, detail=f"regression: {measured}, {limit} than A")
+            return RegressionVerdict(
+                outcome=Regression.YES, detail=f"regression: {measured}; the limit is {percent_text(tolerance)}"
+            )
         if self.high <= 1 + tolerance:
-            return RegressionVerdict(outcome=Regression.NO, detail=f"no regression: {measured}, not {limit} than A")
+            return RegressionVerdict(
+                outcome=Regression.NO, detail=f"no regression: {measured}; the limit is {percent_text(tolerance)}"
+            )
         return RegressionVerdict(
             outcome=Regression.UNDECIDED,
-            detail=f"inconclusive: {measured}; the noise does not say whether it is {limit}. Record more steps",
+            detail=f"inconclusive: {measured}; too noisy to tell whether B is {limit}. Record more steps",
         )
 
 
@@ -175,8 +179,20 @@ def _differences(a: StepProfile, b: StepProfile) -> tuple[bool, list[str]]:
     return not other, texts
 
 
+TIMES = 2.0  # as long, from which on a difference is told as a factor
+
+
+def _apart(ratio: float) -> str:
+    """How much slower or faster a step is that takes `ratio` times as long: `3.0 % slower`, `12.2× slower`."""
+    slower, factor = ratio >= 1, max(ratio, 1 / ratio)
+    word = "slower" if slower else "faster"
+    return f"{factor:.3g}× {word}" if factor >= TIMES else f"{100 * abs(ratio - 1):.1f} % {word}"
+
+
 def _ratio_text(ratio: float, low: float, high: float) -> str:
-    return f"{100 * ratio:.1f} % ({100 * low:.1f} to {100 * high:.1f}, {100 * CONFIDENCE:g} % interval)"
+    """B beside A in words, with the interval: `3.0 % slower (2.6 % slower to 3.4 % slower, 99 % interval)`."""
+    interval = f"{_apart(low)} to {_apart(high)}"
+    return f"{_apart(ratio)} ({interval}, {100 * CONFIDENCE:g} % interval)"
 
 
 def _sentence(ratio: float | None, bounds: tuple[float, float] | None, comparable: bool) -> str:
@@ -185,13 +201,9 @@ def _sentence(ratio: float | None, bounds: tuple[float, float] | None, comparabl
     if not comparable:
         return "The machines differ: times are shown, and not compared."
     if bounds is None:
-        return f"B takes {100 * ratio:.1f} % of A's step time; too few steps were recorded for an interval."
-    measured = f"B takes {_ratio_text(ratio, *bounds)} of A's step time"
-    if bounds[1] < 1:
-        return f"B is faster, {wording.factor(1 / ratio)}: {measured}."
-    if bounds[0] > 1:
-        return f"B is slower: {measured}."
-    return f"No difference beyond noise: {measured}."
+        return f"B is {_apart(ratio)}; too few steps were recorded for an interval."
+    measured = f"B is {_ratio_text(ratio, *bounds)}"
+    return f"{measured}." if bounds[1] < 1 or bounds[0] > 1 else f"No difference beyond noise: {measured}."
 
 
 def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:

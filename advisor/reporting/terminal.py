@@ -325,7 +325,7 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
     if where := wording.spent(log):
-        lines += page.wrap(f"Time went into {where}.", 2, "dim")
+        lines += page.wrap(f"Time: {where}.", 2, "dim")
     lines += page.wrap(wording.trials_headline(log), 2)
     names = {id(v): v.title or v.transform for v in log.verdicts}
     if any(v.round > 1 for v in log.verdicts):

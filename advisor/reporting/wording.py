@@ -346,7 +346,7 @@ def reason(verdict: Verdict) -> str:
         paid = counted(round(verdict.break_even_steps), "step")
         parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
     if verdict.left_out_gain is not None:
-        parts.append(f"left out of the whole, {gain(verdict.left_out_gain)} of the step are lost")
+        parts.append(f"without it the plan is {gain(verdict.left_out_gain)} of the step slower")
     if verdict.blocks.disturbed:
         parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.blocks.exponent:

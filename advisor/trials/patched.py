@@ -198,7 +198,9 @@ def _timing(runs: _Both, min_gain: float) -> Check:
         return Check(passed=True, detail=told, numbers=numbers)
     if high < least:
         return Check(passed=False, detail=f"no gain above {percent_text(min_gain)}: {told}", numbers=numbers)
-    return Check(passed=None, detail=f"too noisy to confirm {percent_text(min_gain)}: {told}", numbers=numbers)
+    return Check(
+        passed=None, detail=f"too noisy to confirm a gain of {percent_text(min_gain)}: {told}", numbers=numbers
+    )
 
 
 def _decided(checks: dict[str, Check]) -> bool:

@@ -112,7 +112,8 @@ def judge(
     elif low <= 1.0:
         # Above 1 but not beyond noise leaves it open; more runs may tell.
         passed = None if point > 1.0 else False
-        detail = f"not faster beyond noise in fresh runs ({point:.2f}×, {low:.2f} to {high:.2f})"
+        detail = f"{point:.2f}× ({low:.2f} to {high:.2f}) in fresh runs"
+        detail = f"too noisy to confirm: {detail}" if passed is None else f"not faster: {detail}"
     batch = plain[0].batch_size
     return StackVerdict(
         passed=passed,

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 PROFILE = "first profile"
 # In the process of a search. The start is all before the first trial: Python, data, model, warm-up, and what was kept before, which
 # each process captures anew.
-START, LOOK, GATE, SETTLE = "starting searches", "matching", "numeric gate", "warm-up of changes"
+START, LOOK, GATE, SETTLE = "starting processes", "finding places", "correctness check", "warm-up of changes"
 FIRST = "first steps with changes"  # compile, capture, tuning: in the gate, where each change is on for the first time
-TRACE, BLOCKS, UNDO = "effect checks", "timed blocks", "taking back"
+TRACE, BLOCKS, UNDO = "effect checks", "timed blocks", "switching changes off"
 # Whole processes of another kind.
-ROUNDS, PAIRS, STACK = "profiles of later rounds", "pairs of fresh runs", "whole against plain"
-ON_TOP, LEFT_OUT = "changes on top of the whole", "whole without each change"
+ROUNDS, PAIRS, STACK = "later profiles", "pairs of fresh runs", "final comparison"
+ON_TOP, LEFT_OUT = "changes on top of the plan", "plan without each change"
 RANKS = "several ranks"  # that they train as one process does, and what is tried in all of them
 MEMORY = "less memory"
 REST = "rest"  # rules, files, the supervisor's own

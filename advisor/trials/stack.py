@@ -108,7 +108,9 @@ class StackTrial:
             dropped = self._least_trusted(kept)
             kept = [item for item in kept if item not in dropped]
             for item in dropped:
-                self._revert(item, f"beside the other changes, it did not hold in fresh runs: {verdict.detail}")
+                self._revert(
+                    item, f"beside the other changes, the changes together did not hold in fresh runs: {verdict.detail}"
+                )
             if before is not None and _names(kept) == set(before.items):
                 return before
             if kept:
@@ -189,7 +191,7 @@ class StackTrial:
                 and not script.over
                 and self.budget.allows_on_top(candidate.transform, len(MORE_TURNS), self.runs.last_s, share=share)
             ):
-                script.say(f"noise hides what {title} gains: two more")
+                script.say(f"too noisy to tell what {title} gains; two more runs")
                 runs += self._seeded(spent.ON_TOP, (*kept, item), settled, MORE_TURNS)
             if script.over:
                 break
@@ -244,8 +246,8 @@ class StackTrial:
                 continue
             whole = self._judge(proved.plain, runs, rest)
             if whole.passed is True:
-                self._revert(item, "the whole stack is as fast without it")
-                script.say(f"{title}: dropped, the whole stack is as fast without it")
+                self._revert(item, "the plan is as fast without it")
+                script.say(f"{title}: removed, the plan is as fast without it")
                 kept, proved = rest, self._proof(whole, proved.plain, runs, rest)
         if unasked:
             script.notes.append(f"no time was left to run the stack without {', '.join(unasked)}")
@@ -380,7 +382,7 @@ class StackTrial:
             elif gain.high < self.min_gain:
                 status, reason = REVERTED, f"no gain above {percent_text(self.min_gain)}: {told}"
             else:
-                reason = f"noise hides whether it gains {percent_text(self.min_gain)}: {told}"
+                reason = f"too noisy to confirm a gain of {percent_text(self.min_gain)}: {told}"
         if status == KEPT and numerics.passed is False:
             status, reason = REVERTED, f"it changes the training: {numerics.detail}"
         elif status == KEPT and whole.passed is not True:

@@ -155,12 +155,12 @@ def decide(
         )
         basis = f"{len(pairs)} ABBA pairs, slowest block with against fastest without"
         return Decision(KEPT, Interval(low=apart, high=gain.high, basis=basis), point, told)
-    hidden = f"noise hides whether it gains {_share(min_gain)}: {told}"
+    hidden = f"too noisy to confirm a gain of {_share(min_gain)}: {told}"
     if last or len(pairs) >= usable[-1]:
         return Decision(INCONCLUSIVE, gain, point, hidden)
     early = stages is EARLY_STAGES and len(pairs) < STAGES[0]  # three pairs say little of their own spread
     if not early and _hopeless(pairs, min_gain, usable[-1], confidence):
-        return Decision(INCONCLUSIVE, gain, point, f"{hidden}; {usable[-1]} would not tell either")
+        return Decision(INCONCLUSIVE, gain, point, f"{hidden}; more repeats would not settle it")
     return Decision(MORE, gain, point, told)
 
 

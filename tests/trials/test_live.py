@@ -70,7 +70,7 @@ def test_each_change_gets_the_verdict_it_deserves(tmp_path, declare):
     assert 0.15 < kept.timing.numbers["gain"] < 0.6
     assert kept.title == "a change of the tests"
     assert kept.seconds > 0
-    assert {"numeric gate", "timed blocks", "matching"} < set(records.spent(tmp_path))
+    assert {"correctness check", "timed blocks", "finding places"} < set(records.spent(tmp_path))
     record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
     assert record.complete
     assert record.model_hash

@@ -51,9 +51,9 @@ def test_interval_needs_steps():
 def test_faster_slower_and_neither():
     base = samples.resnet50()
     faster = compare_profiles(base, samples.resnet50(scale=0.5))
-    assert faster.sentence.startswith("B is faster, 2.00×")
+    assert faster.sentence.startswith("B is 2× faster")
     assert faster.low <= faster.ratio <= faster.high
-    assert compare_profiles(base, samples.resnet50(scale=1.05)).sentence.startswith("B is slower")
+    assert compare_profiles(base, samples.resnet50(scale=1.05)).sentence.startswith("B is 5.0 % slower")
     assert "No difference beyond noise" in compare_profiles(base, base).sentence
 
 

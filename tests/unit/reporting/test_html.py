@@ -76,7 +76,7 @@ def test_sections_and_findings(applied):
         "Numerics failed loss 7.31 at step 14",
         "Timing undecided",
         "Pays off after 16 steps",
-        "Left out of the whole, 25–27 % of the step are lost.",
+        "Without it the plan is 25–27 % of the step slower.",
         "Lost without it",
         "no activation follows 1 place layer1.0.downsample.1",
         "idle: waiting for copies",

@@ -89,7 +89,7 @@ def test_what_noise_hides_is_inconclusive() -> None:
     told: list[str] = []
     comparison(5e3, 5e3, noise=0.4, undecided=told.append).assert_faster(by="0.5 %")
     assert len(told) == 1
-    assert told[0].startswith("inconclusive: noise hides")
+    assert told[0].startswith("inconclusive: too noisy")
     assert outcome(lambda: comparison(5e3, 5e3, noise=0.4).assert_faster(by="0.5 %")) == "inconclusive"
 
 

@@ -51,11 +51,11 @@ def ask(found: Perf) -> None:
 
 
 def test_a_comparison_that_noise_leaves_open_is_a_warning_a_failure_or_a_skip() -> None:
-    with pytest.warns(Inconclusive, match="noise hides"):
+    with pytest.warns(Inconclusive, match="too noisy"):
         ask(perf(WARN))
-    with pytest.raises(AssertionError, match="inconclusive: noise hides"):
+    with pytest.raises(AssertionError, match="inconclusive: too noisy"):
         ask(perf(FAIL))
-    with pytest.raises(Skipped, match="noise hides"):
+    with pytest.raises(Skipped, match="too noisy"):
         ask(perf(SKIP))
 
 
